@@ -406,10 +406,17 @@ BREAKS = (
     ),
     Break(
         "data: a tensor without samples is split too",
-        "runtime/comm/values.py",
-        "if tensor.ndim and tensor.shape[0] == count else (tensor,) * parts",
-        "if tensor.ndim else (tensor,) * parts",
-        ("runtime/test_values.py",),
+        "runtime/data/batches.py",
+        "return dim if size == count else None",
+        "return dim if size is not None and size >= count else None",
+        ("runtime/test_batches.py",),
+    ),
+    Break(
+        "data: inputs that hold the samples along another dimension are cut along the first",
+        "runtime/data/batches.py",
+        "yield from ((leaf, batch_dim) for leaf in _leaves_of(value))",
+        "yield from ((leaf, 0) for leaf in _leaves_of(value))",
+        ("runtime/test_batches.py", "test_pipeline.py"),
     ),
     Break(
         "random: dropout is the same for all microbatches",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mishaps
 import processes
@@ -14,7 +14,7 @@ import reference
 import torch
 import torch.nn.functional as F
 import zoo
-from torch import Tensor
+from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.core.errors import (
@@ -88,6 +88,59 @@ def check_predictions(found: list[Tensor], count: int) -> None:
     assert len(found) == count
     for i, output in enumerate(found):
         torch.testing.assert_close(output, animal.model(x[i : i + 1 + i % 4].clone()).detach())
+
+
+class Scored(NamedTuple):
+    """An output of a type of its own, which other layers take, too."""
+
+    scores: Any
+    length: int = 0
+    loss: Any = None
+
+
+class Scoring(nn.Module):
+    """A layer that returns such an output."""
+
+    def forward(self, value: Any) -> Scored:
+        return Scored(value.scores * 2, value.length + 1) if isinstance(value, Scored) else Scored(value)
+
+
+def test_predictions_have_the_type_of_the_models_output() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), Scoring(), Scoring(), Scoring())
+    batches = [(torch.randn(size, 2), torch.zeros(size)) for size in (3, 1)]
+    animal = zoo.Animal(model, batches, F.mse_loss, lambda output, targets: (output, 1.0), {3: (2, 3)})
+    with pipeline_of(animal) as pipeline:
+        found = list(pipeline.predict(batches))
+    for (x, _), output in zip(batches, found, strict=True):
+        assert type(output) is Scored
+        assert torch.equal(output.scores, model(x).scores)
+        assert (output.length, output.loss) == (2, None)
+
+
+@pytest.mark.parametrize("batch_dim", [1, {0: 1}])
+def test_minibatches_are_cut_along_the_dimension_of_the_samples(batch_dim: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    batches = [torch.randn(4, size, 2, dtype=torch.float64) for size in (5, 4, 2)]
+    animal = zoo.Animal(model, [(x, x) for x in batches], None, lambda output, targets: (output, 1.0), {2: (1,)})
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        assert output.shape[:2] == batch[0].shape[:2]
+        return (output - batch[1].sum(2, keepdim=True)).square().sum(), output.shape[1]
+
+    expected = []
+    plain = copy.deepcopy(model)
+    optimizer = SGD(plain.parameters())
+    for x in batches:
+        value = (plain(x) - x.sum(2, keepdim=True)).square().sum() / x.shape[1]
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    chosen = {"schedule": "gpipe", "microbatches": 3, "loss": loss, "batch_dim": batch_dim}
+    with pipeline_of(animal, stages=2, **chosen) as pipeline:
+        dones = list(pipeline.train(animal.batches))
+    assert [done.samples for done in dones] == [5, 4, 2]
+    assert [done.loss for done in dones] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_plain_state_dict_goes_in_and_comes_out() -> None:
@@ -202,6 +255,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         pipeline_of(animal, clip="norm")
     with pytest.raises(ScheduleError, match="does not split it"):
         pipeline_of(animal, microbatches=4)
+    with pytest.raises(PipelineError, match="batch_dim is 'x'"):
+        pipeline_of(animal, batch_dim="x")
     with pytest.raises(PlanError):
         pd.Pipeline(zoo.make("cnn").model, pd.Plan.uniform(2), loss=F.mse_loss, optimizer=SGD)
     with pipeline_of(animal) as pipeline, pytest.raises(PipelineError, match="needs batches"):

@@ -36,9 +36,14 @@ class ModelOptions:
 
     Attributes:
         metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
-        inputs: batch -> the model's input, a tuple for several; by default the first of a pair, else the batch.
+        inputs: batch -> the model's input: a tuple for several, a mapping for keyword arguments; by default the first
+            of a pair, else the batch. If the model computes the loss it is the whole batch, also of a pair.
         targets: batch -> what loss and metrics get; by default the second of a pair for torch's own losses, else the
             batch.
+        batch_dim: dimension of the samples, along which a minibatch is cut into microbatches. A number for all inputs,
+            or a mapping from an input's name (its position, if positional) to its dimension, None for an input that is
+            not cut; others have 0. Tensors that have another size there go to every microbatch. A mapping's number of
+            samples is the most frequent size, else it is that of the first input.
         weight: batch -> number that the loss is a mean over (samples, tokens), for losses that do not return it.
         scheduler: factory from an optimizer to a learning-rate scheduler; stepped once per update.
         clip_grad_norm: greatest norm of an update's gradients.
@@ -62,6 +67,7 @@ class ModelOptions:
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     inputs: Callable[[Any], Any] | None = None
     targets: Callable[[Any], Any] | None = None
+    batch_dim: int | Mapping[str | int, int | None] = 0
     weight: Callable[[Any], Any] | None = None
     scheduler: Callable[[Any], Any] | None = None
     clip_grad_norm: float | None = None
@@ -88,6 +94,9 @@ class ModelOptions:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 yield f"{name} is {value!r}, which cannot be called"
+        dims = self.batch_dim.values() if isinstance(self.batch_dim, Mapping) else [self.batch_dim]
+        if not all(dim is None or type(dim) is int for dim in dims) or self.batch_dim is None:
+            yield f"batch_dim is {self.batch_dim!r}, neither a number nor a mapping from inputs to numbers or None"
         if not isinstance(self.metrics, Mapping) or not all(map(callable, self.metrics.values())):
             yield "metrics is not a dict of functions metric(output, batch)"
         if isinstance(self.phases, str) or self.phases is None:

@@ -89,7 +89,13 @@ class Pipeline:
         self._epoch = 0
         self._epoch_batches = 0
         self._enter(0)
-        self._adapt_batch = BatchAdapter(options.inputs, options.targets, is_torch_loss(options.loss))
+        self._adapt_batch = BatchAdapter(
+            options.inputs,
+            options.targets,
+            is_torch_loss(options.loss),
+            own_loss=options.loss is None,
+            reads_batch=bool(options.metrics or options.weight),
+        )
         self._loggers = tuple(options.loggers)
         self._segment: Iterator[Done] | None = None
         self.ready: deque[Done] = deque()
@@ -111,6 +117,7 @@ class Pipeline:
             ema=options.ema,
             autocast=options.autocast,
             scaling=scaling,
+            batch_dim=options.batch_dim,
         )
         blueprint = Blueprint(
             programs=[found.program for found in self.prepared],
@@ -229,9 +236,10 @@ class Pipeline:
         return {"loss": done.loss, **done.metrics}
 
     def predict(self, loader: Iterable[Any], *, ema: bool = False) -> Iterator[Any]:
-        """Yields the model's output for each batch, at rank 0 only; drains first.
+        """Yields the model's output for each batch, in the model's own type, at rank 0 only; drains first.
 
-        Every rank must iterate it to its end. The loader may yield pairs or bare inputs.
+        Every rank must iterate it to its end. The loader may yield pairs or bare inputs. Objects in the output that
+        cannot be sent, such as a cache of keys and values, are None.
         """
         self.drain()
         for output in self._session.predict(loader, lambda batch: (self._adapt_batch.input_of(batch), None), ema):

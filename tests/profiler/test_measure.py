@@ -25,7 +25,7 @@ def chain(*modules: nn.Module) -> LayerGraph:
     return LayerGraph.chain(tuple(Layer(str(i), type(m).__name__) for i, m in enumerate(modules)))
 
 
-def profile_of(*modules: nn.Module, sample: tuple[Any, ...], **options: Any) -> Profile:
+def profile_of(*modules: nn.Module, sample: Any, **options: Any) -> Profile:
     return measure(
         modules,
         chain(*modules),
@@ -279,11 +279,24 @@ def test_each_failure_names_its_place() -> None:
     with pytest.raises(ProfileError, match=r"measured on cuda, but is on cpu.*model.to\('cuda'\)"):
         profile_of(good, sample=(x,), device="cuda")
     with pytest.raises(ProfileError, match=r"write \(x,\)"):
-        profile_of(good, sample=x)  # type: ignore[arg-type]
+        profile_of(good, sample=x)
     with pytest.raises(ProfileError, match="runs=0"):
         profile_of(good, sample=(x,), runs=0)
     with pytest.raises(ProfileError, match="found 1 modules, 2 layers"):
         measure([good], chain(good, good), (x,), model_name="T", preserve_state=preserve_state)
+
+
+def test_a_mapping_is_passed_as_keyword_arguments() -> None:
+    class Sum(nn.Module):
+        def forward(self, x: Tensor, *, bias: Tensor) -> Tensor:
+            return x + bias
+
+    sample = {"bias": torch.ones(4), "x": torch.randn(3, 4, requires_grad=True)}
+    found = profile_of(
+        Sum(), nn.Linear(4, 4), sample=sample, samples=3, half_of=lambda value, count: {**value, "x": value["x"][:1]}
+    )
+    assert (found.batch, found.input_shapes) == (3, ((4,), (3, 4)))
+    assert [layer.output_bytes for layer in found.layers] == [48, 48]
 
 
 def test_a_stopwatch_gives_a_lap_for_each_start_and_stop() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.data.batches import count_samples, half_of, split_batch, split_minibatch
+from pipedream.runtime.data.batch_adapter import BatchAdapter
+from pipedream.runtime.data.batches import count_samples, first_half, split_batch, split_minibatch
 
 
 @given(count=st.integers(1, 9), parts=st.integers(1, 6))
@@ -106,7 +107,21 @@ def test_packed_sequences_are_cut_by_samples(lengths: list[int], parts: int, ord
 
 def test_half_of_a_minibatch() -> None:
     batch = {"x": torch.arange(10).reshape(2, 5), "n": torch.arange(5), "c": torch.ones(3)}
-    half = half_of(batch, 5, batch_dim=1)
+    half = first_half(batch, 5, batch_dim=1)
     assert half["x"].tolist() == [[0, 1], [5, 6]]
     assert half["n"].tolist() == [0, 1]
     assert half["c"] is batch["c"]
+
+
+def test_the_input_of_a_model_with_its_own_loss_is_the_whole_batch() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    adapt = BatchAdapter(own_loss=True, reads_batch=False)
+    assert adapt([x, y]) == ((x, y), None)
+    assert adapt({"a": x}) == ({"a": x}, None)
+    assert BatchAdapter(own_loss=True)((x, y)) == ((x, y), (x, y))
+    assert BatchAdapter(inputs=lambda batch: batch[0], own_loss=True, reads_batch=False)((x, y)) == (x, None)
+
+
+def test_a_mapping_is_not_a_pair() -> None:
+    batch = UserDict({"x": torch.ones(2), "y": torch.zeros(2)})
+    assert BatchAdapter()(batch) == (batch, batch)

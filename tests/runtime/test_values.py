@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from pipedream.runtime.comm.values import flatten, map_tensors, tensors_of, to_device, unflatten
+from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
 
 
 class Point(NamedTuple):
@@ -129,7 +129,7 @@ def test_a_value_is_put_together_as_it_was(value: Any) -> None:
 def test_a_copy_of_a_value_has_its_tensors_replaced(value: Any) -> None:
     twice = map_tensors(value, lambda tensor: tensor + 1)
     assert flatten(twice)[0] == flatten(value)[0]
-    assert all(map(torch.equal, tensors_of(twice), [tensor + 1 for tensor in tensors_of(value)]))
+    assert all(map(torch.equal, tensors_in(twice), [tensor + 1 for tensor in tensors_in(value)]))
 
 
 def test_an_output_keeps_its_type_and_what_is_none() -> None:

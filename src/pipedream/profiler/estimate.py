@@ -18,7 +18,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.profiler.environment import versions
 from pipedream.profiler.measure import PreserveState, check_chain, choose_mode, dtype_name
 from pipedream.profiler.op_costs import Lap, OpCosts, opaque_bytes
-from pipedream.profiler.passes import LossFunction, Passes, shapes_of
+from pipedream.profiler.passes import LossFunction, Passes, Sample, shapes_of
 from pipedream.profiler.sizes import largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.update import (
     OptimizerFactory,
@@ -36,7 +36,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 def estimate(
     layers: Sequence[nn.Module],
     graph: LayerGraph,
-    sample: tuple[Any, ...],
+    sample: Sample,
     *,
     model_name: str,
     preserve_state: PreserveState,
@@ -44,13 +44,14 @@ def estimate(
     loss: LossFunction | None = None,
     optimizer: OptimizerFactory | None = None,
     autocast: torch.dtype | None = None,
+    samples: int | None = None,
 ) -> Profile:
-    """Predicts what `measure` would find on a device. Of identical layers only one is looked at.
+    """Predicts what `measure` would find on a device, with the same arguments. Of identical layers one is looked at.
 
     Raises:
         ProfileError: a layer, the loss or the optimizer fails, or needs the value of a tensor.
     """
-    check_chain(layers, graph, sample)
+    samples = check_chain(layers, graph, sample, samples)
     costs = OpCosts(device)
     passes = Passes(layers, graph, loss, costs, torch.device("cpu"), autocast)
     fresh = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
@@ -94,13 +95,12 @@ def estimate(
             strict=True,
         )
     )
-    shapes = shapes_of(sample)
     return Profile(
         model=model_name,
         graph=graph,
         layers=found,
-        batch=shapes[0][0],
-        input_shapes=shapes,
+        batch=samples,
+        input_shapes=shapes_of(sample),
         dtype=dtype_name(layers, autocast),
         device=device.name,
         update_s=update.update_s,
@@ -116,12 +116,12 @@ def estimate(
 
 
 def _laps_of_layers(
-    layers: Sequence[nn.Module], passes: Passes, costs: OpCosts, sample: tuple[Any, ...]
-) -> tuple[list[tuple[Lap, Lap]], tuple[Any, ...], list[int]]:
+    layers: Sequence[nn.Module], passes: Passes, costs: OpCosts, sample: Sample
+) -> tuple[list[tuple[Lap, Lap]], Sample, list[int]]:
     """Forward and backward laps, the last output, and the bytes that stand-ins do not show."""
     known: dict[Any, tuple[Lap, Lap, Any]] = {}
     laps, hidden = [], []
-    arguments = sample
+    arguments: Sample = sample
     for index, layer in enumerate(layers):
         key = _structure_of(layer), _value_shape(arguments)
         if key not in known:

@@ -29,13 +29,14 @@ def half_of(sample: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
 
 
 def fixed_s(
-    run: Callable[[tuple[Any, ...]], Sequence[float]],
-    sample: tuple[Any, ...],
+    run: Callable[[Any], Sequence[float]],
+    sample: Any,
     batch: int,
     whole: Sequence[tuple[float, float]],
     *,
     warmup: int,
     runs: int,
+    half_of: Callable[[Any, int], Any] = half_of,
 ) -> list[float]:
     """Returns the fixed seconds of each lap; all 0 if the layers cannot run half of the sample.
 
@@ -44,6 +45,7 @@ def fixed_s(
     Args:
         run: runs a sample and returns its laps.
         whole: median and spread of each lap of the whole batch.
+        half_of: (sample, its number of samples) -> its first half.
     """
     half = batch // 2
     if not half:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from statistics import median, quantiles
 from typing import Any
@@ -15,8 +15,8 @@ from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.profiler.environment import device_text, versions
-from pipedream.profiler.fixed_seconds import fixed_s
-from pipedream.profiler.passes import LossFunction, Need, Passes, shapes_of
+from pipedream.profiler.fixed_seconds import fixed_s, half_of
+from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, shapes_of
 from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.stopwatch import Stopwatch
 from pipedream.profiler.update import (
@@ -35,7 +35,7 @@ PreserveState = Callable[[Sequence[nn.Module], list[int], int], AbstractContextM
 def measure(
     layers: Sequence[nn.Module],
     graph: LayerGraph,
-    sample: tuple[Any, ...],
+    sample: Sample,
     *,
     model_name: str,
     preserve_state: PreserveState,
@@ -46,6 +46,8 @@ def measure(
     runs: int = 10,
     autocast: torch.dtype | None = None,
     seed: int = 0,
+    samples: int | None = None,
+    half_of: Callable[[Any, int], Any] = half_of,
 ) -> Profile:
     """Measures every layer of a chain on one minibatch, leaving its state and the random generators unchanged.
 
@@ -54,13 +56,15 @@ def measure(
 
     Args:
         layers: in run order; all parameters are on `device`.
-        sample: one minibatch.
+        sample: one minibatch: positional arguments, or a mapping of keyword arguments.
         preserve_state: (modules, CUDA devices, seed) -> a context, see `pipedream.capture.preserve_state`.
         loss: from the last layer's output to a tensor of one number.
         optimizer: from (name, parameter) pairs to an optimizer, which is timed on copies.
         warmup: runs that do not count.
         runs: runs that count; times are their medians.
         autocast: of the forwards; None: no autocast.
+        samples: in the minibatch; by default the first dimension of the first tensor.
+        half_of: (sample, its number of samples) -> its first half.
 
     Raises:
         ProfileError: a layer, the loss or the optimizer fails, or the model is not on `device`.
@@ -70,7 +74,7 @@ def measure(
         raise ProfileError(
             f"runs={runs} and warmup={warmup} were given; give at least 1 run and a warm-up of at least 0"
         )
-    check_chain(layers, graph, sample)
+    samples = check_chain(layers, graph, sample, samples)
     _check_places(layers, graph, place)
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
     indices = [_cuda_index(place)] if place.type == "cuda" else []
@@ -88,20 +92,20 @@ def measure(
             laps_s.append(watch.laps_s())
         needs = passes.measured_needs(sample, sizes, loss_bytes)
         laps_s = laps_s[warmup:]
-        fixed = _fixed_seconds(layers, graph, sample, laps_s, place, autocast, warmup=warmup, runs=runs)
+        timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "half_of": half_of}
+        fixed = _fixed_seconds(layers, graph, sample, samples, laps_s, place, autocast, **timing)
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
             update = measure_update(optimizer, parameters, watch, warmup=warmup, runs=runs)
     laps = _laps_of_layers(laps_s)
     loss_laps = laps.pop() if loss is not None else None
-    shapes = shapes_of(sample)
     return Profile(
         model=model_name,
         graph=graph,
         layers=_layer_profiles(layers, laps, sizes, needs, fixed),
-        batch=shapes[0][0],
-        input_shapes=shapes,
+        batch=samples,
+        input_shapes=shapes_of(sample),
         dtype=dtype_name(layers, autocast),
         device=device_text(place),
         runs=runs,
@@ -164,40 +168,49 @@ def _layer_profiles(
 def _fixed_seconds(
     layers: Sequence[nn.Module],
     graph: LayerGraph,
-    sample: tuple[Any, ...],
+    sample: Sample,
+    samples: int,
     laps_s: list[list[float]],
     device: torch.device,
     autocast: torch.dtype | None,
     *,
     warmup: int,
     runs: int,
+    half_of: Callable[[Any, int], Any],
 ) -> list[float]:
     """The fixed seconds of the layers; not of the loss, which takes the whole batch."""
     watch = Stopwatch(device)  # its own, because a failed run leaves laps in it
     passes = Passes(layers, graph, None, watch, device, autocast)
 
-    def laps_of(part: tuple[Any, ...]) -> list[float]:
+    def laps_of(part: Sample) -> list[float]:
         passes.timed_run(part)
         return watch.laps_s()
 
     columns = list(zip(*laps_s, strict=True))[: 2 * len(layers)]
     known = [(median(column), _spread(column)) for column in columns]
-    return fixed_s(laps_of, sample, shapes_of(sample)[0][0], known, warmup=warmup, runs=runs)
+    return fixed_s(laps_of, sample, samples, known, warmup=warmup, runs=runs, half_of=half_of)
 
 
-def check_chain(layers: Sequence[nn.Module], graph: LayerGraph, sample: tuple[Any, ...]) -> None:
-    """Checks that the layers form a chain, and that the sample is a minibatch. Raises ProfileError."""
+def check_chain(layers: Sequence[nn.Module], graph: LayerGraph, sample: Sample, samples: int | None = None) -> int:
+    """Checks that the layers form a chain, and that the sample is a minibatch; returns its number of samples.
+
+    Raises ProfileError.
+    """
     if len(layers) != len(graph.layers) or graph.edges != LayerGraph.chain(graph.layers).edges:
         raise ProfileError(
             f"only a chain with one module for each layer can be measured, found {len(layers)} modules, "
             f"{len(graph.layers)} layers and {len(graph.edges)} edges; give what capture returned"
         )
-    shapes = shapes_of(sample) if isinstance(sample, tuple) else ()
-    if not shapes or not shapes[0] or shapes[0][0] < 1:
+    shapes = shapes_of(sample) if isinstance(sample, (tuple, Mapping)) else ()
+    if samples is None:
+        samples = shapes[0][0] if shapes and shapes[0] else 0
+    if not shapes or samples < 1:
         raise ProfileError(
-            "the sample should be a tuple whose first tensor has the minibatch along dimension 0; for one "
-            f"input x write (x,); found {type(sample).__name__} with tensors of shapes {list(map(list, shapes))}"
+            "the sample should be a tuple whose first tensor has the minibatch along dimension 0 (or batch_dim), or a "
+            f"mapping; for one input x write (x,); found {type(sample).__name__} with tensors of shapes "
+            f"{list(map(list, shapes))}"
         )
+    return samples
 
 
 def _check_places(layers: Sequence[nn.Module], graph: LayerGraph, device: torch.device) -> None:

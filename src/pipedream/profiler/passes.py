@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from pipedream.profiler.allocations import Allocations
 from pipedream.profiler.sizes import Sizes
 from pipedream.profiler.stopwatch import Watch
 
-__all__ = ["Need", "Passes", "shapes_of"]
+__all__ = ["Need", "Passes", "Sample", "shapes_of"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Need:
 
 
 LossFunction = Callable[[Any], torch.Tensor]
+
+Sample = tuple[Any, ...] | Mapping[str, Any]
+"""The arguments of a call: positional ones, or keyword arguments."""
 
 
 class Passes:
@@ -55,29 +58,29 @@ class Passes:
         self._autocast = autocast
         self._parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
 
-    def timed_run(self, sample: tuple[Any, ...]) -> None:
+    def timed_run(self, sample: Sample) -> None:
         """Takes the laps of one run.
 
         Raises:
             ProfileError: a layer or the loss fails; names it, its input shapes and the cause.
         """
-        arguments = sample
+        arguments: Sample = sample
         for index in range(len(self._layers)):
             arguments = (self.timed_layer(index, arguments),)
         if self._loss is not None:
             self.timed_loss(arguments)
 
-    def timed_layer(self, index: int, arguments: tuple[Any, ...]) -> Any:
+    def timed_layer(self, index: int, arguments: Sample) -> Any:
         """Takes the laps of one layer, and returns its output."""
         return self._timed_call(f"the {self._named(index)}", self._layers[index], arguments, self._parameters[index])
 
-    def timed_loss(self, arguments: tuple[Any, ...]) -> None:
+    def timed_loss(self, arguments: Sample) -> None:
         self._timed_call("the loss", self._loss_of, arguments, [])
 
-    def run_layer(self, index: int, arguments: tuple[Any, ...]) -> Any:
+    def run_layer(self, index: int, arguments: Sample) -> Any:
         try:
             with self._autocast_mode():
-                return self._layers[index](*arguments)
+                return _called(self._layers[index], arguments)
         except Exception as error:
             raise _failure(f"the {self._named(index)}", arguments, error) from error
 
@@ -88,7 +91,7 @@ class Passes:
         except Exception as error:
             raise _failure("the loss", (output,), error) from error
 
-    def measured_needs(self, sample: tuple[Any, ...], sizes: Sequence[Sizes], loss_bytes: int) -> tuple[Need, ...]:
+    def measured_needs(self, sample: Sample, sizes: Sequence[Sizes], loss_bytes: int) -> tuple[Need, ...]:
         """Returns what each layer, and then the loss, needs in addition to what it keeps."""
         kept = (*(size.activation_bytes for size in sizes), loss_bytes)
         # Alive while the next layer runs, though no layer keeps it.
@@ -98,7 +101,7 @@ class Passes:
         watches = []
         for adds in (False, True):
             with Allocations(self._device) as watch:
-                arguments = sample
+                arguments: Sample = sample
                 for index, parameters in enumerate(self._parameters):
                     arguments = (self._watched_call(self._layers[index], arguments, parameters, watch, adds),)
                 if self._loss is not None:
@@ -118,7 +121,7 @@ class Passes:
     def _watched_call(
         self,
         forward: Callable[..., Any],
-        arguments: tuple[Any, ...],
+        arguments: Sample,
         parameters: list[nn.Parameter],
         watch: Allocations,
         adds: bool,
@@ -133,7 +136,7 @@ class Passes:
             try:
                 watch.mark()
                 with self._autocast_mode():
-                    value = forward(*entered)
+                    value = _called(forward, entered)
                 watch.mark()
                 outputs = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
                 if outputs and (leaves or parameters):
@@ -150,7 +153,7 @@ class Passes:
         return tree_map(_leave, value)
 
     def _timed_call(
-        self, what: str, forward: Callable[..., Any], arguments: tuple[Any, ...], parameters: list[nn.Parameter]
+        self, what: str, forward: Callable[..., Any], arguments: Sample, parameters: list[nn.Parameter]
     ) -> Any:
         leaves: list[torch.Tensor] = []
         with torch.enable_grad():
@@ -158,7 +161,7 @@ class Passes:
             try:
                 with self._autocast_mode():
                     self._watch.start()
-                    value = forward(*entered)
+                    value = _called(forward, entered)
                     self._watch.stop()
                 outputs = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
                 gradients = [torch.ones_like(output) for output in outputs]
@@ -193,6 +196,10 @@ def shapes_of(value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
+def _called(function: Callable[..., Any], arguments: Sample) -> Any:
+    return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
+
+
 def _enter(leaf: Any, leaves: list[torch.Tensor]) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -207,7 +214,7 @@ def _leave(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _failure(what: str, arguments: tuple[Any, ...], error: Exception) -> ProfileError:
+def _failure(what: str, arguments: Sample, error: Exception) -> ProfileError:
     shapes = ", ".join(str(list(shape)) for shape in shapes_of(arguments)) or "no tensor"
     return ProfileError(
         f"{what} should run forward and backward on inputs of shape {shapes}, but raised "

@@ -87,8 +87,8 @@ class Sizes:
 
 def measure_sizes(
     layers: Sequence[nn.Module],
-    sample: tuple[Any, ...],
-    run_layer: Callable[[int, tuple[Any, ...]], Any],
+    sample: Any,
+    run_layer: Callable[[int, Any], Any],
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> tuple[tuple[Sizes, ...], int]:
     """Returns each layer's sizes, and the bytes that autograd keeps from the loss.

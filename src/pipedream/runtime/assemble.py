@@ -18,6 +18,7 @@ from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Receiver, Sender
 from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedGroup, DistributedReceiver, DistributedSender
+from pipedream.runtime.data.batches import BatchDim
 from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
@@ -53,6 +54,7 @@ class Settings:
         ema: decay of the averaged weights; None keeps no average.
         autocast: dtype of the forwards; None computes in the dtype of the weights.
         scaling: None does not scale the loss.
+        batch_dim: dimension of the samples in the model's inputs, see `data.batches`.
     """
 
     loss: Loss
@@ -64,6 +66,7 @@ class Settings:
     ema: float | None = None
     autocast: torch.dtype | None = None
     scaling: LossScaleOptions | None = None
+    batch_dim: BatchDim = 0
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Session:
         self.model = model
         self._blueprint = blueprint
         self.rank, processes = join_group(blueprint.device)
-        stages = blueprint.program.plan.stages
+        stages, batch_dim = blueprint.program.plan.stages, blueprint.settings.batch_dim
         self._stage_names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
         self._shared_names = parameters.shared_names(model)
         self._guard: Guard | None = None
@@ -101,13 +101,13 @@ class Session:
         self._data_channels: list[Sender | Receiver] = []
         if processes == 1:
             self.workers = self._build_all(weights)
-            self._data = DataSource(blueprint.programs, range(blueprint.placement.workers))
+            self._data = DataSource(blueprint.programs, range(blueprint.placement.workers), batch_dim=batch_dim)
         else:
             connections = self._connect(processes, stuck_after_s)
             self.workers = [self._build_own(connections, weights)]
             senders, receiver = data_channels(blueprint, self.rank, connections)
             self._data_channels = [*senders.values(), *([] if receiver is None else [receiver])]
-            self._data = DataSource(blueprint.programs, [self.rank], self._group, senders, receiver)
+            self._data = DataSource(blueprint.programs, [self.rank], self._group, senders, receiver, batch_dim)
         writer_group = dist.new_group(backend="gloo") if self.distributed else None
         self.checkpointer = Checkpointer(
             model, self.workers, self._stage_names, self._group, writer_group, blueprint.device

@@ -201,7 +201,8 @@ def profile_recipe(
     """Profiles a recipe's model on its first training batch, with loss and optimizer."""
     batch = recipe.first_batch()
     loss = Loss(recipe.loss, recipe.weight)
-    _, targets = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss))(batch)
+    adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
+    _, targets = adapt(batch)
     return profile_model(
         recipe.model,
         model_input(recipe, batch),
@@ -213,12 +214,15 @@ def profile_recipe(
         autocast=recipe.autocast,
         seed=seed,
         runs=runs,
+        batch_dim=recipe.batch_dim,
     )
 
 
 def model_input(recipe: Recipe, batch: Any) -> Any:
     """Returns the recipe's sample, else the model's input in a batch."""
-    return recipe.sample if recipe.sample is not None else BatchAdapter(recipe.inputs).input_of(batch)
+    if recipe.sample is not None:
+        return recipe.sample
+    return BatchAdapter(recipe.inputs, own_loss=recipe.loss is None).input_of(batch)
 
 
 def _method(options: TrainingOptions, resumed: ResumePoint | None) -> tuple[str, int | None]:

@@ -6,6 +6,7 @@ On several processes rank 0 alone profiles: ranks that measured at the same time
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pipedream import profiler
@@ -16,6 +17,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
+from pipedream.runtime.data.batches import BatchDim, first_half, known_samples
 from pipedream.workflows.exclusions import check_options
 
 __all__ = ["layers_of", "profile"]
@@ -34,6 +36,7 @@ def profile(
     runs: int = 10,
     autocast: Any = None,
     seed: int = 0,
+    batch_dim: BatchDim = 0,
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
 
@@ -42,7 +45,7 @@ def profile(
 
     Args:
         model: a chain of modules, see `pipedream.capture`.
-        sample: the model's input for one minibatch; a tuple for several inputs.
+        sample: the model's input for one minibatch; a tuple for several inputs, a mapping for keyword arguments.
         loss: from the model's output to a scalar; its time is charged to the last stage.
         optimizer: factory from named parameters to an optimizer, whose update time and state are measured.
         device: 'cpu', 'cuda' or 'cuda:N'; 'meta' predicts without measuring.
@@ -53,6 +56,7 @@ def profile(
         runs: measured runs, of which the median counts.
         autocast: low-precision dtype of the forwards.
         seed: of the random numbers that layers draw.
+        batch_dim: dimension of the samples in the inputs, as in `pipedream.Pipeline`.
 
     Raises:
         CaptureError: the model cannot be split into layers.
@@ -67,6 +71,7 @@ def profile(
         "loss": loss,
         "optimizer": optimizer,
         "autocast": autocast,
+        "samples": known_samples(sample, batch_dim),
     }
 
     def estimated() -> str:
@@ -82,6 +87,7 @@ def profile(
             model.to(process_group.process_device(device))
         captured = capture(model, moved)
         timing: dict[str, Any] = {"device": device, "warmup": warmup, "runs": runs, "seed": seed}
+        timing["half_of"] = partial(first_half, batch_dim=batch_dim)
         return profiler.measure(captured.layers, captured.graph, moved, **timing, **described).to_json()
 
     make, where = (estimated, profiler.here()) if device == "meta" else (measured, device)

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["flatten", "map_tensors", "tensors_of", "to_device", "unflatten"]
+__all__ = ["flatten", "map_tensors", "tensors_in", "to_device", "unflatten"]
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _CONTAINERS = (tuple, list, dict, UserDict)
@@ -105,7 +105,7 @@ def unflatten(structure: str, tensors: Sequence[torch.Tensor]) -> Any:
     return _known_builder(structure)(tensors)
 
 
-def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
+def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
     """Returns the tensors in a value, without those on the meta device."""
     return flatten(value, opaque_as_none=True)[1]
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm.values import map_tensors
 
-__all__ = ["BatchDim", "count_samples", "half_of", "split_batch", "split_minibatch"]
+__all__ = ["BatchDim", "count_samples", "first_half", "known_samples", "split_batch", "split_minibatch"]
 
 BatchDim = int | Mapping[str | int, int | None]
 
@@ -29,12 +29,17 @@ def count_samples(inputs: Any, batch_dim: BatchDim = 0) -> int:
     Keyword arguments may be in any order: of their tensors, the most frequent size counts, and of equally frequent ones
     the first. Otherwise it is the size of the first tensor that has the batch dimension; 1 if none has it.
     """
-    leaves = list(_with_dims(inputs, batch_dim))
-    if not leaves:
+    found = known_samples(inputs, batch_dim)
+    if found is None and not _leaves_of(inputs):
         raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")
-    sizes = [size for leaf, dim in leaves if (size := _size(leaf, dim)) is not None]
+    return 1 if found is None else found
+
+
+def known_samples(inputs: Any, batch_dim: BatchDim = 0) -> int | None:
+    """Returns the number of samples; None if no tensor has the batch dimension."""
+    sizes = [size for leaf, dim in _with_dims(inputs, batch_dim) if (size := _size(leaf, dim)) is not None]
     if not sizes:
-        return 1
+        return None
     return Counter(sizes).most_common(1)[0][0] if isinstance(inputs, Mapping) else sizes[0]
 
 
@@ -59,7 +64,7 @@ def split_batch(value: Any, count: int, parts: int, batch_dim: BatchDim = 0) -> 
     return [value] if parts == 1 else _Cut(count, parts).of(value, batch_dim)
 
 
-def half_of(value: Any, count: int, batch_dim: BatchDim = 0) -> Any:
+def first_half(value: Any, count: int, batch_dim: BatchDim = 0) -> Any:
     """Returns the first half of `count` samples."""
     size = count // 2
 

@@ -19,6 +19,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.data.batch_adapter import AdaptBatch
+from pipedream.runtime.data.batches import BatchDim
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.microbatches import LocalMicrobatches, Microbatches, ReceivedMicrobatches
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, tee
@@ -36,6 +37,7 @@ class DataSource:
         group: None in a single process.
         senders: at replica 0 of the input stage, to the others.
         receiver: at the others.
+        batch_dim: of the model's inputs.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class DataSource:
         group: dist.ProcessGroup | None = None,
         senders: Mapping[int, Sender] | None = None,
         receiver: Receiver | None = None,
+        batch_dim: BatchDim = 0,
     ) -> None:
         self._input_ranks = programs[0].placement.readers
         self._ranks_here = [rank for rank in self._input_ranks if rank in set(ranks)]
@@ -52,6 +55,7 @@ class DataSource:
         self._group = group
         self._senders = dict(senders or {})
         self._receiver = receiver
+        self._batch_dim = batch_dim
         self._training = _OpenLoader()
         self._evaluation = _OpenLoader()
         self._borrowed: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -99,7 +103,7 @@ class DataSource:
                 return {}
             readers = tee(target.open(loader, epochs, state), len(self._ranks_here))
             return {
-                rank: LocalMicrobatches(Feed(reader), adapt)
+                rank: LocalMicrobatches(Feed(reader), adapt, batch_dim=self._batch_dim)
                 for rank, reader in zip(self._ranks_here, readers, strict=True)
             }
         # Replica 0 decides how all replicas read.
@@ -125,10 +129,10 @@ class DataSource:
             )
         if sharded:
             reader = target.open(loader, epochs, state, replica, replicas)
-            return {rank: LocalMicrobatches(Feed(reader), adapt)}
+            return {rank: LocalMicrobatches(Feed(reader), adapt, batch_dim=self._batch_dim)}
         if replica == 0:
             reader = target.open(loader, epochs, state)
-            return {rank: LocalMicrobatches(Feed(reader), adapt, self._senders)}
+            return {rank: LocalMicrobatches(Feed(reader), adapt, self._senders, self._batch_dim)}
         assert self._receiver is not None
         return {rank: ReceivedMicrobatches(self._receiver)}
 

@@ -12,7 +12,7 @@ import torch
 from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
-from pipedream.runtime.comm.values import map_tensors, tensors_of
+from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.results.losses import Loss, Metric, metric_sums
 from pipedream.runtime.results.results import Results
 
@@ -102,5 +102,5 @@ def needs_weights(program: Program) -> bool:
 
 def _zero(output: Any, loss: torch.Tensor) -> torch.Tensor:
     """Returns a 0 whose gradients are 0, although the loss may be nan."""
-    found = [t.sum() for t in tensors_of(output) if t.requires_grad and t.numel() > 1]
+    found = [t.sum() for t in tensors_in(output) if t.requires_grad and t.numel() > 1]
     return (torch.stack(found).sum() if found else loss.nan_to_num()) * 0.0

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipedream.core.errors import ScheduleError
-from pipedream.runtime.comm.values import tensors_of
+from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.stage.split_backward import saved_by
 from pipedream.runtime.stage.versions import WeightSet
 
@@ -64,7 +64,7 @@ class SavedTensorHooks:
             output = layers()
         if not known:
             self._redirect_checked = self.redirects
-            self._check_graph(tensors_of(output), _WeightLocator(read.leaves if self.redirects else {}), tracker)
+            self._check_graph(tensors_in(output), _WeightLocator(read.leaves if self.redirects else {}), tracker)
         return output
 
     @contextmanager
@@ -78,7 +78,7 @@ class SavedTensorHooks:
         if self._checked and not self.redirects:
             yield None
             return
-        tracker = None if self._checked else _DataflowTracker(read.leaves, tensors_of(value))
+        tracker = None if self._checked else _DataflowTracker(read.leaves, tensors_in(value))
         locator = _WeightLocator(read.leaves if self.redirects else {})
 
         def pack(tensor: torch.Tensor) -> _SavedActivation | _WeightSlice:
