@@ -190,6 +190,35 @@ def test_cuts_by_name() -> None:
     assert manual_plan(_graph(), cluster, ("c",)).stages[0].output_bytes == 2  # what a and b made; c reads both
 
 
+def _named(*names: str) -> Profile:
+    costs = (LayerProfile(1.0, 1.0, 1, 1),) * len(names)
+    return Profile("Named", LayerGraph.chain(tuple(Layer(name, "Linear") for name in names)), costs, 1)
+
+
+BLOCKS = _named("embed", *(f"h.{i}.{part}" for i in range(12) for part in ("norm", "attn", "norm@2", "mlp")), "head")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("h.0", 1), ("h.1", 5), ("h.10", 41), ("h.1.norm@2", 7), ("h.11.mlp", 48), ("head", 49)]
+)
+def test_a_module_is_cut_before_its_first_layer(name: str, place: int) -> None:
+    assert manual_plan(BLOCKS, Cluster.flat(2), (name,)).stages[1].first == place
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("embed", r"'embed' was asked for, which begins with the model's first layer.*; cut before 'h.0.norm' or 'h"),
+        ("h.3.mlp.up", r"which is within layer 'h.3.mlp', and that cannot be cut; cut before 'h.3.mlp' or 'h.4.norm'"),
+        ("h.12", r"but no layer of the model belongs to such a module; cut before 'h.\d+' or"),
+        ("transformer", r"no layer of the model belongs to such a module; cut before 'h.0.norm' or"),
+    ],
+)
+def test_a_module_that_cannot_be_cut_is_named(name: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        manual_plan(BLOCKS, Cluster.flat(2), (name,))
+
+
 def test_refuses_no_microbatch_and_too_little_memory() -> None:
     with pytest.raises(PlanError, match="split into 0 microbatches"):
         manual_plan(TINY, Cluster.flat(2), (2,), microbatches=0)

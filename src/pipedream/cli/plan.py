@@ -76,7 +76,8 @@ Cuts = Annotated[
     typer.Option(
         metavar="LAYER,LAYER,...",
         rich_help_panel="Shape of the plan",
-        help="Layers at which a new stage begins, by index or name, e.g. 3,7.",
+        help="Layers at which a new stage begins, by index or by the name of a layer or module, e.g. 3,model.layers.4; "
+        "'pipedream layers' lists them.",
     ),
 ]
 Recompute = Annotated[

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from difflib import get_close_matches
+from itertools import accumulate, pairwise
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
@@ -14,6 +15,8 @@ from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsR
 from pipedream.planner.tables.search_space import SearchSpace
 
 __all__ = ["check_cuts", "manual_plan", "single_stage_plan"]
+
+_FEW = 12  # so many layers are listed in an error
 
 
 def single_stage_plan(
@@ -44,7 +47,7 @@ def manual_plan(
     """Returns the plan that is cut before each of the given layers, in the order of the model's graph.
 
     Args:
-        cuts: indices or names of layers.
+        cuts: indices of layers, or names of layers or modules; a module is cut before its first layer.
         replicas: workers of each stage; None: one each.
         update_delay: of a pipeline's replicated stages.
         versions, occupancy, recompute: see `plan`.
@@ -88,14 +91,41 @@ def manual_plan(
 
 
 def _place(graph: LayerGraph, cut: int | str) -> int:
+    """Returns the index of the first layer that is, or belongs to, the module of a name."""
     if isinstance(cut, int):
         return cut
     names = [layer.name for layer in graph.layers]
-    if cut not in names:
+    paths = [name.partition("@")[0] for name in names]
+    if cut in names:
+        found: int | None = names.index(cut)
+    else:
+        found = next((i for i, path in enumerate(paths) if path == cut or path.startswith(f"{cut}.")), None)
+    if found is None:
+        raise PlanError(f"a cut before layer {cut!r} was asked for, {_why_no_layer(cut, names, paths)}")
+    if not found:
         raise PlanError(
-            f"a cut before layer {cut!r} was asked for, the model's layers are {', '.join(names)}; name one"
+            f"a cut before layer {cut!r} was asked for, which begins with the model's first layer, so that nothing "
+            f"would be left before it; cut before {_some(names[1:]) or 'no layer: the model has only one'}"
         )
-    return names.index(cut)
+    return found
+
+
+def _why_no_layer(cut: str, names: list[str], paths: list[str]) -> str:
+    around = [i for i, path in enumerate(paths) if cut.startswith(f"{path}.")]
+    if around:
+        last = around[-1]
+        return (
+            f"which is within layer {names[last]!r}, and that cannot be cut; cut before {_some(names[last : last + 2])}"
+        )
+    if len(names) <= _FEW:
+        return f"the model's layers are {', '.join(names)}; name one"
+    known = dict.fromkeys(prefix for path in paths for prefix in accumulate(path.split("."), "{}.{}".format))
+    near = get_close_matches(cut, known, n=4, cutoff=0.5) or names[1:5]
+    return f"but no layer of the model belongs to such a module; cut before {_some(near)}, or another module"
+
+
+def _some(names: list[str]) -> str:
+    return " or ".join(map(repr, names[:4]))
 
 
 def check_cuts(profile: Profile, cuts: tuple[int, ...]) -> None:
@@ -116,7 +146,8 @@ def check_cuts(profile: Profile, cuts: tuple[int, ...]) -> None:
             reason = f"the model has {count} layers, a cut lies between 1 and {count - 1}"
         else:
             reason = _reason(profile, cut)
-        raise PlanError(f"a cut before layer {cut} was asked for: {reason}; cut at one of {allowed}")
+        near = sorted(sorted(allowed, key=lambda i: abs(i - cut))[:_FEW])
+        raise PlanError(f"a cut before layer {cut} was asked for: {reason}; cut at one of {near}")
 
 
 def _reason(profile: Profile, cut: int) -> str:

@@ -46,7 +46,8 @@ def plan(
         in_flight: depth: 'noam', 'full', 'auto' (the deepest that fits), or a count for each stage.
         shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two stages;
             'straight' one stage for each worker; 'data-parallel' one stage; replica counts: '2-1' or (2, 1).
-        cuts: the layers, by index or name, at which a new stage begins, on one worker unless `shape` gives counts.
+        cuts: where a new stage begins: indices of layers, or names of layers or modules ('model.layers.4'), of which
+            the first layer counts. Each stage has one worker unless `shape` gives counts.
         update_delay: 1 lets replicated stages run their next forward before they update.
         all_workers: 'any' and 'pipeline' must use every worker.
         recompute: stages that keep only their input and repeat the forward: 'never', 'always', or 'auto' where the
