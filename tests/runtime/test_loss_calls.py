@@ -205,7 +205,7 @@ def test_a_term_that_is_not_of_torch_is_taken_for_a_mean_over_samples() -> None:
         return F.cross_entropy(*_flat(b)) + (b["x"] ** 2).mean()
 
     _scored(loss, model, parts[0], 0)
-    with pytest.raises(ValueError, match=r"different amounts \(here [0-9]+, 3\)"):
+    with pytest.raises(ValueError, match=r"different amounts \(here [0-9]+ for 3 samples\)"):
         _scored(loss, model, parts[1], 0)
 
 

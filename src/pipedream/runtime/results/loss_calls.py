@@ -41,8 +41,25 @@ class Amounts(NamedTuple):
     """
 
     is_sum: bool
+    samples: int
     values: tuple[float, ...] = ()
     terms: tuple[float, ...] = ()
+
+    def fits(self, other: Amounts) -> bool:
+        """Returns whether weights of these two parts give the loss of both.
+
+        None do for a sum of means over amounts whose ratio differs. A term that is not torch's is taken for a mean over
+        samples, unless it has the same value in both parts.
+        """
+        if len(self.values) != len(other.values):
+            return False
+        mine, others = max(self.values, default=0.0), max(other.values, default=0.0)
+        if not mine or not others:
+            return True
+        pairs = list(zip(self.values, other.values, strict=True))
+        if any(abs(a - b) > 1e-5 * abs(a) for a, b in zip(self.terms, other.terms, strict=False)):
+            pairs.append((float(self.samples), float(other.samples)))
+        return all(abs(a / mine - b / others) <= 1e-9 * a / mine for a, b in pairs)
 
 
 class _Noted(NamedTuple):
@@ -182,7 +199,7 @@ class LossCalls(TorchFunctionMode):
     def amounts(self, loss: torch.Tensor) -> Amounts | None:
         """Returns what the loss of the watched forward is a mean over; None if it was not recognised."""
         found = self._noted.get(id(loss))
-        amounts = None if found is None or found[1].kind == "elements" else _evaluated(found[1])
+        amounts = None if found is None or found[1].kind == "elements" else _evaluated(found[1], self._samples)
         if self.recognised is None:
             self._sees_all = not self._only_by_name
             self.recognised = amounts is not None
@@ -339,12 +356,12 @@ def _count(divisor: torch.Tensor, divided: torch.Tensor) -> float:
     return float(divisor) if float(divisor) != 1.0 or float(divided) else 0.0
 
 
-def _evaluated(noted: _Noted) -> Amounts | None:
+def _evaluated(noted: _Noted, samples: int) -> Amounts | None:
     # Many sums of losses start from a 0.
     terms = tuple(value for value in map(float, noted.terms) if value)
     if noted.kind == "mean":
-        return Amounts(False, tuple(amount() for amount in noted.amounts), terms)
-    return None if terms else Amounts(True)
+        return Amounts(False, samples, tuple(amount() for amount in noted.amounts), terms)
+    return None if terms else Amounts(True, samples)
 
 
 def _is_number(item: Any) -> bool:

@@ -41,19 +41,21 @@ def probe_weight(
     parts = (split or _split)(batch, samples, sizes)
     calls = LossCalls()
     with torch.no_grad(), _WithoutRandomness():
-        try:
-            whole, amounts, tolerance = _loss_of(calls, evaluate, batch, samples)
-        except TypeError as error:
-            if "loss=None needs" in str(error):
-                return LossWeight.UNKNOWN
-            raise
-        again, _, _ = _loss_of(calls, evaluate, batch, samples)
-        if not _equal(whole, again, tolerance):
+        again = loss_of_output(evaluate(batch))
+        if again is None:
+            return LossWeight.UNKNOWN
+        whole, amounts, tolerance = _loss_of(calls, evaluate, batch, samples)
+        if not _equal(whole, float(again), tolerance):
             return LossWeight.UNKNOWN if amounts is None else LossWeight.RECOGNISED
         found = [_loss_of(calls, evaluate, part, size) for part, size in zip(parts, sizes, strict=True)]
     losses = [loss for loss, _, _ in found]
-    if amounts is not None and _is_recognised(whole, amounts, [(loss, own) for loss, own, _ in found], tolerance):
-        return LossWeight.RECOGNISED
+    every = [own for own in (amounts, *(own for _, own, _ in found)) if own is not None]
+    if amounts is not None and [own.is_sum for own in every] == [amounts.is_sum] * (len(parts) + 1):
+        if not all(one.fits(other) for one in every for other in every):
+            return LossWeight.OTHER
+        shares = [1.0 if own.is_sum else max(own.values) for own in every[1:]]
+        if _equal(whole, sum(losses) if amounts.is_sum else _mean(losses, shares), tolerance):
+            return LossWeight.RECOGNISED
     if _equal(whole, _mean(losses, sizes), tolerance):
         return LossWeight.SAMPLES
     if _equal(whole, sum(losses), tolerance):
@@ -68,25 +70,10 @@ def _loss_of(
     with calls.given(batch, samples):
         output = evaluate(batch)
     loss = loss_of_output(output)
+    assert loss is not None, "the model computed a loss for the batch, but not for a part of it"
     tensors = (item for item in leaves_of(output) if isinstance(item, torch.Tensor) and item.is_floating_point())
     precision = max(torch.finfo(tensor.dtype).eps for tensor in (loss, *tensors))
     return float(loss), calls.amounts(loss), 1e-9 if precision < 1e-10 else max(1e-5, 2 * precision)
-
-
-def _is_recognised(
-    whole: float, amounts: Amounts, parts: Sequence[tuple[float, Amounts | None]], tolerance: float
-) -> bool:
-    """Returns whether the recognised amounts are weights of the parts' losses."""
-    if any(own is None or own.is_sum != amounts.is_sum for _, own in parts):
-        return False
-    if amounts.is_sum:
-        return _equal(whole, sum(loss for loss, _ in parts), tolerance)
-    # With several amounts, each is tried: with this sample, their ratio may differ between the parts.
-    for choice in range(len(amounts.values)):
-        weights = [own.values[choice] for _, own in parts if own is not None and len(own.values) > choice]
-        if len(weights) == len(parts) and _equal(whole, _mean([loss for loss, _ in parts], weights), tolerance):
-            return True
-    return False
 
 
 def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:

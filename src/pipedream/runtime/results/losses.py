@@ -78,7 +78,7 @@ class Loss:
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
         self._calls = LossCalls() if watches else None
         self._is_watched = False
-        self._mixture: tuple[int, tuple[float, ...], tuple[float, ...]] | None = None
+        self._first_part: tuple[int, Amounts] | None = None  # of the minibatch
 
     def check_split(self) -> None:
         """Raises a PipelineError if the loss of a minibatch does not follow from the losses of its parts."""
@@ -146,34 +146,19 @@ class Loss:
             return float(samples), False
         if amounts.is_sum:
             return share, True
-        if minibatch is not None:
-            self._check_mixture(amounts, samples, minibatch)
-        elif min(amounts.values) != max(amounts.values) or amounts.terms:
-            return float(samples), False
-        return max(amounts.values), False
-
-    def _check_mixture(self, amounts: Amounts, samples: int, minibatch: int) -> None:
-        """Raises a ValueError if the loss is a sum of means over amounts whose ratio differs between the parts.
-
-        Then no weights of the parts give the loss of the minibatch. A term that is not torch's is taken for a mean over
-        samples, unless it has the same value in all parts.
-        """
-        greatest = max(amounts.values)
-        if not greatest:
-            return
-        ratios = tuple(value / greatest for value in (*amounts.values, samples))
-        if self._mixture is None or self._mixture[0] != minibatch:
-            self._mixture = minibatch, ratios, amounts.terms
-        _, first_ratios, first_terms = self._mixture
-        differ = [abs(a - b) > 1e-9 for a, b in zip(first_ratios, ratios, strict=False)]
-        vary = any(abs(a - b) > 1e-5 * abs(a) for a, b in zip(first_terms, amounts.terms, strict=False))
-        if any(differ[:-1]) or (differ[-1] and vary):
-            found = ", ".join(f"{value:g}" for value in (*amounts.values, *([samples] if vary else [])))
+        if minibatch is None:
+            mixed = min(amounts.values) != max(amounts.values) or amounts.terms
+            return float(samples) if mixed else amounts.values[0], False
+        if self._first_part is None or self._first_part[0] != minibatch or not max(self._first_part[1].values):
+            self._first_part = minibatch, amounts
+        if not self._first_part[1].fits(amounts):
+            found = ", ".join(f"{value:g}" for value in amounts.values) + f" for {samples} samples"
             raise ValueError(
                 f"the model's own loss is a sum of means over different amounts (here {found}), in a ratio that "
                 "differs between the parts of a minibatch; train with microbatches=1 and one replica of the last "
                 "stage, or give weight=..., a function from a batch to the amount by which its loss is to count"
             )
+        return max(amounts.values), False
 
     def weight_from_shapes(self, output: Any, batch: Any, samples: int, share: float) -> float:
         """Returns the weight that follows from shapes alone, whatever the targets hold."""
@@ -191,7 +176,13 @@ class Loss:
         return found[0] if isinstance(found, tuple) else self._scalar(found)
 
     def _evaluated(self, output: Any, batch: Any) -> Any:
-        return loss_of_output(output) if self._loss is None else self._loss(output, batch)
+        if self._loss is not None:
+            return self._loss(output, batch)
+        found = loss_of_output(output)
+        if found is None:
+            what = type(output).__name__
+            raise TypeError(f"loss=None needs a model whose output has .loss, but the output is a {what}; give a loss")
+        return found
 
     @staticmethod
     def _scalar(found: Any) -> torch.Tensor:
@@ -253,20 +244,11 @@ def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
     return loss, keywords
 
 
-def loss_of_output(output: Any) -> torch.Tensor:
-    """Returns the loss that a model has computed itself.
-
-    Raises:
-        TypeError: the output holds none.
-    """
+def loss_of_output(output: Any) -> torch.Tensor | None:
+    """Returns the loss that a model has computed itself, if it has."""
     found = getattr(output, "loss", None)
     if found is None and isinstance(output, Mapping):
         found = output.get("loss")
     if found is None and isinstance(output, torch.Tensor) and output.numel() == 1:
         found = output
-    if found is None:
-        raise TypeError(
-            f"loss=None needs a model whose output has .loss, but the output is a {type(output).__name__}; give a loss"
-        )
-    assert isinstance(found, torch.Tensor)
     return found
