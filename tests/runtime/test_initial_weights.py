@@ -117,6 +117,11 @@ def test_what_the_names_leave_out_stays_without_storage() -> None:
     assert [name for name, tensor in named_state(model).items() if not tensor.is_meta] == ["0.second", "1.running_mean"]
 
 
+def test_a_name_of_another_model_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the plan lists '0.third', but the Sequential has no parameter or buffer"):
+        materialise(on_meta(mixed), ["0.third"], CPU, 0)
+
+
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -217,22 +222,22 @@ def hugging_face(name: str) -> nn.Module:
     return getattr(transformers, name)(getattr(transformers, config)(**given))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "GPT2LMHeadModel",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "LlamaForCausalLM",
-                "BertForMaskedLM",
-                "ViTForImageClassification",
-                "MixtralForCausalLM",
-                "MambaForCausalLM",
-            )
-        ),
-    ],
-)
+MODELS = [
+    "GPT2LMHeadModel",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            "LlamaForCausalLM",
+            "BertForMaskedLM",
+            "ViTForImageClassification",
+            "MixtralForCausalLM",
+            "MambaForCausalLM",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_models_of_hugging_face_are_initialised_as_on_the_cpu(name: str) -> None:
     torch.manual_seed(0)
     wanted = hugging_face(name)
@@ -379,6 +384,19 @@ def test_a_prefix_of_the_inner_model_may_be_missing_or_added(tmp_path: Path) -> 
         files.fit_names(Outer(), bare, state, {}, "here")
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -> None:
+    wanted = hugging_face(name)
+    wanted.save_pretrained(tmp_path)  # type: ignore[operator]
+    model = on_meta(lambda: hugging_face(name))
+    shared, names = parameters.shared_names(model), list(named_state(model))
+    state = files.fit_names(model, files.open_weights(tmp_path), names, shared, tmp_path)
+    for part in (names[1::2], names[::2]):
+        parameters.load(model, state, part, shared, CPU)
+        materialise(model, part, CPU, 0)
+    check_equal(named_state(model), named_state(wanted))
+
+
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     state = state_of(untied)
     lacking = {name: tensor for name, tensor in state.items() if not name.startswith("3.")}
@@ -437,6 +455,23 @@ def test_shared_parameters_of_a_file_on_two_processes(tmp_path: Path) -> None:
 def test_rank_0_alone_may_have_the_values() -> None:
     found = processes.results(start, 2, untied, (2,), None, "others")[0]
     check_equal(found, state_of(untied))
+
+
+def lame() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3), Scaled())
+
+
+class Scaled(Bare):
+    def forward(self, x: Tensor) -> Any:
+        return x * self.scale.sum()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_every_rank_raises_what_one_of_them_finds() -> None:
+    for end in processes.launch(start, 2, lame, (2,), None):
+        assert isinstance(end.error, CaptureError)
+        assert "the parameter '3.scale' is on the meta device" in str(end.error)
 
 
 @pytest.mark.processes

@@ -159,14 +159,22 @@ class Session:
         here = {name for name, tensor in named_state(model).items() if tensor.is_meta}
         # Rank 0's model counts: what it has on the meta device each owner draws, and the others get what it has.
         drawn = set(json.loads(broadcast_text(json.dumps(sorted(here)), connections.everyone)))
-        read = self._read_weights(weights)
-        if alone := sorted(drawn & self._names_here - here - read):
-            raise CaptureError(
-                f"{alone[0]!r} is on the meta device at rank 0 and has values at rank {self.rank}; give every rank the "
-                "same model, or the values to rank 0"
-            )
-        arriving = here - drawn - read
-        materialise(model, self._names_here - arriving, blueprint.device, blueprint.settings.seed)
+        read: set[str] = set()
+        failure: PipelineError | None = None
+        try:
+            read = self._read_weights(weights)
+            if alone := sorted(drawn & self._names_here - here - read):
+                raise CaptureError(
+                    f"{alone[0]!r} is on the meta device at rank 0 and has values at rank {self.rank}; give every rank "
+                    "the same model, or the values to rank 0"
+                )
+            arriving = here - drawn - read
+            materialise(model, self._names_here - arriving, blueprint.device, blueprint.settings.seed)
+        except PipelineError as error:
+            failure = error
+        texts = gather_texts("" if failure is None else str(failure), connections.everyone)
+        if any(texts):
+            raise failure or CaptureError(next(filter(None, texts)))
         parameters.share_initial(
             model, self._stage_names, placement, self.rank, connections.everyone, drawn | read, blueprint.device
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from pipedream.core.errors import ArtifactError, CaptureError
+from pipedream.runtime.checkpoint.hugging_face import under_model_names
 
 __all__ = ["fit_names", "open_weights", "save_weights"]
 
@@ -68,13 +70,13 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
 
 def _opened(path: Path) -> Any:
     try:
-        from safetensors import safe_open
+        safetensors = import_module("safetensors")
     except ImportError:
         raise ArtifactError(
             f"{path} is read by the package safetensors, which is not installed; pip install 'torch-pipedream[hf]'"
         ) from None
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        return safetensors.safe_open(path, framework="pt", device="cpu")
     except Exception as error:
         raise ArtifactError(
             f"cannot read weights from {path}: {error}; give a file in the safetensors format"
@@ -147,6 +149,7 @@ def fit_names(
     Raises:
         CaptureError: some are missing.
     """
+    weights = under_model_names(model, weights)
     prefix = getattr(model, "base_model_prefix", "")
     saved = model.state_dict(keep_vars=True)
     found: dict[str, str] = {}

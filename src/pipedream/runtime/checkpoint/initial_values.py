@@ -61,7 +61,14 @@ def materialise(model: nn.Module, names: Iterable[str], device: torch.device, se
     Raises a `CaptureError` if something remains without values.
     """
     state = named_state(model)
-    wanted = {id(state[name]): name for name in names}
+    wanted: dict[int, str] = {}
+    for name in names:
+        if name not in state:
+            raise CaptureError(
+                f"the plan lists {name!r}, but the {type(model).__name__} has no parameter or buffer of that name; "
+                "plan again from a profile of this model"
+            )
+        wanted[id(state[name])] = name
     slots = Slots(model)
     empty: dict[int, str] = {}
     for number, name in wanted.items():
