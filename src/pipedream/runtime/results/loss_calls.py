@@ -121,7 +121,10 @@ _AMOUNTS |= dict.fromkeys(
 )  # fmt: skip
 if hasattr(F, "linear_cross_entropy"):
     _AMOUNTS[F.linear_cross_entropy] = _classes
-_SIGNATURES = {function: inspect.signature(function) for function in _AMOUNTS}
+_DEFAULTS = {
+    function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    for function in _AMOUNTS
+}
 
 # Functions whose result is their first argument in another form, or parts of it.
 _FORMS = frozenset((
@@ -253,9 +256,8 @@ class LossCalls(TorchFunctionMode):
     # -- what is noted ------------------------------------------------------------------------------
 
     def _note_call(self, function: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: torch.Tensor) -> None:
-        bound = _SIGNATURES[function].bind(*args, **keywords)
-        bound.apply_defaults()
-        given = bound.arguments
+        defaults = _DEFAULTS[function]
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **keywords}
         if given.get("size_average") is not None or given.get("reduce") is not None:
             return
         reduction = given["reduction"]
