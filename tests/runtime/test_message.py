@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.message import (
     Content,
     Message,
@@ -23,7 +24,7 @@ from pipedream.runtime.comm.message import (
 CPU = torch.device("cpu")
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.float8_e5m2,
 )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ MESSAGES = st.builds(
     microbatch=st.integers(0, 2**62),
     content=st.sampled_from(Content),
     tensors=st.lists(st.none() | tensors(), max_size=4).map(tuple),
-    structure=st.text(max_size=20),
+    structure=st.text(max_size=20) | st.sampled_from(["long" * 1000, "\N{EURO SIGN}" * 1300]),
     minibatch=st.integers(0, 2**62),
     epoch=st.integers(0, 2**31),
     samples=st.integers(0, 2**31),
@@ -70,7 +71,7 @@ def test_a_message_arrives_as_it_was(message: Message, wanted: list[bool]) -> No
         assert (there is None) == (here is None)
         if there is not None and here is not None:
             assert there.dtype == here.dtype
-            assert torch.equal(there, here)
+            assert torch.equal(there.double(), here.double()) if not here.is_complex() else torch.equal(there, here)
             assert dimension_order(there) == dimension_order(copy_as_received(here))
             assert there.stride() == copy_as_received(here).stride(), (
                 "in one process and over a wire the layout is the same"
@@ -97,6 +98,21 @@ def test_what_does_not_fit_into_a_header_is_refused() -> None:
         encode_header(Message(0, tensors=(torch.ones((1,) * 9),)), 0)
     with pytest.raises(ValueError, match="at most 64 numbers"):
         encode_header(Message(0, numbers=(0.0,) * 65), 0)
+    with pytest.raises(TypeError, match=r"torch\.bits8 cannot be sent"):
+        encode_header(Message(0, tensors=(torch.empty(2, dtype=torch.bits8),)), 0)
+    for send in (lambda message: join_payload(message, CPU), LocalChannel().send):
+        with pytest.raises(TypeError, match=r"layout torch\.sparse_coo cannot be sent"):
+            send(Message(0, tensors=(torch.eye(2).to_sparse(),)))
+
+
+def test_a_short_structure_is_in_the_header() -> None:
+    tensor = torch.ones(3)
+    for text, extra in (("[1]", 0), ("x" * 5000, 5000)):
+        message = Message(0, tensors=(tensor,), structure=text)
+        payload = join_payload(message, CPU)
+        assert payload.numel() == (64 + extra if extra else tensor.nbytes)
+        header, _, specs = decode_header(encode_header(message, payload.numel()))
+        assert split_payload(header, specs, payload).structure == text
 
 
 def test_a_transposed_tensor_arrives_transposed() -> None:

@@ -1,7 +1,8 @@
 """A message and its header.
 
 The header has a fixed size, so its receive can be posted before anything is known about the message. It holds the type
-and shape of each tensor: a smaller last minibatch or a longer sequence needs no negotiation.
+and shape of each tensor: a smaller last minibatch or a longer sequence needs no negotiation. It also holds the text of
+the structure, if that is short: no worker waits for its GPU to read it.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ HEADER_WORDS = 512
 ENDS_EPOCH = 1
 """Bit of the flags of a `DATA` message: its minibatch is the last of its epoch."""
 _FIXED = 16
-_LAYOUT = struct.Struct("=9q2dq")
+_LAYOUT = struct.Struct("=9q2d2q")
 _MOST_DIMENSIONS = 8
 _MOST_NUMBERS = 64
 _ALIGNMENT = 64
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
 )  # fmt: skip
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
@@ -115,7 +117,12 @@ class Message:
 
 
 def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
-    """Writes int64[HEADER_WORDS] on the CPU; raises ValueError for more tensors or numbers than it can hold."""
+    """Writes int64[HEADER_WORDS] on the CPU.
+
+    Raises:
+        ValueError: more tensors or numbers than it can hold.
+        TypeError: a tensor of a type that cannot be sent.
+    """
     if len(message.numbers) > _MOST_NUMBERS:
         raise ValueError(f"a message carries at most {_MOST_NUMBERS} numbers, found {len(message.numbers)}")
     room = HEADER_WORDS - _FIXED - len(message.numbers)
@@ -125,29 +132,35 @@ def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
         if len(shape) > _MOST_DIMENSIONS or len(words) + 2 + len(shape) > room:
             raise ValueError(
                 f"the value has too many tensors or dimensions for a header: {len(message.tensors)} tensors, tensor "
-                f"{i} has shape {shape}; cut the model where fewer tensors cross"
+                f"{i} has shape {shape}; cut the model where fewer tensors cross, or stack tensors of one shape"
             )
+        if tensor is not None and tensor.dtype not in _DTYPE_CODE:
+            raise TypeError(f"a tensor of {tensor.dtype} cannot be sent between stages; convert it to a plain type")
         code = -1 if tensor is None else _DTYPE_CODE[tensor.dtype]
         wants = bool(message.gradients) and message.gradients[i]
         layout = len(shape) if tensor is None else _packed(dimension_order(tensor))
         words += ((code + 1) * 2 + wants, layout, *shape)
+    text = message.structure.encode() if _fits_header(message) else b""
     header = bytearray(8 * HEADER_WORDS)
     _LAYOUT.pack_into(
         header, 0, message.content, message.microbatch, message.minibatch, message.epoch, message.samples,
         message.version, message.flags, payload_bytes, len(message.tensors), message.loss_weight, message.share,
-        len(message.numbers),
+        len(message.numbers), len(text),
     )  # fmt: skip
     struct.pack_into(f"={len(message.numbers)}d{len(words)}q", header, 8 * _FIXED, *message.numbers, *words)
+    if text:
+        header[-len(text) :] = text
     return torch.frombuffer(header, dtype=torch.int64)
 
 
 def decode_header(
     words: torch.Tensor,
 ) -> tuple[Message, int, list[TensorSpec | None]]:
-    """Returns the message without tensors, the payload's bytes, and the tensors' layouts."""
+    """Returns the message without tensors, or a structure in its payload; the payload's bytes; the tensors' layouts."""
     ints = words.numpy()
     (
         content, microbatch, minibatch, epoch, samples, version, flags, payload, count, loss_weight, share, numbers,
+        text,
     ) = _LAYOUT.unpack_from(ints.data)  # fmt: skip
     named = ints[_FIXED + numbers : _FIXED + numbers + count * (2 + _MOST_DIMENSIONS)].tolist()
     specs: list[TensorSpec | None] = []
@@ -163,6 +176,7 @@ def decode_header(
     message = Message(
         microbatch=microbatch,
         content=Content(content),
+        structure=ints.data.cast("B")[-text:].tobytes().decode() if text else "",
         gradients=tuple(wants),
         minibatch=minibatch,
         epoch=epoch,
@@ -177,11 +191,11 @@ def decode_header(
 
 
 def join_payload(message: Message, device: torch.device) -> torch.Tensor:
-    """Returns the tensors and the structure as uint8[n]; does not copy a single tensor."""
+    """Returns the tensors, and a structure too long for the header, as uint8[n]; does not copy a single tensor."""
     tensors = [tensor.detach() for tensor in message.tensors if tensor is not None]
-    if len(tensors) == 1 and not message.structure:
+    text = b"" if _fits_header(message) else message.structure.encode()
+    if len(tensors) == 1 and not text:
         return _as_bytes(tensors[0])
-    text = message.structure.encode()
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     total = sum(map(_aligned, sizes)) + len(text)
     payload = torch.empty(total, dtype=torch.uint8, device=device)
@@ -206,8 +220,13 @@ def split_payload(message: Message, specs: list[TensorSpec | None], payload: tor
         # `.data`: autograd must not take these for views, or would rewrite a tensor's neighbours.
         tensors.append(_restored(payload[place : place + size].view(spec.dtype), spec.shape, spec.order).data)
         place += _aligned(size) if place + _aligned(size) <= payload.numel() else size
-    structure = bytes(payload[place:].cpu().numpy()).decode() if place < payload.numel() else ""
+    structure = bytes(payload[place:].cpu().numpy()).decode() if place < payload.numel() else message.structure
     return replace(message, tensors=tuple(tensors), structure=structure)
+
+
+def _fits_header(message: Message) -> bool:
+    words = _FIXED + len(message.numbers) + sum(2 if t is None else 2 + t.ndim for t in message.tensors)
+    return len(message.structure.encode()) <= 8 * (HEADER_WORDS - words)
 
 
 def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -216,6 +235,8 @@ def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
     A tensor keeps this order when it is sent: a dropout mask is drawn in the order of memory, so the transposed output
     of a batch-first LSTM must not arrive in another layout.
     """
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"a tensor of layout {tensor.layout} cannot be sent between stages; make it dense")
     plain = tuple(range(tensor.ndim))
     strides = tensor.stride()
     if tensor.is_contiguous() or 0 in strides:

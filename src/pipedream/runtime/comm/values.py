@@ -308,8 +308,6 @@ class _Nodes:
             if not tensor.is_contiguous():
                 node.append(tensor.stride())
             return node
-        if tensor.layout is not torch.strided:
-            return self._of_opaque()
         index = self._indices.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
@@ -368,9 +366,7 @@ def _is_key(key: Any) -> bool:
 def _refusal(value: Any) -> str:
     where, item = next(_opaque_places(value, "value"))
     kind, advice = type(item).__name__, "return tensors in tuples, lists, dicts or dataclasses, or cut elsewhere"
-    if isinstance(item, torch.Tensor):
-        kind, advice = f"tensor of layout {_named_by_torch(item.layout)}", "make it dense, with to_dense()"
-    elif "Cache" in kind:
+    if "Cache" in kind:
         advice = "switch caches off, as with use_cache=False in Hugging Face, or cut elsewhere"
     elif where.endswith(" key"):
         advice = "use numbers, texts, None, or tuples of these as keys"

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.core.seeds import layer_seed
 from pipedream.runtime.comm.message import Message
@@ -156,7 +157,7 @@ class StageModule:
 
         Args:
             microbatch: since the start of training, for the seeds.
-            first: the value is the model's input; a tuple is passed as several arguments.
+            first: the value is the model's input; a tuple, if not a packed sequence, is passed as several arguments.
         """
         state = self.save_generator()
         self._set_parameters(leaves)
@@ -164,7 +165,8 @@ class StageModule:
             with self.casting():
                 for name, layer in self.layers:
                     self._reseed(layer_seed(self._seed, microbatch, name))
-                    value = layer(*value) if first and isinstance(value, tuple) else layer(value)
+                    several = first and isinstance(value, tuple) and not isinstance(value, PackedSequence)
+                    value = layer(*value) if several else layer(value)
                     first = False
             return value
         finally:
