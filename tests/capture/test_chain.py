@@ -279,8 +279,14 @@ def test_tied_weights_are_found_by_storage_on_meta_too(device: str) -> None:
     assert capture(model, (torch.tensor([[1, 2]]),)).graph.ties == ((0, 2),)
     model[2].weight = nn.Parameter(model[0].weight.detach().view(5, 4))  # another object, the same numbers
     captured = capture(model, (torch.tensor([[1, 2]]),))
-    assert captured.graph.ties == ((0, 2),)
+    assert captured.graph.ties == captured.graph.whole == ((0, 2),), "whose gradients cannot be summed"
     assert captured.graph.cuts() == ()
+
+
+def test_a_frozen_weight_ties_nothing() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
+    model[2].weight = model[0].weight.requires_grad_(False)
+    assert capture(model, (torch.tensor([[1, 2]]),)).graph.ties == ()
 
 
 def test_a_meta_model_is_captured_without_memory() -> None:

@@ -156,7 +156,7 @@ def _reason(profile: Profile, cut: int) -> str:
     names = ", ".join(graph.layers[i].name for i in sorted(group))
     if group in graph.whole:
         return (
-            f"it would separate layers that share a module with buffers, or running statistics ({names}), which both "
-            "change"
+            f"it would separate layers that share a module with buffers, running statistics, or one storage under "
+            f"different parameters ({names}), which no method can keep equal"
         )
     return f"it would separate tied layers: {profile.ties_in_words()}"

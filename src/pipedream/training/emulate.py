@@ -116,7 +116,10 @@ def _join_group(plan: Plan) -> tuple[int, int]:
 
 
 def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Plan:
-    """Returns the plan of a model with one layer per stage, all seconds and bytes multiplied (by positive factors)."""
+    """Returns the plan of a model with one layer per stage, all seconds and bytes multiplied (by positive factors).
+
+    Its stages share no weights, so the sums over their holders are left out.
+    """
     check_factor("dilation", dilation)
     check_factor("byte scale", byte_scale)
 
@@ -158,7 +161,7 @@ def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) ->
     )
     note = plan.note if dilation == byte_scale == 1 else ""  # its seconds are those of the plan
     cluster = replace(plan.cluster, levels=levels)
-    return replace(plan, stages=stages, cluster=cluster, bound_s=seconds(plan.bound_s), note=note)
+    return replace(plan, stages=stages, cluster=cluster, bound_s=seconds(plan.bound_s), note=note, tied=())
 
 
 def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: int | None = None) -> Pipeline:
