@@ -452,6 +452,7 @@ def test_shared_parameters_of_a_file_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_rank_0_alone_may_have_the_values() -> None:
     found = processes.results(start, 2, untied, (2,), None, "others")[0]
     check_equal(found, state_of(untied))
@@ -640,6 +641,38 @@ def test_frozen_stages_on_four_processes(kind: str) -> None:
     found = processes.results(frozen_run, 4, kind, "1f1b")
     assert found[0][0] == alone[0]
     check_equal(found[0][1], alone[1])
+
+
+def repeated() -> nn.Module:
+    """A frozen layer that runs twice, so that two stages hold what has one name."""
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    return nn.Sequential(layer, nn.Linear(4, 4), layer, nn.Linear(4, 3)).double()
+
+
+def repeated_run(folder: Path, cuts: tuple[int, ...], resumes: bool) -> dict[str, Tensor]:
+    model = on_meta(repeated)
+    plan = plan_of(repeated, torch.zeros(2, 4).double(), cuts)
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "loss": F.cross_entropy, "optimizer": SGD}
+    with pd.Pipeline(model, plan, seed=3, **options) as pipeline:
+        if resumes:
+            pipeline.load(folder)
+        for _ in pipeline.train([(x.double(), y) for x, y in untied_batches()]):
+            pass
+        pipeline.save(folder)
+        state = pipeline.state_dict()
+        pipeline.load_state_dict(pipeline.state_dict() or state_of(repeated))
+        return state
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
+    wanted = repeated_run(tmp_path / "one", (), False)
+    state = processes.results(repeated_run, 2, tmp_path / "two", (2,), False)[0]
+    assert_near(state, wanted, 1e-12)
+    assert torch.equal(state["0.weight"], wanted["0.weight"])
+    wanted = repeated_run(tmp_path / "one", (2,), True)
+    assert_near(repeated_run(tmp_path / "two", (), True), wanted, 1e-12)
 
 
 @pytest.mark.processes
