@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mishaps
 import processes
@@ -13,6 +13,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+import typed
 import zoo
 from torch import Tensor, nn
 
@@ -90,31 +91,14 @@ def check_predictions(found: list[Tensor], count: int) -> None:
         torch.testing.assert_close(output, animal.model(x[i : i + 1 + i % 4].clone()).detach())
 
 
-class Scored(NamedTuple):
-    """An output of a type of its own, which other layers take, too."""
-
-    scores: Any
-    length: int = 0
-    loss: Any = None
-
-
-class Scoring(nn.Module):
-    """A layer that returns such an output."""
-
-    def forward(self, value: Any) -> Scored:
-        return Scored(value.scores * 2, value.length + 1) if isinstance(value, Scored) else Scored(value)
-
-
-def test_predictions_have_the_type_of_the_models_output() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), Scoring(), Scoring(), Scoring())
-    batches = [(torch.randn(size, 2), torch.zeros(size)) for size in (3, 1)]
-    animal = zoo.Animal(model, batches, F.mse_loss, lambda output, targets: (output, 1.0), {3: (2, 3)})
-    with pipeline_of(animal) as pipeline:
-        found = list(pipeline.predict(batches))
-    for (x, _), output in zip(batches, found, strict=True):
-        assert type(output) is Scored
-        assert torch.equal(output.scores, model(x).scores)
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=[pytest.mark.processes, pytest.mark.slow])])
+def test_predictions_have_the_type_of_the_models_output(workers: int) -> None:
+    found, *others = [typed.predict()] if workers == 1 else processes.results(typed.predict, workers)
+    for output, scores in zip(*found, strict=True):
+        assert type(output) is typed.Scored
+        assert torch.equal(output.scores, scores)
         assert (output.length, output.loss) == (2, None)
+    assert not any(outputs for outputs, _ in others)
 
 
 @pytest.mark.parametrize("batch_dim", [1, {0: 1}])

@@ -365,7 +365,11 @@ def _is_key(key: Any) -> bool:
 
 def _refusal(value: Any) -> str:
     where, item = next(_opaque_places(value, "value"))
-    kind, advice = type(item).__name__, "return tensors in tuples, lists, dicts or dataclasses, or cut elsewhere"
+    kind = type(item).__name__
+    advice = (
+        "return tensors in tuples, lists, dicts or dataclasses, or cut elsewhere; of a batch, take only what is "
+        "needed, with inputs=... and targets=..."
+    )
     if "Cache" in kind:
         advice = "switch caches off, as with use_cache=False in Hugging Face, or cut elsewhere"
     elif where.endswith(" key"):
