@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipedream.core.artifact import Artifact
 
-__all__ = ["Layer", "LayerGraph"]
+__all__ = ["Call", "Layer", "LayerGraph", "Site", "Value"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,70 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Site:
+    """Where a module takes or returns a value.
+
+    Attributes:
+        call: its name; "" for the model itself.
+        end: "in" or "out".
+        path: of the value in the arguments or the output (``0/hidden_states``).
+        moment: in the order of execution.
+    """
+
+    call: str
+    end: str
+    path: str
+    moment: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module in the model's forward.
+
+    Attributes:
+        name: path of the module, from its second call on with the number (``relu@2``).
+        start, end: moments.
+        hides: another stage cannot skip it as one, only the calls inside.
+    """
+
+    name: str
+    start: int
+    end: int
+    hides: bool = False
+
+    @property
+    def path(self) -> str:
+        return self.name.partition("@")[0]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that is made in one layer and read in a later one.
+
+    Attributes:
+        bytes: for the profiled minibatch.
+        gradient: whether a gradient is sent back.
+        born: moment at which it is made; -1 for an input of the model.
+        last: moment of its last use.
+        sites: where modules take or return it, in the order of moments.
+    """
+
+    bytes: int
+    gradient: bool
+    born: int
+    last: int
+    sites: tuple[Site, ...]
+
+    @property
+    def name(self) -> str:
+        first = self.sites[0]
+        return f"{first.call or 'input'}{'' if first.end == 'in' else ' output'} {first.path}".strip()
+
+    def crosses(self, moment: int) -> bool:
+        return self.born < moment <= self.last
+
+
+@dataclass(frozen=True)
 class LayerGraph(Artifact):
     """Layers in an order in which they can run, and the edges between them.
 
@@ -40,6 +104,11 @@ class LayerGraph(Artifact):
             different parameters of one storage.
         loss_weight: what the model's own loss is a mean over, found on a sample (`runtime.results.losses.LossWeight`);
             empty if it is not known.
+        calls: of a model that runs by its own forward, in the order of their starts; layer i begins with the call of
+            its name. Empty for a chain of modules.
+        values: that cross cuts, if there are calls.
+        glue: parameters and buffers that are used outside calls of the modules that hold them.
+        replayed: functions whose results are sent to later stages, which lack the numbers to compute them.
 
     Raises:
         ValueError: no layer, a repeated name, an edge or tie out of range, or a group in `whole` that is not a tie.
@@ -50,6 +119,10 @@ class LayerGraph(Artifact):
     ties: tuple[tuple[int, ...], ...] = ()
     whole: tuple[tuple[int, ...], ...] = ()
     loss_weight: str = ""
+    calls: tuple[Call, ...] = ()
+    values: tuple[Value, ...] = ()
+    glue: tuple[str, ...] = ()
+    replayed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.layers)

@@ -1,0 +1,171 @@
+"""Placeholders: tensors of other stages, of which a stage knows shape, dtype and device, but not the numbers.
+
+A placeholder computes nothing: an operation on it gives a placeholder of the right shape. Where the numbers are needed
+(``if x.sum() > 0``, ``x.nonzero()``), the result must have been sent by an earlier stage (`LayerGraph.replayed`).
+A placeholder that turns out to be a tensor that was received becomes that tensor in place (`torch.utils.swap_tensors`),
+so that all the user's variables that hold it see an ordinary tensor from then on.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from pipedream.capture.structure import map_leaves
+
+__all__ = ["NumbersNeeded", "Placeholder", "meta_like", "placeholder_like", "plain"]
+
+T = torch.Tensor
+_BINARY = {
+    T.add, T.__add__, T.__radd__, torch.add, T.sub, T.__sub__, T.__rsub__, torch.sub, T.mul, T.__mul__, T.__rmul__,
+    torch.mul, T.div, T.__truediv__, T.__rtruediv__, torch.div, operator.add, operator.mul, operator.sub,
+}  # fmt: skip
+_UNARY = {
+    torch.nn.functional.relu, torch.relu, T.relu, torch.nn.functional.gelu, torch.nn.functional.silu,
+    torch.nn.functional.dropout, torch.tanh, T.tanh, torch.sigmoid, T.sigmoid, torch.nn.functional.layer_norm,
+    torch.nn.functional.rms_norm, T.detach, T.clone,
+}  # fmt: skip
+_DEVICE_FLAGS = {T.is_cpu.__get__: "cpu", T.is_cuda.__get__: "cuda", T.is_meta.__get__: "meta"}
+_MOVES = {T.cpu: "cpu", T.cuda: "cuda"}
+_DEVICE = T.device.__get__
+_GRADIENT = T.requires_grad.__get__
+
+
+class NumbersNeeded(Exception):
+    """An operation needs the numbers of a tensor of another stage.
+
+    Attributes:
+        function: its name.
+    """
+
+    def __init__(self, function: str, cause: str) -> None:
+        self.function = function
+        super().__init__(f"{function} needs the numbers of a tensor of another stage ({cause})")
+
+
+class Placeholder(torch.Tensor):
+    """See above; made by `placeholder_like`.
+
+    Attributes:
+        place: the device that it reports.
+        wants: the requires_grad that it reports.
+    """
+
+    place: torch.device
+    wants: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _DEVICE:
+            return args[0].place
+        if func == _GRADIENT:
+            return args[0].wants
+        if func in _DEVICE_FLAGS:
+            return args[0].place.type == _DEVICE_FLAGS[func]
+        if func in _MOVES:
+            place, one = torch.device(_MOVES[func]), args[0]
+            return one if one.place.type == place.type else placeholder_like(torch.empty_like(plain(one)), place, one.wants)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if getattr(func, "__name__", "") == "__get__":
+                return _placed(func(*args), args[0])
+            return _evaluated(func, args, kwargs)
+
+
+def placeholder_like(tensor: torch.Tensor, place: torch.device, wants: bool) -> Placeholder:
+    """Returns a placeholder of the shape, strides and dtype of a tensor, of which a meta tensor is taken as it is."""
+    found = torch.Tensor._make_subclass(Placeholder, tensor if tensor.is_meta else meta_like(tensor))
+    found.place, found.wants = place, wants
+    return found
+
+
+def meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a meta tensor with the shape, strides, dtype and requires_grad of a tensor."""
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return made.requires_grad_() if tensor.requires_grad else made
+
+
+def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _UNARY:
+        like = args[0] if args else None
+        if isinstance(like, Placeholder) and (func is not torch.nn.functional.dropout or _drops(args, kwargs)):
+            wants = like.wants and func is not T.detach and torch.is_grad_enabled()
+            return placeholder_like(torch.empty_like(plain(like)), like.place, wants)
+    originals: dict[int, torch.Tensor] = {}
+    first: list[Placeholder] = []
+
+    def as_meta(_: str, leaf: Any) -> Any:
+        if isinstance(leaf, Placeholder):
+            first.append(leaf)
+            return leaf
+        if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.ndim:
+            made = meta_like(leaf.detach())
+            originals[id(made)] = leaf
+            return made
+        if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.split(":")[0] in ("cpu", "cuda")):
+            places.append(torch.device(leaf))
+            return torch.device("meta")
+        return leaf
+
+    places: list[torch.device] = []
+    arguments, keywords = map_leaves(as_meta, list(args)), map_leaves(as_meta, kwargs)
+    like = first[0]
+    wants = any(one.wants for one in first)
+    if func in _BINARY and len(args) == 2 and not kwargs:
+        a, b = arguments
+        if isinstance(a, torch.Tensor) and isinstance(b, (torch.Tensor, int, float)):
+            shape = torch.broadcast_shapes(a.shape, b.shape) if isinstance(b, torch.Tensor) else a.shape
+            kind = torch.result_type(a, b)
+            if kind.is_floating_point:
+                made = torch.empty(shape, dtype=kind, device="meta")
+                return placeholder_like(made, like.place, wants)
+    name = getattr(func, "__name__", str(func))
+    try:
+        result = func(*arguments, **keywords)
+    except (NotImplementedError, RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise NumbersNeeded(name, f"{type(error).__name__}: {error}") from error
+    if args and id(arguments[0]) in originals and (name == "__setitem__" or _in_place(name)):
+        torch.utils.swap_tensors(args[0], placeholder_like(arguments[0], args[0].device, wants))
+        return None if name == "__setitem__" else args[0]
+    place = places[0] if places else like.place
+
+    def wrapped(_: str, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if isinstance(leaf, Placeholder):
+            return leaf
+        if id(leaf) in originals:
+            return originals[id(leaf)]
+        return placeholder_like(leaf, place, wants and leaf.is_floating_point())
+
+    if type(result).__module__ == "torch.return_types":
+        return type(result)([wrapped("", leaf) for leaf in result])
+    return map_leaves(wrapped, result)
+
+
+def plain(one: Placeholder) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return one.as_subclass(torch.Tensor).detach()
+
+
+def _placed(found: Any, like: Placeholder) -> Any:
+    """The result of reading an attribute."""
+    if isinstance(found, torch.Tensor) and not isinstance(found, Placeholder):
+        return placeholder_like(found, like.place, False)
+    return found
+
+
+def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether F.dropout returns a new tensor rather than its argument."""
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", args[2] if len(args) > 2 else True)
+    inplace = kwargs.get("inplace", args[3] if len(args) > 3 else False)
+    return bool(p) and bool(training) and not inplace
+
+
+def _in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))

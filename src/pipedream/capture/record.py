@@ -1,0 +1,289 @@
+"""Records one forward of a model: the calls of its modules, and who makes, reads and writes each tensor.
+
+A *moment* counts events. A tensor is identified by its Python object, as the forward passes it on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from pipedream.capture.structure import PLAIN, walk
+from pipedream.core.model.graph import Site
+
+__all__ = ["END", "CallRecord", "Recording", "TensorRecord", "record"]
+
+END = 2**40
+"""The moment at which the model's output is read."""
+
+_READS_NUMBERS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "equal", "allclose"}
+_METADATA = {"size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__",
+             "get_device", "element_size", "storage_offset", "ndimension", "nelement", "type", "__hash__",
+             "has_names", "is_nonzero_", "is_tensor", "is_same_size", "__format__", "__repr__"}  # fmt: skip
+
+@dataclass(eq=False)
+class TensorRecord:
+    """What happened to a tensor.
+
+    Attributes:
+        depends: whether its numbers depend on parameters or on random numbers; otherwise they are computed from the
+            model's inputs alone, on each stage again.
+        sources: names of the inputs ("0", "input_ids") and buffers (":name") that a tensor that does not depend
+            is computed from.
+        born: moment; -1 for inputs and state.
+        last: moment of the last use.
+        uses: moments at which something that depends is computed from it, if it does not depend itself.
+        sites: where modules take or return it.
+        made_by: name of the function.
+    """
+
+    tensor: torch.Tensor
+    born: int
+    depends: bool
+    sources: frozenset[str] = frozenset()
+    last: int = -1
+    uses: list[int] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    made_by: str = ""
+    state: str = ""
+    reads: list[tuple[int, CallRecord]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class CallRecord:
+    """One call of a module.
+
+    Attributes:
+        depending: operations inside whose results depend.
+        opaque: an object in the output that is neither a tensor, a plain value nor an argument.
+        whole: why it and the calls inside cannot be cut, or "".
+    """
+
+    name: str
+    path: str
+    module: nn.Module
+    parent: CallRecord | None
+    start: int
+    end: int = -1
+    inner: list[CallRecord] = field(default_factory=list)
+    depending: int = 0
+    outputs: list[TensorRecord] = field(default_factory=list)
+    opaque: str = ""
+    whole: str = ""
+
+    @property
+    def free(self) -> bool:
+        """Whether it computes from the model's inputs alone."""
+        return not self.depending and not any(out.depends for out in self.outputs)
+
+    def every(self) -> Iterator[CallRecord]:
+        yield self
+        for call in self.inner:
+            yield from call.every()
+
+
+@dataclass(eq=False)
+class Recording:
+    """The result of `record`."""
+
+    root: CallRecord
+    tensors: list[TensorRecord]
+    writes: dict[int, list[int]]
+    """Storage -> moments at which it was written."""
+    output: Any
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.moment = 0
+        self.records: dict[int, TensorRecord] = {}
+        self.writes: dict[int, list[int]] = {}
+        self.names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        self.counts: dict[str, int] = {}
+        self.root = CallRecord("", "", model, None, 0)
+        self.stack = [self.root]
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._state(name, parameter, depends=True)
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            self._state(name, buffer, depends=False)
+
+    def _state(self, name: str, tensor: torch.Tensor, depends: bool) -> None:
+        if id(tensor) not in self.records:
+            sources = frozenset() if depends else frozenset([f":{name}"])
+            self.records[id(tensor)] = TensorRecord(tensor, -1, depends, sources, state=name)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        before = self._generator() if not types else None
+        result = func(*args, **kwargs)
+        if name in _METADATA or (name == "__get__" and not isinstance(result, torch.Tensor)):
+            return result
+        self._note(name, args, kwargs, result, random=before is not None and before != self._generator())
+        return result
+
+    @staticmethod
+    def _generator() -> Any:
+        # The first words hold seed and position; comparing all 5 KB is as good and simple.
+        return torch.default_generator.get_state().numpy().tobytes()
+
+    def _note(self, name: str, args: Any, kwargs: Any, result: Any, random: bool) -> None:
+        self.moment += 1
+        arguments = [self.record_of(leaf) for _, leaf in walk([list(args), kwargs]) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for _, leaf in walk(result) if isinstance(leaf, torch.Tensor)]
+        depends = random or any(one.depends for one in arguments)
+        if not arguments and made and name in ("dropout",):
+            depends = True
+        if depends and not made and name in _READS_NUMBERS:
+            depends = False
+        sources = frozenset().union(*(one.sources for one in arguments)) if not depends else frozenset()
+        written = self._written(name, args, kwargs)
+        if depends:
+            for call in self.stack:
+                call.depending += 1
+        for one in arguments:
+            one.last = self.moment
+            if not one.depends and (depends or name in _READS_NUMBERS):
+                one.uses.append(END if name in _READS_NUMBERS else self.moment)
+            if one.state:
+                one.reads.append((self.moment, self.stack[-1]))
+        for tensor in made:
+            if id(tensor) not in self.records:
+                self.records[id(tensor)] = TensorRecord(tensor, self.moment, depends, sources, self.moment, made_by=name)
+        for tensor in written:
+            found = self.record_of(tensor)
+            self.writes.setdefault(_storage(tensor), []).append(self.moment)
+            if depends and not found.depends:
+                found.depends, found.born, found.made_by = True, self.moment, name
+            elif not depends:
+                found.sources |= sources
+
+    def _written(self, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        out = kwargs.get("out")
+        found = [out] if isinstance(out, torch.Tensor) else []
+        in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+        if (in_place and name != "__index__" and name != "__int__" and name != "__invert__") or name == "__setitem__":
+            found += [args[0]] if args and isinstance(args[0], torch.Tensor) else []
+        if kwargs.get("inplace") is True and args and isinstance(args[0], torch.Tensor):
+            found.append(args[0])
+        return found
+
+    def record_of(self, tensor: torch.Tensor) -> TensorRecord:
+        if id(tensor) not in self.records:  # made where no function was seen
+            self.records[id(tensor)] = TensorRecord(tensor, self.moment, True, made_by="an operation that was not seen")
+        return self.records[id(tensor)]
+
+    def wrapped(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call = self._enter(module, args, kwargs)
+            try:
+                output = original(*args, **kwargs)
+            except BaseException:
+                while self.stack.pop() is not call:
+                    pass
+                if call.parent is not None:
+                    call.parent.inner.remove(call)
+                raise
+            self._leave(call, args, kwargs, output)
+            return output
+
+        return forward
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> CallRecord:
+        self.moment += 1
+        path = self.names[id(module)]
+        count = self.counts[path] = self.counts.get(path, 0) + 1
+        name = path if count == 1 else f"{path}@{count}"
+        call = CallRecord(name, path, module, self.stack[-1], self.moment, whole=_inside_whole())
+        self.stack[-1].inner.append(call)
+        self.stack.append(call)
+        for where, leaf in _of_call(args, kwargs):
+            if isinstance(leaf, torch.Tensor):
+                self.record_of(leaf).sites.append(Site(name, "in", where, self.moment))
+        return call
+
+    def _leave(self, call: CallRecord, args: Any, kwargs: Any, output: Any) -> None:
+        self.moment += 1
+        while self.stack.pop() is not call:
+            pass
+        call.end = self.moment
+        arguments = [leaf for _, leaf in _of_call(args, kwargs)]
+        for where, leaf in walk(output):
+            if isinstance(leaf, torch.Tensor):
+                found = self.record_of(leaf)
+                found.sites.append(Site(call.name, "out", where, self.moment))
+                call.outputs.append(found)
+                if call.depending and found.born > call.start:
+                    found.depends = True  # a stage that skips this call does not compute it
+            elif not isinstance(leaf, PLAIN) and not any(leaf is one for one in arguments):
+                call.opaque = type(leaf).__name__
+
+
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    """Runs the model once, in its present mode, and returns what happened. The model itself is not called before."""
+    recorder = _Recorder(model)
+    inputs = list(_of_call(args, kwargs))
+    for where, leaf in inputs:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in recorder.records:
+            made = TensorRecord(leaf, -1, False, frozenset([where]))
+            made.sites.append(Site("", "in", where, -1))
+            recorder.records[id(leaf)] = made
+    with _wrapping(model, recorder), recorder:
+        output = model(*args, **kwargs)
+    root = recorder.root.inner[0] if recorder.root.inner else recorder.root
+    for where, leaf in walk(output):
+        if isinstance(leaf, torch.Tensor):
+            found = recorder.record_of(leaf)
+            found.last = END
+            found.sites.append(Site("", "out", where, END))
+            if not found.depends:
+                found.uses.append(END)
+    return Recording(root, list(recorder.records.values()), recorder.writes, output)
+
+
+@contextmanager
+def _wrapping(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    saved = []
+    try:
+        for module in dict.fromkeys(model.modules()):
+            slot = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
+            saved.append((module.__dict__, slot, module.__dict__.get(slot)))
+            module.__dict__[slot] = recorder.wrapped(module, getattr(module, slot))
+        yield
+    finally:
+        for attributes, slot, own in saved:
+            if own is None:
+                del attributes[slot]
+            else:
+                attributes[slot] = own
+
+
+def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from walk(list(args))
+    yield from walk(kwargs)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _inside_whole() -> str:
+    """Returns why the present call must not be cut inside, or ""."""
+    found = ""
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("torch/utils/checkpoint.py") and not found:
+            found = "checkpointed"
+        if code.co_filename.endswith("torch/autograd/function.py") and code.co_name == "apply" and not found:
+            found = "inside a custom autograd function"
+        frame = frame.f_back  # type: ignore[assignment]
+    return found

@@ -1,0 +1,464 @@
+"""A slice of a model: the model's own forward, in which the calls of other stages are skipped.
+
+Life of a forward:
+
+1. The model's forward runs from its beginning. A call of an earlier stage is not made: it returns placeholders of the
+   shapes that the earlier stage has sent. What depends on the model's inputs alone is computed again.
+2. At the first call of this stage the received tensors take the places of their placeholders, wherever the forward
+   keeps them. From here on everything is real, and the modules run as they are.
+3. At the first call of a later stage the forward is left, by an exception that passes through the model. What later
+   stages read is collected into the bundle that is sent on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from pipedream.capture.placeholder import Placeholder, meta_like, placeholder_like, plain
+from pipedream.capture.split import skipped_calls
+from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk
+from pipedream.core.errors import CaptureError
+from pipedream.core.model.graph import LayerGraph, Site, Value
+
+__all__ = ["CutFailed", "ModelSlice", "arguments_of", "call_model"]
+
+
+class CutFailed(CaptureError):
+    """The forward cannot be cut before a call.
+
+    Attributes:
+        call: its name.
+    """
+
+    def __init__(self, call: str, text: str) -> None:
+        super().__init__(text)
+        self.call = call
+
+
+class _Left(BaseException):
+    """Leaves the model's forward; a BaseException, so that the model does not catch it."""
+
+
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Calls a model: a tuple holds positional arguments, a mapping keyword arguments, anything else is the argument."""
+    args, kwargs = arguments_of(inputs)
+    return model(*args, **kwargs)
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if type(inputs) is tuple else (inputs,)), {}
+
+
+class ModelSlice(nn.Module):
+    """Layers first <= i < last of a model that runs by its own forward.
+
+    Called with the model's inputs or the bundle of the previous slice, it returns the next one's bundle or the model's
+    output. Its parameters and buffers are those of its layers, under the model's names.
+
+    Attributes:
+        on_begin: called when the slice's own part begins.
+        reseed: called with the name of each leaf call before it runs.
+    """
+
+    def __init__(self, model: nn.Module, graph: LayerGraph, first: int, last: int) -> None:
+        super().__init__()
+        self.__dict__["model"] = model  # not a submodule: the slice owns a part of it only
+        self.graph = graph
+        self.is_first, self.is_last = first == 0, last == len(graph.layers)
+        self.on_begin: Callable[[], None] | None = None
+        self.reseed: Callable[[str], None] | None = None
+        self.names = tuple(dict.fromkeys(name for layer in graph.layers[first:last] for name in layer.parameters))
+        starts = {call.name: call.start for call in graph.calls}
+        self._begin_at = None if self.is_first else graph.layers[first].name
+        self._stop_at = None if self.is_last else graph.layers[last].name
+        begin = -1 if self.is_first else starts[graph.layers[first].name]
+        stop = max((call.end for call in graph.calls), default=0) + 1 if self.is_last else starts[graph.layers[last].name]
+        self._skipped = [] if self.is_first else skipped_calls(graph.calls, begin)
+        self._described = set() if self.is_last else {call.name for call in skipped_calls(graph.calls, stop)}
+        self._received = [] if self.is_first else _crossing(graph, begin)
+        self._sent = [] if self.is_last else _crossing(graph, stop)
+        skipped = {call.name for call in self._skipped}
+        open_calls = {call.name for call in graph.calls if call.start <= begin < call.end}
+        visible = skipped | open_calls | {""}
+        self._arrive = _sites(self._received, lambda s: s.call in visible and s.moment <= begin)
+        received = set(self._received)
+        self._leave = _sites(self._sent, lambda s: begin <= s.moment <= stop, without=received)
+        parents = {call.name for call in graph.calls if any(call.start < c.start < call.end for c in graph.calls)}
+        own = {call.name for call in graph.calls if begin <= call.start < stop}
+        self._leaf_calls = own - parents
+        watched = skipped | own - parents | self._described | {s.call for s, _ in (*self._arrive, *self._leave)}
+        watched |= {name for name in (self._begin_at, self._stop_at) if name is not None}
+        self._open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
+        if graph.replayed:
+            watched |= self._open_at_stop | open_calls
+        watched -= {""}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._watched = [(modules[path], path) for path in dict.fromkeys(name.partition("@")[0] for name in watched)]
+        paths = {path for _, path in self._watched}
+        self._inner_counts = {
+            call.name: _inner_counts(graph, call.start, call.end, paths) for call in self._skipped
+        }
+        self._by_call_in = _by_call(self._arrive, "in"), _by_call(self._leave, "in")
+        self._by_call_out = _by_call(self._arrive, "out"), _by_call(self._leave, "out")
+        self._foreign = [name for name in graph.glue if name not in self.names]
+        self._whole = self.is_first and self.is_last
+        own_modules = {path for path in (call.path for call in graph.calls if call.name in self._leaf_calls)}
+        others = {call.path for call in graph.calls if call.name not in parents} - own_modules
+        foreign = {id(m) for path in others for m in modules[path].modules()}
+        mine = {id(m) for path in own_modules for m in modules[path].modules()}
+        self._modules_here = [m for m in model.modules() if id(m) not in foreign or id(m) in mine]
+
+    # -- what it owns -------------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._owned(dict(self.model.named_parameters(remove_duplicate=False)), remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._owned(dict(self.model.named_buffers(remove_duplicate=False)), remove_duplicate)
+
+    def _owned(self, every: Mapping[str, Any], remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
+        for name in self.names:
+            if name in every and not (remove_duplicate and id(every[name]) in seen):
+                seen.add(id(every[name]))
+                yield name, every[name]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        return (buffer for _, buffer in self.named_buffers())
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Its own modules, and those around them; not those whose calls all belong to other stages."""
+        return iter(self._modules_here)
+
+    def train(self, mode: bool = True) -> ModelSlice:
+        for module in self._modules_here:
+            module.training = mode
+        return self
+
+    # -- the forward --------------------------------------------------------------------------------
+
+    def forward(self, arriving: Any) -> Any:
+        run = _Run(self, arriving)
+        return run.result()
+
+
+class _Run:
+    """One forward of a slice."""
+
+    def __init__(self, part: ModelSlice, arriving: Any) -> None:
+        self.part = part
+        self.begun = part.is_first
+        self.counts: dict[str, int] = {}
+        self.values: dict[Value, Any] = {}
+        self.found: dict[Value, list[torch.Tensor]] = {}
+        if part.is_first:
+            args, kwargs = arguments_of(arriving)
+            self.inputs, self.outputs, self.results = (list(args), kwargs), {}, {}
+        else:
+            self.inputs, self.outputs, self.results = arriving["inputs"], arriving["outputs"], arriving["results"]
+            self.values = dict(zip(part._received, arriving["values"], strict=True))
+        self.described: dict[str, Any] = {}
+        tensors = [leaf for _, leaf in walk(arriving) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+        self.place = tensors[0].device if tensors else torch.device("cpu")
+        self.frames: list[str] = [""]
+        self.frame_counts: dict[str, int] = {}
+
+    def result(self) -> Any:
+        part = self.part
+        args, kwargs = self.inputs if part.is_first else self._received_inputs()
+        if part._whole:
+            with self._wrapping():
+                return part.model(*args, **kwargs)
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the modules inside
+        if part.is_first and part.on_begin is not None:
+            part.on_begin()
+        try:
+            with self._wrapping(), self._without_checkpoints(), _Functions(self) if part.graph.replayed else nullcontext():
+                output = part.model(*args, **kwargs)
+        except _Left:
+            return self._bundle()
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+        if not part.is_last or not self.begun:
+            missed = (part._stop_at if self.begun else part._begin_at) or ""
+            raise CutFailed(
+                missed,
+                f"the forward of {type(part.model).__name__} should call {missed!r}, as it did when the model was "
+                "captured, but it took another path; put what differs into one module, or cut elsewhere"
+            )
+        return output
+
+    def _received_inputs(self) -> Any:
+        """The model's inputs: those that a later layer reads were received, the others are placeholders."""
+        real = {value.sites[0].path: tensor for value, tensor in self.values.items() if value.born < 0}
+        args, kwargs = self.inputs
+        restored = partial(self._input, real)
+        return map_leaves(restored, list(args)), map_leaves(restored, kwargs)
+
+    def _input(self, real: Mapping[str, torch.Tensor], path: str, leaf: Any) -> Any:
+        return real[path] if path in real else self._placeholder(path, leaf)
+
+    def _placeholder(self, path: str, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            return placeholder_like(leaf.detach(), self.place, leaf.requires_grad)
+        return leaf
+
+    @contextmanager
+    def _without_checkpoints(self) -> Iterator[None]:
+        """Runs checkpointed functions of placeholders as they are: a checkpoint would save its arguments.
+
+        Of a stage's own calls this concerns the first at most, whose activations are then kept.
+        """
+        module: Any = torch.utils.checkpoint
+        generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+
+        def passing(*args: Any, **kwargs: Any) -> Any:
+            return iter((None,)) if _has_placeholder(args, kwargs) else generator(*args, **kwargs)
+
+        class Passing:
+            @staticmethod
+            def apply(run: Any, preserve: bool, *args: Any) -> Any:
+                return run(*args) if _has_placeholder(args, {}) else function.apply(run, preserve, *args)
+
+        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = passing, Passing
+        try:
+            yield
+        finally:
+            module._checkpoint_without_reentrant_generator, module.CheckpointFunction = generator, function
+
+    @contextmanager
+    def _wrapping(self) -> Iterator[None]:
+        part = self.part
+        saved: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for module, path in part._watched:
+                slot = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
+                original = getattr(module, slot)
+                saved.append((module.__dict__, slot, module.__dict__.get(slot)))
+                module.__dict__[slot] = partial(self._call, path, original)
+            for name in part._foreign:
+                owner, _, slot = name.rpartition(".")
+                module = part.model.get_submodule(owner)
+                slots: Any = module._parameters if slot in module._parameters else module._buffers
+                tensor = slots[slot]
+                if tensor is not None and not isinstance(tensor, Placeholder):
+                    saved.append((slots, slot, tensor))
+                    slots[slot] = placeholder_like(tensor.detach(), self.place, tensor.requires_grad)
+            yield
+        finally:
+            for attributes, slot, own in reversed(saved):
+                if own is None:
+                    del attributes[slot]
+                else:
+                    attributes[slot] = own
+
+    def _call(self, path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        part = self.part
+        count = self.counts[path] = self.counts.get(path, 0) + 1
+        name = path if count == 1 else f"{path}@{count}"
+        if not self.begun:
+            if name == part._begin_at:
+                self._begin(name, args, kwargs)
+            elif name in self.outputs:
+                return self._skip(name, args, kwargs)
+            else:
+                self._find(part._by_call_in[0].get(name, ()), args, kwargs)
+        if self.begun:
+            self._take(part._by_call_in[1].get(name, ()), args, kwargs)
+            if name == part._stop_at:
+                raise _Left
+            if name in part._leaf_calls and part.reseed is not None:
+                part.reseed(name)
+        self.frames.append(name)
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self.frames.pop()
+        if self.begun:
+            self._take_output(part._by_call_out[1].get(name, ()), output)
+            if name in part._described:
+                self._describe(name, args, kwargs, output)
+        return output
+
+    def _skip(self, name: str, args: Any, kwargs: Any) -> Any:
+        part = self.part
+        for path, count in part._inner_counts.get(name, {}).items():
+            self.counts[path] = self.counts.get(path, 0) + count
+        self._find(part._by_call_in[0].get(name, ()), args, kwargs)
+
+        def restored(path: str, leaf: Any) -> Any:
+            if isinstance(leaf, SameAs):
+                return leaf_at(args if leaf.path.split("/")[0].isdigit() else kwargs, leaf.path)
+            return self._placeholder(path, leaf)
+
+        output = map_leaves(restored, self.outputs[name])
+        for value, path in part._by_call_out[0].get(name, ()):
+            leaf = leaf_at(output, path)
+            if isinstance(leaf, torch.Tensor):
+                self.found.setdefault(value, []).append(leaf)
+        return output
+
+    def _find(self, sites: Sequence[tuple[Value, str]], args: Any, kwargs: Any) -> None:
+        for value, path in sites:
+            leaf = leaf_at(args if path.split("/")[0].isdigit() else kwargs, path)
+            if isinstance(leaf, torch.Tensor):
+                self.found.setdefault(value, []).append(leaf)
+
+    def _take(self, sites: Sequence[tuple[Value, str]], args: Any, kwargs: Any) -> None:
+        for value, path in sites:
+            leaf = leaf_at(args if path.split("/")[0].isdigit() else kwargs, path)
+            if isinstance(leaf, torch.Tensor):
+                self.values[value] = leaf
+
+    def _take_output(self, sites: Sequence[tuple[Value, str]], output: Any) -> None:
+        for value, path in sites:
+            leaf = leaf_at(output, path)
+            if isinstance(leaf, torch.Tensor):
+                self.values[value] = leaf
+
+    def _begin(self, name: str, args: Any, kwargs: Any) -> None:
+        """Puts the received tensors into the places of their placeholders."""
+        part = self.part
+        self._find(part._by_call_in[0].get(name, ()), args, kwargs)
+        for value, received in list(self.values.items()):
+            if value.born < 0:
+                continue
+            places = list({id(leaf): leaf for leaf in self.found.get(value, ())}.values())
+            if not places:
+                raise CutFailed(
+                    name,
+                    f"the stage that begins with {name!r} received the value {value.name!r}, but found no place for "
+                    "it: the forward took another path than when the model was captured"
+                )
+            for number, place in enumerate(places):
+                if place is received:
+                    continue
+                # An alias: a graph may refer to the received tensor itself, which then cannot be swapped.
+                torch.utils.swap_tensors(place, received.view_as(received))
+                self.values[value] = place
+        self.begun = True
+        if part.on_begin is not None:
+            part.on_begin()
+
+    def _describe(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        arguments = {id(leaf): path for path, leaf in _leaves_of(args, kwargs) if not isinstance(leaf, PLAIN)}
+
+        def described(_: str, leaf: Any) -> Any:
+            if id(leaf) in arguments:
+                return SameAs(arguments[id(leaf)])
+            return meta_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        self.described[name] = map_leaves(described, output)
+
+    def _bundle(self) -> dict[str, Any]:
+        part = self.part
+        for value in part._sent if part.is_first else ():
+            if value.born < 0:
+                path = value.sites[0].path
+                self.values[value] = leaf_at(self.inputs[0 if path.split("/")[0].isdigit() else 1], path)
+        lacking = [value for value in part._sent if value not in self.values]
+        if lacking:
+            raise CutFailed(
+                part._stop_at or "",
+                f"the stage that ends before {part._stop_at!r} should send the value {lacking[0].name!r}, but no module "
+                "took or returned it: the forward took another path than when the model was captured"
+            )
+        outputs = {**self.outputs, **self.described}
+
+        return {
+            "inputs": [map_leaves(lambda _, leaf: _unsent(leaf), each) for each in self.inputs],
+            "outputs": {name: outputs[name] for name in part._described if name in outputs},
+            "values": [self.values[value] for value in part._sent],
+            "results": {k: v for k, v in self.results.items() if k.rpartition("/")[0] in part._open_at_stop},
+        }
+
+    # -- functions that need numbers ------------------------------------------------------------------
+
+    def apply(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Applies a function that needs numbers, or returns the result that an earlier stage has sent.
+
+        Both stages run the same code of the same call with the same numbers so far, so the n-th application of the
+        function in this call is the same for both.
+        """
+        name = f"{self.frames[-1]}/{function.__name__}"
+        count = self.frame_counts[name] = self.frame_counts.get(name, 0) + 1
+        name = f"{name}@{count}"
+        if not self.begun and name in self.results:
+            return map_leaves(self._placeholder, self.results[name])
+        result = function(*args, **kwargs)
+        if self.begun and self.frames[-1] in self.part._open_at_stop:
+            self.results[name] = map_leaves(lambda _, leaf: _unsent(leaf), result)
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    """Sees the functions whose results are sent."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self._run = run
+        self._names = set(run.part.graph.replayed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self._names:
+            return self._run.apply(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _has_placeholder(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(leaf, Placeholder) for _, leaf in _leaves_of(args, kwargs))
+
+
+def _unsent(leaf: Any) -> Any:
+    if isinstance(leaf, Placeholder):
+        return meta_like(plain(leaf)).requires_grad_(leaf.wants)
+    return meta_like(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+
+
+def _leaves_of(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    yield from walk(list(args))
+    yield from walk(kwargs)
+
+
+def _crossing(graph: LayerGraph, moment: int) -> list[Value]:
+    return [value for value in graph.values if value.crosses(moment)]
+
+
+def _sites(
+    values: Sequence[Value], wanted: Callable[[Site], bool], without: Any = ()
+) -> list[tuple[Site, Value]]:
+    return [(site, value) for value in values if value not in without for site in value.sites if wanted(site)]
+
+
+def _by_call(sites: Sequence[tuple[Site, Value]], end: str) -> dict[str, list[tuple[Value, str]]]:
+    found: dict[str, list[tuple[Value, str]]] = {}
+    for site, value in sites:
+        if site.end == end:
+            found.setdefault(site.call, []).append((value, site.path))
+    return found
+
+
+def _inner_counts(graph: LayerGraph, start: int, end: int, paths: set[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for call in graph.calls:
+        if start < call.start < end and call.path in paths:
+            found[call.path] = found.get(call.path, 0) + 1
+    return found

@@ -1,0 +1,253 @@
+"""From the record of a forward to a LayerGraph: where the model may be cut, and what crosses each cut.
+
+A cut lies before the entry of a leaf call, so a layer is one leaf call or more with the glue code that follows. The cut
+is allowed if each tensor that is made before and read after it is taken or returned by some module before it (there
+sender and receiver find it), and if nothing that crosses is written later through another tensor of the same storage.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from pipedream.capture.record import END, CallRecord, Recording, TensorRecord
+from pipedream.core.model.graph import Call, Layer, LayerGraph, Value
+
+__all__ = ["Refused", "graph_of", "skipped_calls"]
+
+Refused = dict[str, str]
+"""Call -> why there is no cut before it."""
+
+_LOOP = 3  # so many calls of one module with parameters in one forward are taken for a loop over the length
+
+
+def graph_of(
+    model: nn.Module, recording: Recording, refused: Refused, replayed: Sequence[str] = ()
+) -> tuple[LayerGraph, Refused]:
+    """Returns the finest graph without the cuts that are refused already, and all refused cuts."""
+    leaves = list(_leaves(recording.root))
+    if len(leaves) < 2:
+        return LayerGraph((Layer(type(model).__name__, type(model).__name__, _every_name(model)),), ()), {}
+    values = [one for one in recording.tensors if one.depends and not one.state]
+    state = [one for one in recording.tensors if one.state]
+    refused = _refused(recording, leaves, values) | refused
+    calls = _calls(recording, leaves, values)
+    for leaf in leaves[1:]:
+        hidden = [one for one in skipped_calls(calls, leaf.start) if one.hides]
+        if hidden:
+            refused.setdefault(leaf.name, f"{hidden[0].name} returns an object that cannot be sent")
+    starts = [leaf for number, leaf in enumerate(leaves) if not number or leaf.name not in refused]
+    moments = [-1, *(leaf.start for leaf in starts[1:])]
+    cuts = moments[1:]
+    names = _names_of_layers(model, recording, leaves, moments, state)
+    layers = tuple(
+        Layer(leaf.name, type(leaf.module).__name__, tuple(own)) for leaf, own in zip(starts, names, strict=True)
+    )
+    ties, whole = _ties(model, leaves, moments, names)
+    crossing = [_value(one, cuts) for one in (*values, *_inputs(recording))]
+    graph = LayerGraph(
+        layers,
+        tuple((i, i + 1) for i in range(len(layers) - 1)),
+        ties,
+        whole,
+        calls=calls,
+        values=tuple(value for value in crossing if value is not None),
+        glue=_glue(state),
+        replayed=tuple(replayed),
+    )
+    return graph, refused
+
+
+def skipped_calls(calls: Sequence[Call], moment: int) -> list[Call]:
+    """Returns the calls that a stage skips which begins at a moment: the outermost that have ended by then.
+
+    Of a call that hides something the calls inside are skipped; a leaf that hides is returned.
+    """
+    found: list[Call] = []
+    until = -2
+    for number, call in enumerate(calls):
+        if call.start >= moment:
+            break
+        if call.start < until or call.end > moment:
+            continue
+        inner = number + 1 < len(calls) and calls[number + 1].start < call.end
+        if not (call.hides and inner):
+            found.append(call)
+            until = call.end
+    return found
+
+
+def _leaves(call: CallRecord) -> Iterable[CallRecord]:
+    for inner in call.inner:
+        if inner.free:
+            continue
+        if inner.whole or all(one.free for one in inner.inner):
+            yield inner
+        else:
+            yield from _leaves(inner)
+
+
+def _refused(recording: Recording, leaves: Sequence[CallRecord], values: Sequence[TensorRecord]) -> Refused:
+    refused: Refused = {}
+    for leaf in leaves[1:]:
+        if leaf.whole and leaf.whole != "checkpointed":
+            refused[leaf.name] = f"it runs {leaf.whole}"
+        if same := _same_storage(recording, values, leaf.start):
+            refused[leaf.name] = f"a tensor made by {same.made_by} is written later through another tensor"
+        lost = next((one for one in values if _crosses(one, leaf.start) and not _site_until(one, leaf.start)), None)
+        if lost is not None:
+            refused[leaf.name] = (
+                f"a tensor of shape {list(lost.tensor.shape)} made by {lost.made_by} is read later, and no module has "
+                "taken or returned it"
+            )
+    for call in recording.root.every():
+        if call.whole:
+            continue
+        counts = Counter(inner.path for inner in call.inner if not inner.free and any(True for _ in inner.module.parameters()))
+        for path, count in counts.items():
+            if count >= _LOOP:
+                again = [inner for inner in call.inner if inner.path == path]
+                for leaf in leaves:
+                    if again[0].start < leaf.start <= again[-1].end:
+                        refused.setdefault(leaf.name, f"{path} is called {count} times in a loop")
+    return refused
+
+
+def _crosses(one: TensorRecord, moment: int) -> bool:
+    return one.born < moment <= one.last
+
+
+def _site_until(one: TensorRecord, moment: int) -> bool:
+    return bool(one.sites) and one.sites[0].moment <= moment
+
+
+def _same_storage(recording: Recording, values: Sequence[TensorRecord], moment: int) -> TensorRecord | None:
+    seen: set[int] = set()
+    for one in values:
+        if _crosses(one, moment) and recording.writes:
+            storage = one.tensor.untyped_storage()._cdata
+            if storage in seen and any(written >= moment for written in recording.writes.get(storage, ())):
+                return one
+            seen.add(storage)
+    return None
+
+
+def _calls(recording: Recording, leaves: Sequence[CallRecord], values: Sequence[TensorRecord]) -> tuple[Call, ...]:
+    """The calls that stages may skip or begin with, without those inside leaves."""
+    found = []
+    ends = {id(leaf): leaf for leaf in leaves}
+
+    def hides(call: CallRecord) -> bool:
+        return bool(call.opaque) or any(
+            call.start < one.born <= call.end < one.last and all(site.moment != call.end for site in one.sites)
+            for one in values
+        )
+
+    def visit(call: CallRecord) -> None:
+        for inner in call.inner:
+            if not inner.free:
+                is_leaf = id(inner) in ends
+                found.append(Call(inner.name, inner.start, inner.end, bool(inner.opaque) if is_leaf else hides(inner)))
+                if not is_leaf:
+                    visit(inner)
+
+    visit(recording.root)
+    return tuple(found)
+
+
+def _names_of_layers(
+    model: nn.Module,
+    recording: Recording,
+    leaves: Sequence[CallRecord],
+    moments: Sequence[int],
+    state: Sequence[TensorRecord],
+) -> list[list[str]]:
+    """The parameters and buffers of each layer; those that nothing reads belong to the first."""
+    names: list[dict[str, None]] = [{} for _ in moments]
+
+    def layer_at(moment: int) -> int:
+        return max(bisect_right(moments, moment) - 1, 0)
+
+    for leaf in leaves:
+        own = names[layer_at(leaf.start)]
+        prefix = f"{leaf.path}." if leaf.path else ""
+        for tensors in (leaf.module.named_parameters, leaf.module.named_buffers):
+            own.update({prefix + name: None for name, _ in tensors(remove_duplicate=False)})
+    for one in state:
+        for moment, _ in one.reads if one.depends else ():
+            names[layer_at(moment)][one.state] = None
+    for one in recording.tensors:
+        for source in one.sources:
+            for moment in one.uses if source.startswith(":") else ():
+                at = range(len(names)) if moment == END else [layer_at(moment)]
+                for layer in at:
+                    names[layer][source[1:]] = None
+    listed = {name for own in names for name in own}
+    known = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    seen = {id(known[name]) for name in listed}
+    names[0].update({name: None for name, tensor in known.items() if id(tensor) not in seen})
+    return [list(own) for own in names]
+
+
+def _every_name(model: nn.Module) -> tuple[str, ...]:
+    return tuple(dict([*model.named_parameters(), *model.named_buffers()]))
+
+
+def _ties(
+    model: nn.Module, leaves: Sequence[CallRecord], moments: Sequence[int], names: Sequence[Sequence[str]]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    users: dict[int, set[int]] = defaultdict(set)
+    moving: dict[int, set[int]] = defaultdict(set)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for layer, own in enumerate(names):
+        for name in own:
+            if name in parameters:
+                users[parameters[name].untyped_storage()._cdata].add(layer)
+    for leaf in leaves:
+        layer = max(bisect_right(moments, leaf.start) - 1, 0)
+        for module in leaf.module.modules():
+            if isinstance(module, _NormBase) and module.running_mean is not None:
+                moving[id(module)].add(layer)
+    whole = {tuple(sorted(group)) for group in moving.values() if len(group) > 1}
+    groups = whole | {tuple(sorted(group)) for group in users.values() if len(group) > 1}
+    return tuple(sorted(groups)), tuple(sorted(whole))
+
+
+def _inputs(recording: Recording) -> list[TensorRecord]:
+    """The model's inputs; their last use is that of anything computed from them alone."""
+    last: dict[str, int] = {}
+    for one in recording.tensors:
+        for source in one.sources:
+            last[source] = max([last.get(source, -1), *one.uses])
+    found = []
+    for one in recording.tensors:
+        if one.sites and one.sites[0].call == "" and one.sites[0].end == "in" and one.born == -1 and not one.state:
+            (source,) = one.sources or ("",)
+            one.last = last.get(source, -1)
+            found.append(one)
+    return found
+
+
+def _value(one: TensorRecord, cuts: Sequence[int]) -> Value | None:
+    crossed = [cut for cut in cuts if _crosses(one, cut)]
+    if not crossed:
+        return None
+    sites = tuple(site for site in one.sites if site.moment <= crossed[-1])
+    return Value(one.tensor.nbytes, one.tensor.requires_grad, one.born, one.last, sites)
+
+
+def _glue(state: Sequence[TensorRecord]) -> tuple[str, ...]:
+    """Parameters and buffers that are read outside leaf calls of the modules that hold them."""
+    found = []
+    for one in state:
+        for _, call in one.reads:
+            inner = any(not each.free for each in call.inner)
+            held = any(one.tensor is tensor for tensor in [*call.module.parameters(), *call.module.buffers()])
+            if inner or not held or call.free:
+                found.append(one.state)
+                break
+    return tuple(found)

@@ -1,0 +1,72 @@
+"""Walks through arguments and outputs of modules: containers of tensors, numbers and opaque objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+__all__ = ["PLAIN", "SameAs", "leaf_at", "map_leaves", "walk"]
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """Stands for an argument that a call returns as it is; `path` as in `walk`."""
+
+    path: str
+
+
+def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of a value with their paths: ``0/hidden_states`` is ``value[0].hidden_states``."""
+    for name, part in _parts(value):
+        yield from walk(part, f"{path}/{name}" if path else str(name))
+    if not _is_container(value):
+        yield path, value
+
+
+def leaf_at(value: Any, path: str) -> Any:
+    """Returns the leaf at a path; None if the value has none there."""
+    for name in path.split("/") if path else ():
+        if isinstance(value, Mapping):
+            value = value.get(name, value.get(int(name)) if name.isdigit() else None)
+        elif isinstance(value, (tuple, list)):
+            value = value[int(name)] if name.isdigit() and int(name) < len(value) else None
+        else:
+            value = getattr(value, name, None)
+    return value
+
+
+def map_leaves(change: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:
+    """Returns a value of the same containers with changed leaves."""
+    if not _is_container(value):
+        return change(path, value)
+    found = {name: map_leaves(change, part, f"{path}/{name}" if path else str(name)) for name, part in _parts(value)}
+    if isinstance(value, Mapping):
+        return found if type(value) is dict else type(value)(**found)
+    if hasattr(value, "_make"):  # a named tuple; PackedSequence's constructor would read the numbers
+        return value._make(found.values())
+    if isinstance(value, (tuple, list)):
+        made = list(found.values())
+        return made if type(value) is list else type(value)(made)
+    return replace(value, **found)
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, torch.Size):
+        return False
+    return isinstance(value, (tuple, list, Mapping)) or (is_dataclass(value) and not isinstance(value, (type, SameAs)))
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    if not _is_container(value):
+        return
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, (tuple, list)):
+        yield from enumerate(value)
+    else:
+        yield from ((field.name, getattr(value, field.name)) for field in fields(value))
