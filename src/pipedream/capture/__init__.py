@@ -4,25 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from pipedream.capture.chain import Captured, capture_chain, find_layers
+from pipedream.capture.captured import Captured, captured_from
+from pipedream.capture.chain import capture_chain, check_model, cuda_devices
+from pipedream.capture.compare import split
 from pipedream.capture.preserve_state import preserve_state
-from pipedream.capture.stand_ins import stand_ins
+from pipedream.capture.stand_ins import is_stand_in, stand_ins
+from pipedream.core.errors import CaptureError
 
-__all__ = ["Captured", "capture", "find_layers", "preserve_state", "stand_ins"]
+__all__ = ["Captured", "capture", "captured_from", "preserve_state", "stand_ins"]
 
 
-def capture(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
-    """Finds the layers of a model, which must be a chain, by running it on a sample. The model is left unchanged.
+def capture(model: nn.Module, sample: Any) -> Captured:
+    """Finds the layers of a model by running it on a sample. The model is left unchanged.
 
-    With parameters on the meta device, or within `stand_ins`, the values are not compared with the model's.
+    A chain of modules is split into these modules. Any other model is split at the calls of its innermost modules; it
+    then runs by its own forward (`ModelSlice`). With parameters on the meta device, or within `stand_ins`, the numbers
+    are not compared with the model's.
 
     Args:
         model: its submodules become the layers, without being copied.
-        sample: the positional inputs of one forward: tensors, or tuples, lists and dicts of them.
+        sample: a tuple of positional arguments, a mapping of keyword arguments, or the only argument.
 
     Raises:
-        CaptureError: the model cannot be cut, does not run on the sample, or its layers do not return what it returns.
+        CaptureError: the model does not run on the sample, or its layers do not give what it gives.
     """
-    return capture_chain(model, sample)
+    check_model(model)
+    if type(sample) is tuple:
+        try:
+            found = capture_chain(model, sample)
+        except CaptureError:
+            found = None
+        if found is not None and (len(found.layers) > 1 or not list(model.children())):
+            return found
+    compares = not any(map(is_stand_in, [*tree_leaves(sample), *model.parameters()]))
+    graph, refused = split(model, sample, cuda_devices(model, sample), compares)
+    return captured_from(model, graph, refused)

@@ -7,7 +7,6 @@ module stays one layer, and so does one with parameters, buffers or hooks of its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,48 +15,31 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from pipedream.capture.captured import Captured
 from pipedream.capture.preserve_state import preserve_state
 from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.trace import Call, trace, why_not_a_chain
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Layer, LayerGraph
 
-__all__ = ["Captured", "capture_chain", "find_layers", "tied_layers"]
+__all__ = ["capture_chain", "check_model", "cuda_devices", "find_layers", "tied_layers"]
 
+_DISTRIBUTED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 _ADVICE = (
     "write that step as a module of its own (nn.Flatten, nn.ReLU, ...) so that the forward only calls modules "
     "one after the other, or put the modules around it into one module"
 )
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A model split into layers.
-
-    Layer 0 is called with the model's inputs, each later layer with one argument, a tensor or a tuple.
-
-    Attributes:
-        layers: the user's own modules, one for each layer of the graph; a module that runs twice occurs twice.
-    """
-
-    graph: LayerGraph
-    layers: tuple[nn.Module, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.layers) != len(self.graph.layers):
-            raise ValueError(f"{len(self.graph.layers)} layers in the graph but {len(self.layers)} modules")
-
-    def __str__(self) -> str:
-        return "\n".join(f"{layer.name}: {layer.kind}" for layer in self.graph.layers)
-
-
 def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
     """Captures a model that is a chain. Raises CaptureError with the place and what to change."""
-    _check_arguments(model, sample)
+    compiled = next((name for name, module in model.named_modules() if _is_compiled(module)), None)
+    if compiled is not None:
+        raise CaptureError(f"the module {compiled!r} is compiled and cannot be looked into")
     kind = type(model).__name__
     if any(parameter.is_meta for parameter in model.parameters()):
         sample = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, sample)
-    devices = _cuda_devices(model, sample)
+    devices = cuda_devices(model, sample)
     names = {id(module): name or kind for name, module in model.named_modules()}
     reasons = {id(module): reason for module in model.modules() if (reason := _own_reason(module))}
     orders = []
@@ -125,24 +107,32 @@ def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...
     return tuple(sorted(groups)), tuple(sorted(whole))
 
 
-def _check_arguments(model: nn.Module, sample: Any) -> None:
-    if not isinstance(sample, tuple):
-        raise CaptureError(
-            f"the sample should be a tuple of the model's positional inputs, found {type(sample).__name__}; "
-            "for one input x write (x,)"
-        )
+def check_model(model: nn.Module) -> None:
+    """Raises a CaptureError for a model that cannot be looked into, or that another tool distributes."""
     for name, module in model.named_modules():
         where = f"the module {name!r}" if name else f"the model {type(model).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(f"{where} is a TorchScript module and cannot be looked into; pass the eager module")
-        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
-            raise CaptureError(f"{where} is compiled and cannot be looked into; pass the module before torch.compile")
+        if type(module).__name__ in _DISTRIBUTED:
+            raise CaptureError(
+                f"{where} is wrapped in {type(module).__name__}, which would synchronise by itself; pass the module "
+                "inside: the plan decides which stages are replicated"
+            )
+    if _is_compiled(model):
+        raise CaptureError(
+            f"the model {type(model).__name__} is compiled as a whole and cannot be looked into; pass the module "
+            "before torch.compile, and compile=True to compile what lies within a stage"
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(f"parameter {name!r} has no shape yet (a lazy module); run the model once before")
 
 
-def _cuda_devices(model: nn.Module, sample: tuple[Any, ...]) -> list[int]:
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def cuda_devices(model: nn.Module, sample: Any) -> list[int]:
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
     found = {t.device.index for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
     return sorted(index for index in found if index is not None)

@@ -12,9 +12,11 @@ Life of a forward:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from pipedream.capture.placeholder import Placeholder, meta_like, placeholder_li
 from pipedream.capture.split import skipped_calls
 from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk
 from pipedream.core.errors import CaptureError
-from pipedream.core.model.graph import LayerGraph, Site, Value
+from pipedream.core.model.graph import Call, LayerGraph, Site, Value
 
 __all__ = ["CutFailed", "ModelSlice", "arguments_of", "call_model"]
 
@@ -81,42 +83,39 @@ class ModelSlice(nn.Module):
         starts = {call.name: call.start for call in graph.calls}
         self._begin_at = None if self.is_first else graph.layers[first].name
         self._stop_at = None if self.is_last else graph.layers[last].name
-        begin = -1 if self.is_first else starts[graph.layers[first].name]
-        stop = max((call.end for call in graph.calls), default=0) + 1 if self.is_last else starts[graph.layers[last].name]
-        self._skipped = [] if self.is_first else skipped_calls(graph.calls, begin)
-        self._described = set() if self.is_last else {call.name for call in skipped_calls(graph.calls, stop)}
+        begin = -1 if self._begin_at is None else starts[self._begin_at]
+        stop = max(starts.values(), default=0) + 1 if self._stop_at is None else starts[self._stop_at]
+        skipped = {call.name for call in skipped_calls(graph.calls, begin)}
+        open_calls = {call.name for call in graph.calls if call.start <= begin < call.end}
+        leaves = _leaves_among(graph.calls)
+        self._leaf_calls = {call.name for call in leaves if begin <= call.start < stop}
+        self._open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
+        self._described = () if self.is_last else tuple(call.name for call in skipped_calls(graph.calls, stop))
         self._received = [] if self.is_first else _crossing(graph, begin)
         self._sent = [] if self.is_last else _crossing(graph, stop)
-        skipped = {call.name for call in self._skipped}
-        open_calls = {call.name for call in graph.calls if call.start <= begin < call.end}
-        visible = skipped | open_calls | {""}
-        self._arrive = _sites(self._received, lambda s: s.call in visible and s.moment <= begin)
-        received = set(self._received)
-        self._leave = _sites(self._sent, lambda s: begin <= s.moment <= stop, without=received)
-        parents = {call.name for call in graph.calls if any(call.start < c.start < call.end for c in graph.calls)}
-        own = {call.name for call in graph.calls if begin <= call.start < stop}
-        self._leaf_calls = own - parents
-        watched = skipped | own - parents | self._described | {s.call for s, _ in (*self._arrive, *self._leave)}
+        visible, received = skipped | open_calls, set(self._received)
+        arrive = _sites(self._received, lambda site: site.call in visible and site.moment <= begin)
+        made_here = [value for value in self._sent if value not in received]
+        leave = _sites(made_here, lambda site: begin <= site.moment <= stop)
+        self._arrive_in, self._arrive_out = _by_call(arrive, "in"), _by_call(arrive, "out")
+        self._leave_in, self._leave_out = _by_call(leave, "in"), _by_call(leave, "out")
+        watched = skipped | self._leaf_calls | set(self._described) | {site.call for site, _ in (*arrive, *leave)}
         watched |= {name for name in (self._begin_at, self._stop_at) if name is not None}
-        self._open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
         if graph.replayed:
             watched |= self._open_at_stop | open_calls
-        watched -= {""}
         modules = dict(model.named_modules(remove_duplicate=False))
-        self._watched = [(modules[path], path) for path in dict.fromkeys(name.partition("@")[0] for name in watched)]
-        paths = {path for _, path in self._watched}
-        self._inner_counts = {
-            call.name: _inner_counts(graph, call.start, call.end, paths) for call in self._skipped
+        paths = dict.fromkeys(name.partition("@")[0] for name in sorted(watched - {""}))
+        self._watched = [(modules[path], path) for path in paths]
+        self._calls_inside = {
+            call.name: Counter(c.path for c in graph.calls if call.start < c.start < call.end and c.path in paths)
+            for call in graph.calls
+            if call.name in skipped
         }
-        self._by_call_in = _by_call(self._arrive, "in"), _by_call(self._leave, "in")
-        self._by_call_out = _by_call(self._arrive, "out"), _by_call(self._leave, "out")
-        self._foreign = [name for name in graph.glue if name not in self.names]
-        self._whole = self.is_first and self.is_last
-        own_modules = {path for path in (call.path for call in graph.calls if call.name in self._leaf_calls)}
-        others = {call.path for call in graph.calls if call.name not in parents} - own_modules
-        foreign = {id(m) for path in others for m in modules[path].modules()}
-        mine = {id(m) for path in own_modules for m in modules[path].modules()}
-        self._modules_here = [m for m in model.modules() if id(m) not in foreign or id(m) in mine]
+        self._foreign_glue = [name for name in graph.glue if name not in self.names]
+        own = {id(m) for call in leaves if call.name in self._leaf_calls for m in modules[call.path].modules()}
+        others = {id(m) for call in leaves if call.name not in self._leaf_calls for m in modules[call.path].modules()}
+        own |= {id(modules[name.rpartition(".")[0]]) for name in self.names}
+        self._modules_here = [module for module in model.modules() if id(module) in own or id(module) not in others]
 
     # -- what it owns -------------------------------------------------------------------------------
 
@@ -183,7 +182,7 @@ class _Run:
     def result(self) -> Any:
         part = self.part
         args, kwargs = self.inputs if part.is_first else self._received_inputs()
-        if part._whole:
+        if part.is_first and part.is_last:
             with self._wrapping():
                 return part.model(*args, **kwargs)
         fast = torch.backends.mha.get_fastpath_enabled()
@@ -254,7 +253,7 @@ class _Run:
                 original = getattr(module, slot)
                 saved.append((module.__dict__, slot, module.__dict__.get(slot)))
                 module.__dict__[slot] = partial(self._call, path, original)
-            for name in part._foreign:
+            for name in part._foreign_glue:
                 owner, _, slot = name.rpartition(".")
                 module = part.model.get_submodule(owner)
                 slots: Any = module._parameters if slot in module._parameters else module._buffers
@@ -280,9 +279,9 @@ class _Run:
             elif name in self.outputs:
                 return self._skip(name, args, kwargs)
             else:
-                self._find(part._by_call_in[0].get(name, ()), args, kwargs)
+                self._find(part._arrive_in.get(name, ()), args, kwargs)
         if self.begun:
-            self._take(part._by_call_in[1].get(name, ()), args, kwargs)
+            self._take(part._leave_in.get(name, ()), args, kwargs)
             if name == part._stop_at:
                 raise _Left
             if name in part._leaf_calls and part.reseed is not None:
@@ -293,16 +292,16 @@ class _Run:
         finally:
             self.frames.pop()
         if self.begun:
-            self._take_output(part._by_call_out[1].get(name, ()), output)
+            self._take_output(part._leave_out.get(name, ()), output)
             if name in part._described:
                 self._describe(name, args, kwargs, output)
         return output
 
     def _skip(self, name: str, args: Any, kwargs: Any) -> Any:
         part = self.part
-        for path, count in part._inner_counts.get(name, {}).items():
+        for path, count in part._calls_inside[name].items():
             self.counts[path] = self.counts.get(path, 0) + count
-        self._find(part._by_call_in[0].get(name, ()), args, kwargs)
+        self._find(part._arrive_in.get(name, ()), args, kwargs)
 
         def restored(path: str, leaf: Any) -> Any:
             if isinstance(leaf, SameAs):
@@ -310,7 +309,7 @@ class _Run:
             return self._placeholder(path, leaf)
 
         output = map_leaves(restored, self.outputs[name])
-        for value, path in part._by_call_out[0].get(name, ()):
+        for value, path in part._arrive_out.get(name, ()):
             leaf = leaf_at(output, path)
             if isinstance(leaf, torch.Tensor):
                 self.found.setdefault(value, []).append(leaf)
@@ -337,7 +336,7 @@ class _Run:
     def _begin(self, name: str, args: Any, kwargs: Any) -> None:
         """Puts the received tensors into the places of their placeholders."""
         part = self.part
-        self._find(part._by_call_in[0].get(name, ()), args, kwargs)
+        self._find(part._arrive_in.get(name, ()), args, kwargs)
         for value, received in list(self.values.items()):
             if value.born < 0:
                 continue
@@ -442,10 +441,8 @@ def _crossing(graph: LayerGraph, moment: int) -> list[Value]:
     return [value for value in graph.values if value.crosses(moment)]
 
 
-def _sites(
-    values: Sequence[Value], wanted: Callable[[Site], bool], without: Any = ()
-) -> list[tuple[Site, Value]]:
-    return [(site, value) for value in values if value not in without for site in value.sites if wanted(site)]
+def _sites(values: Sequence[Value], wanted: Callable[[Site], bool]) -> list[tuple[Site, Value]]:
+    return [(site, value) for value in values for site in value.sites if wanted(site)]
 
 
 def _by_call(sites: Sequence[tuple[Site, Value]], end: str) -> dict[str, list[tuple[Value, str]]]:
@@ -456,9 +453,5 @@ def _by_call(sites: Sequence[tuple[Site, Value]], end: str) -> dict[str, list[tu
     return found
 
 
-def _inner_counts(graph: LayerGraph, start: int, end: int, paths: set[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for call in graph.calls:
-        if start < call.start < end and call.path in paths:
-            found[call.path] = found.get(call.path, 0) + 1
-    return found
+def _leaves_among(calls: Sequence[Call]) -> list[Call]:
+    return [call for call, after in pairwise((*calls, None)) if after is None or after.start > call.end]
