@@ -122,7 +122,7 @@ class Pipeline:
         blueprint = Blueprint(
             programs=[found.program for found in self.prepared],
             evaluation=evaluation_of(self.prepared[0].schedule),
-            layers=list(zip([layer.name for layer in captured.graph.layers], captured.layers, strict=True)),
+            stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
             settings=settings,
             device=process_device(options.device),
             shared=shared,

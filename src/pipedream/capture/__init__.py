@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from pipedream.capture.captured import Captured, captured_from
-from pipedream.capture.chain import capture_chain, check_model, cuda_devices
+from pipedream.capture.chain import capture_chain, check_model, cuda_devices, find_layers
 from pipedream.capture.compare import split
 from pipedream.capture.preserve_state import preserve_state
 from pipedream.capture.stand_ins import is_stand_in, stand_ins
 from pipedream.core.errors import CaptureError
 
-__all__ = ["Captured", "capture", "captured_from", "preserve_state", "stand_ins"]
+__all__ = ["Captured", "capture", "captured_from", "find_layers", "preserve_state", "stand_ins"]
 
 
 def capture(model: nn.Module, sample: Any) -> Captured:

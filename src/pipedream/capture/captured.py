@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -40,6 +41,10 @@ class Captured:
         if self.model is None:
             return list(zip(names[first:last], self.layers[first:last], strict=True))
         return [(names[first], ModelSlice(self.model, self.graph, first, last))]
+
+    def arguments(self, inputs: Any) -> tuple[Any, ...]:
+        """Returns what layer 0 is called with for the model's inputs."""
+        return inputs if self.model is None else (inputs,)
 
     def __str__(self) -> str:
         return "\n".join(f"{layer.name}: {layer.kind}" for layer in self.graph.layers)

@@ -159,7 +159,14 @@ def _fingerprint(tensor: torch.Tensor) -> tuple[float, ...]:
 
 def _weights(like: torch.Tensor) -> torch.Tensor:
     """Numbers that differ from place to place, without a random generator."""
-    return torch.arange(like.numel(), device=like.device, dtype=torch.float64).mul_(0.7548776662).frac().add_(0.5).to(like.dtype).view(like.shape)
+    return (
+        torch.arange(like.numel(), device=like.device, dtype=torch.float64)
+        .mul_(0.7548776662)
+        .frac()
+        .add_(0.5)
+        .to(like.dtype)
+        .view(like.shape)
+    )
 
 
 def _close(a: tuple[float, ...] | None, b: tuple[float, ...] | None) -> bool:

@@ -69,7 +69,11 @@ class Placeholder(torch.Tensor):
             return args[0].place.type == _DEVICE_FLAGS[func]
         if func in _MOVES:
             place, one = torch.device(_MOVES[func]), args[0]
-            return one if one.place.type == place.type else placeholder_like(torch.empty_like(plain(one)), place, one.wants)
+            return (
+                one
+                if one.place.type == place.type
+                else placeholder_like(torch.empty_like(plain(one)), place, one.wants)
+            )
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if getattr(func, "__name__", "") == "__get__":
                 return _placed(func(*args), args[0])

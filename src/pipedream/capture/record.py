@@ -28,6 +28,7 @@ _METADATA = {"size", "dim", "stride", "numel", "is_floating_point", "is_complex"
              "get_device", "element_size", "storage_offset", "ndimension", "nelement", "type", "__hash__",
              "has_names", "is_nonzero_", "is_tensor", "is_same_size", "__format__", "__repr__"}  # fmt: skip
 
+
 @dataclass(eq=False)
 class TensorRecord:
     """What happened to a tensor.
@@ -157,7 +158,9 @@ class _Recorder(TorchFunctionMode):
                 one.reads.append((self.moment, self.stack[-1]))
         for tensor in made:
             if id(tensor) not in self.records:
-                self.records[id(tensor)] = TensorRecord(tensor, self.moment, depends, sources, self.moment, made_by=name)
+                self.records[id(tensor)] = TensorRecord(
+                    tensor, self.moment, depends, sources, self.moment, made_by=name
+                )
         for tensor in written:
             found = self.record_of(tensor)
             self.writes.setdefault(_storage(tensor), []).append(self.moment)

@@ -111,7 +111,9 @@ class ModelSlice(nn.Module):
             for call in graph.calls
             if call.name in skipped
         }
-        self._foreign_glue = [name for name in graph.glue if name not in self.names]
+        tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+        held = {id(tensors[name]) for name in self.names}
+        self._foreign_glue = [name for name in graph.glue if id(tensors[name]) not in held]
         own = {id(m) for call in leaves if call.name in self._leaf_calls for m in modules[call.path].modules()}
         others = {id(m) for call in leaves if call.name not in self._leaf_calls for m in modules[call.path].modules()}
         own |= {id(modules[name.rpartition(".")[0]]) for name in self.names}
@@ -190,7 +192,11 @@ class _Run:
         if part.is_first and part.on_begin is not None:
             part.on_begin()
         try:
-            with self._wrapping(), self._without_checkpoints(), _Functions(self) if part.graph.replayed else nullcontext():
+            with (
+                self._wrapping(),
+                self._without_checkpoints(),
+                _Functions(self) if part.graph.replayed else nullcontext(),
+            ):
                 output = part.model(*args, **kwargs)
         except _Left:
             return self._bundle()
@@ -201,7 +207,7 @@ class _Run:
             raise CutFailed(
                 missed,
                 f"the forward of {type(part.model).__name__} should call {missed!r}, as it did when the model was "
-                "captured, but it took another path; put what differs into one module, or cut elsewhere"
+                "captured, but it took another path; put what differs into one module, or cut elsewhere",
             )
         return output
 
@@ -345,7 +351,7 @@ class _Run:
                 raise CutFailed(
                     name,
                     f"the stage that begins with {name!r} received the value {value.name!r}, but found no place for "
-                    "it: the forward took another path than when the model was captured"
+                    "it: the forward took another path than when the model was captured",
                 )
             for number, place in enumerate(places):
                 if place is received:
@@ -378,7 +384,7 @@ class _Run:
             raise CutFailed(
                 part._stop_at or "",
                 f"the stage that ends before {part._stop_at!r} should send the value {lacking[0].name!r}, but no module "
-                "took or returned it: the forward took another path than when the model was captured"
+                "took or returned it: the forward took another path than when the model was captured",
             )
         outputs = {**self.outputs, **self.described}
 

@@ -107,7 +107,9 @@ def _refused(recording: Recording, leaves: Sequence[CallRecord], values: Sequenc
     for call in recording.root.every():
         if call.whole:
             continue
-        counts = Counter(inner.path for inner in call.inner if not inner.free and any(True for _ in inner.module.parameters()))
+        counts = Counter(
+            inner.path for inner in call.inner if not inner.free and any(True for _ in inner.module.parameters())
+        )
         for path, count in counts.items():
             if count >= _LOOP:
                 again = [inner for inner in call.inner if inner.path == path]

@@ -138,7 +138,7 @@ class Passes:
                 with self._autocast_mode():
                     value = _called(forward, entered)
                 watch.mark()
-                outputs = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
+                outputs = _differentiable(value)
                 if outputs and (leaves or parameters):
                     gradients = [torch.ones_like(output) for output in outputs]
                     if adds:
@@ -160,10 +160,13 @@ class Passes:
             entered = tree_map(lambda leaf: _enter(leaf, leaves), arguments)
             try:
                 with self._autocast_mode():
-                    self._watch.start()
+                    if hasattr(forward, "on_begin"):  # a slice of a model: its own part begins later
+                        forward.on_begin = self._watch.start
+                    else:
+                        self._watch.start()
                     value = _called(forward, entered)
                     self._watch.stop()
-                outputs = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
+                outputs = _differentiable(value)
                 gradients = [torch.ones_like(output) for output in outputs]
                 self._watch.start()
                 if outputs and (leaves or parameters):
@@ -200,8 +203,14 @@ def _called(function: Callable[..., Any], arguments: Sample) -> Any:
     return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
 
 
+def _differentiable(value: Any) -> list[torch.Tensor]:
+    # A meta tensor in a bundle stands for one that is not sent.
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_meta]
+
+
 def _enter(leaf: Any, leaves: list[torch.Tensor]) -> Any:
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, torch.Tensor) or leaf.is_meta:
         return leaf
     start = leaf.detach()
     if leaf.requires_grad:
@@ -211,7 +220,9 @@ def _enter(leaf: Any, leaves: list[torch.Tensor]) -> Any:
 
 
 def _leave(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+    if not isinstance(leaf, torch.Tensor) or leaf.is_meta:
+        return leaf
+    return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
 def _failure(what: str, arguments: Sample, error: Exception) -> ProfileError:

@@ -117,7 +117,7 @@ def measure_sizes(
         for index in range(len(layers)):
             value = run_layer(index, arguments)
             arguments = (value,)
-            made = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            made = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
             outputs.append(sum(leaf.nbytes for leaf in made))
             leaving.append(storage_bytes(leaf for leaf in made if leaf.untyped_storage()._cdata not in kept))
         index = len(layers)

@@ -76,12 +76,12 @@ class Blueprint:
     Attributes:
         programs: one per phase, over the same channels; verified.
         evaluation: forwards alone, verified.
-        layers: (name, module) of the whole model.
+        stages: (name, module) of each stage's layers.
     """
 
     programs: Sequence[Program]
     evaluation: Program
-    layers: Sequence[tuple[str, nn.Module]]
+    stages: Sequence[Sequence[tuple[str, nn.Module]]]
     settings: Settings
     device: torch.device
     shared: Sequence[TiedWeights] = ()
@@ -93,10 +93,6 @@ class Blueprint:
     @property
     def placement(self) -> Placement:
         return self.programs[0].placement
-
-    def layers_of(self, stage: int) -> Sequence[tuple[str, nn.Module]]:
-        span = self.program.plan.stages[stage]
-        return self.layers[span.first : span.last]
 
     def most_unread(self) -> int:
         """How many messages of data or results may be unread."""
@@ -162,7 +158,7 @@ def local_workers(blueprint: Blueprint, handles: Sequence[dict[str, nn.Parameter
     for rank in range(placement.workers):
         stage_states = {}
         for stage, replica in placement.stage_replicas(rank):
-            layers, own = blueprint.layers_of(stage), handles[stage]
+            layers, own = blueprint.stages[stage], handles[stage]
             if replica:
                 layers, own = _copied(layers, own)
             stage_states[stage] = _stage_state(
@@ -200,7 +196,7 @@ def distributed_worker(
         stage_states[stage] = _stage_state(
             blueprint,
             stage,
-            blueprint.layers_of(stage),
+            blueprint.stages[stage],
             handles[stage],
             DistributedGroup(group) if group is not None else None,
             copies=copies_of_tied(handles[stage], stage, [one.among(handles) for one in shared]),
@@ -281,7 +277,7 @@ def remote_forwards_of(
     found = {}
     settings = blueprint.settings
     for stage, _ in blueprint.placement.remote_forwards(rank):
-        layers = blueprint.layers_of(stage)
+        layers = blueprint.stages[stage]
         module = StageModule(layers, dict(handles[stage]), blueprint.device, settings.seed, settings.autocast)
         packet = WeightPacket(module, low_precision_weights(layers, handles[stage], settings.autocast))
         found[stage] = RemoteForward(module, packet)

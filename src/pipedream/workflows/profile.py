@@ -5,16 +5,18 @@ On several processes rank 0 alone profiles: ranks that measured at the same time
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from pipedream import profiler
-from pipedream.capture import Captured, capture, find_layers, preserve_state, stand_ins
+from pipedream.capture import Captured, capture, captured_from, find_layers, preserve_state, stand_ins
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.hardware.devices import Device
+from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batches import BatchDim, first_half, known_samples
@@ -44,8 +46,7 @@ def profile(
     `as_device`. The notes of the profile list the assumptions.
 
     Args:
-        model: a chain of modules, see `pipedream.capture`.
-        sample: the model's input for one minibatch; a tuple for several inputs, a mapping for keyword arguments.
+        sample: one minibatch: the model's only input, a tuple of positional or a mapping of keyword arguments.
         loss: from the model's output to a scalar; its time is charged to the last stage.
         optimizer: factory from named parameters to an optimizer, whose update time and state are measured.
         device: 'cpu', 'cuda' or 'cuda:N'; 'meta' predicts without measuring.
@@ -63,7 +64,7 @@ def profile(
         ProfileError: a layer fails on the sample, or options exclude each other.
     """
     check_options({"device": device, "as_device": as_device, "dtype": dtype}, error=ProfileError)
-    inputs = sample if isinstance(sample, tuple) else (sample,)
+    inputs = sample if isinstance(sample, (tuple, Mapping)) else (sample,)
 
     described: dict[str, Any] = {
         "model_name": type(model).__name__,
@@ -78,7 +79,9 @@ def profile(
         datasheet = as_device if isinstance(as_device, Device) else profiler.device_of(as_device or "here")
         with stand_ins(model, inputs, profiler.dtype_of(dtype)) as empty:
             captured = capture(model, empty)
-            found = profiler.estimate(captured.layers, captured.graph, empty, device=datasheet, **described)
+            found = profiler.estimate(
+                captured.layers, captured.graph, captured.arguments(empty), device=datasheet, **described
+            )
             return found.to_json()
 
     def measured() -> str:
@@ -88,7 +91,8 @@ def profile(
         captured = capture(model, moved)
         timing: dict[str, Any] = {"device": device, "warmup": warmup, "runs": runs, "seed": seed}
         timing["half_of"] = partial(first_half, batch_dim=batch_dim)
-        return profiler.measure(captured.layers, captured.graph, moved, **timing, **described).to_json()
+        arguments = captured.arguments(moved)
+        return profiler.measure(captured.layers, captured.graph, arguments, **timing, **described).to_json()
 
     make, where = (estimated, profiler.here()) if device == "meta" else (measured, device)
     return Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
@@ -100,8 +104,10 @@ def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
     Raises PlanError if the plan was made for another model.
     """
     names = [name for stage in plan.stages for name in stage.names]
+    if plan.graph is not None:
+        return _captured_by(model, plan.graph)
     if sample is not None:
-        captured = capture(model, sample if isinstance(sample, tuple) else (sample,))
+        captured = capture(model, sample if isinstance(sample, (tuple, Mapping)) else (sample,))
     elif len(names) == plan.stages[-1].last and plan.unit == "minibatch":
         captured = find_layers(model, names)
     else:
@@ -118,3 +124,34 @@ def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
             "branches it takes one after the other, and a pipeline runs chains; plan again from a profile of the model"
         )
     return captured
+
+
+def _captured_by(model: Any, graph: LayerGraph) -> Captured:
+    """Finds the layers of a plan that has the model's graph. Raises PlanError if it is that of another model."""
+    modules, state = dict(model.named_modules(remove_duplicate=False)), named_state(model)
+    for call in graph.calls:
+        if call.path not in modules:
+            raise PlanError(
+                f"the plan was made for another model: it has a module {call.path!r}, which {type(model).__name__} "
+                "lacks; plan again from this model's profile"
+            )
+    for layer in graph.layers:
+        for name in layer.parameters:
+            if name not in state:
+                raise PlanError(
+                    f"the plan was made for another model: its layer {layer.name!r} uses {name!r}, which "
+                    f"{type(model).__name__} lacks; plan again from this model's profile"
+                )
+    if unknown := state.keys() - {name for layer in graph.layers for name in layer.parameters} - _shared(model, graph):
+        raise PlanError(
+            f"the plan was made for another model: {type(model).__name__} has {min(unknown)!r}, which no layer of the "
+            "plan uses; plan again from this model's profile"
+        )
+    return captured_from(model, graph)
+
+
+def _shared(model: Any, graph: LayerGraph) -> set[str]:
+    """Other names of what the graph's layers use."""
+    state = named_state(model)
+    used = {id(state[name]) for layer in graph.layers for name in layer.parameters}
+    return {name for name, tensor in state.items() if id(tensor) in used}

@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 from pipedream.core.artifact import Artifact
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan import depth
 from pipedream.core.plan.cost import all_reduce_s, transfer_s
 from pipedream.core.plan.placement import Placement
@@ -45,6 +46,7 @@ class Plan(Artifact):
         schedule: the method that it was planned for, or ''.
         microbatches: parts of a minibatch.
         tied: weights that several stages hold.
+        graph: of a model that runs by its own forward, to find its layers again; None for a chain of modules.
 
     Raises:
         ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.
@@ -67,6 +69,7 @@ class Plan(Artifact):
     schedule: str = ""
     microbatches: int = 1
     tied: tuple[TiedWeights, ...] = ()
+    graph: LayerGraph | None = None
 
     def __post_init__(self) -> None:
         if not self.stages:

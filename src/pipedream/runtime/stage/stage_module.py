@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -164,9 +165,14 @@ class StageModule:
         try:
             with self.casting():
                 for name, layer in self.layers:
-                    self._reseed(layer_seed(self._seed, microbatch, name))
-                    several = first and isinstance(value, tuple) and not isinstance(value, PackedSequence)
-                    value = layer(*value) if several else layer(value)
+                    if hasattr(layer, "reseed"):  # it seeds each of its calls, so that the cut does not matter
+                        layer.reseed = partial(self._reseed_call, microbatch)  # type: ignore[assignment]
+                        self._reseed_call(microbatch, "")
+                        value = layer(value)
+                    else:
+                        self._reseed_call(microbatch, name)
+                        several = first and isinstance(value, tuple) and not isinstance(value, PackedSequence)
+                        value = layer(*value) if several else layer(value)
                     first = False
             return value
         finally:
@@ -275,7 +281,8 @@ class StageModule:
             return nullcontext()
         return torch.autocast(self.device.type, self._autocast)
 
-    def _reseed(self, seed: int) -> None:
+    def _reseed_call(self, microbatch: int, name: str) -> None:
+        seed = layer_seed(self._seed, microbatch, name)
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
