@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -90,8 +91,8 @@ def _compare(model: nn.Module, graph: LayerGraph, inputs: Any, devices: Sequence
             for name in wanted.keys() | found.keys():
                 if not _close(wanted.get(name), found.get(name)):
                     raise CaptureError(
-                        f"the layers of {kind}, run one after the other, should give what the model gives, but in {mode} "
-                        f"mode the {what} {name!r} differs ({_text(wanted.get(name))} in the model, "
+                        f"the layers of {kind}, run one after the other, should give what the model gives, but in "
+                        f"{mode} mode the {what} {name!r} differs ({_text(wanted.get(name))} in the model, "
                         f"{_text(found.get(name))} in its layers); the forward does something that cannot be seen from "
                         "outside: put it into a module of its own"
                     )
@@ -107,7 +108,7 @@ def _measured(
     with preserve_state([model], devices), torch.enable_grad(), _gradients(model) as gradients:
         _set_mode(model, training)
         value = _fresh(inputs)
-        for first, last in zip(ends, ends[1:], strict=False):
+        for first, last in pairwise(ends):
             value = _slice(model, graph, first, last)(value)
         outputs = {path: leaf for path, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
         del value
@@ -115,8 +116,9 @@ def _measured(
             floats = [leaf for leaf in outputs.values() if leaf.requires_grad]
             if floats:
                 torch.autograd.backward(floats, [_weights(leaf) for leaf in floats])
-        found = {path: _fingerprint(leaf) for path, leaf in outputs.items()}
-        return found, gradients, {name: _fingerprint(buffer) for name, buffer in model.named_buffers()}
+        found: Numbers = {path: _fingerprint(leaf) for path, leaf in outputs.items()}
+        buffers: Numbers = {name: _fingerprint(buffer) for name, buffer in model.named_buffers()}
+        return found, gradients, buffers
 
 
 @contextmanager
@@ -137,7 +139,8 @@ def _gradients(model: nn.Module) -> Iterator[Numbers]:
     for name, parameter in model.named_parameters():
         parameter.grad = None
         if parameter.requires_grad and parameter.is_leaf:
-            handles.append(parameter.register_post_accumulate_grad_hook(collect(name)))
+            watch: Any = parameter.register_post_accumulate_grad_hook
+            handles.append(watch(collect(name)))
     try:
         yield found
     finally:

@@ -15,9 +15,11 @@ import torch
 
 from pipedream.capture.structure import map_leaves
 
-__all__ = ["NumbersNeeded", "Placeholder", "meta_like", "placeholder_like", "plain"]
+__all__ = ["NumbersNeeded", "Placeholder", "meta_like", "placeholder_like", "plain", "swap_tensors"]
 
-T = torch.Tensor
+T: Any = torch.Tensor
+_broadcast: Any = torch.broadcast_shapes
+swap_tensors: Any = torch.utils.swap_tensors
 _BINARY = {
     T.add, T.__add__, T.__radd__, torch.add, T.sub, T.__sub__, T.__rsub__, torch.sub, T.mul, T.__mul__, T.__rmul__,
     torch.mul, T.div, T.__truediv__, T.__rtruediv__, torch.div, operator.add, operator.mul, operator.sub,
@@ -122,7 +124,7 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _BINARY and len(args) == 2 and not kwargs:
         a, b = arguments
         if isinstance(a, torch.Tensor) and isinstance(b, (torch.Tensor, int, float)):
-            shape = torch.broadcast_shapes(a.shape, b.shape) if isinstance(b, torch.Tensor) else a.shape
+            shape = _broadcast(a.shape, b.shape) if isinstance(b, torch.Tensor) else a.shape
             kind = torch.result_type(a, b)
             if kind.is_floating_point:
                 made = torch.empty(shape, dtype=kind, device="meta")
@@ -133,7 +135,7 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except (NotImplementedError, RuntimeError, ValueError, IndexError, TypeError) as error:
         raise NumbersNeeded(name, f"{type(error).__name__}: {error}") from error
     if args and id(arguments[0]) in originals and (name == "__setitem__" or _in_place(name)):
-        torch.utils.swap_tensors(args[0], placeholder_like(arguments[0], args[0].device, wants))
+        swap_tensors(args[0], placeholder_like(arguments[0], args[0].device, wants))
         return None if name == "__setitem__" else args[0]
     place = places[0] if places else like.place
 

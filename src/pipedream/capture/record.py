@@ -275,7 +275,7 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[st
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _inside_whole() -> str:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pipedream.capture.placeholder import Placeholder, meta_like, placeholder_like, plain
+from pipedream.capture.placeholder import Placeholder, meta_like, placeholder_like, plain, swap_tensors
 from pipedream.capture.split import skipped_calls
 from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk
 from pipedream.core.errors import CaptureError
@@ -71,6 +71,8 @@ class ModelSlice(nn.Module):
         on_begin: called when the slice's own part begins.
         reseed: called with the name of each leaf call before it runs.
     """
+
+    model: Any
 
     def __init__(self, model: nn.Module, graph: LayerGraph, first: int, last: int) -> None:
         super().__init__()
@@ -144,7 +146,7 @@ class ModelSlice(nn.Module):
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
         return (buffer for _, buffer in self.named_buffers())
 
-    def modules(self) -> Iterator[nn.Module]:
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Its own modules, and those around them; not those whose calls all belong to other stages."""
         return iter(self._modules_here)
 
@@ -353,11 +355,11 @@ class _Run:
                     f"the stage that begins with {name!r} received the value {value.name!r}, but found no place for "
                     "it: the forward took another path than when the model was captured",
                 )
-            for number, place in enumerate(places):
+            for place in places:
                 if place is received:
                     continue
                 # An alias: a graph may refer to the received tensor itself, which then cannot be swapped.
-                torch.utils.swap_tensors(place, received.view_as(received))
+                swap_tensors(place, received.view_as(received))
                 self.values[value] = place
         self.begun = True
         if part.on_begin is not None:
@@ -383,8 +385,8 @@ class _Run:
         if lacking:
             raise CutFailed(
                 part._stop_at or "",
-                f"the stage that ends before {part._stop_at!r} should send the value {lacking[0].name!r}, but no module "
-                "took or returned it: the forward took another path than when the model was captured",
+                f"the stage that ends before {part._stop_at!r} should send the value {lacking[0].name!r}, but no "
+                "module took or returned it: the forward took another path than when the model was captured",
             )
         outputs = {**self.outputs, **self.described}
 
@@ -460,4 +462,4 @@ def _by_call(sites: Sequence[tuple[Site, Value]], end: str) -> dict[str, list[tu
 
 
 def _leaves_among(calls: Sequence[Call]) -> list[Call]:
-    return [call for call, after in pairwise((*calls, None)) if after is None or after.start > call.end]
+    return [call for call, after in zip_longest(calls, calls[1:]) if after is None or after.start > call.end]

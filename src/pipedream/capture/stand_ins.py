@@ -15,7 +15,7 @@ __all__ = ["is_stand_in", "stand_ins"]
 
 
 @contextmanager
-def stand_ins(model: nn.Module, sample: tuple[Any, ...], dtype: torch.dtype | None = None) -> Iterator[tuple[Any, ...]]:
+def stand_ins(model: nn.Module, sample: Any, dtype: torch.dtype | None = None) -> Iterator[Any]:
     """A context in which the model has stand-ins and computes nothing; yields the sample as stand-ins too.
 
     A stand-in (torch's FakeTensor) has no numbers. It is on the CPU: then torch chooses kernels that keep what those of
