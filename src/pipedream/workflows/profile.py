@@ -90,12 +90,17 @@ def profile(
             model.to(process_group.process_device(device))
         captured = capture(model, moved)
         timing: dict[str, Any] = {"device": device, "warmup": warmup, "runs": runs, "seed": seed}
-        timing["half_of"] = partial(first_half, batch_dim=batch_dim)
-        arguments = captured.arguments(moved)
+        arguments, is_chain = captured.arguments(moved), captured.model is None
+        # The only argument of a slice is the whole input.
+        timing["half_of"] = partial(first_half, batch_dim=batch_dim) if is_chain else partial(_half_of_only, batch_dim)
         return profiler.measure(captured.layers, captured.graph, arguments, **timing, **described).to_json()
 
     make, where = (estimated, profiler.here()) if device == "meta" else (measured, device)
     return Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
+
+
+def _half_of_only(batch_dim: BatchDim, arguments: tuple[Any]) -> tuple[Any]:
+    return (first_half(arguments[0], batch_dim=batch_dim),)
 
 
 def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
