@@ -99,8 +99,8 @@ def profile(
     return Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
 
 
-def _half_of_only(batch_dim: BatchDim, arguments: tuple[Any]) -> tuple[Any]:
-    return (first_half(arguments[0], batch_dim=batch_dim),)
+def _half_of_only(batch_dim: BatchDim, arguments: tuple[Any], count: int) -> tuple[Any]:
+    return (first_half(arguments[0], count, batch_dim=batch_dim),)
 
 
 def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
