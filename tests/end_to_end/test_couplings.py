@@ -23,12 +23,14 @@ import pipedream as pd
 from pipedream.capture import capture
 from pipedream.core.errors import PlanError, ScheduleError, WorkerError
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import norm_delay
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.planner import manual_plan
+from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
@@ -515,6 +517,20 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
         pd.plan(profile, cluster, schedule="pipedream", shape="straight")
     two_bw = pd.plan(profile, Cluster.flat(4, 1e9), strategy="2bw")
     assert two_bw.tied or len(two_bw.stages) == 1
+
+
+def test_tied_weights_are_found_by_the_names_that_layers_list() -> None:
+    """For layers that are no modules of the model."""
+    model = tied_model()
+    names = (("0.words.weight", "0.places"), ("1.linear1.weight",), ("0.words.weight", "3.head.bias"))
+    graph = LayerGraph.chain(tuple(Layer(f"part{i}", "Part", own) for i, own in enumerate(names)), ((0, 2),))
+    (found,) = find_tied_weights(model, graph, Plan.uniform(3).stages)
+    assert (found.names, found.stages, found.parameter_bytes) == (("0.words.weight",), (0, 2), 9 * 8 * 8)
+    whole = replace(graph, whole=graph.ties)
+    with pytest.raises(PlanError, match=r"\(layers 'part0', 'part2'\); keep these layers in one stage"):
+        find_tied_weights(model, whole, Plan.uniform(3).stages)
+    model[0].words.weight.requires_grad_(False)
+    assert find_tied_weights(model, graph, Plan.uniform(3).stages) == ()
 
 
 class Normed(nn.Module):

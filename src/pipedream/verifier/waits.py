@@ -124,9 +124,8 @@ class _Waits:
 
     def _meets_holders(self, rank: int, update: int) -> bool:
         """Whether all holders of the rank's tied weights have reached an update; its own stages make it together."""
-        return all(
-            self._meet(rank, ("tied", number, update)) for number, ranks in enumerate(self.tied) if rank in ranks
-        )
+        numbers = [number for number, ranks in enumerate(self.tied) if rank in ranks]
+        return all(self._meet(rank, ("tied", number, update)) for number in numbers)
 
     def _meet(self, rank: int, meeting: _Meeting) -> bool:
         here = self.met[meeting]
