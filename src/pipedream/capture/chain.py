@@ -22,7 +22,7 @@ from pipedream.capture.trace import Call, trace, why_not_a_chain
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Layer, LayerGraph
 
-__all__ = ["capture_chain", "check_model", "cuda_devices", "find_layers", "tied_layers"]
+__all__ = ["capture_chain", "check_model", "cuda_devices", "does_not_run", "find_layers", "tied_layers"]
 
 _DISTRIBUTED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 _ADVICE = (
@@ -150,7 +150,6 @@ def _own_reason(module: nn.Module) -> str:
 
 
 def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, devices: list[int]) -> Call:
-    mode = "training" if training else "evaluation"
     with preserve_state([model], devices):
         for module in model.modules():
             module.training = training  # a user's own train() may have side effects
@@ -158,15 +157,20 @@ def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, de
         try:
             return trace(model, tree_map(lambda leaf: _copy(leaf, copies), sample))
         except Exception as error:
-            advice = (
-                "it depends on the value of a tensor, and here tensors have none: profile it on a device that computes"
-                if isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
-                else "give a sample of the shape, dtype and device that it takes"
-            )
-            raise CaptureError(
-                f"the forward of {type(model).__name__} should run on the sample, but in {mode} mode it raised "
-                f"{type(error).__name__}: {error}; {advice}"
-            ) from error
+            raise does_not_run(model, training, error) from error
+
+
+def does_not_run(model: nn.Module, training: bool, error: Exception) -> CaptureError:
+    """Returns the error to raise when the forward raised one on the sample."""
+    advice = (
+        "it depends on the value of a tensor, and here tensors have none: profile it on a device that computes"
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+        else "give a sample of the shape, dtype and device that it takes"
+    )
+    return CaptureError(
+        f"the forward of {type(model).__name__} should run on the sample, but in "
+        f"{'training' if training else 'evaluation'} mode it raised {type(error).__name__}: {error}; {advice}"
+    )
 
 
 def _copy(leaf: Any, copies: dict[int, torch.Tensor]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipedream.capture.chain import does_not_run
 from pipedream.capture.placeholder import NumbersNeeded
 from pipedream.capture.preserve_state import preserve_state
 from pipedream.capture.record import Recording, record
@@ -57,7 +58,10 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
 
 def _record(model: nn.Module, inputs: Any) -> Recording:
     args, kwargs = arguments_of(_fresh(inputs))
-    return record(model, args, kwargs)
+    try:
+        return record(model, args, kwargs)
+    except Exception as error:
+        raise does_not_run(model, True, error) from error
 
 
 def _first_failure(
@@ -76,7 +80,7 @@ def _first_failure(
                     return error.call, error
                 except Exception as error:
                     if not layer:
-                        raise
+                        raise does_not_run(model, training, error) from error
                     return graph.layers[layer].name, error
     return None
 
