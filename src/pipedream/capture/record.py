@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.overrides import TorchFunctionMode
 
 from pipedream.capture.structure import PLAIN, walk
@@ -27,6 +28,10 @@ _READS_NUMBERS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index
 _METADATA = {"size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__",
              "get_device", "element_size", "storage_offset", "ndimension", "nelement", "type", "__hash__",
              "has_names", "is_nonzero_", "is_tensor", "is_same_size", "__format__", "__repr__"}  # fmt: skip
+
+_RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
+           "multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_",
+           "cauchy_", "geometric_", "dropout"}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -111,6 +116,7 @@ class _Recorder(TorchFunctionMode):
         self.counts: dict[str, int] = {}
         self.root = CallRecord("", "", model, None, 0)
         self.stack = [self.root]
+        self.fakes = detect_fake_mode() is not None  # see `stand_ins`
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._state(name, parameter, depends=True)
         for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -124,17 +130,22 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        before = self._generator() if not types else None
+        before = self._generator()
         result = func(*args, **kwargs)
         if name in _METADATA or (name == "__get__" and not isinstance(result, torch.Tensor)):
             return result
-        self._note(name, args, kwargs, result, random=before is not None and before != self._generator())
+        self._note(name, args, kwargs, result, self._draws(name, args, result, before))
         return result
 
-    @staticmethod
-    def _generator() -> Any:
+    def _generator(self) -> bytes:
         # The first words hold seed and position; comparing all 5 KB is as good and simple.
-        return torch.default_generator.get_state().numpy().tobytes()
+        return b"" if self.fakes else torch.default_generator.get_state().numpy().tobytes()
+
+    def _draws(self, name: str, args: Any, result: Any, before: bytes) -> bool:
+        """Whether a function has drawn random numbers. Only on the CPU a generator shows that."""
+        if self.fakes or any(isinstance(leaf, torch.Tensor) and not leaf.is_cpu for _, leaf in walk(result)):
+            return name in _RANDOM and not (name == "dropout" and result is args[0])
+        return before != self._generator()
 
     def _note(self, name: str, args: Any, kwargs: Any, result: Any, random: bool) -> None:
         self.moment += 1
