@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import UserDict
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -291,7 +292,7 @@ def test_a_mapping_is_passed_as_keyword_arguments() -> None:
         def forward(self, x: Tensor, *, bias: Tensor) -> Tensor:
             return x + bias
 
-    sample = {"bias": torch.ones(4), "x": torch.randn(3, 4, requires_grad=True)}
+    sample = UserDict({"bias": torch.ones(4), "x": torch.randn(3, 4, requires_grad=True)})
     found = profile_of(
         Sum(), nn.Linear(4, 4), sample=sample, samples=3, half_of=lambda value, count: {**value, "x": value["x"][:1]}
     )

@@ -5,7 +5,7 @@ With stand-ins for all tensors (`pipedream.capture.stand_ins`) nothing is alloca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ def estimate(
     Raises:
         ProfileError: a layer, the loss or the optimizer fails, or needs the value of a tensor.
     """
+    sample = dict(sample) if isinstance(sample, Mapping) else sample  # which tree_map knows
     samples = check_chain(layers, graph, sample, samples)
     costs = OpCosts(device)
     passes = Passes(layers, graph, loss, costs, torch.device("cpu"), autocast)

@@ -74,6 +74,7 @@ def measure(
         raise ProfileError(
             f"runs={runs} and warmup={warmup} were given; give at least 1 run and a warm-up of at least 0"
         )
+    sample = dict(sample) if isinstance(sample, Mapping) else sample  # which tree_map knows
     samples = check_chain(layers, graph, sample, samples)
     _check_places(layers, graph, place)
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
