@@ -533,6 +533,49 @@ def test_tied_weights_are_found_by_the_names_that_layers_list() -> None:
     assert find_tied_weights(model, graph, Plan.uniform(3).stages) == ()
 
 
+class Residual(nn.Module):
+    """No chain of modules: a skip connection, and the table of words is read once more outside of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.middle, self.norm = nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        x = self.norm(x + torch.tanh(self.middle(x)))
+        return F.linear(x, self.words.weight).transpose(1, 2)
+
+
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "2bw"])
+def test_a_model_that_runs_by_its_own_forward_is_cut_between_tied_layers(schedule: str) -> None:
+    torch.manual_seed(5)
+    model = Residual().double()
+    serial = deepcopy(model)
+    profile = pd.profile(model, (sentences()[0][0],), runs=1, warmup=0)
+    plan = pd.plan(profile, Cluster.flat(2), schedule=schedule, shape="1-1", microbatches=2)
+    assert [(one.names, one.stages) for one in plan.tied] == [(("words.weight",), (0, 1))]
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=sgd) as pipeline:
+        losses = [done.loss for done in pipeline.train(Fresh(sentences()), epochs=3)]
+        state = pipeline.state_dict()
+    stepper, wanted = sgd(serial.parameters()), []
+    before = now = [p.detach().clone() for p in serial.parameters()]
+    for x, y in sentences() * 3:
+        read = now if schedule == "1f1b" else before
+        for p, value in zip(serial.parameters(), read, strict=True):
+            p.data.copy_(value)
+        stepper.zero_grad()
+        loss = F.cross_entropy(serial(x), y)
+        loss.backward()
+        for p, value in zip(serial.parameters(), now, strict=True):
+            p.data.copy_(value)
+        stepper.step()
+        before, now = now, [p.detach().clone() for p in serial.parameters()]
+        wanted.append(loss.item())
+    assert losses == pytest.approx(wanted, rel=1e-10)
+    assert_near(state, serial.state_dict(), 1e-10)
+
+
 class Normed(nn.Module):
     """A linear layer and a norm, whose running statistics may be another one's."""
 

@@ -205,16 +205,20 @@ def _ties(
     users: dict[int, set[int]] = defaultdict(set)
     moving: dict[int, set[int]] = defaultdict(set)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    views: dict[int, set[int]] = defaultdict(set)  # storage -> its parameters
     for layer, own in enumerate(names):
         for name in own:
-            if name in parameters:
-                users[parameters[name].untyped_storage()._cdata].add(layer)
+            if name in parameters and parameters[name].requires_grad:
+                storage = parameters[name].untyped_storage()._cdata
+                users[storage].add(layer)
+                views[storage].add(id(parameters[name]))
     for leaf in leaves:
         layer = max(bisect_right(moments, leaf.start) - 1, 0)
         for module in leaf.module.modules():
             if isinstance(module, _NormBase) and module.running_mean is not None:
                 moving[id(module)].add(layer)
-    whole = {tuple(sorted(group)) for group in moving.values() if len(group) > 1}
+    apart = [group for storage, group in users.items() if len(views[storage]) > 1]  # their gradients cannot be summed
+    whole = {tuple(sorted(group)) for group in (*moving.values(), *apart) if len(group) > 1}
     groups = whole | {tuple(sorted(group)) for group in users.values() if len(group) > 1}
     return tuple(sorted(groups)), tuple(sorted(whole))
 
