@@ -37,7 +37,7 @@ def capture(model: nn.Module, sample: Any) -> Captured:
             found = capture_chain(model, sample)
         except CaptureError:
             found = None
-        if found is not None and (len(found.layers) > 1 or not list(model.children())):
+        if found is not None and (len(found.layers) > 1 or not list(found.layers[0].children())):
             return found
     compares = not any(map(is_stand_in, [*tree_leaves(sample), *model.parameters()]))
     graph, refused = split(model, sample, cuda_devices(model, sample), compares)

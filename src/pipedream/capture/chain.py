@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from pipedream.capture.captured import Captured
 from pipedream.capture.preserve_state import preserve_state
 from pipedream.capture.stand_ins import is_stand_in
-from pipedream.capture.trace import Call, trace, why_not_a_chain
+from pipedream.capture.trace import TracedCall, trace, why_not_a_chain
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Layer, LayerGraph
 
@@ -133,6 +133,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def cuda_devices(model: nn.Module, sample: Any) -> list[int]:
+    """Returns the indices of the devices on which the model or the sample has tensors."""
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
     found = {t.device.index for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
     return sorted(index for index in found if index is not None)
@@ -149,7 +150,7 @@ def _own_reason(module: nn.Module) -> str:
     return ""
 
 
-def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, devices: list[int]) -> Call:
+def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, devices: list[int]) -> TracedCall:
     with preserve_state([model], devices):
         for module in model.modules():
             module.training = training  # a user's own train() may have side effects
@@ -180,7 +181,7 @@ def _copy(leaf: Any, copies: dict[int, torch.Tensor]) -> Any:
     return copies.setdefault(id(leaf), leaf.detach().clone())
 
 
-def _note_reasons(call: Call, names: dict[int, str], reasons: dict[int, str]) -> None:
+def _note_reasons(call: TracedCall, names: dict[int, str], reasons: dict[int, str]) -> None:
     if call.calls and id(call.module) not in reasons:
         reason = why_not_a_chain(call, names)
         if reason:
@@ -189,7 +190,7 @@ def _note_reasons(call: Call, names: dict[int, str], reasons: dict[int, str]) ->
         _note_reasons(inner, names, reasons)
 
 
-def _unfold(call: Call, reasons: dict[int, str]) -> list[nn.Module]:
+def _unfold(call: TracedCall, reasons: dict[int, str]) -> list[nn.Module]:
     if not call.calls or id(call.module) in reasons:
         return [call.module]
     return [module for inner in call.calls for module in _unfold(inner, reasons)]

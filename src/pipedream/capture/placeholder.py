@@ -15,7 +15,7 @@ import torch
 
 from pipedream.capture.structure import map_leaves
 
-__all__ = ["NumbersNeeded", "Placeholder", "meta_like", "placeholder_like", "plain", "swap_tensors"]
+__all__ = ["NumbersNeeded", "Placeholder", "meta_like", "placeholder_like", "plain_meta", "swap_tensors"]
 
 T: Any = torch.Tensor
 _broadcast: Any = torch.broadcast_shapes
@@ -74,7 +74,7 @@ class Placeholder(torch.Tensor):
             return (
                 one
                 if one.place.type == place.type
-                else placeholder_like(torch.empty_like(plain(one)), place, one.wants)
+                else placeholder_like(torch.empty_like(plain_meta(one)), place, one.wants)
             )
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if getattr(func, "__name__", "") == "__get__":
@@ -100,7 +100,7 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         like = args[0] if args else None
         if isinstance(like, Placeholder) and (func is not torch.nn.functional.dropout or _drops(args, kwargs)):
             wants = like.wants and func is not T.detach and torch.is_grad_enabled()
-            return placeholder_like(torch.empty_like(plain(like)), like.place, wants)
+            return placeholder_like(torch.empty_like(plain_meta(like)), like.place, wants)
     originals: dict[int, torch.Tensor] = {}
     first: list[Placeholder] = []
 
@@ -153,7 +153,8 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return map_leaves(wrapped, result)
 
 
-def plain(one: Placeholder) -> torch.Tensor:
+def plain_meta(one: Placeholder) -> torch.Tensor:
+    """Returns an ordinary meta tensor of the same storage."""
     with torch._C.DisableTorchFunctionSubclass():
         return one.as_subclass(torch.Tensor).detach()
 

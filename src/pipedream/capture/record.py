@@ -17,7 +17,7 @@ from torch._guards import detect_fake_mode
 from torch.overrides import TorchFunctionMode
 
 from pipedream.capture.structure import PLAIN, walk
-from pipedream.core.model.graph import Site
+from pipedream.core.model.graph import ValueSite
 
 __all__ = ["END", "CallRecord", "Recording", "TensorRecord", "record"]
 
@@ -56,7 +56,7 @@ class TensorRecord:
     sources: frozenset[str] = frozenset()
     last: int = -1
     uses: list[int] = field(default_factory=list)
-    sites: list[Site] = field(default_factory=list)
+    sites: list[ValueSite] = field(default_factory=list)
     made_by: str = ""
     state: str = ""
     reads: list[tuple[int, CallRecord]] = field(default_factory=list)
@@ -221,7 +221,7 @@ class _Recorder(TorchFunctionMode):
         self.stack.append(call)
         for where, leaf in _of_call(args, kwargs):
             if isinstance(leaf, torch.Tensor):
-                self.record_of(leaf).sites.append(Site(name, "in", where, self.moment))
+                self.record_of(leaf).sites.append(ValueSite(name, "in", where, self.moment))
         return call
 
     def _leave(self, call: CallRecord, args: Any, kwargs: Any, output: Any) -> None:
@@ -233,7 +233,7 @@ class _Recorder(TorchFunctionMode):
         for where, leaf in walk(output):
             if isinstance(leaf, torch.Tensor):
                 found = self.record_of(leaf)
-                found.sites.append(Site(call.name, "out", where, self.moment))
+                found.sites.append(ValueSite(call.name, "out", where, self.moment))
                 call.outputs.append(found)
                 if call.depending and found.born > call.start:
                     found.depends = True  # a stage that skips this call does not compute it
@@ -248,7 +248,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
     for where, leaf in inputs:
         if isinstance(leaf, torch.Tensor) and id(leaf) not in recorder.records:
             made = TensorRecord(leaf, -1, False, frozenset([where]))
-            made.sites.append(Site("", "in", where, -1))
+            made.sites.append(ValueSite("", "in", where, -1))
             recorder.records[id(leaf)] = made
     with _wrapping(model, recorder), recorder:
         output = model(*args, **kwargs)
@@ -257,7 +257,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
         if isinstance(leaf, torch.Tensor):
             found = recorder.record_of(leaf)
             found.last = END
-            found.sites.append(Site("", "out", where, END))
+            found.sites.append(ValueSite("", "out", where, END))
             if not found.depends:
                 found.uses.append(END)
     return Recording(root, list(recorder.records.values()), recorder.writes, output)

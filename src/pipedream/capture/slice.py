@@ -24,11 +24,11 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pipedream.capture.placeholder import Placeholder, meta_like, placeholder_like, plain, swap_tensors
+from pipedream.capture.placeholder import Placeholder, meta_like, placeholder_like, plain_meta, swap_tensors
 from pipedream.capture.split import skipped_calls
 from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk
 from pipedream.core.errors import CaptureError
-from pipedream.core.model.graph import Call, LayerGraph, Site, Value
+from pipedream.core.model.graph import Call, LayerGraph, Value, ValueSite
 
 __all__ = ["CutFailed", "ModelSlice", "arguments_of", "call_model"]
 
@@ -56,6 +56,7 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the positional and the keyword arguments of `call_model`."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if type(inputs) is tuple else (inputs,)), {}
@@ -436,7 +437,7 @@ def _has_placeholder(args: Any, kwargs: Any) -> bool:
 
 def _unsent(leaf: Any) -> Any:
     if isinstance(leaf, Placeholder):
-        return meta_like(plain(leaf)).requires_grad_(leaf.wants)
+        return meta_like(plain_meta(leaf)).requires_grad_(leaf.wants)
     return meta_like(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
 
 
@@ -449,11 +450,11 @@ def _crossing(graph: LayerGraph, moment: int) -> list[Value]:
     return [value for value in graph.values if value.crosses(moment)]
 
 
-def _sites(values: Sequence[Value], wanted: Callable[[Site], bool]) -> list[tuple[Site, Value]]:
+def _sites(values: Sequence[Value], wanted: Callable[[ValueSite], bool]) -> list[tuple[ValueSite, Value]]:
     return [(site, value) for value in values for site in value.sites if wanted(site)]
 
 
-def _by_call(sites: Sequence[tuple[Site, Value]], end: str) -> dict[str, list[tuple[Value, str]]]:
+def _by_call(sites: Sequence[tuple[ValueSite, Value]], end: str) -> dict[str, list[tuple[Value, str]]]:
     found: dict[str, list[tuple[Value, str]]] = {}
     for site, value in sites:
         if site.end == end:

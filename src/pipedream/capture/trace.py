@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-__all__ = ["Call", "Values", "trace", "why_not_a_chain"]
+__all__ = ["TracedCall", "Values", "trace", "why_not_a_chain"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -53,7 +53,7 @@ class Values:
 
 
 @dataclass(eq=False)
-class Call:
+class TracedCall:
     """One call of a module.
 
     Attributes:
@@ -67,17 +67,17 @@ class Call:
     inputs: Values
     keywords: bool
     context: tuple[Any, ...]
-    calls: list[Call] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
     output: Values | None = None
 
 
-def trace(model: nn.Module, sample: tuple[Any, ...]) -> Call:
+def trace(model: nn.Module, sample: tuple[Any, ...]) -> TracedCall:
     """Runs the model once, with gradients on, and returns the tree of calls."""
-    top = Call(model, Values.of(sample), False, ())
+    top = TracedCall(model, Values.of(sample), False, ())
     stack = [top]
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = Call(module, Values.of(args), bool(kwargs), _context())
+        call = TracedCall(module, Values.of(args), bool(kwargs), _context())
         stack[-1].calls.append(call)
         stack.append(call)
 
@@ -101,14 +101,14 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> Call:
     return top.calls[0]
 
 
-def why_not_a_chain(call: Call, names: dict[int, str]) -> str:
+def why_not_a_chain(call: TracedCall, names: dict[int, str]) -> str:
     """Returns why a call is not the same as its inner calls (at least one), one after the other; '' if it is."""
     first, last = call.calls[0], call.calls[-1]
     if call.keywords:
         return "it is called with keyword arguments"
     if not first.inputs.same(call.inputs):
         return f"before {names[id(first.module)]!r} something happens to the input{_made_by(first.inputs)}"
-    before: Call | None = None
+    before: TracedCall | None = None
     for child in call.calls:
         name = names[id(child.module)]
         if child.keywords:

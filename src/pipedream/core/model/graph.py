@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipedream.core.artifact import Artifact
 
-__all__ = ["Call", "Layer", "LayerGraph", "Site", "Value"]
+__all__ = ["Call", "Layer", "LayerGraph", "Value", "ValueSite"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Site:
+class ValueSite:
     """Where a module takes or returns a value.
 
     Attributes:
@@ -82,7 +82,7 @@ class Value:
     gradient: bool
     born: int
     last: int
-    sites: tuple[Site, ...]
+    sites: tuple[ValueSite, ...]
 
     @property
     def name(self) -> str:
