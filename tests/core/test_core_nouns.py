@@ -22,6 +22,7 @@ from pipedream.core.units import (
     format_seconds,
     parse_bytes,
     parse_rate,
+    shorten,
 )
 
 
@@ -68,6 +69,10 @@ class TestUnits:
             (format_seconds(12.0), "12.0 s"),
             (format_seconds(3.2e-8), "0.032 us"),
             (format_seconds(float("inf")), "inf"),
+            (shorten("transformer.h.0.mlp.dropout"), "transformer.h.0.mlp.dropout"),
+            (shorten("model.decoder.layers.10.fc1.weight"), "model...layers.10.fc1.weight"),
+            (shorten("model.layers.10.post_attention_layernorm"), "model...post_attention_layernorm"),
+            (shorten("a_name_without_any_dots_that_is_long", 16), "a_name...is_long"),
         ],
     )
     def test_writing(self, written: str, text: str) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream import Cluster, PipelineError, Plan, Stage, Timeline, simulate
+from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan import depth
 from pipedream.training.emulate import emulate, emulated_plan
 
@@ -56,6 +57,11 @@ def test_layers_of_a_stage_become_one() -> None:
         (0, 1, ("stage0",)),
         (1, 2, ("stage1",)),
     ]
+
+
+def test_emulated_stages_are_no_longer_those_of_the_model() -> None:
+    graph = LayerGraph.chain((Layer("transformer.h.0", "Block"), Layer("lm_head", "Linear")))
+    assert emulated_plan(replace(plan_of((1, 1)), graph=graph)).graph is None
 
 
 def test_a_method_that_predicts_is_emulated(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "format_seconds",
     "parse_bytes",
     "parse_rate",
+    "shorten",
 ]
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -86,3 +87,19 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     scaled = value / size
     digits = max(0, 2 - math.floor(math.log10(abs(scaled)))) if scaled else 0
     return f"{scaled:.{min(digits, 3)}f} {name}"
+
+
+def shorten(path: str, most: int = 32) -> str:
+    """Returns a module's path with at most so many characters: ``model...layers.10.self_attn.q_proj``.
+
+    The last parts distinguish the layers of a model, so they are kept.
+    """
+    if len(path) <= most:
+        return path
+    first, *rest = path.split(".")
+    while rest and len(first) + 3 + len(".".join(rest)) > most:
+        rest.pop(0)
+    if rest:
+        return f"{first}...{'.'.join(rest)}"
+    half = (most - 3) // 2
+    return f"{path[:half]}...{path[half + 3 - most :]}"

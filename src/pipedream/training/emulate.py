@@ -161,7 +161,8 @@ def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) ->
     )
     note = plan.note if dilation == byte_scale == 1 else ""  # its seconds are those of the plan
     cluster = replace(plan.cluster, levels=levels)
-    return replace(plan, stages=stages, cluster=cluster, bound_s=seconds(plan.bound_s), note=note, tied=())
+    bound_s = seconds(plan.bound_s)
+    return replace(plan, stages=stages, cluster=cluster, bound_s=bound_s, note=note, tied=(), graph=None)
 
 
 def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: int | None = None) -> Pipeline:

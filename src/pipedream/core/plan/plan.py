@@ -20,7 +20,7 @@ from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.site import Site, ports_s
 from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.tied import TiedWeights, least_sum_s
-from pipedream.core.units import format_bytes, format_excess, format_seconds
+from pipedream.core.units import format_bytes, format_excess, format_seconds, shorten
 
 __all__ = ["Plan", "Stage"]
 
@@ -401,12 +401,12 @@ class Plan(Artifact):
             columns.insert(
                 4, ("all-reduce", 10, lambda s, stage: format_seconds(sync_s[s]) if stage.replicas > 1 else "-")
             )
-        rows = ["  ".join([f"{'stage':>5}", f"{'layers':<24}", *(f"{name:>{width}}" for name, width, _ in columns)])]
+        spans = [_span(stage) for stage in self.stages]
+        wide = max(24, *map(len, spans))
+        rows = ["  ".join([f"{'stage':>5}", f"{'layers':<{wide}}", *(f"{name:>{w}}" for name, w, _ in columns)])]
         for s, stage in enumerate(self.stages):
-            span = f"{stage.first}..{stage.last - 1}"
-            if stage.names:
-                span = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} .. {stage.names[-1]}"
-            rows.append("  ".join([f"{s:>5}", f"{span:<24}", *(f"{cell(s, stage):>{w}}" for _, w, cell in columns)]))
+            cells = (f"{cell(s, stage):>{w}}" for _, w, cell in columns)
+            rows.append("  ".join([f"{s:>5}", f"{spans[s]:<{wide}}", *cells]))
         rows += [
             f"tied: {one}, {format_bytes(one.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
             for one, seconds in zip(self.tied, self.tied_sums_s, strict=True)
@@ -420,3 +420,11 @@ class Plan(Artifact):
         stage_s = self.slowest_stage_s
         shared = "" if self.period_s == stage_s else f"slowest stage {format_seconds(stage_s)}, "
         return f"{shared}proven bound {format_seconds(self.bound_s)} per {self.unit}: {how}"
+
+
+def _span(stage: Stage) -> str:
+    """Returns its first and last layer in words."""
+    if not stage.names:
+        return f"{stage.first}..{stage.last - 1}"
+    first, last = shorten(stage.names[0]), shorten(stage.names[-1])
+    return first if len(stage.names) == 1 else f"{first} .. {last}"
