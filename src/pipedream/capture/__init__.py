@@ -39,6 +39,10 @@ def capture(model: nn.Module, sample: Any) -> Captured:
             found = None
         if found is not None and (len(found.layers) > 1 or not list(found.layers[0].children())):
             return found
-    compares = not any(map(is_stand_in, [*tree_leaves(sample), *model.parameters()]))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        with stand_ins(model, sample) as empty:
+            graph, refused = split(model, empty, (), compares=False)
+        return captured_from(model, graph, refused)
+    compares = not any(map(is_stand_in, [*tree_leaves(sample), *model.parameters(), *model.buffers()]))
     graph, refused = split(model, sample, cuda_devices(model, sample), compares)
     return captured_from(model, graph, refused)

@@ -12,6 +12,7 @@ Life of a forward:
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -187,13 +188,13 @@ class _Run:
     def result(self) -> Any:
         part = self.part
         args, kwargs = self.inputs if part.is_first else self._received_inputs()
+        if part.is_first and part.on_begin is not None:
+            part.on_begin()
         if part.is_first and part.is_last:
             with self._wrapping():
                 return part.model(*args, **kwargs)
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the modules inside
-        if part.is_first and part.on_begin is not None:
-            part.on_begin()
         try:
             with (
                 self._wrapping(),
@@ -359,8 +360,7 @@ class _Run:
             for place in places:
                 if place is received:
                     continue
-                # An alias: a graph may refer to the received tensor itself, which then cannot be swapped.
-                swap_tensors(place, received.view_as(received))
+                swap_tensors(place, _alias(received))
                 self.values[value] = place
         self.begun = True
         if part.on_begin is not None:
@@ -429,6 +429,13 @@ class _Functions(TorchFunctionMode):
         if getattr(func, "__name__", "") in self._names:
             return self._run.apply(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _alias(received: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own: a graph may refer to the received one itself, which then cannot be swapped."""
+    made = received.view_as(received)
+    # Of a stand-in torch keeps a reference when the shape is new to it, and then cannot swap it either.
+    return made.view_as(received) if weakref.getweakrefs(made) else made
 
 
 def _has_placeholder(args: Any, kwargs: Any) -> bool:

@@ -16,36 +16,41 @@ __all__ = ["is_stand_in", "stand_ins"]
 
 @contextmanager
 def stand_ins(model: nn.Module, sample: Any, dtype: torch.dtype | None = None) -> Iterator[Any]:
-    """A context in which the model has stand-ins and computes nothing; yields the sample as stand-ins too.
+    """A context in which the model has stand-ins; yields the sample with stand-ins too.
 
-    A stand-in (torch's FakeTensor) has no numbers. It is on the CPU: then torch chooses kernels that keep what those of
-    a GPU keep (attention without a matrix of scores), unlike on the meta device. Shared storage stays shared.
+    A stand-in (torch's FakeTensor) has no numbers, and what is computed from one is one. It is on the CPU: then torch
+    chooses kernels that keep what those of a GPU keep (attention without a matrix of scores), unlike on the meta device.
+    Shared storage stays shared. Integers and truth values remain numbers, unless they are on the meta device: what is
+    computed from them alone (masks, positions) may decide what the model does.
 
     Args:
         model: restored afterwards.
         dtype: of all floating-point tensors; None: their own.
     """
     made: dict[Any, torch.Tensor] = {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def replaced(leaf: Any) -> Any:
-        return _stand_in(leaf, dtype, made) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        with torch.no_grad():
+            return _number(leaf, made) if _has_numbers(leaf) else _stand_in(leaf, dtype, made, mode)
 
     modules = {id(module): module for module in model.modules()}.values()
     saved = [(m, dict(m._parameters), dict(m._buffers), _tensor_attributes(m)) for m in modules]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        try:
-            for module, parameters, buffers, attributes in saved:
-                module._parameters.update({name: replaced(p) for name, p in parameters.items()})
-                module._buffers.update({name: replaced(b) for name, b in buffers.items()})
-                module.__dict__.update({name: tree_map(replaced, value) for name, value in attributes.items()})
-            yield tree_map(replaced, sample)
-        finally:
-            for module, parameters, buffers, attributes in saved:
-                module._parameters.clear()
-                module._parameters.update(parameters)
-                module._buffers.clear()
-                module._buffers.update(buffers)
-                module.__dict__.update(attributes)
+    try:
+        for module, parameters, buffers, attributes in saved:
+            module._parameters.update({name: replaced(p) for name, p in parameters.items()})
+            module._buffers.update({name: replaced(b) for name, b in buffers.items()})
+            module.__dict__.update({name: tree_map(replaced, value) for name, value in attributes.items()})
+        yield tree_map(replaced, sample)
+    finally:
+        for module, parameters, buffers, attributes in saved:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module.__dict__.update(attributes)
 
 
 def is_stand_in(leaf: Any) -> bool:
@@ -64,18 +69,31 @@ def _tensor_attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None, made: dict[Any, torch.Tensor]) -> torch.Tensor:
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    kept = tensor.is_floating_point() or tensor.is_complex() or isinstance(tensor, nn.Parameter)
+    return not (kept or tensor.is_meta or tensor.layout is not torch.strided)
+
+
+def _number(tensor: torch.Tensor, made: dict[Any, torch.Tensor]) -> torch.Tensor:
+    """A copy, which the model may write into."""
+    return made.setdefault(id(tensor), tensor.detach().to("cpu", copy=True))
+
+
+def _stand_in(
+    tensor: torch.Tensor, dtype: torch.dtype | None, made: dict[Any, torch.Tensor], mode: FakeTensorMode
+) -> torch.Tensor:
     if id(tensor) in made:
         return made[id(tensor)]
     kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    if tensor.layout is not torch.strided:
-        found = torch.empty(tensor.shape, dtype=kind)
-    else:
-        storage = tensor.untyped_storage()
-        key = ("storage", storage._cdata, tensor.dtype)
-        if key not in made:
-            made[key] = torch.empty(storage.nbytes() // tensor.itemsize, dtype=kind)
-        found = made[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+    with mode:
+        if tensor.layout is not torch.strided:
+            found = torch.empty(tensor.shape, dtype=kind)
+        else:
+            storage = tensor.untyped_storage()
+            key = ("storage", storage._cdata, tensor.dtype)
+            if key not in made:
+                made[key] = torch.empty(storage.nbytes() // tensor.itemsize, dtype=kind)
+            found = made[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
     if isinstance(tensor, nn.Parameter):
         found = nn.Parameter(found, requires_grad=tensor.requires_grad)
     elif tensor.requires_grad and kind.is_floating_point:

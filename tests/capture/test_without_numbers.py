@@ -1,0 +1,65 @@
+"""Models that run by their own forward are captured and profiled without numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf_models import HF
+from own_models import OWN
+from torch import Tensor, nn
+
+import pipedream
+from pipedream.capture import capture
+from pipedream.core.errors import CaptureError
+from pipedream.core.model.profile import Profile
+
+
+def sizes(profile: Profile) -> list[tuple[str, int, int, int]]:
+    costs = [(one.output_bytes, one.parameter_bytes, one.activation_bytes) for one in profile.layers]
+    return [(layer.name, *cost) for layer, cost in zip(profile.graph.layers, costs, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["lora"])
+def test_sizes_are_those_of_a_run(name: str) -> None:
+    case = {**HF, **OWN}[name]
+    if case.needs_hf:
+        pytest.importorskip("transformers")
+    model, inputs = case.build(), case.inputs(case.batch(0, 3, 8))
+    wanted = sizes(pipedream.profile(model, inputs, warmup=0, runs=1))
+    assert sizes(pipedream.profile(model, inputs, device="meta", as_device="A100-80GB")) == wanted
+    with torch.device("meta"):
+        empty = case.make().train()
+    assert sizes(pipedream.profile(empty, inputs, device="meta", as_device="A100-80GB")) == wanted
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        y = x + self.a(x) if bool((lengths > 2).all()) else x
+        return y + self.b(y)
+
+
+def test_numbers_of_integer_inputs_decide_the_path() -> None:
+    layers = [
+        [layer.name for layer in pipedream.profile(Residual(), (torch.ones(2, 4), n), device="meta", as_device="A100-80GB").graph.layers]
+        for n in (torch.tensor([3, 4]), torch.tensor([1, 4]))
+    ]
+    assert layers == [["a", "b"], ["Residual"]]
+
+
+def test_a_model_on_the_meta_device_is_captured() -> None:
+    inputs = torch.ones(2, 4), torch.tensor([3, 4])
+    assert capture(Residual().to("meta"), inputs).graph == capture(Residual(), inputs).graph
+
+
+def test_a_path_that_depends_on_weights_is_refused() -> None:
+    class Branch(Residual):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            y = self.a(x)
+            return y if y.sum() > 0 else self.b(y)
+
+    with pytest.raises(CaptureError, match="profile it on a device that computes"):
+        pipedream.profile(Branch(), (torch.ones(2, 4), torch.ones(2)), device="meta", as_device="A100-80GB")
