@@ -44,7 +44,12 @@ class Residual(nn.Module):
 
 def test_numbers_of_integer_inputs_decide_the_path() -> None:
     layers = [
-        [layer.name for layer in pipedream.profile(Residual(), (torch.ones(2, 4), n), device="meta", as_device="A100-80GB").graph.layers]
+        [
+            layer.name
+            for layer in pipedream.profile(
+                Residual(), (torch.ones(2, 4), n), device="meta", as_device="A100-80GB"
+            ).graph.layers
+        ]
         for n in (torch.tensor([3, 4]), torch.tensor([1, 4]))
     ]
     assert layers == [["a", "b"], ["Residual"]]
