@@ -84,15 +84,19 @@ class Placeholder(torch.Tensor):
 
 def placeholder_like(tensor: torch.Tensor, place: torch.device, wants: bool) -> Placeholder:
     """Returns a placeholder of the shape, strides and dtype of a tensor, of which a meta tensor is taken as it is."""
-    found = torch.Tensor._make_subclass(Placeholder, tensor if tensor.is_meta else meta_like(tensor))
+    found = torch.Tensor._make_subclass(Placeholder, tensor if tensor.is_meta else _empty_meta(tensor))
     found.place, found.wants = place, wants
     return found
 
 
 def meta_like(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a meta tensor with the shape, strides, dtype and requires_grad of a tensor."""
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    made = _empty_meta(tensor)
     return made.requires_grad_() if tensor.requires_grad else made
+
+
+def _empty_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,7 +113,7 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             first.append(leaf)
             return leaf
         if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.ndim:
-            made = meta_like(leaf.detach())
+            made = _empty_meta(leaf)
             originals[id(made)] = leaf
             return made
         if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.split(":")[0] in ("cpu", "cuda")):

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 from torch.overrides import TorchFunctionMode
 
+from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import PLAIN, walk
 from pipedream.core.model.graph import ValueSite
 
@@ -116,7 +116,6 @@ class _Recorder(TorchFunctionMode):
         self.counts: dict[str, int] = {}
         self.root = CallRecord("", "", model, None, 0)
         self.stack = [self.root]
-        self.fakes = detect_fake_mode() is not None  # see `stand_ins`
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._state(name, parameter, depends=True)
         for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -139,11 +138,12 @@ class _Recorder(TorchFunctionMode):
 
     def _generator(self) -> bytes:
         # The first words hold seed and position; comparing all 5 KB is as good and simple.
-        return b"" if self.fakes else torch.default_generator.get_state().numpy().tobytes()
+        return torch.default_generator.get_state().numpy().tobytes()
 
     def _draws(self, name: str, args: Any, result: Any, before: bytes) -> bool:
-        """Whether a function has drawn random numbers. Only on the CPU a generator shows that."""
-        if self.fakes or any(isinstance(leaf, torch.Tensor) and not leaf.is_cpu for _, leaf in walk(result)):
+        """Whether a function has drawn random numbers. Only for numbers on the CPU a generator shows that."""
+        made = [leaf for _, leaf in walk(result) if isinstance(leaf, torch.Tensor)]
+        if any(is_stand_in(leaf) or not leaf.is_cpu for leaf in made):
             return name in _RANDOM and not (name == "dropout" and result is args[0])
         return before != self._generator()
 

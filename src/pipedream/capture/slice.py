@@ -270,7 +270,7 @@ class _Run:
                 tensor = slots[slot]
                 if tensor is not None and not isinstance(tensor, Placeholder):
                     saved.append((slots, slot, tensor))
-                    slots[slot] = placeholder_like(tensor.detach(), self.place, tensor.requires_grad)
+                    slots[slot] = placeholder_like(tensor, self.place, tensor.requires_grad)
             yield
         finally:
             for attributes, slot, own in reversed(saved):

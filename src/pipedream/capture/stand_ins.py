@@ -19,9 +19,9 @@ def stand_ins(model: nn.Module, sample: Any, dtype: torch.dtype | None = None) -
     """A context in which the model has stand-ins; yields the sample with stand-ins too.
 
     A stand-in (torch's FakeTensor) has no numbers, and what is computed from one is one. It is on the CPU: then torch
-    chooses kernels that keep what those of a GPU keep (attention without a matrix of scores), unlike on the meta device.
-    Shared storage stays shared. Integers and truth values remain numbers, unless they are on the meta device: what is
-    computed from them alone (masks, positions) may decide what the model does.
+    chooses kernels that keep what those of a GPU keep (attention without a matrix of scores), unlike on the meta
+    device. Shared storage stays shared. Integers and truth values remain numbers, unless they are on the meta device:
+    what is computed from them alone (masks, positions) may decide what the model does.
 
     Args:
         model: restored afterwards.
