@@ -9,6 +9,7 @@ from functools import cache
 import processes
 import pytest
 from models import CASES, Case
+from random_models import random_case
 from split_training import Trained, batches_of, check_same, loss_of, model_of, pipelined, plain_loop
 
 import pipedream as pd
@@ -81,6 +82,17 @@ def test_twenty_lengths(case: Case) -> None:
     batches = batches_of(case, range(3, 23), samples=4)
     found = pipelined(case, batches, stages=4, microbatches=2, seed=1)
     check_same(plain_loop(case, batches, 2), found, _tolerance(case))
+
+
+@needs_graphs
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 5 else pytest.mark.slow) for n in range(60)])
+def test_random_models_at_random_cuts(seed: int) -> None:
+    case = random_case(seed)
+    batches = batches_of(case)
+    found = pipelined(
+        case, batches, stages=2 + seed % 3, schedule=("1f1b", "gpipe")[seed % 2], microbatches=3, seed=seed
+    )
+    check_same(plain_loop(case, batches, 3), found, 1e-9)
 
 
 @needs_graphs

@@ -1299,7 +1299,13 @@ def hooked() -> nn.Module:
     model = MultiTask()
     model.trunk[0].register_forward_hook(lambda module, inputs, output: output * 1.5)
     model.trunk[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0.1,))
-    model.trunk[2].register_full_backward_hook(lambda module, grads, outer: (grads[0] * 0.5,))
+    return model
+
+
+def backward_hooked() -> nn.Module:
+    """A residual network, one of whose modules changes its gradient."""
+    model = MultiTask()
+    model.trunk[1].register_full_backward_hook(lambda module, grads, outer: (grads[0] * 0.5,))
     return model
 
 
@@ -1391,6 +1397,7 @@ OWN: dict[str, Case] = {
         Case("recommender", Recommender, clicks, F.binary_cross_entropy_with_logits),
         Case("graph_network", GraphNetwork, graphs, cross_entropy),
         Case("hooked", hooked, tasks, sum_of_tasks),
+        Case("backward_hooked", backward_hooked, tasks, sum_of_tasks),
         Case("nested_residual", NestedResidual, series, F.mse_loss),
     )
 }
