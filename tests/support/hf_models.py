@@ -149,7 +149,8 @@ def _make(kind: str, config: str, settings: dict[str, Any]) -> nn.Module:
 
 def _case(name: str, kind: str, config: str, batch: Callable[..., Any], settings: dict[str, Any]) -> Case:
     amounts = {causal: shifted, masked: counted, translated: counted, spoken: counted, detected: unpadded}
-    single = batch in (causal, detected) or name == "hf_modernbert"  # their losses are computed in float32
+    # Losses of language models are computed in float32, and T5's norms.
+    single = batch in (causal, detected) or name in ("hf_modernbert", "hf_t5")
     case = Case(name, partial(_make, kind, config, settings), batch, needs_hf=True, float32_inside=single)
     return replace(case, amount=amounts[batch]) if batch in amounts else case
 

@@ -33,6 +33,12 @@ def samples_of(batch: Any) -> int:
     return len(batch)
 
 
+def targets_of(batch: Any) -> int:
+    """Returns the number of targets of a batch, or of samples if its targets are not one tensor."""
+    is_pair = isinstance(batch, tuple) and isinstance(batch[1], Tensor)
+    return batch[1].numel() if is_pair else samples_of(batch)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its batches and its loss.
@@ -52,7 +58,7 @@ class Case:
     make: Callable[[], nn.Module]
     batch: Callable[[int, int, int], Any]
     loss: Callable[..., Any] | None = None
-    amount: Callable[[Any], float] = samples_of
+    amount: Callable[[Any], float] = targets_of
     varies_length: bool = True
     needs_hf: bool = False
     float32_inside: bool = False

@@ -40,20 +40,18 @@ class Trained:
     cuts: tuple[str, ...] = ()
 
 
-def model_of(case: Case, *, dtype: torch.dtype = torch.float64, dropout: bool = False) -> nn.Module:
+def model_of(case: Case, *, dropout: bool = False) -> nn.Module:
     """Returns the model of a case, without dropout unless it is asked for."""
-    model = case.build().to(dtype)
+    model = case.build().to(torch.float64)
     if not dropout:
         _without_dropout(model)
     return model
 
 
-def batches_of(
-    case: Case, lengths: Sequence[int] = LENGTHS, *, samples: int = 6, dtype: torch.dtype = torch.float64
-) -> list[Any]:
+def batches_of(case: Case, lengths: Sequence[int] = LENGTHS, *, samples: int = 6) -> list[Any]:
     """Returns one batch for each length; the last one has half of the samples."""
     counts = [samples] * (len(lengths) - 1) + [(samples + 1) // 2]
-    return [_cast(case.batch(seed, n, t), dtype) for seed, (n, t) in enumerate(zip(counts, lengths, strict=True))]
+    return [_double(case.batch(seed, n, t)) for seed, (n, t) in enumerate(zip(counts, lengths, strict=True))]
 
 
 def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -61,11 +59,9 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
     return torch.optim.SGD([p for _, p in named], lr=0.02, momentum=0.9)
 
 
-def plain_loop(
-    case: Case, batches: Sequence[Any], microbatches: int = 1, *, dtype: torch.dtype = torch.float64
-) -> Trained:
+def plain_loop(case: Case, batches: Sequence[Any], microbatches: int = 1) -> Trained:
     """Trains in one process: the gradient of a minibatch is the mean of its microbatches', weighted by amount."""
-    model = model_of(case, dtype=dtype)
+    model = model_of(case)
     optimizer = make_optimizer(list(model.named_parameters()))
     losses = []
     for batch in batches:
@@ -104,9 +100,9 @@ def loss_of(case: Case, model: nn.Module, batch: Any) -> Tensor:
     return case.loss(output, batch[1] if is_torchs else batch)
 
 
-def profile_of(case: Case, model: nn.Module, batch: Any) -> pd.Profile:
-    """Profiles a model; seconds do not matter here."""
-    return pd.profile(model, case.inputs(batch), warmup=0, runs=1)
+def profile_of(case: Case, batch: Any, *, dropout: bool = False) -> pd.Profile:
+    """Profiles the model of a case; seconds do not matter here."""
+    return pd.profile(model_of(case, dropout=dropout), case.inputs(batch), warmup=0, runs=1)
 
 
 def pipelined(
@@ -116,21 +112,22 @@ def pipelined(
     stages: int = 2,
     schedule: str = "1f1b",
     microbatches: int | None = 1,
+    profile: pd.Profile | None = None,
     cuts: Sequence[int | str] | None = None,
     seed: int = 0,
     dropout: bool = False,
-    dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Trained:
     """Trains in a pipeline, through the public face alone.
 
     Args:
+        profile: of the same case; by default it is made from the first batch.
         cuts: by default drawn with the seed, for so many stages, from those that the model allows.
         dropout: as the model has it; otherwise there is none.
         options: of `pipedream.Pipeline`.
     """
-    model = model_of(case, dtype=dtype, dropout=dropout)
-    profile = profile_of(case, model, batches[0])
+    model = model_of(case, dropout=dropout)
+    profile = profile or profile_of(case, batches[0], dropout=dropout)
     chosen = draw_cuts(profile.graph, stages, seed) if cuts is None else tuple(cuts)
     cluster = pd.Cluster.here(len(chosen) + 1)
     plan = pd.plan(profile, cluster, schedule=schedule, microbatches=microbatches, cuts=chosen)
@@ -201,12 +198,12 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(item, f"{name}[{key!r}]")
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _double(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return value.double() if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return tuple(_cast(item, dtype) for item in value)
+        return {key: _double(item) for key, item in value.items()}
+    return tuple(map(_double, value))
 
 
 def _without_dropout(model: nn.Module) -> None:
