@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from pipedream.capture.chain import does_not_run
 from pipedream.capture.placeholder import NumbersNeeded
-from pipedream.capture.preserve_state import preserve_state
+from pipedream.capture.preserve_state import preserve_state, seed_generators
 from pipedream.capture.record import Recording, record
 from pipedream.capture.slice import CutFailed, ModelSlice, arguments_of
 from pipedream.capture.split import Refused, graph_of
@@ -73,7 +74,7 @@ def _first_failure(
             _set_mode(model, training)
             value = _fresh(inputs)
             for layer in range(len(graph.layers)):
-                part = _slice(model, graph, layer, layer + 1)
+                part = _slice(model, graph, layer, layer + 1, devices)
                 try:
                     value = _detached(part(value))
                 except CutFailed as error:
@@ -113,7 +114,7 @@ def _measured(
         _set_mode(model, training)
         value = _fresh(inputs)
         for first, last in pairwise(ends):
-            value = _slice(model, graph, first, last)(value)
+            value = _slice(model, graph, first, last, devices)(value)
         outputs = {path: leaf for path, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
         del value
         if training:
@@ -187,14 +188,14 @@ def _text(numbers: tuple[float, ...] | None) -> str:
     return "none" if numbers is None else f"sum {numbers[0]:.6g}"
 
 
-def _slice(model: nn.Module, graph: LayerGraph, first: int, last: int) -> ModelSlice:
+def _slice(model: nn.Module, graph: LayerGraph, first: int, last: int, devices: Sequence[int]) -> ModelSlice:
     part = ModelSlice(model, graph, first, last)
-    part.reseed = _reseed
+    part.reseed = partial(_reseed, devices)
     return part
 
 
-def _reseed(call: str) -> None:
-    torch.manual_seed(layer_seed(0, 0, call))
+def _reseed(devices: Sequence[int], call: str) -> None:
+    seed_generators(layer_seed(0, 0, call), devices)
 
 
 def _set_mode(model: nn.Module, training: bool) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["preserve_state"]
+__all__ = ["preserve_state", "seed_generators"]
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), se
     saved = [(module, dict(module.__dict__), dict(module._buffers)) for module in every.values()]
     copies: dict[int, torch.Tensor] = {}
     with torch.random.fork_rng(devices=devices):
-        _seed_generators(seed, devices)
+        seed_generators(seed, devices)
         try:
             for module, _, buffers in saved:
                 for name, buffer in buffers.items():
@@ -39,7 +39,7 @@ def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), se
                 module._buffers.update(buffers)
 
 
-def _seed_generators(seed: int, devices: Iterable[int]) -> None:
+def seed_generators(seed: int, devices: Iterable[int]) -> None:
     torch.default_generator.manual_seed(seed)
     for index in devices:
         torch.cuda.default_generators[index].manual_seed(seed)

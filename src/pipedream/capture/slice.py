@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -48,6 +49,13 @@ class CutFailed(CaptureError):
 
 class _Left(BaseException):
     """Leaves the model's forward; a BaseException, so that the model does not catch it."""
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """A part of a bundle in which meta tensors stand for tensors that are not sent; opaque to torch's pytrees."""
+
+    value: Any
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
@@ -177,7 +185,11 @@ class _Run:
             args, kwargs = arguments_of(arriving)
             self.inputs, self.outputs, self.results = (list(args), kwargs), {}, {}
         else:
-            self.inputs, self.outputs, self.results = arriving["inputs"], arriving["outputs"], arriving["results"]
+            self.inputs, self.outputs, self.results = (
+                arriving["inputs"].value,
+                arriving["outputs"].value,
+                arriving["results"].value,
+            )
             self.values = dict(zip(part._received, arriving["values"], strict=True))
         self.described: dict[str, Any] = {}
         tensors = [leaf for _, leaf in walk(arriving) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
@@ -391,11 +403,12 @@ class _Run:
             )
         outputs = {**self.outputs, **self.described}
 
+        results = {name: each for name, each in self.results.items() if name.rpartition("/")[0] in part._open_at_stop}
         return {
-            "inputs": [map_leaves(lambda _, leaf: _unsent(leaf), each) for each in self.inputs],
-            "outputs": {name: outputs[name] for name in part._described if name in outputs},
+            "inputs": Unsent([map_leaves(lambda _, leaf: _unsent(leaf), each) for each in self.inputs]),
+            "outputs": Unsent({name: outputs[name] for name in part._described if name in outputs}),
             "values": [self.values[value] for value in part._sent],
-            "results": {k: v for k, v in self.results.items() if k.rpartition("/")[0] in part._open_at_stop},
+            "results": Unsent(results),
         }
 
     # -- functions that need numbers ------------------------------------------------------------------
