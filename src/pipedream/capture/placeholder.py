@@ -9,6 +9,7 @@ so that all the user's variables that hold it see an ordinary tensor from then o
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,10 +30,6 @@ _UNARY = {
     torch.nn.functional.dropout, torch.tanh, T.tanh, torch.sigmoid, T.sigmoid, torch.nn.functional.layer_norm,
     torch.nn.functional.rms_norm, T.detach, T.clone,
 }  # fmt: skip
-_DEVICE_FLAGS = {T.is_cpu.__get__: "cpu", T.is_cuda.__get__: "cuda", T.is_meta.__get__: "meta"}
-_MOVES = {T.cpu: "cpu", T.cuda: "cuda"}
-_DEVICE = T.device.__get__
-_GRADIENT = T.requires_grad.__get__
 
 
 class NumbersNeeded(Exception):
@@ -62,24 +59,31 @@ class Placeholder(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func == _DEVICE:
-            return args[0].place
-        if func == _GRADIENT:
-            return args[0].wants
-        if func in _DEVICE_FLAGS:
-            return args[0].place.type == _DEVICE_FLAGS[func]
-        if func in _MOVES:
-            place, one = torch.device(_MOVES[func]), args[0]
-            return (
-                one
-                if one.place.type == place.type
-                else placeholder_like(torch.empty_like(plain_meta(one)), place, one.wants)
-            )
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        reported = _REPORTED.get(func)
+        if reported is not None:
+            return reported(args[0])
+        with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") == "__get__":
                 return _placed(func(*args), args[0])
-            return _evaluated(func, args, kwargs)
+            with torch.no_grad():
+                return _evaluated(func, args, kwargs or {})
+
+
+_REPORTED: dict[Any, Callable[[Placeholder], Any]] = {
+    T.device.__get__: lambda one: one.place,
+    T.requires_grad.__get__: lambda one: one.wants,
+    T.is_cpu.__get__: lambda one: one.place.type == "cpu",
+    T.is_cuda.__get__: lambda one: one.place.type == "cuda",
+    T.is_meta.__get__: lambda one: False,
+    T.cpu: lambda one: _moved(one, "cpu"),
+    T.cuda: lambda one: _moved(one, "cuda"),
+}
+
+
+def _moved(one: Placeholder, kind: str) -> Placeholder:
+    if one.place.type == kind:
+        return one
+    return placeholder_like(torch.empty_like(plain_meta(one)), torch.device(kind), one.wants)
 
 
 def placeholder_like(tensor: torch.Tensor, place: torch.device, wants: bool) -> Placeholder:
@@ -108,8 +112,13 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     originals: dict[int, torch.Tensor] = {}
     first: list[Placeholder] = []
 
+    def converted(argument: Any) -> Any:
+        if type(argument) in (int, float, bool, torch.Size, torch.dtype, slice, type(None)):
+            return argument
+        return map_leaves(as_meta, argument) if type(argument) in (tuple, list, dict) else as_meta("", argument)
+
     def as_meta(_: str, leaf: Any) -> Any:
-        if isinstance(leaf, Placeholder):
+        if type(leaf) is Placeholder:
             first.append(leaf)
             return leaf
         if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.ndim:
@@ -122,7 +131,8 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return leaf
 
     places: list[torch.device] = []
-    arguments, keywords = map_leaves(as_meta, list(args)), map_leaves(as_meta, kwargs)
+    arguments = [converted(argument) for argument in args]
+    keywords = {name: converted(argument) for name, argument in kwargs.items()}
     like = first[0]
     wants = any(one.wants for one in first)
     if func in _BINARY and len(args) == 2 and not kwargs:
@@ -152,6 +162,8 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return originals[id(leaf)]
         return placeholder_like(leaf, place, wants and leaf.is_floating_point())
 
+    if isinstance(result, torch.Tensor):
+        return wrapped("", result)
     if type(result).__module__ == "torch.return_types":
         return type(result)([wrapped("", leaf) for leaf in result])
     return map_leaves(wrapped, result)

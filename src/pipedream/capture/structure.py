@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 __all__ = ["PLAIN", "SameAs", "leaf_at", "map_leaves", "walk"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
+
+_OFTEN = frozenset((torch.Tensor, bool, int, float, str, type(None), torch.Size))
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,15 @@ class SameAs:
 
 def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the leaves of a value with their paths: ``0/hidden_states`` is ``value[0].hidden_states``."""
-    for name, part in _parts(value):
-        yield from walk(part, f"{path}/{name}" if path else str(name))
     if not _is_container(value):
         yield path, value
+        return
+    prefix = f"{path}/" if path else ""
+    for name, part in _parts(value):
+        if type(part) in _OFTEN:
+            yield f"{prefix}{name}", part
+        else:
+            yield from walk(part, f"{prefix}{name}")
 
 
 def leaf_at(value: Any, path: str) -> Any:
@@ -41,12 +48,12 @@ def leaf_at(value: Any, path: str) -> Any:
 
 
 def map_leaves(change: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:
-    """Returns a value of the same containers with changed leaves."""
+    """Returns a value of the same containers with changed leaves; of a mapping that cannot be made so, a dict."""
     if not _is_container(value):
         return change(path, value)
     found = {name: map_leaves(change, part, f"{path}/{name}" if path else str(name)) for name, part in _parts(value)}
     if isinstance(value, Mapping):
-        return found if type(value) is dict else type(value)(**found)
+        return type(value)(**found) if is_dataclass(value) else found
     if hasattr(value, "_make"):  # a named tuple; PackedSequence's constructor would read the numbers
         return value._make(found.values())
     if isinstance(value, (tuple, list)):
@@ -56,17 +63,15 @@ def map_leaves(change: Callable[[str, Any], Any], value: Any, path: str = "") ->
 
 
 def _is_container(value: Any) -> bool:
-    if isinstance(value, torch.Size):
+    kind = type(value)
+    if kind in _OFTEN:
         return False
-    return isinstance(value, (tuple, list, Mapping)) or (is_dataclass(value) and not isinstance(value, (type, SameAs)))
+    return isinstance(value, (tuple, list, Mapping)) or (is_dataclass(kind) and not isinstance(value, (type, SameAs)))
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    if not _is_container(value):
-        return
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, (tuple, list)):
-        yield from enumerate(value)
-    else:
-        yield from ((field.name, getattr(value, field.name)) for field in fields(value))
+        return value.items()
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    return ((field.name, getattr(value, field.name)) for field in fields(value))
