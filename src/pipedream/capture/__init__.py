@@ -11,10 +11,20 @@ from pipedream.capture.captured import Captured, captured_from
 from pipedream.capture.chain import capture_chain, check_model, cuda_devices, find_layers
 from pipedream.capture.compare import split
 from pipedream.capture.preserve_state import preserve_state
+from pipedream.capture.slice import call_model
 from pipedream.capture.stand_ins import is_stand_in, stand_ins
 from pipedream.core.errors import CaptureError
 
-__all__ = ["Captured", "capture", "captured_from", "find_layers", "preserve_state", "stand_ins"]
+__all__ = [
+    "Captured",
+    "call_model",
+    "capture",
+    "captured_from",
+    "cuda_devices",
+    "find_layers",
+    "preserve_state",
+    "stand_ins",
+]
 
 
 def capture(model: nn.Module, sample: Any) -> Captured:

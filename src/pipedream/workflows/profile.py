@@ -6,11 +6,21 @@ On several processes rank 0 alone profiles: ranks that measured at the same time
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from pipedream import profiler
-from pipedream.capture import Captured, capture, captured_from, find_layers, preserve_state, stand_ins
+from pipedream.capture import (
+    Captured,
+    call_model,
+    capture,
+    captured_from,
+    cuda_devices,
+    find_layers,
+    preserve_state,
+    stand_ins,
+)
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.hardware.devices import Device
 from pipedream.core.model.graph import LayerGraph
@@ -20,6 +30,7 @@ from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batches import BatchDim, first_half, known_samples
+from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.workflows.exclusions import check_options
 
 __all__ = ["layers_of", "profile"]
@@ -89,6 +100,8 @@ def profile(
         if not any(parameter.is_meta for parameter in model.parameters()):
             model.to(process_group.process_device(device))
         captured = capture(model, moved)
+        if loss is None and batch_dim == 0:
+            captured = replace(captured, graph=replace(captured.graph, loss_weight=_loss_weight(model, moved)))
         timing: dict[str, Any] = {"device": device, "warmup": warmup, "runs": runs, "seed": seed}
         arguments, is_chain = captured.arguments(moved), captured.model is None
         # The only argument of a slice is the whole input.
@@ -97,6 +110,14 @@ def profile(
 
     make, where = (estimated, profiler.here()) if device == "meta" else (measured, device)
     return Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
+
+
+def _loss_weight(model: Any, inputs: Any) -> str:
+    """Finds out what the model's own loss is a mean over, if it returns one."""
+    with preserve_state([model], cuda_devices(model, inputs)):
+        for module in model.modules():
+            module.training = False
+        return probe_weight(partial(call_model, model), inputs, samples=known_samples(inputs))
 
 
 def _half_of_only(batch_dim: BatchDim, arguments: tuple[Any], count: int) -> tuple[Any]:
