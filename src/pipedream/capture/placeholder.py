@@ -65,8 +65,9 @@ class Placeholder(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") == "__get__":
                 return _placed(func(*args), args[0])
+            grad = torch.is_grad_enabled()
             with torch.no_grad():
-                return _evaluated(func, args, kwargs or {})
+                return _evaluated(func, args, kwargs or {}, grad)
 
 
 _REPORTED: dict[Any, Callable[[Placeholder], Any]] = {
@@ -103,11 +104,11 @@ def _empty_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
     if func in _UNARY:
         like = args[0] if args else None
         if isinstance(like, Placeholder) and (func is not torch.nn.functional.dropout or _drops(args, kwargs)):
-            wants = like.wants and func is not T.detach and torch.is_grad_enabled()
+            wants = like.wants and func is not T.detach and grad
             return placeholder_like(torch.empty_like(plain_meta(like)), like.place, wants)
     originals: dict[int, torch.Tensor] = {}
     first: list[Placeholder] = []
@@ -134,7 +135,7 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arguments = [converted(argument) for argument in args]
     keywords = {name: converted(argument) for name, argument in kwargs.items()}
     like = first[0]
-    wants = any(one.wants for one in first)
+    wants = grad and any(one.wants for one in first)
     if func in _BINARY and len(args) == 2 and not kwargs:
         a, b = arguments
         if isinstance(a, torch.Tensor) and isinstance(b, (torch.Tensor, int, float)):

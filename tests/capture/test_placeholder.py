@@ -1,0 +1,210 @@
+"""Placeholders look like the tensors that they stand for, and compute nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipedream.capture.placeholder import NumbersNeeded, Placeholder, meta_like, placeholder_like, plain_meta
+
+CPU = torch.device("cpu")
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+SHAPES = st.lists(st.integers(0, 3), max_size=3)
+
+
+def held(tensor: Tensor, wants: bool = False) -> Placeholder:
+    return placeholder_like(tensor, CPU, wants)
+
+
+def looks(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype, value.device) if isinstance(value, Tensor) else value
+
+
+@st.composite
+def broadcast_pairs(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Two tensors whose shapes broadcast."""
+    shape = draw(SHAPES)
+    other = [1 if draw(st.booleans()) else size for size in shape][draw(st.integers(0, len(shape))) :]
+    pair = torch.ones(shape, dtype=draw(DTYPES)), torch.ones(other, dtype=draw(DTYPES))
+    return pair if draw(st.booleans()) else (pair[1], pair[0])
+
+
+@given(SHAPES, DTYPES, st.booleans())
+def test_reports_what_the_tensor_has(shape: list[int], dtype: torch.dtype, wants: bool) -> None:
+    tensor = torch.ones(shape, dtype=dtype).transpose(0, -1) if shape else torch.ones(shape, dtype=dtype)
+    found = held(tensor, wants)
+    assert (found.shape, found.dtype, found.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+    assert (found.size(), found.ndim, len(shape), found.numel()) == (
+        tensor.size(),
+        tensor.ndim,
+        found.dim(),
+        tensor.numel(),
+    )
+    assert found.device == CPU
+    assert (found.is_cpu, found.is_cuda, found.is_meta) == (True, False, False)
+    assert found.requires_grad is wants
+    assert found.is_floating_point() == tensor.is_floating_point()
+    assert isinstance(found, Tensor)
+
+
+def test_the_device_is_the_one_of_the_tensor_that_it_stands_for() -> None:
+    gpu = placeholder_like(torch.ones(2), torch.device("cuda", 1), False)
+    assert (gpu.device, gpu.is_cuda, gpu.is_cpu) == (torch.device("cuda", 1), True, False)
+    assert (gpu + 1).device == torch.device("cuda", 1)
+    assert gpu.cpu().device == CPU
+    assert gpu.cuda() is gpu
+
+
+@given(broadcast_pairs(), st.sampled_from([operator.add, operator.sub, operator.mul, torch.add, torch.mul, torch.div]))
+def test_arithmetic_gives_the_shape_and_dtype_of_torch(
+    pair: tuple[Tensor, Tensor], function: Callable[[Any, Any], Any]
+) -> None:
+    a, b = pair
+    try:
+        wanted = function(a, b)
+    except RuntimeError:  # torch subtracts no booleans
+        return
+    for found in (function(held(a), held(b)), function(held(a), b), function(a, held(b))):
+        assert type(found) is Placeholder
+        assert looks(found) == looks(wanted)
+
+
+@given(SHAPES, DTYPES, st.sampled_from([2, 0.5]))
+def test_arithmetic_with_numbers(shape: list[int], dtype: torch.dtype, number: float) -> None:
+    x = torch.ones(shape, dtype=dtype)
+    for function in (operator.add, operator.mul, operator.truediv):
+        assert looks(function(held(x), number)) == looks(function(x, number))
+        assert looks(function(number, held(x))) == looks(function(number, x))
+
+
+@given(SHAPES, st.booleans(), st.sampled_from([F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, Tensor.clone]))
+def test_functions_of_one_tensor(shape: list[int], wants: bool, function: Callable[[Any], Any]) -> None:
+    x = torch.ones(shape, requires_grad=wants)
+    found = function(held(x, wants))
+    assert type(found) is Placeholder
+    assert looks(found) == looks(function(x))
+    assert found.requires_grad is wants
+    assert function(held(x.detach().t() if x.ndim == 2 else x)).shape == (x.t() if x.ndim == 2 else x).shape
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.reshape(-1, 2),
+        lambda x: x.transpose(0, 1).contiguous(),
+        lambda x: x[:, 1:],
+        lambda x: x[..., None].expand(2, 3, 4, 5),
+        lambda x: x.sum(-1).argmax(1),
+        lambda x: x.max(dim=-1),
+        lambda x: x.split(1, dim=0)[1],
+        lambda x: torch.cat([x, x[:1]]),
+        lambda x: F.layer_norm(x, (4,)),
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        lambda x: F.linear(x, torch.ones(5, 4)),
+        lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(6, dtype=torch.long)),
+        lambda x: x.masked_fill(x > 0, 0.0),
+        lambda x: torch.where(torch.ones(2, 3, 4) > 0, x, 0.0),
+        lambda x: x.new_zeros(x.shape[0], 7),
+        lambda x: torch.ones_like(x, dtype=torch.long),
+        lambda x: x.mT,
+        lambda x: x.data,
+        lambda x: x.to(torch.float64),
+        lambda x: x.T.shape,
+        lambda x: torch.einsum("abc,abd->acd", x, x),
+        lambda x: x.long(),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The use of `x.T`")
+def test_any_other_function_gives_what_torch_gives(function: Callable[[Any], Any]) -> None:
+    wanted, found = function(torch.rand(2, 3, 4)), function(held(torch.rand(2, 3, 4)))
+    if type(wanted).__module__ == "torch.return_types":
+        assert type(found) is type(wanted)
+        assert [looks(each) for each in found] == [looks(each) for each in wanted]
+    else:
+        assert looks(found) == looks(wanted)
+
+
+def test_what_returns_its_argument_does_so() -> None:
+    x = held(torch.ones(2, 3), True)
+    for same in (x.to(torch.float32), x.to("cpu"), x.contiguous(), x.cpu(), x.float(), x.requires_grad_()):
+        assert same is x
+    assert F.dropout(x, p=0.0) is x
+    assert F.dropout(x, training=False) is x
+    assert F.dropout(x) is not x
+    assert x.to(torch.float64) is not x
+    assert x.t().contiguous() is not x.t()
+
+
+def test_gradients_are_asked_for_as_in_torch() -> None:
+    x, y = held(torch.ones(2), True), held(torch.ones(2))
+    assert (x + y).requires_grad
+    assert not (y * 2).requires_grad
+    assert not x.detach().requires_grad
+    assert not x.argmax().requires_grad
+    with torch.no_grad():
+        assert not F.relu(x).requires_grad
+        assert not (x + y).requires_grad
+        assert not x.sum().requires_grad
+
+
+def test_a_tensor_into_which_placeholders_are_written_becomes_one() -> None:
+    whole = torch.zeros(3, 2)
+    alias = whole
+    whole[1] = held(torch.ones(2), True)
+    assert type(alias) is Placeholder
+    assert looks(alias) == ((3, 2), torch.float32, CPU)
+    assert alias.requires_grad
+    total = torch.zeros(2)
+    alias = total
+    total += held(torch.ones(2))
+    assert total is alias
+    assert type(total) is Placeholder
+    other = torch.zeros(2)
+    assert other.add_(held(torch.ones(2))) is other
+    assert type(other) is Placeholder
+
+
+def test_a_tensor_that_is_only_read_stays_real() -> None:
+    x, table = torch.ones(2, 3), torch.ones(5, 3)
+    held(x) + x
+    F.embedding(held(torch.ones(4, dtype=torch.long)), table)
+    assert type(x) is type(table) is Tensor
+    assert torch.equal(x, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x: x.item(), "item"),
+        (lambda x: bool(x > 0), "__bool__"),
+        (lambda x: int(x), "__int__"),
+        (lambda x: float(x), "__float__"),
+        (lambda x: x.reshape(1).tolist(), "tolist"),
+        (lambda x: x.reshape(1).nonzero(), "nonzero"),
+        (lambda x: x.reshape(1).numpy(), "numpy"),
+        (lambda x: torch.ones(3)[x.reshape(1) > 0], "__getitem__"),
+        (lambda x: torch.equal(x, x), "equal"),
+    ],
+)
+def test_what_needs_numbers_says_so(function: Callable[[Any], Any], name: str) -> None:
+    with pytest.raises(NumbersNeeded, match=f"{name} needs the numbers of a tensor of another stage") as caught:
+        function(held(torch.tensor(1.0)))
+    assert caught.value.function == name
+
+
+def test_meta_tensors_have_no_numbers_and_keep_the_rest() -> None:
+    x = torch.ones(2, 3).t().requires_grad_()
+    meta = meta_like(x)
+    assert meta.is_meta
+    assert (meta.shape, meta.stride(), meta.dtype, meta.requires_grad) == (x.shape, x.stride(), x.dtype, True)
+    plain = plain_meta(held(x))
+    assert type(plain) is Tensor
+    assert (plain.is_meta, plain.shape, plain.stride()) == (True, x.shape, x.stride())

@@ -1,0 +1,117 @@
+"""Containers of tensors and numbers are walked through, changed and read at a path."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pipedream.capture.structure import leaf_at, map_leaves, walk
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Output:
+    loss: Any
+    logits: Any = None
+
+
+class Opaque:
+    """An object that is not looked into."""
+
+
+LEAF = st.one_of(
+    st.integers(),
+    st.none(),
+    st.booleans(),
+    st.text("ab/", max_size=3),
+    st.just(torch.Size([2, 3])),
+    st.builds(torch.zeros, st.integers(0, 3)),
+    st.builds(Opaque),
+)
+NAMES = st.text("abc_", min_size=1, max_size=3)
+
+
+def containers(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    several = st.lists(parts, max_size=3)
+    return st.one_of(
+        several,
+        several.map(tuple),
+        st.dictionaries(NAMES, parts, max_size=3),
+        st.dictionaries(NAMES, parts, max_size=3).map(OrderedDict),
+        st.dictionaries(st.integers(0, 5), parts, max_size=3),
+        st.builds(Pair, parts, parts),
+        st.builds(Output, parts, parts),
+    )
+
+
+VALUE = st.recursive(LEAF, containers, max_leaves=12)
+
+
+def same(a: Any, b: Any) -> bool:
+    """The same containers with the very same leaves, found without `walk`."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Size):
+        return bool(a == b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Output):
+        return same(a.loss, b.loss) and same(a.logits, b.logits)
+    return a is b or (not isinstance(a, torch.Tensor) and bool(a == b))
+
+
+@given(VALUE)
+def test_each_leaf_is_at_its_path(value: Any) -> None:
+    leaves = list(walk(value))
+    assert len({path for path, _ in leaves}) == len(leaves)
+    for path, leaf in leaves:
+        assert leaf_at(value, path) is leaf
+
+
+@given(VALUE)
+def test_nothing_changes_if_each_leaf_is_kept(value: Any) -> None:
+    assert same(map_leaves(lambda _, leaf: leaf, value), value)
+
+
+@given(VALUE)
+def test_leaves_are_changed_in_the_order_of_their_paths(value: Any) -> None:
+    seen: list[tuple[str, Any]] = []
+
+    def numbered(path: str, leaf: Any) -> int:
+        seen.append((path, leaf))
+        return len(seen) - 1
+
+    changed = map_leaves(numbered, value)
+    assert [path for path, _ in seen] == [path for path, _ in walk(value)]
+    assert all(a is b for (_, a), (_, b) in zip(seen, walk(value), strict=True))
+    assert [leaf for _, leaf in walk(changed)] == list(range(len(seen)))
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [([1], "1"), ((1,), "a"), ({"a": 1}, "b"), ({0: 1}, "1"), (Output(1), "hidden"), (1, "0"), ([{}], "0/a/b")],
+)
+def test_a_path_that_is_not_there_gives_none(value: Any, path: str) -> None:
+    assert leaf_at(value, path) is None
+
+
+def test_a_packed_sequence_keeps_its_numbers_and_its_type() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    assert [path for path, _ in walk(packed)] == ["0", "1", "2", "3"]
+    doubled = map_leaves(lambda path, leaf: leaf * 2 if path == "0" else leaf, packed)
+    assert type(doubled) is type(packed)
+    assert torch.equal(doubled.data, packed.data * 2)
+    assert doubled.batch_sizes is packed.batch_sizes
