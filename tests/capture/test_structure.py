@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,7 +48,6 @@ def containers(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         several,
         several.map(tuple),
         st.dictionaries(NAMES, parts, max_size=3),
-        st.dictionaries(NAMES, parts, max_size=3).map(OrderedDict),
         st.dictionaries(st.integers(0, 5), parts, max_size=3),
         st.builds(Pair, parts, parts),
         st.builds(Output, parts, parts),
@@ -106,6 +105,10 @@ def test_leaves_are_changed_in_the_order_of_their_paths(value: Any) -> None:
 )
 def test_a_path_that_is_not_there_gives_none(value: Any, path: str) -> None:
     assert leaf_at(value, path) is None
+
+
+def test_of_other_mappings_a_dict_is_made() -> None:
+    assert map_leaves(lambda path, leaf: path, MappingProxyType({"a": [1]})) == {"a": ["a/0"]}
 
 
 def test_a_packed_sequence_keeps_its_numbers_and_its_type() -> None:
