@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pipedream._version import __version__
 
 if TYPE_CHECKING:
-    from pipedream import metrics, schedules
+    from pipedream import capture, metrics, schedules
     from pipedream.core.errors import PipelineError
     from pipedream.core.hardware.cluster import Cluster
     from pipedream.core.model.profile import Profile
@@ -47,6 +47,7 @@ __all__ = [
     "Schedule",
     "Timeline",
     "__version__",
+    "capture",
     "emulate",
     "metrics",
     "plan",
@@ -79,7 +80,7 @@ _HOMES = {
 }
 """Where each name is defined. Op, Placement, Program and Stage are for programs that used them here; see `__all__`."""
 
-_MODULES = ("metrics", "schedules")
+_MODULES = ("capture", "metrics", "schedules")
 
 
 def __getattr__(name: str) -> object:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from pipedream.capture.captured import Captured, captured_from
-from pipedream.capture.chain import capture_chain, check_model, cuda_devices, find_layers
+from pipedream.capture.chain import capture_chain, chain_values, check_model, cuda_devices, find_layers
 from pipedream.capture.compare import split
 from pipedream.capture.preserve_state import preserve_state
 from pipedream.capture.slice import call_model
@@ -19,6 +23,7 @@ __all__ = [
     "Captured",
     "call_model",
     "capture",
+    "capture_with_values",
     "captured_from",
     "cuda_devices",
     "find_layers",
@@ -56,3 +61,31 @@ def capture(model: nn.Module, sample: Any) -> Captured:
     compares = not any(map(is_stand_in, [*tree_leaves(sample), *model.parameters(), *model.buffers()]))
     graph, refused = split(model, sample, cuda_devices(model, sample), compares)
     return captured_from(model, graph, refused)
+
+
+def capture_with_values(model: nn.Module, batch: Any) -> Captured:
+    """Splits a model into layers, with what crosses each cut, also of a chain; it prints as a table.
+
+    This is ``pipedream.capture(model, batch)``. The model is left unchanged.
+
+    Args:
+        batch: the model's only input, a tuple of positional arguments, or a mapping of keyword arguments.
+
+    Raises:
+        CaptureError: the model does not run on the batch, or its layers do not give what it gives.
+    """
+    inputs = batch if isinstance(batch, (tuple, Mapping)) else (batch,)
+    found = capture(model, inputs)
+    if found.graph.calls or not isinstance(inputs, tuple):
+        return found
+    return replace(found, graph=replace(found.graph, values=chain_values(found, inputs)))
+
+
+class _Callable(ModuleType):
+    """Makes this package callable, because it has the name of the function that users call."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Captured:
+        return capture_with_values(model, batch)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from pipedream.capture.slice import ModelSlice
+from pipedream.core.model.crossings import layer_table
 from pipedream.core.model.graph import LayerGraph
 
 __all__ = ["Captured", "captured_from"]
@@ -47,7 +48,7 @@ class Captured:
         return inputs if self.model is None else (inputs,)
 
     def __str__(self) -> str:
-        return "\n".join(f"{layer.name}: {layer.kind}" for layer in self.graph.layers)
+        return layer_table(self.graph, self.refused)
 
 
 def captured_from(model: nn.Module, graph: LayerGraph, refused: Mapping[str, str] | None = None) -> Captured:

@@ -18,11 +18,20 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from pipedream.capture.captured import Captured
 from pipedream.capture.preserve_state import preserve_state
 from pipedream.capture.stand_ins import is_stand_in
+from pipedream.capture.structure import walk
 from pipedream.capture.trace import TracedCall, trace, why_not_a_chain
 from pipedream.core.errors import CaptureError
-from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.graph import Layer, LayerGraph, Site, Value
 
-__all__ = ["capture_chain", "check_model", "cuda_devices", "does_not_run", "find_layers", "tied_layers"]
+__all__ = [
+    "capture_chain",
+    "chain_values",
+    "check_model",
+    "cuda_devices",
+    "does_not_run",
+    "find_layers",
+    "tied_layers",
+]
 
 _DISTRIBUTED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 _ADVICE = (
@@ -77,6 +86,20 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
         layers.append(modules.get(path, model))
     own = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
     return Captured(LayerGraph.chain(_describe(model, layers, own), *tied_layers(layers)), tuple(layers))
+
+
+def chain_values(captured: Captured, sample: tuple[Any, ...]) -> tuple[Value, ...]:
+    """Returns what crosses the cuts of a chain: what each layer returns. Moments are the layers' indices."""
+    found = []
+    with preserve_state(captured.layers, cuda_devices(nn.ModuleList(captured.layers), sample)), torch.enable_grad():
+        passed = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
+        for i, layer in enumerate(captured.layers[:-1]):
+            passed = layer(*passed) if i == 0 else layer(passed)
+            name = captured.graph.layers[i].name
+            for path, leaf in walk(passed):
+                if isinstance(leaf, torch.Tensor):
+                    found.append(Value(leaf.nbytes, leaf.requires_grad, i, i + 1, (Site(name, "out", path, i),)))
+    return tuple(found)
 
 
 def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:

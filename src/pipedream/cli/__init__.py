@@ -27,6 +27,7 @@ __all__ = ["COMMANDS", "app", "load", "main", "script"]
 COMMANDS = {
     "train": "Train a recipe: profile, plan, run, report.",
     "profile": "Measure or predict the seconds and bytes of each layer.",
+    "layers": "List the layers of a model, and what crosses each cut.",
     "plan": "Cut a profiled model into stages.",
     "check": "Check a plan that was edited, and predict its speed.",
     "sweep": "Compare methods over workers and bandwidths.",

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pipedream.capture import Captured, capture_with_values
 from pipedream.core.errors import PlanError, RecipeError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -20,6 +21,7 @@ from pipedream.options import TrainingOptions
 from pipedream.planner import SHAPES, parse_counts
 from pipedream.recipe import Recipe, blaming
 from pipedream.runtime.comm import process_group
+from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.losses import Loss, is_torch_loss
@@ -30,7 +32,7 @@ from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.prepare import all_flush, check_phases_fit, compensated, phases_of, planned_for
 from pipedream.workflows.profile import profile as profile_model
 
-__all__ = ["Job", "PlannedJob", "Process", "model_input", "plan_job", "profile_recipe", "resolve"]
+__all__ = ["Job", "PlannedJob", "Process", "capture_recipe", "model_input", "plan_job", "profile_recipe", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,15 @@ def profile_recipe(
         runs=runs,
         batch_dim=recipe.batch_dim,
     )
+
+
+def capture_recipe(recipe: Recipe, *, device: str = "cpu") -> Captured:
+    """Splits a recipe's model into layers, by running it on its first training batch."""
+    with blaming("while its model was run on its first batch"):
+        inputs = to_device(model_input(recipe, recipe.first_batch()), process_group.process_device(device))
+        if not any(parameter.is_meta for parameter in recipe.model.parameters()):
+            recipe.model.to(process_group.process_device(device))
+        return capture_with_values(recipe.model, inputs)
 
 
 def model_input(recipe: Recipe, batch: Any) -> Any:

@@ -86,8 +86,10 @@ class Value:
 
     @property
     def name(self) -> str:
+        """Where it is seen first: 'input labels', 'h.0 output', 'h.0.mlp argument 0'."""
         first = self.sites[0]
-        return f"{first.call or 'input'}{'' if first.end == 'in' else ' output'} {first.path}".strip()
+        role = "output" if first.end == "out" else "argument" if first.call else "input"
+        return f"{first.call} {role} {first.path}".strip()
 
     def crosses(self, moment: int) -> bool:
         return self.born < moment <= self.last

@@ -1,0 +1,133 @@
+"""`pipedream layers` and `pipedream.capture`: the layers of a model, and what crosses each cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipedream
+from pipedream import cli
+from pipedream.core.model.crossings import crossings, layer_table
+from pipedream.core.model.graph import Call, Layer, LayerGraph, Site, Value
+
+CHAIN = """
+import torch
+from torch import nn
+import pipedream
+
+def recipe():
+    batch = (torch.randn(8, 4), torch.randn(8, 2))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 2))
+    return pipedream.Recipe(model, nn.MSELoss(), lambda named: torch.optim.SGD([p for _, p in named]), [batch])
+"""
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> str:
+    (tmp_path / "chain.py").write_text(CHAIN, encoding="utf-8")
+    return str(tmp_path / "chain.py")
+
+
+class Skip(nn.Module):
+    """Two linear layers with a skip connection over both, and a mask that only the second reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.up, self.down, self.head = nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        found: torch.Tensor = self.head(x + self.down(F.relu(self.up(x)) * mask))
+        return found
+
+
+def test_command_lists_a_chain(chain: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["layers", chain]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert out.splitlines() == [
+        "   layer  kind      sent  returned  what crosses the cut before it",
+        "0  0      Linear       -         -",
+        "1  1      Dropout  192 B     192 B  0 output",
+        "2  2      Linear   192 B     192 B  1 output",
+    ]
+
+
+def test_json_of_a_chain(chain: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["layers", chain, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert set(found) == {"chain", "layers", "ties", "inseparable", "refused"}
+    assert found["chain"] is True
+    assert found["ties"] == found["inseparable"] == []
+    assert found["refused"] == {}
+    assert [(row["name"], row["kind"], row["sent_bytes"], row["returned_bytes"]) for row in found["layers"]] == [
+        ("0", "Linear", None, None),
+        ("1", "Dropout", 192, 192),
+        ("2", "Linear", 192, 192),
+    ]
+    assert found["layers"][2]["parameters"] == ["2.weight", "2.bias"]
+    assert found["layers"][1]["crossing"] == [{"name": "0 output", "bytes": 192, "gradient": True}]
+
+
+def test_command_refuses_what_does_not_run(tmp_path: Path, chain: str, capfd: pytest.CaptureFixture[str]) -> None:
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(CHAIN.replace("nn.Linear(6, 2)", "nn.Linear(5, 2)"), encoding="utf-8")
+    assert cli.main(["layers", str(wrong)]) == 2
+    assert "8x6 and 5x2" in capfd.readouterr().err
+    assert cli.main(["layers", str(tmp_path / "none.py")]) == 2
+    assert "does not exist" in capfd.readouterr().err
+
+
+def test_capture_of_a_model_with_a_skip_connection() -> None:
+    model, inputs = Skip(), (torch.randn(3, 4), torch.rand(3, 8))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    found = pipedream.capture(model, inputs)
+    assert [layer.name for layer in found.graph.layers] == ["stem", "up", "down", "head"]
+    across = crossings(found.graph)
+    assert [[value.name for value in one.values] for one in across] == [
+        ["stem output", "input 1"],  # the mask is sent on until its last reader
+        ["stem output", "down argument 0"],
+        ["head argument 0"],
+    ]
+    assert [(one.bytes, one.gradient_bytes) for one in across] == [(144, 48), (144, 144), (48, 48)]
+    assert "stem output" in str(found)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("batch", [torch.randn(3, 4), (torch.randn(3, 4),)], ids=["tensor", "tuple"])
+def test_capture_takes_a_batch_as_the_model_does(batch: Any) -> None:
+    assert [
+        one.bytes for one in crossings(pipedream.capture(nn.Sequential(nn.Linear(4, 5), nn.ReLU()), batch).graph)
+    ] == [60]
+
+
+def test_table_names_ties_and_what_cannot_be_cut() -> None:
+    calls = tuple(Call(name, start, start + 1) for start, name in ((0, "a"), (2, "b"), (4, "c"), (6, "c@2")))
+    values = (
+        Value(100, True, 1, 5, (Site("a", "out", "", 1),)),
+        Value(4000, False, -1, 7, (Site("", "in", "labels", -1),)),
+        Value(8, True, 3, 4, (Site("b", "in", "0/x", 2),)),
+    )
+    layers = tuple(Layer(call.name, "Linear") for call in calls)
+    graph = LayerGraph(layers, ((0, 1), (1, 2), (2, 3)), ((0, 3), (2, 3)), ((2, 3),), calls=calls, values=values)
+    refused = {"b.inner": "it runs compiled code"} | {f"b.{i}": "b is called 30 times in a loop" for i in range(30)}
+    lines = layer_table(graph, refused).splitlines()
+    assert lines[:5] == [
+        "   layer  kind       sent  returned  what crosses the cut before it",
+        "0  a      Linear        -         -",
+        "1  b      Linear  4.10 kB     100 B  a output, input labels",
+        "2  c      Linear  4.11 kB     108 B  a output, input labels, 1 more",
+        "3  c@2    Linear  4.00 kB         -  input labels",
+    ]
+    assert lines[5].startswith("a, c@2: share a weight; only methods whose stages all make the same updates")
+    assert lines[6].startswith("c, c@2: share state")
+    assert lines[7] == "no cut before b.inner: it runs compiled code"
+    assert lines[-1] == "and no cut before 11 more calls"
