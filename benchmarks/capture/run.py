@@ -1,0 +1,223 @@
+"""What it costs to run an unmodified model in stages: per microbatch, with one stage, to capture it, and compiled.
+
+    python benchmarks/capture/run.py            # some minutes, 6 GB
+    python benchmarks/capture/run.py --quick    # that it runs, not how long it takes
+
+Prints the tables of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, logging
+
+import pipedream
+from pipedream.core.units import format_bytes, format_seconds
+
+Batch = dict[str, torch.Tensor]
+Step = Callable[[list[Batch]], None]
+OPTIMIZER = partial(torch.optim.SGD, lr=1e-4)
+
+
+def gpt2(blocks: int, width: int, words: int = 256, positions: int = 128) -> nn.Module:
+    """Returns GPT-2 with random weights, without dropout."""
+    torch.manual_seed(0)
+    size = {"n_layer": blocks, "n_embd": width, "n_head": max(1, width // 64)}
+    size |= {"vocab_size": words, "n_positions": positions, "bos_token_id": None, "eos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(**size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+
+
+def batches(count: int, samples: int, length: int, words: int = 256) -> list[Batch]:
+    """Returns minibatches of random words."""
+    torch.manual_seed(1)
+    ids = [torch.randint(words, (samples, length)) for _ in range(count)]
+    return [{"input_ids": one, "labels": one} for one in ids]
+
+
+def plain(model: nn.Module, microbatches: int) -> Step:
+    """Returns the plain loop."""
+    optimizer = OPTIMIZER(model.parameters())
+    model.train()
+
+    def step(loader: list[Batch]) -> None:
+        for batch in loader:
+            parts = {name: value.chunk(microbatches) for name, value in batch.items()}
+            for i in range(microbatches):
+                loss = model(**{name: values[i] for name, values in parts.items()}).loss
+                (loss / microbatches).backward()
+                loss.item()  # a user wants to see it, and the pipeline yields it
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def in_pipeline(
+    stack: ExitStack, model: nn.Module, sample: Batch, cuts: tuple[str, ...], microbatches: int, **options: Any
+) -> Step:
+    """Returns training by a pipeline of these stages, all in this process."""
+    profile = pipedream.profile(model, sample, runs=1, warmup=1)
+    cluster = pipedream.Cluster.flat(len(cuts) + 1)
+    shape: dict[str, Any] = {"cuts": cuts} if cuts else {"shape": "data-parallel"}
+    plan = pipedream.plan(profile, cluster, schedule="1f1b", microbatches=microbatches, **shape)
+    pipeline = stack.enter_context(pipedream.Pipeline(model, plan, loss=None, optimizer=OPTIMIZER, **options))
+
+    def step(loader: list[Batch]) -> None:
+        for _ in pipeline.train(loader):
+            pass
+
+    return step
+
+
+def seconds(steps: dict[str, Step], loader: list[Batch], rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds of a minibatch in each round; the ways take turns, and each round starts with another one."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step(loader[:2])
+    for number in range(rounds):
+        names = list(steps)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            gc.collect()
+            began = time.perf_counter()
+            steps[name](loader)
+            found[name].append((time.perf_counter() - began) / len(loader))
+    return found
+
+
+def overhead(quick: bool) -> None:
+    """Prints the milliseconds that a pipeline takes beyond the plain loop, for each microbatch and stage."""
+    blocks, microbatches, rounds, count = (4, 2, 2, 2) if quick else (12, 4, 15, 8)
+    loader = batches(count, microbatches, 16)
+    half = blocks // 2
+    cut = {
+        "2 stages, cut between blocks": (f"transformer.h.{half}",),
+        "2 stages, cut inside a block": (f"transformer.h.{half}.mlp",),
+        "4 stages, cut between blocks": tuple(f"transformer.h.{blocks * s // 4}" for s in (1, 2, 3)),
+    }
+    with ExitStack() as stack:
+        steps = {"plain": plain(gpt2(blocks, 64), microbatches)}
+        for name, cuts in cut.items():
+            steps[name] = in_pipeline(stack, gpt2(blocks, 64), loader[0], cuts, microbatches)
+        found = seconds(steps, loader, rounds)
+    print(f"### Overhead: GPT-2, {blocks} blocks of width 64, microbatches of 1 x 16 words\n")
+    print("| | a minibatch | ms beyond the plain loop, per microbatch and stage |")
+    print("| --- | ---: | ---: |")
+    for name, times in found.items():
+        stages = len(cut.get(name, ())) + 1
+        more = [(a - b) / microbatches / stages for a, b in zip(times, found["plain"], strict=True)]
+        shown = "" if name == "plain" else f"{1e3 * median(more):.2f} ({1e3 * min(more):.2f} to {1e3 * max(more):.2f})"
+        print(f"| {name} | {format_seconds(median(times))} | {shown} |")
+
+
+def one_stage(quick: bool) -> None:
+    """Prints the time of a pipeline of one stage, of that of the plain loop."""
+    blocks, width, rounds, count = (2, 64, 2, 2) if quick else (6, 192, 21, 10)
+    loader = batches(count, 4, 64)
+    with ExitStack() as stack:
+        steps = {
+            "plain": plain(gpt2(blocks, width), 1),
+            "pipeline of one stage": in_pipeline(stack, gpt2(blocks, width), loader[0], (), 1),
+        }
+        _ratios(f"One stage: GPT-2, {blocks} blocks of width {width}", seconds(steps, loader, rounds), "plain")
+
+
+def compiled(quick: bool) -> None:
+    """Prints the time with modules compiled."""
+    blocks, width, rounds, count = (2, 64, 2, 2) if quick else (6, 192, 11, 10)
+    loader = batches(count, 4, 64)
+    cuts = (f"transformer.h.{blocks // 2}",)
+    with ExitStack() as stack:
+        steps = {
+            "plain": plain(gpt2(blocks, width), 1),
+            "plain, torch.compile": plain(torch.compile(gpt2(blocks, width)), 1),  # type: ignore[arg-type]
+            "2 stages": in_pipeline(stack, gpt2(blocks, width), loader[0], cuts, 1),
+            "2 stages, compile=True": in_pipeline(stack, gpt2(blocks, width), loader[0], cuts, 1, compile=True),
+        }
+        _ratios(f"Compiled: GPT-2, {blocks} blocks of width {width}", seconds(steps, loader, rounds), "plain")
+
+
+def _ratios(title: str, found: dict[str, list[float]], base: str) -> None:
+    print(f"### {title}\n")
+    print(f"| | a minibatch (least to most) | of {base} |")
+    print("| --- | ---: | ---: |")
+    for name, times in found.items():
+        share = median(a / b for a, b in zip(times, found[base], strict=True))
+        spread = f"{format_seconds(min(times))} to {format_seconds(max(times))}"
+        print(f"| {name} | {format_seconds(median(times))} ({spread}) | {share:.1%} |")
+
+
+def capture_alone(quick: bool) -> None:
+    """Captures GPT-2 medium in this process, and prints a row."""
+    blocks, width, words = (2, 64, 256) if quick else (24, 1024, 50257)
+    model = gpt2(blocks, width, words, 1024)
+    size = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    batch = batches(1, 1, 64, words)[0]
+    before = _resident_bytes()
+    began = time.perf_counter()
+    captured = pipedream.capture(model, batch)
+    taken = time.perf_counter() - began
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(
+        f"| {format_bytes(size)} | {len(captured.graph.layers)} | {taken:.1f} s | {format_bytes(most - before)} | "
+        f"{(most - before + size) / size:.2f} |"
+    )
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def capture_in_processes(quick: bool) -> None:
+    """Prints the time and memory of captures, each in a process of its own."""
+    print("### Capture and check: GPT-2 medium, 1 x 64 words\n")
+    print("| weights | layers | seconds | memory beyond the model's | model and that, of the model |")
+    print("| ---: | ---: | ---: | ---: | ---: |", flush=True)
+    for _ in range(1 if quick else 3):
+        command = [sys.executable, __file__, "--capture-alone", *(["--quick"] if quick else [])]
+        subprocess.run(command, check=True)
+
+
+def questions(names: list[str]) -> Iterator[Callable[[bool], None]]:
+    """Returns the parts of this benchmark by name."""
+    known = {"overhead": overhead, "one-stage": one_stage, "capture": capture_in_processes, "compile": compiled}
+    for name in names or known:
+        yield known[name]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", help="overhead, one-stage, capture, compile; all by default")
+    parser.add_argument("--quick", action="store_true", help="small: that it runs, not how long it takes")
+    parser.add_argument("--capture-alone", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    if options.capture_alone:
+        capture_alone(options.quick)
+        return
+    print(f"- 1 thread of {os.cpu_count()} cores, {platform.platform()}, torch {torch.__version__}")
+    print(f"- load average {os.getloadavg()[0]:.2f} before the run")
+    for ask in questions(options.parts):
+        print()
+        ask(options.quick)
+    print(f"\n- load average {os.getloadavg()[0]:.2f} at its end")
+
+
+if __name__ == "__main__":
+    main()
