@@ -48,7 +48,7 @@ class Pipeline:
     """One model, cut by a plan, trained by a schedule: ``Pipeline(model, plan, loss=..., optimizer=..., **options)``.
 
     Args:
-        model: a chain of modules (`pipedream.capture`). It is not rewritten; on several processes the parameters of
+        model: any module (docs/models.md). It is not rewritten; on several processes the parameters of
             other ranks' stages become meta tensors.
         options: keyword arguments, see `PipelineOptions`.
 

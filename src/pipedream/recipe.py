@@ -34,7 +34,7 @@ class Recipe(ModelOptions):
     """What to train, with the options of `ModelOptions`.
 
     Attributes:
-        model: a chain of modules (`pipedream.capture`).
+        model: any module (docs/models.md).
         loss: ``loss(output, batch)``, one of torch's own, or None if the model's output carries ``.loss``.
         optimizer: factory from a list of (name, parameter) to an optimizer.
         train: loader of training batches; iterated once per epoch.

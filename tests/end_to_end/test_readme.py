@@ -93,6 +93,13 @@ def test_readme_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.0.weight" in space["weights"]  # type: ignore[operator]
 
 
+def test_layers_of_a_model_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = blocks(DOCS / "models.md", "python")
+    exec(compile(program, "models.md", "exec"), {"__name__": "models"})
+    printed = capsys.readouterr().out
+    assert f"```\n{printed}```\n" in (DOCS / "models.md").read_text(encoding="utf-8")
+
+
 def test_quickstart_trains(capsys: pytest.CaptureFixture[str]) -> None:
     space: dict[str, object] = {"__name__": "quickstart"}
     for block in blocks(DOCS / "quickstart.md", "python")[:2]:
