@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import pipedream
 from pipedream import cli
 from pipedream.core.model.crossings import crossings, layer_table
-from pipedream.core.model.graph import Call, Layer, LayerGraph, Site, Value
+from pipedream.core.model.graph import Call, Layer, LayerGraph, Value, ValueSite
 
 CHAIN = """
 import torch
@@ -112,9 +112,9 @@ def test_capture_takes_a_batch_as_the_model_does(batch: Any) -> None:
 def test_table_names_ties_and_what_cannot_be_cut() -> None:
     calls = tuple(Call(name, start, start + 1) for start, name in ((0, "a"), (2, "b"), (4, "c"), (6, "c@2")))
     values = (
-        Value(100, True, 1, 5, (Site("a", "out", "", 1),)),
-        Value(4000, False, -1, 7, (Site("", "in", "labels", -1),)),
-        Value(8, True, 3, 4, (Site("b", "in", "0/x", 2),)),
+        Value(100, True, 1, 5, (ValueSite("a", "out", "", 1),)),
+        Value(4000, False, -1, 7, (ValueSite("", "in", "labels", -1),)),
+        Value(8, True, 3, 4, (ValueSite("b", "in", "0/x", 2),)),
     )
     layers = tuple(Layer(call.name, "Linear") for call in calls)
     graph = LayerGraph(layers, ((0, 1), (1, 2), (2, 3)), ((0, 3), (2, 3)), ((2, 3),), calls=calls, values=values)

@@ -21,7 +21,7 @@ from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import walk
 from pipedream.capture.trace import TracedCall, trace, why_not_a_chain
 from pipedream.core.errors import CaptureError
-from pipedream.core.model.graph import Layer, LayerGraph, Site, Value
+from pipedream.core.model.graph import Layer, LayerGraph, Value, ValueSite
 
 __all__ = [
     "capture_chain",
@@ -98,7 +98,7 @@ def chain_values(captured: Captured, sample: tuple[Any, ...]) -> tuple[Value, ..
             name = captured.graph.layers[i].name
             for path, leaf in walk(passed):
                 if isinstance(leaf, torch.Tensor):
-                    found.append(Value(leaf.nbytes, leaf.requires_grad, i, i + 1, (Site(name, "out", path, i),)))
+                    found.append(Value(leaf.nbytes, leaf.requires_grad, i, i + 1, (ValueSite(name, "out", path, i),)))
     return tuple(found)
 
 
