@@ -1,0 +1,128 @@
+"""All that a pipeline offers, with models that run by their own forward: alone, and on several processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import processes
+import pytest
+import whole_model
+from featured_runs import FEATURES, FLUSHING, Feature, run, run_all
+from models import CASES
+from split_training import (
+    LENGTHS,
+    Trained,
+    batches_of,
+    check_same,
+    make_optimizer,
+    model_of,
+    plain_loop,
+    profile_of,
+)
+
+import pipedream as pd
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+needs_hf = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="transformers is not installed; pip install torch-pipedream[hf]",
+)
+FIVE = ("resnet", "tied_gpt", "attention_lstm", "hf_gpt2", "hf_t5")
+UNTIED = ("resnet", "attention_lstm")
+QUICK = ("zero bubble", "recompute split", "replicas", "another plan")
+
+
+def _marks(name: str, quick: bool) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] * (not quick) + [needs_hf] * CASES[name].needs_hf
+
+
+@cache
+def _profile(name: str) -> pd.Profile:
+    case = CASES[name]
+    return profile_of(case, batches_of(case)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        pytest.param(name, feature, marks=_marks(name, name in ("resnet", "tied_gpt") and feature in QUICK))
+        for name in FIVE
+        for feature in FLUSHING
+    ],
+)
+def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) -> None:
+    wanted = plain_loop(CASES[name], batches_of(CASES[name]), FLUSHING[feature].microbatches)
+    found = run(name, _profile(name), FLUSHING[feature], tmp_path / "checkpoint")
+    if name == "resnet" and feature == "replicas":  # each replica has running statistics of its own
+        assert found.losses == pytest.approx(wanted.losses, rel=1e-9)
+        return
+    check_same(wanted, found, 1e-5 if CASES[name].needs_hf else 1e-9)  # losses and norms compute in float32 there
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [pytest.param(name, workers, marks=_marks(name, False)) for name in FIVE for workers in (2, 3)],
+)
+def test_processes_equal_one(name: str, workers: int, tmp_path: Path) -> None:
+    chosen = {
+        word: feature
+        for word, feature in FEATURES.items()
+        if feature.workers == workers and not (feature.schedule == "pipedream" and name not in UNTIED)
+    }
+    _check_processes(name, workers, chosen, tmp_path)
+
+
+@pytest.mark.processes
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    words = ("recompute split", "2bw", "another plan")
+    _check_processes("tied_gpt", 2, {word: FEATURES[word] for word in words}, tmp_path)
+
+
+def _check_processes(name: str, workers: int, chosen: dict[str, Feature], folder: Path) -> None:
+    profile = _profile(name)
+    first, *others = processes.results(run_all, workers, name, profile.to_json(), chosen, folder / "several")
+    alone = run_all(name, profile.to_json(), chosen, folder / "one")
+    for word, wanted in alone.items():
+        check_same(wanted, first[word], 1e-12 if workers > 2 else 0.0)  # the order of three terms is not fixed
+        for other in others:
+            assert other[word].losses == first[word].losses
+            assert other[word].evaluated == first[word].evaluated
+
+
+def _held(name: str, cuts: tuple[int, ...]) -> list[list[str]]:
+    """Returns the parameters of each stage."""
+    layers = _profile(name).graph.layers
+    ends = [0, *cuts, len(layers)]
+    return [[one for layer in layers[first:last] for one in layer.parameters] for first, last in pairwise(ends)]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "stages", "microbatches"),
+    [
+        ("resnet", "pipedream", 3, 1),
+        pytest.param("unet", "pipedream", 4, 1, marks=pytest.mark.slow),
+        ("tied_gpt", "pipedream_2bw", 3, 4),
+        pytest.param("resnet", "pipedream_2bw", 2, 2, marks=pytest.mark.slow),
+        pytest.param("attention_lstm", "pipedream", 2, 1, marks=pytest.mark.slow),
+        pytest.param("hf_gpt2", "pipedream_2bw", 3, 2, marks=[needs_hf, pytest.mark.slow]),
+    ],
+)
+def test_late_gradients_equal_the_papers(name: str, schedule: str, stages: int, microbatches: int) -> None:
+    case = CASES[name]
+    batches = batches_of(case, (*LENGTHS, *LENGTHS))
+    count = len(_profile(name).graph.layers)
+    cuts = tuple(i * count // stages for i in range(1, stages))
+    version = {"pipedream": whole_model.of_pipedream, "pipedream_2bw": whole_model.of_2bw}[schedule](stages)
+    losses, state = whole_model.train(case, batches, _held(name, cuts), version, microbatches)
+    model = model_of(case)
+    plan = pd.plan(_profile(name), pd.Cluster.here(stages), schedule=schedule, microbatches=microbatches, cuts=cuts)
+    with pd.Pipeline(model, plan, loss=case.loss, optimizer=make_optimizer) as pipeline:
+        found = [done.loss for done in pipeline.train(batches)]
+        check_same(Trained(losses, state), Trained(found, pipeline.state_dict()), 1e-12 if not case.needs_hf else 1e-6)
+    plain = plain_loop(case, batches, microbatches)
+    assert abs(plain.losses[-1] - losses[-1]) > 1e-10, "nothing was late"
