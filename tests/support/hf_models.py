@@ -344,7 +344,7 @@ OTHERS = (
         "MobileNetV2ForImageClassification",
         "MobileNetV2Config",
         large_pictures,
-        LABELS | {"depth_multiplier": 0.25, "image_size": 48},
+        LABELS | {"depth_multiplier": 0.25, "image_size": 48, "output_stride": 8},
     ),
     _case("hf_wav2vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", waves, WAVES),
     _case("hf_hubert", "HubertForSequenceClassification", "HubertConfig", waves, WAVES),
