@@ -31,7 +31,8 @@ _METADATA = {"size", "dim", "stride", "numel", "is_floating_point", "is_complex"
 
 _RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
            "multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_",
-           "cauchy_", "geometric_", "dropout"}  # fmt: skip
+           "cauchy_", "geometric_", "rrelu", "gumbel_softmax"}  # fmt: skip
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 @dataclass(eq=False)
@@ -103,6 +104,8 @@ class Recording:
     tensors: list[TensorRecord]
     writes: dict[int, list[int]]
     """Storage -> moments at which it was written."""
+    draws: list[int]
+    """Moments at which random numbers were drawn."""
     output: Any
 
 
@@ -112,6 +115,7 @@ class _Recorder(TorchFunctionMode):
         self.moment = 0
         self.records: dict[int, TensorRecord] = {}
         self.writes: dict[int, list[int]] = {}
+        self.draws: list[int] = []
         self.names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         self.counts: dict[str, int] = {}
         self.root = CallRecord("", "", model, None, 0)
@@ -133,18 +137,22 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name in _METADATA or (name == "__get__" and not isinstance(result, torch.Tensor)):
             return result
-        self._note(name, args, kwargs, result, self._draws(name, args, result, before))
+        self._note(name, args, kwargs, result, self._draws(name, args, kwargs, result, before))
         return result
 
     def _generator(self) -> bytes:
         # The first words hold seed and position; comparing all 5 KB is as good and simple.
         return torch.default_generator.get_state().numpy().tobytes()
 
-    def _draws(self, name: str, args: Any, result: Any, before: bytes) -> bool:
+    def _draws(self, name: str, args: Any, kwargs: Any, result: Any, before: bytes) -> bool:
         """Whether a function has drawn random numbers. Only for numbers on the CPU a generator shows that."""
         made = [leaf for _, leaf in walk(result) if isinstance(leaf, torch.Tensor)]
         if any(is_stand_in(leaf) or not leaf.is_cpu for leaf in made):
-            return name in _RANDOM and not (name == "dropout" and result is args[0])
+            if name in _RECURRENT:
+                return any(type(argument) is float and argument > 0 for argument in args)
+            if name == "scaled_dot_product_attention":
+                return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+            return name in _RANDOM or ("dropout" in name and not any(leaf is args[0] for leaf in made))
         return before != self._generator()
 
     def _note(self, name: str, args: Any, kwargs: Any, result: Any, random: bool) -> None:
@@ -152,6 +160,8 @@ class _Recorder(TorchFunctionMode):
         arguments = [self.record_of(leaf) for _, leaf in walk([list(args), kwargs]) if isinstance(leaf, torch.Tensor)]
         made = [leaf for _, leaf in walk(result) if isinstance(leaf, torch.Tensor)]
         depends = random or any(one.depends for one in arguments)
+        if random:
+            self.draws.append(self.moment)
         if not arguments and made and name in ("dropout",):
             depends = True
         if depends and not made and name in _READS_NUMBERS:
@@ -260,7 +270,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
             found.sites.append(ValueSite("", "out", where, END))
             if not found.depends:
                 found.uses.append(END)
-    return Recording(root, list(recorder.records.values()), recorder.writes, output)
+    return Recording(root, list(recorder.records.values()), recorder.writes, recorder.draws, output)
 
 
 @contextmanager

@@ -100,7 +100,9 @@ class ModelSlice(nn.Module):
         skipped = {call.name for call in skipped_calls(graph.calls, begin)}
         open_calls = {call.name for call in graph.calls if call.start <= begin < call.end}
         leaves = _leaves_among(graph.calls)
-        self._leaf_calls = {call.name for call in leaves if begin <= call.start < stop}
+        own_calls = [call for call in leaves if begin <= call.start < stop]
+        seeded = [call for call in own_calls if call.path in graph.seeded]
+        self._seeded = {call.path for call in seeded}
         self._open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
         self._described = () if self.is_last else tuple(call.name for call in skipped_calls(graph.calls, stop))
         self._received = [] if self.is_first else _crossing(graph, begin)
@@ -111,7 +113,12 @@ class ModelSlice(nn.Module):
         leave = _sites(made_here, lambda site: begin <= site.moment <= stop)
         self._arrive_in, self._arrive_out = _by_call(arrive, "in"), _by_call(arrive, "out")
         self._leave_in, self._leave_out = _by_call(leave, "in"), _by_call(leave, "out")
-        watched = skipped | self._leaf_calls | set(self._described) | {site.call for site, _ in (*arrive, *leave)}
+        watched = (
+            skipped
+            | {call.name for call in seeded}
+            | set(self._described)
+            | {site.call for site, _ in (*arrive, *leave)}
+        )
         watched |= {name for name in (self._begin_at, self._stop_at) if name is not None}
         if graph.replayed:
             watched |= self._open_at_stop | open_calls
@@ -126,8 +133,8 @@ class ModelSlice(nn.Module):
         tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
         held = {id(tensors[name]) for name in self.names}
         self._foreign_glue = [name for name in graph.glue if id(tensors[name]) not in held]
-        own = {id(m) for call in leaves if call.name in self._leaf_calls for m in modules[call.path].modules()}
-        others = {id(m) for call in leaves if call.name not in self._leaf_calls for m in modules[call.path].modules()}
+        own = {id(m) for call in own_calls for m in modules[call.path].modules()}
+        others = {id(m) for call in set(leaves) - set(own_calls) for m in modules[call.path].modules()}
         own |= {id(modules[name.rpartition(".")[0]]) for name in self.names}
         self._modules_here = [module for module in model.modules() if id(module) in own or id(module) not in others]
 
@@ -306,7 +313,7 @@ class _Run:
             self._take(part._leave_in.get(name, ()), args, kwargs)
             if name == part._stop_at:
                 raise _Left
-            if name in part._leaf_calls and part.reseed is not None:
+            if path in part._seeded and part.reseed is not None:
                 part.reseed(name)
         self.frames.append(name)
         try:

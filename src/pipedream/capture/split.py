@@ -58,6 +58,7 @@ def graph_of(
         values=tuple(value for value in crossing if value is not None),
         glue=_glue(state),
         replayed=tuple(replayed),
+        seeded=_seeded(recording, leaves),
     )
     return graph, refused
 
@@ -193,6 +194,13 @@ def _names_of_layers(
     seen = {id(known[name]) for name in listed}
     names[0].update({name: None for name, tensor in known.items() if id(tensor) not in seen})
     return [list(own) for own in names]
+
+
+def _seeded(recording: Recording, leaves: Sequence[CallRecord]) -> tuple[str, ...]:
+    """The paths of calls that draw random numbers, or after which glue code does."""
+    starts = [leaf.start for leaf in leaves]
+    found = (leaves[max(bisect_right(starts, moment) - 1, 0)].path for moment in recording.draws)
+    return tuple(dict.fromkeys(found))
 
 
 def _every_name(model: nn.Module) -> tuple[str, ...]:

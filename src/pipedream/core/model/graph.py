@@ -111,6 +111,7 @@ class LayerGraph(Artifact):
         values: that cross cuts, if there are calls.
         glue: parameters and buffers that are used outside calls of the modules that hold them.
         replayed: functions whose results are sent to later stages, which lack the numbers to compute them.
+        seeded: paths of modules before each call of which the random generator is seeded.
 
     Raises:
         ValueError: no layer, a repeated name, an edge or tie out of range, or a group in `whole` that is not a tie.
@@ -125,6 +126,7 @@ class LayerGraph(Artifact):
     values: tuple[Value, ...] = ()
     glue: tuple[str, ...] = ()
     replayed: tuple[str, ...] = ()
+    seeded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.layers)
