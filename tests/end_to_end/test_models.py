@@ -40,10 +40,6 @@ def _chosen(names: tuple[str, ...] = tuple(CASES), default: tuple[str, ...] = DE
     return found
 
 
-def _tolerance(case: Case) -> float:
-    return 1e-5 if case.float32_inside else 1e-9
-
-
 @cache
 def _plain(case: Case, microbatches: int) -> Trained:
     return plain_loop(case, batches_of(case), microbatches)
@@ -79,14 +75,14 @@ def test_each_model_trains_in_a_plain_loop(case: Case) -> None:
 def test_flushing_methods_equal_the_plain_loop(case: Case, stages: int, schedule: str, microbatches: int) -> None:
     run = {"schedule": schedule, "microbatches": microbatches, "seed": 10 * stages + microbatches}
     found = pipelined(case, batches_of(case), stages=stages, profile=_profile(case), **run)
-    check_same(_plain(case, microbatches), found, _tolerance(case))
+    check_same(_plain(case, microbatches), found, case.tolerance)
 
 
 @pytest.mark.parametrize("case", [one for one in _chosen(default=()) if one.values[0].varies_length])
 def test_twenty_lengths(case: Case) -> None:
     batches = batches_of(case, range(3, 23), samples=4)
     found = pipelined(case, batches, stages=4, microbatches=2, profile=_profile(case), seed=1)
-    check_same(plain_loop(case, batches, 2), found, _tolerance(case))
+    check_same(plain_loop(case, batches, 2), found, case.tolerance)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 3 else pytest.mark.slow) for n in range(60)])
@@ -105,7 +101,7 @@ def test_dropout_does_not_depend_on_the_cut(case: Case) -> None:
     run = {"microbatches": 2, "profile": profile_of(case, batches[0], dropout=True), "dropout": True}
     one, two = (pipelined(case, batches, stages=stages, seed=stages, **run) for stages in (2, 4))
     assert one.cuts != two.cuts
-    check_same(one, two, _tolerance(case))
+    check_same(one, two, case.tolerance)
     assert abs(one.losses[0] - _plain(case, 2).losses[0]) > 1e-3, "nothing was dropped"
     other = pipelined(case, batches[:1], stages=3, **run)
     assert abs(other.losses[0] - one.losses[0]) < 1e-9
@@ -121,7 +117,7 @@ def _in_process(name: str, stages: int, microbatches: int) -> Trained:
 @pytest.mark.parametrize("workers", [2, 3])
 def test_processes_equal_the_plain_loop(case: Case, workers: int) -> None:
     first, *others = processes.results(_in_process, workers, case.name, workers, 4)
-    check_same(_plain(case, 4), first, _tolerance(case))
+    check_same(_plain(case, 4), first, case.tolerance)
     for other in others:
         assert other.losses == first.losses
         assert other.cuts == first.cuts

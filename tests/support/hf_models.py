@@ -339,12 +339,15 @@ OTHERS = (
         | {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
         | {"decoder_hidden_size": 16, "sr_ratios": [2, 2, 1, 1]},
     ),
-    _case(
-        "hf_mobilenet_v2",
-        "MobileNetV2ForImageClassification",
-        "MobileNetV2Config",
-        large_pictures,
-        LABELS | {"depth_multiplier": 0.25, "image_size": 48, "output_stride": 8},
+    replace(
+        _case(
+            "hf_mobilenet_v2",
+            "MobileNetV2ForImageClassification",
+            "MobileNetV2Config",
+            large_pictures,
+            LABELS | {"depth_multiplier": 0.25, "image_size": 48, "output_stride": 8},
+        ),
+        amplifies=True,
     ),
     _case("hf_wav2vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", waves, WAVES),
     _case("hf_hubert", "HubertForSequenceClassification", "HubertConfig", waves, WAVES),
