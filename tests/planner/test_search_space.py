@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.graph import Call, Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.memory import StageMemory
 from pipedream.planner import SearchSpace, manual_plan, single_stage_plan
@@ -209,7 +209,10 @@ def test_a_module_is_cut_before_its_first_layer(name: str, place: int) -> None:
     ("name", "says"),
     [
         ("embed", r"'embed' was asked for, which begins with the model's first layer.*; cut before 'h.0.norm' or 'h"),
-        ("h.3.mlp.up", r"which is within layer 'h.3.mlp', and that cannot be cut; cut before 'h.3.mlp' or 'h.4.norm'"),
+        (
+            "h.3.mlp.up",
+            r"which is within layer 'h.3.mlp', and that cannot be cut .*; cut before 'h.3.mlp' or 'h.4.norm'",
+        ),
         ("h.12", r"but no layer of the model belongs to such a module; cut before 'h.\d+' or"),
         ("transformer", r"no layer of the model belongs to such a module; cut before 'h.0.norm' or"),
     ],
@@ -217,6 +220,17 @@ def test_a_module_is_cut_before_its_first_layer(name: str, place: int) -> None:
 def test_a_module_that_cannot_be_cut_is_named(name: str, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         manual_plan(BLOCKS, Cluster.flat(2), (name,))
+
+
+def test_a_call_within_a_layer_is_named() -> None:
+    calls = tuple(
+        Call(name, 2 * i, 2 * i + 1) for i, name in enumerate(("stem", "attn.q", "attn.k", "attn.v", "attn.q@2"))
+    )
+    graph = replace(_named("stem", "attn.q", "attn.q@2").graph, calls=calls)
+    profile = Profile("Called", graph, (LayerProfile(1.0, 1.0, 1, 1),) * 3, 1)
+    with pytest.raises(PlanError, match=r"is within layer 'attn.q', .* cut before 'attn.q' or 'attn.q@2'"):
+        manual_plan(profile, Cluster.flat(2), ("attn.v",))
+    assert manual_plan(profile, Cluster.flat(2), ("attn.q@2",)).stages[1].first == 2
 
 
 def test_refuses_no_microbatch_and_too_little_memory() -> None:

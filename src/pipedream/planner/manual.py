@@ -101,7 +101,7 @@ def _place(graph: LayerGraph, cut: int | str) -> int:
     else:
         found = next((i for i, path in enumerate(paths) if path == cut or path.startswith(f"{cut}.")), None)
     if found is None:
-        raise PlanError(f"a cut before layer {cut!r} was asked for, {_why_no_layer(cut, names, paths)}")
+        raise PlanError(f"a cut before layer {cut!r} was asked for, {_why_no_layer(graph, cut, names, paths)}")
     if not found:
         raise PlanError(
             f"a cut before layer {cut!r} was asked for, which begins with the model's first layer, so that nothing "
@@ -110,12 +110,17 @@ def _place(graph: LayerGraph, cut: int | str) -> int:
     return found
 
 
-def _why_no_layer(cut: str, names: list[str], paths: list[str]) -> str:
+def _why_no_layer(graph: LayerGraph, cut: str, names: list[str], paths: list[str]) -> str:
+    starts = {call.name: call.start for call in graph.calls}
+    inside = [call.start for call in graph.calls if f"{call.path}.".startswith(f"{cut}.") or call.name == cut]
     around = [i for i, path in enumerate(paths) if cut.startswith(f"{path}.")]
+    if inside:
+        around = [i for i, name in enumerate(names) if starts.get(name, 0) <= inside[0]]
     if around:
         last = around[-1]
         return (
-            f"which is within layer {names[last]!r}, and that cannot be cut; cut before {_some(names[last : last + 2])}"
+            f"which is within layer {names[last]!r}, and that cannot be cut ('pipedream layers RECIPE' prints why); "
+            f"cut before {_some(names[last : last + 2])}"
         )
     if len(names) <= _FEW:
         return f"the model's layers are {', '.join(names)}; name one"
