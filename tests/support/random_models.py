@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from own_models import CLASSES, PAD, WIDTH, WORDS, Case, cross_entropy, padded_tokens
 from torch import Tensor, nn
 
-__all__ = ["random_case"]
+__all__ = ["RandomBlock", "newest", "random_case"]
 
 Step = Callable[[list[Tensor], Tensor], Tensor]
 
@@ -47,7 +47,7 @@ class RandomBlock(nn.Module):
         kind = rng.choice([*("linear", "norm", "block") * 2, *_GLUE, "again", "own", "cat", "in_place"])
         if kind == "block" and depth:
             block = made(RandomBlock(rng, rng.randint(1, 3), depth - 1))
-            return lambda live, mask: _newest(block([pick(live, i), pick(live, j)], mask))
+            return lambda live, mask: newest(block([pick(live, i), pick(live, j)], mask))
         if kind in _GLUE:
             return lambda live, mask: _GLUE[kind](pick(live, i), pick(live, j), mask)
         if kind == "own":
@@ -65,7 +65,7 @@ class RandomBlock(nn.Module):
         return lambda live, mask: torch.tanh(linear(pick(live, i)))
 
 
-def _newest(output: Any) -> Tensor:
+def newest(output: Any) -> Tensor:
     if isinstance(output, dict):
         return output["a"] + output["b"]
     return output[0] - output[1] if isinstance(output, tuple) else output
@@ -96,7 +96,7 @@ class RandomModel(nn.Module):
         mask = tokens != PAD
         live = [self.embed(tokens)]
         for block in self.blocks:
-            live.append(live[-1] + _newest(block(live, mask)))
+            live.append(live[-1] + newest(block(live, mask)))
         return self.head(live[-1].mean(1))
 
 

@@ -33,9 +33,9 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
     Raises:
         CaptureError: the split model does not give what the model gives.
     """
-    with preserve_state([model], devices), torch.enable_grad():
-        _set_mode(model, True)
-        recording = _record(model, inputs)
+    recording = _record(model, inputs, devices)
+    if recording.moving:
+        recording = _record(model, inputs, devices, recording.moving)
     refused: Refused = {}
     replayed: list[str] = []
     graph, refused = graph_of(model, recording, refused, replayed)
@@ -57,12 +57,14 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
     return graph, refused
 
 
-def _record(model: nn.Module, inputs: Any) -> Recording:
-    args, kwargs = arguments_of(_fresh(inputs))
-    try:
-        return record(model, args, kwargs)
-    except Exception as error:
-        raise does_not_run(model, True, error) from error
+def _record(model: nn.Module, inputs: Any, devices: Sequence[int], moving: frozenset[str] = frozenset()) -> Recording:
+    with preserve_state([model], devices), torch.enable_grad():
+        _set_mode(model, True)
+        args, kwargs = arguments_of(_fresh(inputs))
+        try:
+            return record(model, args, kwargs, moving)
+        except Exception as error:
+            raise does_not_run(model, True, error) from error
 
 
 def _first_failure(

@@ -107,10 +107,12 @@ class Recording:
     draws: list[int]
     """Moments at which random numbers were drawn."""
     output: Any
+    moving: frozenset[str]
+    """Names of the buffers that the forward writes or replaces."""
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, moving: frozenset[str]) -> None:
         super().__init__()
         self.moment = 0
         self.records: dict[int, TensorRecord] = {}
@@ -123,7 +125,7 @@ class _Recorder(TorchFunctionMode):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._state(name, parameter, depends=True)
         for name, buffer in model.named_buffers(remove_duplicate=False):
-            self._state(name, buffer, depends=False)
+            self._state(name, buffer, depends=name in moving)
 
     def _state(self, name: str, tensor: torch.Tensor, depends: bool) -> None:
         if id(tensor) not in self.records:
@@ -251,9 +253,16 @@ class _Recorder(TorchFunctionMode):
                 call.opaque = type(leaf).__name__
 
 
-def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
-    """Runs the model once, in its present mode, and returns what happened. The model itself is not called before."""
-    recorder = _Recorder(model)
+def record(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], moving: frozenset[str] = frozenset()
+) -> Recording:
+    """Runs the model once, in its present mode, and returns what happened. The model itself is not called before.
+
+    Args:
+        moving: of an earlier recording. These buffers belong to one stage, whatever is computed with them.
+    """
+    recorder = _Recorder(model, moving)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     inputs = list(_of_call(args, kwargs))
     for where, leaf in inputs:
         if isinstance(leaf, torch.Tensor) and id(leaf) not in recorder.records:
@@ -270,7 +279,11 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
             found.sites.append(ValueSite("", "out", where, END))
             if not found.depends:
                 found.uses.append(END)
-    return Recording(root, list(recorder.records.values()), recorder.writes, recorder.draws, output)
+    after = dict(model.named_buffers(remove_duplicate=False))
+    changed = {
+        name for name, own in buffers.items() if _storage(own) in recorder.writes or after.get(name, own) is not own
+    }
+    return Recording(root, list(recorder.records.values()), recorder.writes, recorder.draws, output, frozenset(changed))
 
 
 @contextmanager

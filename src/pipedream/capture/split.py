@@ -105,6 +105,11 @@ def _refused(recording: Recording, leaves: Sequence[CallRecord], values: Sequenc
                 f"a tensor of shape {list(lost.tensor.shape)} made by {lost.made_by} is read later, and no module has "
                 "taken or returned it"
             )
+    for one in recording.tensors:
+        if one.state in recording.moving and one.reads:
+            for leaf in leaves:
+                if one.reads[0][0] < leaf.start <= one.reads[-1][0]:
+                    refused.setdefault(leaf.name, f"the buffer {one.state}, which is written, is used before and after")
     for call in recording.root.every():
         if call.whole:
             continue
