@@ -14,8 +14,7 @@ import compensated
 import pytest
 import torch
 import zoo
-from cases import OPTIMIZERS, Case, check, run
-from in_processes import check_processes
+from cases import OPTIMIZERS, Case, check, check_processes, run
 from reference import Rule
 
 import pipedream as pd

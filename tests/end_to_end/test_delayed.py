@@ -13,8 +13,7 @@ import delayed
 import pytest
 import torch
 import zoo
-from cases import Case, check, in_both_lengths, run
-from in_processes import check_processes
+from cases import Case, check, check_processes, in_both_lengths, run
 from torch import nn
 
 import pipedream as pd

@@ -9,8 +9,7 @@ import cases
 import pytest
 import torch
 import zoo
-from cases import Case, check, run
-from in_processes import check_processes
+from cases import Case, check, check_processes, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 

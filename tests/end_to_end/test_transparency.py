@@ -13,8 +13,7 @@ from importlib import import_module
 import pytest
 import torch
 import zoo
-from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, in_both_lengths, run
-from in_processes import check_processes
+from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, check_processes, in_both_lengths, run
 
 from pipedream.schedules import METHODS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -10,6 +10,7 @@ from math import lcm
 from typing import Any
 
 import delayed
+import processes
 import pytest
 import reference
 import torch
@@ -422,3 +423,13 @@ class Fresh:
 
     def __len__(self) -> int:
         return len(self._batches)
+
+
+def check_processes(workers: int, chosen: Sequence[Case]) -> None:
+    """Checks that so many processes, started once for all cases, give to the bit what one gives."""
+    short = [per_worker(case) for case in chosen]
+    of_ranks = processes.results(run_all, workers, short)
+    for number, case in enumerate(short):
+        alone = run(case)
+        for rank, outcomes in enumerate(of_ranks):
+            check_same(outcomes[number], alone, rank)

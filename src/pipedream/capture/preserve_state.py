@@ -40,6 +40,7 @@ def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), se
 
 
 def seed_generators(seed: int, devices: Iterable[int]) -> None:
+    """Seeds the generators of the CPU and of CUDA devices."""
     torch.default_generator.manual_seed(seed)
     for index in devices:
         torch.cuda.default_generators[index].manual_seed(seed)

@@ -32,7 +32,7 @@ from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Call, LayerGraph, Value, ValueSite
 
-__all__ = ["CutFailed", "ModelSlice", "arguments_of", "call_model"]
+__all__ = ["CutFailed", "ModelSlice", "Unsent", "arguments_of", "call_model"]
 
 
 class CutFailed(CaptureError):
