@@ -247,7 +247,7 @@ class _Recorder(TorchFunctionMode):
                 found = self.record_of(leaf)
                 found.sites.append(ValueSite(call.name, "out", where, self.moment))
                 call.outputs.append(found)
-                if call.depending and found.born > call.start:
+                if call.depending and call.path and found.born > call.start:
                     found.depends = True  # a stage that skips this call does not compute it
             elif not isinstance(leaf, PLAIN) and not any(leaf is one for one in arguments):
                 call.opaque = type(leaf).__name__

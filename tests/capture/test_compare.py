@@ -1,0 +1,110 @@
+"""A split that would lose something is found, and the model is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipedream.capture import capture
+from pipedream.capture.slice import ModelSlice
+from pipedream.core.errors import CaptureError
+
+X = torch.randn(3, 4)
+
+
+class Blocks(nn.Module):
+    """A residual network with running statistics and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = F.relu(self.first(x))
+        return {"logits": self.last(self.dropout(self.norm(x)) + x)}
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Blocks()
+    model.dropout.eval()
+    model.first.weight.grad = torch.ones(4, 4)
+    kept_grad = model.first.weight.grad
+    hooks = [module.register_forward_hook(lambda *_: None) for module in model.modules()]
+    state = {name: (value, value.clone(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
+    flags, own = [m.training for m in model.modules()], [dict(m.__dict__) for m in model.modules()]
+    generator, x = torch.get_rng_state(), X.clone().requires_grad_()
+    assert len(capture(model, x).graph.layers) > 2
+    for name, value in model.state_dict(keep_vars=True).items():
+        assert value is state[name][0]
+        assert torch.equal(value, state[name][1])
+        assert value._version == state[name][2]
+    assert [m.training for m in model.modules()] == flags
+    assert [dict(m.__dict__) for m in model.modules()] == own
+    assert [len(m._forward_hooks) for m in model.modules()] == [1] * len(hooks)
+    assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert model.first.weight.grad is kept_grad
+    assert torch.equal(kept_grad, torch.ones(4, 4))
+    assert all(p.grad is None for name, p in model.named_parameters() if name != "first.weight")
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert x.grad is None
+
+
+def without_gradient(bundle: Any) -> Any:
+    return {**bundle, "values": [value.detach() for value in bundle["values"]]} if "values" in bundle else bundle
+
+
+def with_other_numbers(bundle: Any) -> Any:
+    return {**bundle, "values": [value * 1.01 for value in bundle["values"]]} if "values" in bundle else bundle
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        (without_gradient, "in training mode the gradient 'first.(weight|bias)' differs .* none in its layers"),
+        (with_other_numbers, "in training mode the output 'logits' differs"),
+    ],
+)
+def test_what_the_layers_lose_is_found(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[Any], Any], found: str
+) -> None:
+    forward = ModelSlice.forward
+    monkeypatch.setattr(ModelSlice, "forward", lambda self, arriving: fault(forward(self, arriving)))
+    model = Blocks()
+    flags, own = [m.training for m in model.modules()], [dict(m.__dict__) for m in model.modules()]
+    with pytest.raises(CaptureError, match=rf"the layers of Blocks.*{found}"):
+        capture(model, X)
+    assert [m.training for m in model.modules()] == flags
+    assert [dict(m.__dict__) for m in model.modules()] == own
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_buffer_that_the_layers_leave_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = ModelSlice.forward
+
+    def twice(self: ModelSlice, arriving: Any) -> Any:
+        if not self.is_first or not self.is_last:
+            self.model.norm.num_batches_tracked += 1
+        return forward(self, arriving)
+
+    monkeypatch.setattr(ModelSlice, "forward", twice)
+    with pytest.raises(CaptureError, match=r"buffer 'norm[.]num_batches_tracked' differs"):
+        capture(Blocks(), X)
+
+
+def test_a_forward_that_fails_on_the_sample_says_so() -> None:
+    class EvaluationFails(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                raise ValueError("no evaluation")
+            return super().forward(x)["logits"]
+
+    with pytest.raises(CaptureError, match=r"EvaluationFails should run .* in evaluation mode it raised ValueError"):
+        capture(EvaluationFails(), X)
+    with pytest.raises(CaptureError, match=r"Blocks should run .* in training mode it raised RuntimeError"):
+        capture(Blocks(), torch.randn(3, 5))

@@ -1,0 +1,121 @@
+"""One forward is recorded: calls, tensors, and what they are computed from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipedream.capture.record import END, Recording, TensorRecord, record
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(9, 4), nn.BatchNorm1d(4)
+        self.dropout, self.head = nn.Dropout(0.5), nn.Linear(4, 3)
+        self.register_buffer("table", torch.arange(4.0))
+        self.mask: Any = None
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        self.mask = (tokens > 0).float() * scale
+        x = self.embed(tokens) * self.mask.unsqueeze(2) + self.table
+        x = self.norm(x.flatten(0, 1))
+        return {"logits": self.head(self.dropout(x)), "mask": self.mask}
+
+
+def recorded() -> tuple[Model, Recording]:
+    model = Model()
+    return model, record(model, (torch.randint(9, (2, 3)),), {"scale": 2.0})
+
+
+def found(recording: Recording, tensor: Tensor) -> TensorRecord:
+    return next(one for one in recording.tensors if one.tensor is tensor)
+
+
+def test_calls_are_in_order_and_inside_each_other() -> None:
+    model, recording = recorded()
+    assert recording.root.module is model
+    assert [call.name for call in recording.root.inner] == ["embed", "norm", "dropout", "head"]
+    moments = [moment for call in recording.root.inner for moment in (call.start, call.end)]
+    assert moments == sorted(set(moments))
+    assert not any(call.free or call.opaque or call.whole for call in recording.root.every())
+
+
+def test_what_is_computed_from_the_inputs_alone_is_known() -> None:
+    model, recording = recorded()
+    mask, table = found(recording, model.mask), found(recording, model.table)
+    assert not mask.depends
+    assert mask.sources == {"0"}
+    assert mask.uses[-1] == END
+    assert (table.state, table.depends, table.sources) == ("table", False, {":table"})
+    assert table.uses, "the embedding depends, so does its sum with the table"
+    logits = found(recording, recording.output["logits"])
+    assert logits.depends
+    assert [(site.call, site.end, site.path) for site in logits.sites][:2] == [
+        ("head", "out", ""),
+        ("", "out", "logits"),
+    ]
+    assert logits.last == END
+
+
+def test_buffers_that_are_written_or_replaced_are_known() -> None:
+    _, recording = recorded()
+    assert recording.moving == {"norm.num_batches_tracked"}
+
+    class Replaces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = self.mean * 0.9 + x.mean() * 0.1
+            return x - self.mean
+
+    model = Replaces()
+    assert record(model, (torch.ones(2),), {}).moving == {"mean"}
+    again = record(model, (torch.ones(2),), {}, frozenset({"mean"}))
+    assert found(again, again.output).depends, "what a moving buffer is used for belongs to its stage"
+
+
+@pytest.mark.parametrize(
+    ("draw", "depends"),
+    [
+        (lambda x: torch.rand(3), True),
+        (lambda x: torch.randn_like(x), True),
+        (lambda x: torch.empty(3).uniform_(), True),
+        (lambda x: F.dropout(x, 0.5, training=True), True),
+        (lambda x: F.dropout(x, 0.5, training=False) + 1, False),
+        (lambda x: torch.zeros(3), False),
+        (lambda x: x.clone().mul_(2), False),
+    ],
+)
+def test_random_numbers_belong_to_one_stage(draw: Any, depends: bool) -> None:
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return draw(x)
+
+    recording = record(Draws(), (torch.ones(3),), {})
+    assert found(recording, recording.output).depends is depends
+    assert bool(recording.draws) is depends
+
+
+def test_the_model_is_left_without_a_trace() -> None:
+    model, before = Model(), {}
+    for path, module in model.named_modules():
+        before[path] = dict(module.__dict__)
+    record(model, (torch.randint(9, (2, 3)),), {})
+    model.mask = None
+    assert {path: dict(module.__dict__) for path, module in model.named_modules()} == before
+
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no")
+
+    model = nn.Sequential(nn.Linear(4, 4), Fails(4, 4))
+    with pytest.raises(ValueError, match="no"):
+        record(model, (torch.ones(2, 4),), {})
+    assert not any("forward" in module.__dict__ for module in model.modules())
