@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from pipedream.capture.slice import ModelSlice
+from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.model.crossings import layer_table
 from pipedream.core.model.graph import LayerGraph
 
@@ -53,5 +53,6 @@ class Captured:
 
 def captured_from(model: nn.Module, graph: LayerGraph, refused: Mapping[str, str] | None = None) -> Captured:
     """Returns the layers of a model that runs by its own forward."""
-    layers = tuple(ModelSlice(model, graph, i, i + 1) for i in range(len(graph.layers)))
+    tables = SliceTables(model, graph)
+    layers = tuple(ModelSlice(model, graph, i, i + 1, tables) for i in range(len(graph.layers)))
     return Captured(graph, layers, model, refused or {})

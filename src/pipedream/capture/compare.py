@@ -15,7 +15,7 @@ from pipedream.capture.chain import does_not_run
 from pipedream.capture.placeholder import NumbersNeeded
 from pipedream.capture.preserve_state import preserve_state, seed_generators
 from pipedream.capture.record import Recording, record
-from pipedream.capture.slice import CutFailed, ModelSlice, arguments_of
+from pipedream.capture.slice import CutFailed, ModelSlice, SliceTables, arguments_of
 from pipedream.capture.split import Refused, graph_of
 from pipedream.capture.structure import map_leaves, walk
 from pipedream.core.errors import CaptureError
@@ -25,6 +25,7 @@ from pipedream.core.seeds import layer_seed
 __all__ = ["split"]
 
 _TOLERANCE = 1e-4  # of float32 sums in another order; a lost gradient differs by its whole size
+_ROW = 1 << 16  # numbers that are summed in float32
 
 
 def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool) -> tuple[LayerGraph, Refused]:
@@ -42,19 +43,28 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
     if not graph.calls:
         return graph, refused
     while True:
-        failed = _first_failure(model, graph, inputs, devices)
-        if failed is None:
+        try:
+            parts = _both_modes(model, graph, range(len(graph.layers) + 1), inputs, devices, compares)
             break
-        call, error = failed
-        if isinstance(error, NumbersNeeded) and error.function not in replayed:
-            replayed.append(error.function)
-        else:
-            refused = {**refused, call: str(error)}
+        except _LayerFailed as failed:
+            if isinstance(failed.error, NumbersNeeded) and failed.error.function not in replayed:
+                replayed.append(failed.error.function)
+            else:
+                refused = {**refused, failed.call: str(failed.error)}
         graph, refused = graph_of(model, recording, refused, replayed)
     del recording
     if compares:
-        _compare(model, graph, inputs, devices)
+        _compare(model, _both_modes(model, graph, [0, len(graph.layers)], inputs, devices, compares), parts)
     return graph, refused
+
+
+class _LayerFailed(Exception):
+    """A layer cannot begin with a call."""
+
+    def __init__(self, call: str, error: Exception) -> None:
+        super().__init__(call)
+        self.call = call
+        self.error = error
 
 
 def _record(model: nn.Module, inputs: Any, devices: Sequence[int], moving: frozenset[str] = frozenset()) -> Recording:
@@ -67,34 +77,57 @@ def _record(model: nn.Module, inputs: Any, devices: Sequence[int], moving: froze
             raise does_not_run(model, True, error) from error
 
 
-def _first_failure(
-    model: nn.Module, graph: LayerGraph, inputs: Any, devices: Sequence[int]
-) -> tuple[str, Exception] | None:
-    """Runs the layers one by one in both modes; returns the first cut at which that fails."""
+Numbers = dict[str, tuple[float, ...] | None]
+Measured = tuple[Numbers, Numbers, Numbers]
+"""Fingerprints of outputs, gradients and buffers, so that no second set of gradients needs memory."""
+
+
+def _both_modes(
+    model: nn.Module, graph: LayerGraph, ends: Sequence[int], inputs: Any, devices: Sequence[int], compares: bool
+) -> list[Measured]:
+    """Runs slices one after the other in training and in evaluation mode. Raises _LayerFailed."""
+    found = []
     for training in (True, False):
-        with preserve_state([model], devices), torch.enable_grad():
+        with preserve_state([model], devices), torch.enable_grad(), _gradients(model) as gradients:
             _set_mode(model, training)
-            value = _fresh(inputs)
-            for layer in range(len(graph.layers)):
-                part = _slice(model, graph, layer, layer + 1, devices)
-                try:
-                    value = _detached(part(value))
-                except CutFailed as error:
-                    return error.call, error
-                except Exception as error:
-                    if not layer:
-                        raise does_not_run(model, training, error) from error
-                    return graph.layers[layer].name, error
-    return None
+            output = _run(model, graph, ends, inputs, training, devices)
+            if compares:
+                found.append(_measured(model, output, training, gradients))
+    return found
 
 
-def _compare(model: nn.Module, graph: LayerGraph, inputs: Any, devices: Sequence[int]) -> None:
+def _run(
+    model: nn.Module, graph: LayerGraph, ends: Sequence[int], inputs: Any, training: bool, devices: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    tables = SliceTables(model, graph)
+    value = _fresh(inputs)
+    for first, last in pairwise(ends):
+        part = ModelSlice(model, graph, first, last, tables)
+        part.reseed = partial(_reseed, devices)
+        try:
+            value = part(value)
+        except CutFailed as error:
+            raise _LayerFailed(error.call, error) from error
+        except Exception as error:
+            if not first:
+                raise does_not_run(model, training, error) from error
+            raise _LayerFailed(graph.layers[first].name, error) from error
+    return {path: leaf for path, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
+
+
+def _measured(model: nn.Module, outputs: dict[str, torch.Tensor], training: bool, gradients: Numbers) -> Measured:
+    found: Numbers = {path: _fingerprint(leaf) for path, leaf in outputs.items()}
+    floats = [leaf for leaf in outputs.values() if leaf.requires_grad] if training else []
+    outputs.clear()
+    if floats:
+        torch.autograd.backward(floats, [_weights_like(leaf) for leaf in floats])
+    return found, gradients, {name: _fingerprint(buffer) for name, buffer in model.named_buffers()}
+
+
+def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measured]) -> None:
     kind = type(model).__name__
-    for training in (True, False):
-        mode = "training" if training else "evaluation"
-        whole = _measured(model, graph, [0, len(graph.layers)], inputs, training, devices)
-        parts = _measured(model, graph, range(len(graph.layers) + 1), inputs, training, devices)
-        for what, wanted, found in zip(("output", "gradient", "buffer"), whole, parts, strict=True):
+    for mode, *both in zip(("training", "evaluation"), whole, parts, strict=True):
+        for what, wanted, found in zip(("output", "gradient", "buffer"), *both, strict=True):
             for name in wanted.keys() | found.keys():
                 if not _close(wanted.get(name), found.get(name)):
                     raise CaptureError(
@@ -103,29 +136,6 @@ def _compare(model: nn.Module, graph: LayerGraph, inputs: Any, devices: Sequence
                         f"{_text(found.get(name))} in its layers); the forward does something that cannot be seen from "
                         "outside: put it into a module of its own"
                     )
-
-
-Numbers = dict[str, tuple[float, ...] | None]
-
-
-def _measured(
-    model: nn.Module, graph: LayerGraph, ends: Sequence[int], inputs: Any, training: bool, devices: Sequence[int]
-) -> tuple[Numbers, Numbers, Numbers]:
-    """Fingerprints of outputs, gradients and buffers, so that no second set of gradients needs memory."""
-    with preserve_state([model], devices), torch.enable_grad(), _gradients(model) as gradients:
-        _set_mode(model, training)
-        value = _fresh(inputs)
-        for first, last in pairwise(ends):
-            value = _slice(model, graph, first, last, devices)(value)
-        outputs = {path: leaf for path, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
-        del value
-        if training:
-            floats = [leaf for leaf in outputs.values() if leaf.requires_grad]
-            if floats:
-                torch.autograd.backward(floats, [_weights(leaf) for leaf in floats])
-        found: Numbers = {path: _fingerprint(leaf) for path, leaf in outputs.items()}
-        buffers: Numbers = {name: _fingerprint(buffer) for name, buffer in model.named_buffers()}
-        return found, gradients, buffers
 
 
 @contextmanager
@@ -163,20 +173,22 @@ def _fingerprint(tensor: torch.Tensor) -> tuple[float, ...]:
         flat = tensor.detach().reshape(-1)
         if flat.is_complex():
             flat = torch.view_as_real(flat).reshape(-1)
-        flat = flat.to(torch.float64) if flat.numel() < 1 << 16 else flat.float()
-        return float(flat.sum()), float((flat * _weights(flat)).sum()), float(flat.abs().sum())
+        flat = flat.to(torch.float64) if flat.numel() < _ROW else flat.float()
+        rows = flat.numel() // _ROW
+        whole, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
+        # No copies: a gradient may be a good part of the model.
+        weighted = (whole @ _weights(_ROW, flat)) @ _weights(rows, flat) + rest @ _weights(rest.numel(), flat)
+        return float(flat.sum()), float(weighted), float(torch.linalg.vector_norm(flat, 1))
 
 
-def _weights(like: torch.Tensor) -> torch.Tensor:
+def _weights(count: int, like: torch.Tensor) -> torch.Tensor:
     """Numbers that differ from place to place, without a random generator."""
-    return (
-        torch.arange(like.numel(), device=like.device, dtype=torch.float64)
-        .mul_(0.7548776662)
-        .frac()
-        .add_(0.5)
-        .to(like.dtype)
-        .view(like.shape)
-    )
+    numbers = torch.arange(count, device=like.device, dtype=torch.float64)
+    return numbers.mul_(0.7548776662).frac_().add_(0.5).to(like.dtype)
+
+
+def _weights_like(tensor: torch.Tensor) -> torch.Tensor:
+    return _weights(tensor.numel(), tensor).view(tensor.shape)
 
 
 def _close(a: tuple[float, ...] | None, b: tuple[float, ...] | None) -> bool:
@@ -188,12 +200,6 @@ def _close(a: tuple[float, ...] | None, b: tuple[float, ...] | None) -> bool:
 
 def _text(numbers: tuple[float, ...] | None) -> str:
     return "none" if numbers is None else f"sum {numbers[0]:.6g}"
-
-
-def _slice(model: nn.Module, graph: LayerGraph, first: int, last: int, devices: Sequence[int]) -> ModelSlice:
-    part = ModelSlice(model, graph, first, last)
-    part.reseed = partial(_reseed, devices)
-    return part
 
 
 def _reseed(devices: Sequence[int], call: str) -> None:
@@ -211,10 +217,3 @@ def _fresh(inputs: Any) -> Any:
 
 def _clone(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _detached(bundle: Any) -> Any:
-    if not isinstance(bundle, dict) or "values" not in bundle:
-        return bundle
-    # A copy, because a layer may work in place, which autograd does not allow on a leaf.
-    return {**bundle, "values": [t.detach().requires_grad_(t.requires_grad).clone() for t in bundle["values"]]}

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from pipedream.capture.placeholder import meta_like
 from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import PLAIN, walk
 from pipedream.core.model.graph import ValueSite
@@ -49,6 +50,8 @@ class TensorRecord:
         uses: moments at which something that depends is computed from it, if it does not depend itself.
         sites: where modules take or return it.
         made_by: name of the function.
+        tensor: in a finished record without its numbers, except parameters and buffers.
+        storage: which storage it is in.
     """
 
     tensor: torch.Tensor
@@ -60,6 +63,7 @@ class TensorRecord:
     sites: list[ValueSite] = field(default_factory=list)
     made_by: str = ""
     state: str = ""
+    storage: int = 0
     reads: list[tuple[int, CallRecord]] = field(default_factory=list)
 
 
@@ -106,7 +110,6 @@ class Recording:
     """Storage -> moments at which it was written."""
     draws: list[int]
     """Moments at which random numbers were drawn."""
-    output: Any
     moving: frozenset[str]
     """Names of the buffers that the forward writes or replaces."""
 
@@ -283,7 +286,13 @@ def record(
     changed = {
         name for name, own in buffers.items() if _storage(own) in recorder.writes or after.get(name, own) is not own
     }
-    return Recording(root, list(recorder.records.values()), recorder.writes, recorder.draws, output, frozenset(changed))
+    found_all = list(recorder.records.values())
+    for one in found_all:
+        one.storage = _storage(one.tensor)
+    for one in found_all:
+        if not one.state and one.tensor.layout is torch.strided:
+            one.tensor = meta_like(one.tensor)  # frees its memory
+    return Recording(root, found_all, recorder.writes, recorder.draws, frozenset(changed))
 
 
 @contextmanager
@@ -309,7 +318,7 @@ def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[st
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 def _inside_whole() -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, takewhile, zip_longest
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Call, LayerGraph, Value, ValueSite
 
-__all__ = ["CutFailed", "ModelSlice", "Unsent", "arguments_of", "call_model"]
+__all__ = ["CutFailed", "ModelSlice", "SliceTables", "Unsent", "arguments_of", "call_model"]
 
 
 class CutFailed(CaptureError):
@@ -71,6 +71,29 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs if type(inputs) is tuple else (inputs,)), {}
 
 
+class SliceTables:
+    """What the slices of a model have in common, looked up once for all that are made together.
+
+    Attributes:
+        inside: paths of the calls inside each call.
+        in_leaves: ids of the modules in leaf calls.
+    """
+
+    def __init__(self, model: nn.Module, graph: LayerGraph) -> None:
+        calls = graph.calls
+        self.starts = {call.name: call.start for call in calls}
+        self.leaves = [one for one, after in zip_longest(calls, calls[1:]) if after is None or after.start > one.end]
+        self.inside: dict[str, list[str]] = {}
+        for number, call in enumerate(calls):
+            within = takewhile(partial(_begins_within, call), islice(calls, number + 1, None))
+            self.inside[call.name] = [inner.path for inner in within]
+        self.every = list(model.modules())
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self.tensors.update(model.named_buffers(remove_duplicate=False))
+        self.in_leaves = {id(m) for call in self.leaves for m in self.modules[call.path].modules()}
+
+
 class ModelSlice(nn.Module):
     """Layers first <= i < last of a model that runs by its own forward.
 
@@ -84,23 +107,25 @@ class ModelSlice(nn.Module):
 
     model: Any
 
-    def __init__(self, model: nn.Module, graph: LayerGraph, first: int, last: int) -> None:
+    def __init__(
+        self, model: nn.Module, graph: LayerGraph, first: int, last: int, tables: SliceTables | None = None
+    ) -> None:
         super().__init__()
+        tables = tables or SliceTables(model, graph)
         self.__dict__["model"] = model  # not a submodule: the slice owns a part of it only
         self.graph = graph
         self.is_first, self.is_last = first == 0, last == len(graph.layers)
         self.on_begin: Callable[[], None] | None = None
         self.reseed: Callable[[str], None] | None = None
         self.names = tuple(dict.fromkeys(name for layer in graph.layers[first:last] for name in layer.parameters))
-        starts = {call.name: call.start for call in graph.calls}
+        starts, modules, tensors = tables.starts, tables.modules, tables.tensors
         self._begin_at = None if self.is_first else graph.layers[first].name
         self._stop_at = None if self.is_last else graph.layers[last].name
         begin = -1 if self._begin_at is None else starts[self._begin_at]
         stop = max(starts.values(), default=0) + 1 if self._stop_at is None else starts[self._stop_at]
         skipped = {call.name for call in skipped_calls(graph.calls, begin)}
         open_calls = {call.name for call in graph.calls if call.start <= begin < call.end}
-        leaves = _leaves_among(graph.calls)
-        own_calls = [call for call in leaves if begin <= call.start < stop]
+        own_calls = [call for call in tables.leaves if begin <= call.start < stop]
         seeded = [call for call in own_calls if call.path in graph.seeded]
         self._seeded = {call.path for call in seeded}
         self._open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
@@ -122,40 +147,39 @@ class ModelSlice(nn.Module):
         watched |= {name for name in (self._begin_at, self._stop_at) if name is not None}
         if graph.replayed:
             watched |= self._open_at_stop | open_calls
-        modules = dict(model.named_modules(remove_duplicate=False))
         paths = dict.fromkeys(name.partition("@")[0] for name in sorted(watched - {""}))
         self._watched = [(modules[path], path) for path in paths]
         self._calls_inside = {
-            call.name: Counter(c.path for c in graph.calls if call.start < c.start < call.end and c.path in paths)
-            for call in graph.calls
-            if call.name in skipped
+            name: Counter(path for path in inside if path in paths)
+            for name, inside in tables.inside.items()
+            if name in skipped
         }
-        tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
         held = {id(tensors[name]) for name in self.names}
         self._foreign_glue = [name for name in graph.glue if id(tensors[name]) not in held]
         own = {id(m) for call in own_calls for m in modules[call.path].modules()}
-        others = {id(m) for call in set(leaves) - set(own_calls) for m in modules[call.path].modules()}
-        own |= {id(modules[name.rpartition(".")[0]]) for name in self.names}
-        self._modules_here = [module for module in model.modules() if id(module) in own or id(module) not in others]
+        self._owners = [(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.names]
+        own |= {id(owner) for _, owner, _ in self._owners}
+        self._modules_here = [m for m in tables.every if id(m) in own or id(m) not in tables.in_leaves]
 
     # -- what it owns -------------------------------------------------------------------------------
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self._owned(dict(self.model.named_parameters(remove_duplicate=False)), remove_duplicate)
+        yield from self._owned("_parameters", remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._owned(dict(self.model.named_buffers(remove_duplicate=False)), remove_duplicate)
+        yield from self._owned("_buffers", remove_duplicate)
 
-    def _owned(self, every: Mapping[str, Any], remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+    def _owned(self, slots: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
-        for name in self.names:
-            if name in every and not (remove_duplicate and id(every[name]) in seen):
-                seen.add(id(every[name]))
-                yield name, every[name]
+        for name, owner, slot in self._owners:
+            tensor = getattr(owner, slots).get(slot)
+            if tensor is not None and not (remove_duplicate and id(tensor) in seen):
+                seen.add(id(tensor))
+                yield name, tensor
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
@@ -489,5 +513,5 @@ def _by_call(sites: Sequence[tuple[ValueSite, Value]], end: str) -> dict[str, li
     return found
 
 
-def _leaves_among(calls: Sequence[Call]) -> list[Call]:
-    return [call for call, after in zip_longest(calls, calls[1:]) if after is None or after.start > call.end]
+def _begins_within(outer: Call, call: Call) -> bool:
+    return call.start < outer.end

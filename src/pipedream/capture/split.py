@@ -137,10 +137,9 @@ def _same_storage(recording: Recording, values: Sequence[TensorRecord], moment: 
     seen: set[int] = set()
     for one in values:
         if _crosses(one, moment) and recording.writes:
-            storage = one.tensor.untyped_storage()._cdata
-            if storage in seen and any(written >= moment for written in recording.writes.get(storage, ())):
+            if one.storage in seen and any(written >= moment for written in recording.writes.get(one.storage, ())):
                 return one
-            seen.add(storage)
+            seen.add(one.storage)
     return None
 
 
