@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -182,13 +182,18 @@ def _fingerprint(tensor: torch.Tensor) -> tuple[float, ...]:
 
 
 def _weights(count: int, like: torch.Tensor) -> torch.Tensor:
+    return _numbers(count, like.dtype, like.device)
+
+
+@lru_cache(maxsize=8)
+def _numbers(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Numbers that differ from place to place, without a random generator."""
-    numbers = torch.arange(count, device=like.device, dtype=torch.float64)
-    return numbers.mul_(0.7548776662).frac_().add_(0.5).to(like.dtype)
+    numbers = torch.arange(count, device=device, dtype=torch.float64)
+    return numbers.mul_(0.7548776662).frac_().add_(0.5).to(dtype)
 
 
 def _weights_like(tensor: torch.Tensor) -> torch.Tensor:
-    return _weights(tensor.numel(), tensor).view(tensor.shape)
+    return _numbers.__wrapped__(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape)
 
 
 def _close(a: tuple[float, ...] | None, b: tuple[float, ...] | None) -> bool:
