@@ -116,31 +116,31 @@ def map_tensors(value: Any, function: Callable[[Any], Any], leaves: type | tuple
     Args:
         leaves: types that the function is applied to.
     """
-    known: dict[int, Any] = {}
+    return _mapped(value, function, leaves if isinstance(leaves, tuple) else (leaves,), {})
 
-    def mapped(item: Any) -> Any:
-        if type(item) in _PLAIN:
-            return item
-        if isinstance(item, leaves):
-            if id(item) not in known:
-                known[id(item)] = function(item)
-            return known[id(item)]
-        kind = type(item)
-        if kind is tuple or kind is list:
-            return kind([mapped(part) for part in item])
-        if kind is dict:
-            return {key: mapped(part) for key, part in item.items()}
-        if _fields(kind) is None:
-            return {key: mapped(part) for key, part in item.items()} if isinstance(item, Mapping) else item
-        content, attributes = _parts(item)
-        items, new = content if isinstance(content, dict) else {}, mapped(content)
-        made = {
-            name: new[name] if part is not None and items.get(name) is part else mapped(part)
-            for name, part in attributes.items()
-        }
-        return _assembled(kind, new, made)
 
-    return mapped(value)
+def _mapped(item: Any, function: Callable[[Any], Any], leaves: tuple[type, ...], known: dict[int, Any]) -> Any:
+    # Not a function inside the one above: one that calls itself is a cycle, which would keep its tensors in memory.
+    if type(item) in _PLAIN:
+        return item
+    if isinstance(item, leaves):
+        if id(item) not in known:
+            known[id(item)] = function(item)
+        return known[id(item)]
+    kind = type(item)
+    if kind is tuple or kind is list:
+        return kind([_mapped(part, function, leaves, known) for part in item])
+    if kind is dict or (_fields(kind) is None and isinstance(item, Mapping)):
+        return {key: _mapped(part, function, leaves, known) for key, part in item.items()}
+    if _fields(kind) is None:
+        return item
+    content, attributes = _parts(item)
+    items, new = content if isinstance(content, dict) else {}, _mapped(content, function, leaves, known)
+    made = {
+        name: new[name] if part is not None and items.get(name) is part else _mapped(part, function, leaves, known)
+        for name, part in attributes.items()
+    }
+    return _assembled(kind, new, made)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
