@@ -126,3 +126,22 @@ def test_late_gradients_equal_the_papers(name: str, schedule: str, stages: int, 
         check_same(Trained(losses, state), Trained(found, pipeline.state_dict()), 1e-12 if not case.needs_hf else 1e-6)
     plain = plain_loop(case, batches, microbatches)
     assert abs(plain.losses[-1] - losses[-1]) > 1e-10, "nothing was late"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=_marks(name, name.startswith("checkpointed")))
+        for name in ("checkpointed", "checkpointed_reentrant", "tied_gpt", "densenet", "glue_dropout", "hf_t5")
+    ],
+)
+def test_masks_are_the_same_when_a_forward_is_repeated(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    profile = profile_of(case, batches_of(case)[0], dropout=True)
+    once = run(name, profile, Feature("gpipe", dropout=True), tmp_path)
+    whole = run(name, profile, Feature("gpipe", config=(1,), dropout=True), tmp_path)
+    again = run(name, profile, Feature(config=(1, 1, 1), recompute=True, dropout=True), tmp_path)
+    check_same(whole, once, 1e-9)
+    check_same(once, again, 1e-9)
+    undropped = plain_loop(case, batches_of(case), 2)
+    assert abs(undropped.losses[0] - once.losses[0]) > 1e-3, "nothing was dropped"

@@ -203,6 +203,49 @@ class ModelSlice(nn.Module):
         return run.result()
 
 
+    @contextmanager
+    def seeding(self, reseed: Callable[[str], None], counts: dict[str, int], place: torch.device) -> Iterator[None]:
+        """Seeds leaf calls, of which each module has had so many; nothing else of a forward is done."""
+        paths = {name.partition("@")[0] for name in self._leaf_calls}
+        saved: list[tuple[dict[str, Any], str, Any]] = []
+        own = torch.get_rng_state(), torch.cuda.get_rng_state(place) if place.type == "cuda" else None
+
+        def call(path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            count = counts[path] = counts.get(path, 0) + 1
+            name = path if count == 1 else f"{path}@{count}"
+            if name in self._leaf_calls:
+                reseed(name)
+            return original(*args, **kwargs)
+
+        try:
+            _wrap([(module, path) for module, path in self._watched if path in paths], call, saved)
+            yield
+        finally:
+            _restore(saved)
+            torch.set_rng_state(own[0])
+            if own[1] is not None:
+                torch.cuda.set_rng_state(own[1], place)
+
+
+def _wrap(
+    modules: Sequence[tuple[nn.Module, str]], call: Callable[..., Any], saved: list[tuple[dict[str, Any], str, Any]]
+) -> None:
+    """Lets ``call(path, original, ...)`` make the calls of modules; appends what `_restore` needs."""
+    for module, path in modules:
+        slot = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
+        original = getattr(module, slot)
+        saved.append((module.__dict__, slot, module.__dict__.get(slot)))
+        module.__dict__[slot] = partial(call, path, original)
+
+
+def _restore(saved: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+    for attributes, slot, own in reversed(saved):
+        if own is None:
+            del attributes[slot]
+        else:
+            attributes[slot] = own
+
+
 class _Run:
     """One forward of a slice."""
 
@@ -234,14 +277,14 @@ class _Run:
         if part.is_first and part.on_begin is not None:
             part.on_begin()
         if part.is_first and part.is_last:
-            with self._wrapping():
+            with self._wrapping(), self._checkpoints():
                 return part.model(*args, **kwargs)
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the modules inside
         try:
             with (
                 self._wrapping(),
-                self._without_checkpoints(),
+                self._checkpoints(),
                 _Functions(self) if part.graph.replayed else nullcontext(),
             ):
                 output = part.model(*args, **kwargs)
@@ -274,21 +317,26 @@ class _Run:
         return leaf
 
     @contextmanager
-    def _without_checkpoints(self) -> Iterator[None]:
-        """Runs checkpointed functions of placeholders as they are: a checkpoint would save its arguments.
+    def _checkpoints(self) -> Iterator[None]:
+        """Seeds the calls in checkpointed functions again when they are repeated.
 
-        Of a stage's own calls this concerns the first at most, whose activations are then kept.
+        With placeholders among the arguments, which a checkpoint would save, the function runs without one. Of a
+        stage's own calls this concerns the first at most, whose activations are then kept.
         """
         module: Any = torch.utils.checkpoint
         generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
 
-        def passing(*args: Any, **kwargs: Any) -> Any:
-            return iter((None,)) if _has_placeholder(args, kwargs) else generator(*args, **kwargs)
+        def passing(run: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if _has_placeholder(args, kwargs):
+                return iter((None,))
+            return generator(self._repeatable(run, repeats=True), *args, **kwargs)  # the checkpoint calls it first
 
         class Passing:
             @staticmethod
             def apply(run: Any, preserve: bool, *args: Any) -> Any:
-                return run(*args) if _has_placeholder(args, {}) else function.apply(run, preserve, *args)
+                if _has_placeholder(args, {}):
+                    return run(*args)
+                return function.apply(self._repeatable(run, repeats=False), preserve, *args)
 
         module._checkpoint_without_reentrant_generator, module.CheckpointFunction = passing, Passing
         try:
@@ -296,16 +344,27 @@ class _Run:
         finally:
             module._checkpoint_without_reentrant_generator, module.CheckpointFunction = generator, function
 
+    def _repeatable(self, run: Callable[..., Any], repeats: bool) -> Callable[..., Any]:
+        """Returns a function that seeds its calls as this forward does now: if it `repeats`, or from the second time.
+        """
+        part, reseed, counts, place = self.part, self.part.reseed, dict(self.counts), self.place
+        if reseed is None:
+            return run
+
+        def repeatable(*args: Any, **kwargs: Any) -> Any:
+            nonlocal repeats
+            with part.seeding(reseed, dict(counts), place) if repeats else nullcontext():
+                repeats = True
+                return run(*args, **kwargs)
+
+        return repeatable
+
     @contextmanager
     def _wrapping(self) -> Iterator[None]:
         part = self.part
         saved: list[tuple[dict[str, Any], str, Any]] = []
         try:
-            for module, path in part._watched:
-                slot = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
-                original = getattr(module, slot)
-                saved.append((module.__dict__, slot, module.__dict__.get(slot)))
-                module.__dict__[slot] = partial(self._call, path, original)
+            _wrap(part._watched, self._call, saved)
             for name in part._foreign_glue:
                 owner, _, slot = name.rpartition(".")
                 module = part.model.get_submodule(owner)
@@ -316,11 +375,7 @@ class _Run:
                     slots[slot] = placeholder_like(tensor, self.place, tensor.requires_grad)
             yield
         finally:
-            for attributes, slot, own in reversed(saved):
-                if own is None:
-                    del attributes[slot]
-                else:
-                    attributes[slot] = own
+            _restore(saved)
 
     def _call(self, path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         part = self.part
