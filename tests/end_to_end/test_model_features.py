@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
 import processes
 import pytest
+import torch
 import whole_model
 from featured_runs import FEATURES, FLUSHING, Feature, run, run_all
 from models import CASES
@@ -22,6 +23,7 @@ from split_training import (
     plain_loop,
     profile_of,
 )
+from torch import Tensor, nn
 
 import pipedream as pd
 
@@ -145,3 +147,37 @@ def test_masks_are_the_same_when_a_forward_is_repeated(name: str, tmp_path: Path
     check_same(once, again, 1e-9)
     undropped = plain_loop(case, batches_of(case), 2)
     assert abs(undropped.losses[0] - once.losses[0]) > 1e-3, "nothing was dropped"
+
+
+class _OneDropout(nn.Module):
+    """One module that drops in every block but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = x + self.drop(block(x))
+        return x
+
+
+def test_stages_that_share_a_module_leave_evaluation_together() -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(6)]
+    optimizer, found = partial(torch.optim.SGD, lr=0.01), []
+    for cuts in ((), (1, 3, 5)):
+        torch.manual_seed(1)
+        model = _OneDropout()
+        profile = pd.profile(model, batches[0][0], warmup=0, runs=1)
+        plan = pd.plan(profile, pd.Cluster.here(len(cuts) + 1), schedule="1f1b", microbatches=2, cuts=cuts)
+        with pd.Pipeline(model, plan, loss=nn.MSELoss(), optimizer=optimizer) as pipeline:
+            losses = [done.loss for done in pipeline.train(batches)]
+            losses.append(pipeline.evaluate(batches)["loss"])
+            outputs = list(pipeline.predict(batches))
+            assert all(module.training for module in model.modules())
+            losses += [done.loss for done in pipeline.train(batches)]
+            found.append(Trained(losses, pipeline.state_dict(), predicted=outputs))
+    check_same(*found, 1e-5)

@@ -202,23 +202,19 @@ class ModelSlice(nn.Module):
         run = _Run(self, arriving)
         return run.result()
 
-
     @contextmanager
     def seeding(self, reseed: Callable[[str], None], counts: dict[str, int], place: torch.device) -> Iterator[None]:
         """Seeds leaf calls, of which each module has had so many; nothing else of a forward is done."""
-        paths = {name.partition("@")[0] for name in self._leaf_calls}
         saved: list[tuple[dict[str, Any], str, Any]] = []
         own = torch.get_rng_state(), torch.cuda.get_rng_state(place) if place.type == "cuda" else None
 
         def call(path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             count = counts[path] = counts.get(path, 0) + 1
-            name = path if count == 1 else f"{path}@{count}"
-            if name in self._leaf_calls:
-                reseed(name)
+            reseed(path if count == 1 else f"{path}@{count}")
             return original(*args, **kwargs)
 
         try:
-            _wrap([(module, path) for module, path in self._watched if path in paths], call, saved)
+            _wrap([(module, path) for module, path in self._watched if path in self._seeded], call, saved)
             yield
         finally:
             _restore(saved)
@@ -345,8 +341,7 @@ class _Run:
             module._checkpoint_without_reentrant_generator, module.CheckpointFunction = generator, function
 
     def _repeatable(self, run: Callable[..., Any], repeats: bool) -> Callable[..., Any]:
-        """Returns a function that seeds its calls as this forward does now: if it `repeats`, or from the second time.
-        """
+        """Returns a function that seeds its calls as this forward does now: the first time only if it `repeats`."""
         part, reseed, counts, place = self.part, self.part.reseed, dict(self.counts), self.place
         if reseed is None:
             return run

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.failure.interrupts import Interrupts
 from pipedream.runtime.results.results import Done, Output
+from pipedream.runtime.stage_state import evaluating
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
 
@@ -278,15 +279,18 @@ class Session:
 
     def evaluate(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Done:
         """Returns the means over a loader, equal on every rank."""
-        with self._evaluation_data(loader, adapt) as data:
+        with self._evaluation_data(loader, adapt) as data, self._evaluating():
             streams = [worker.evaluate(data.get(worker.rank), ema) for worker in self.workers]
             found = [event for event in self._run(streams) if isinstance(event, Done)]
         return found[-1]
 
     def predict(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Iterator[Output]:
         """Yields the outputs, at rank 0 only."""
-        with self._evaluation_data(loader, adapt) as data:
+        with self._evaluation_data(loader, adapt) as data, self._evaluating():
             yield from self._run([worker.predict(data.get(worker.rank), ema) for worker in self.workers])
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        return evaluating([state for worker in self.workers for state in worker.stage_states.values()])
 
     @contextmanager
     def _evaluation_data(self, loader: Any, adapt: AdaptBatch) -> Iterator[dict[int, Microbatches]]:

@@ -215,10 +215,13 @@ class StageState:
 
 @contextmanager
 def evaluating(stage_states: Iterable[StageState]) -> Iterator[None]:
-    """Context in evaluation mode; restores each module's mode."""
+    """Context in evaluation mode; restores each module's mode.
+
+    Stages in one process may share modules, so all of them enter and leave it together.
+    """
     flags = [flag for stage_state in stage_states for flag in stage_state.module.train(False)]
     try:
         yield
     finally:
-        for module, training in flags:
+        for module, training in reversed(flags):  # of a shared module the first flag is its own
             module.training = training

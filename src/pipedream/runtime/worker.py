@@ -27,7 +27,7 @@ from pipedream.runtime.results.results import Done, Output, Results
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
 from pipedream.runtime.stage.stage_module import SavedForward
-from pipedream.runtime.stage_state import StageState, evaluating
+from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update_barrier import UpdateBarrier
 
 __all__ = ["Worker"]
@@ -133,30 +133,28 @@ class Worker:
         self.recorder.note_peak(max(stage_state.versions.peak for stage_state in self.stage_states.values()))
 
     def evaluate(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
-        """Yields at the end one `Done` with the means over all minibatches."""
+        """Yields at the end one `Done` with the means over all minibatches; the stages are in evaluation mode."""
         self._begin(DataStream(ema=ema), data)
-        with evaluating(self.stage_states.values()):
-            yield from (event for event in self._run(self._evaluation) if not isinstance(event, Op))
+        yield from (event for event in self._run(self._evaluation) if not isinstance(event, Op))
         owners = self.program.placement.ranks[self._last]
         if self._last in self.stage_states:
             self.results.send_sums(0)
         yield (yield from self.results.collect(0, range(len(owners)), self.rate))
 
     def predict(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
-        """Yields the outputs in order, at rank 0 only."""
+        """Yields the outputs in order, at rank 0 only; the stages are in evaluation mode."""
         self._begin(DataStream(predicts=True, ema=ema), data)
         ahead, given = self.program.plan.in_flight[0], 0
-        with evaluating(self.stage_states.values()):
-            for event in self._run(self._evaluation):
-                if not isinstance(event, Op):
-                    yield event
-                elif self.rank == 0 and self._total is None and event.index - given >= ahead:
-                    # Outputs are received as they come, so that no worker has to keep many.
-                    yield (yield from self._output(given))
-                    given += 1
-            while self.rank == 0 and given < (self._total or 0):
+        for event in self._run(self._evaluation):
+            if not isinstance(event, Op):
+                yield event
+            elif self.rank == 0 and self._total is None and event.index - given >= ahead:
+                # Outputs are received as they come, so that no worker has to keep many.
                 yield (yield from self._output(given))
                 given += 1
+        while self.rank == 0 and given < (self._total or 0):
+            yield (yield from self._output(given))
+            given += 1
 
     @property
     def where(self) -> str:
