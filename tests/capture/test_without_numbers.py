@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import pytest
@@ -25,7 +26,16 @@ def sizes(profile: Profile) -> list[tuple[str, int, int, int]]:
     return [(layer.name, *cost) for layer, cost in zip(profile.graph.layers, costs, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["early_exits"])
+NEED_NUMBERS = {
+    *("experts", "packed_lstm", "value_branch", "module_branch", "number_carried"),
+    *("hf_mixtral", "hf_qwen3_moe", "hf_olmoe", "hf_gpt_oss", "hf_deepseek_v3", "hf_electra"),
+}
+"""They branch on computed numbers, mostly on which expert a word goes to."""
+
+SLOW = ["unet", "tied_gpt", "lora", "shared_bias", "borrowed_weights", "hf_gpt2", "hf_llama", "hf_t5", "hf_mamba"]
+
+
+@pytest.mark.parametrize("name", ["early_exits", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_sizes_are_those_of_a_run(name: str) -> None:
     case = {**HF, **OWN}[name]
     if case.needs_hf:
@@ -69,3 +79,31 @@ def test_a_path_that_depends_on_weights_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="profile it on a device that computes"):
         estimated(Branch(), (torch.ones(2, 4), torch.ones(2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(NEED_NUMBERS))
+def test_models_that_need_numbers_say_so(name: str) -> None:
+    case = {**HF, **OWN}[name]
+    if case.needs_hf:
+        pytest.importorskip("transformers")
+    with pytest.raises(CaptureError, match="profile it on a device that computes"):
+        estimated(case.build(), case.inputs(case.batch(0, 3, 8)))
+
+
+@pytest.mark.slow
+def test_a_model_of_7b_parameters_is_profiled_and_planned() -> None:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig())
+    words = torch.zeros(1, 2048, dtype=torch.long)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    profile = estimated(model, {"input_ids": words, "labels": words})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1e6  # KB
+    assert sum(layer.parameter_bytes for layer in profile.layers) == 4 * 6_738_415_616
+    # 2 flops for each weight and token, without the embedding's.
+    assert sum(layer.forward_flops for layer in profile.layers) > 2 * 2048 * 6.6e9
+    cluster = pipedream.Cluster.flat(4, 300e9, memory_bytes=80 * 10**9, device="A100-80GB")
+    plan = pipedream.plan(profile, cluster, schedule="1f1b", microbatches=16, shape="straight")
+    assert len(plan.stages) == 4
+    assert pipedream.simulate(plan, microbatches=16).spans
