@@ -195,7 +195,7 @@ def test_a_tensor_that_is_only_read_stays_real() -> None:
     ],
 )
 def test_what_needs_numbers_says_so(function: Callable[[Any], Any], name: str) -> None:
-    with pytest.raises(NumbersNeeded, match=f"{name} needs the numbers of a tensor of another stage") as caught:
+    with pytest.raises(NumbersNeeded, match=rf"needs the numbers of a tensor .*\({name};") as caught:
         function(held(torch.tensor(1.0)))
     assert caught.value.function == name
 

@@ -22,6 +22,7 @@ from pipedream.capture.structure import walk
 from pipedream.capture.trace import TracedCall, trace, why_not_a_chain
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Layer, LayerGraph, Value, ValueSite
+from pipedream.core.user_code import with_place
 
 __all__ = [
     "capture_chain",
@@ -136,10 +137,12 @@ def check_model(model: nn.Module) -> None:
         where = f"the module {name!r}" if name else f"the model {type(model).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(f"{where} is a TorchScript module and cannot be looked into; pass the eager module")
-        if type(module).__name__ in _DISTRIBUTED:
+        wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _DISTRIBUTED), None)
+        if wrapper is not None:  # found by name: torch.distributed.fsdp takes long to import
+            how = "sharded by fully_shard (an FSDPModule)" if wrapper == "FSDPModule" else f"wrapped in {wrapper}"
             raise CaptureError(
-                f"{where} is wrapped in {type(module).__name__}, which would synchronise by itself; pass the module "
-                "inside: the plan decides which stages are replicated"
+                f"{where} is {how}, which would synchronise by itself; pass the model before that: the plan decides "
+                "which stages are replicated"
             )
     if _is_compiled(model):
         raise CaptureError(
@@ -193,7 +196,7 @@ def does_not_run(model: nn.Module, training: bool, error: Exception) -> CaptureE
     )
     return CaptureError(
         f"the forward of {type(model).__name__} should run on the sample, but in "
-        f"{'training' if training else 'evaluation'} mode it raised {type(error).__name__}: {error}; {advice}"
+        f"{'training' if training else 'evaluation'} mode it raised {with_place(error)}; {advice}"
     )
 
 

@@ -21,6 +21,7 @@ from pipedream.capture.structure import map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.seeds import layer_seed
+from pipedream.core.user_code import source_of
 
 __all__ = ["split"]
 
@@ -47,6 +48,8 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
             parts = _both_modes(model, graph, range(len(graph.layers) + 1), inputs, devices, compares)
             break
         except _LayerFailed as failed:
+            if failed.call in refused:
+                raise failed.error from failed
             if isinstance(failed.error, NumbersNeeded) and failed.error.function not in replayed:
                 replayed.append(failed.error.function)
             else:
@@ -128,7 +131,9 @@ def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measur
     kind = type(model).__name__
     for mode, *both in zip(("training", "evaluation"), whole, parts, strict=True):
         for what, wanted, found in zip(("output", "gradient", "buffer"), *both, strict=True):
-            for name in wanted.keys() | found.keys():
+            for name in dict.fromkeys([*wanted, *found]):  # gradients: the last layers come first
+                if what == "gradient" and wanted.get(name) is not None and found.get(name) is None:
+                    raise CaptureError(_lost_gradient(model, name))
                 if not _close(wanted.get(name), found.get(name)):
                     raise CaptureError(
                         f"the layers of {kind}, run one after the other, should give what the model gives, but in "
@@ -136,6 +141,19 @@ def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measur
                         f"{_text(found.get(name))} in its layers); the forward does something that cannot be seen from "
                         "outside: put it into a module of its own"
                     )
+
+
+def _lost_gradient(model: nn.Module, name: str) -> str:
+    path = name.rpartition(".")[0]
+    module = model.get_submodule(path)
+    place = source_of(type(module).forward)
+    return (
+        f"the layers of {type(model).__name__} lose the gradient of the parameter {name!r} of the module "
+        f"{path or type(model).__name__!r} ({type(module).__name__}{', ' * bool(place)}{place}), which the model "
+        "itself has. Usually it is read where that cannot be seen: in an extension or a custom autograd function, by "
+        "a module that keeps a reference to it or to a tensor made from it, or in an object that passes from one "
+        "module to another. Read it in the forward of the module that holds it, and pass tensors on as arguments"
+    )
 
 
 @contextmanager

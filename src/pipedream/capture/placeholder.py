@@ -14,9 +14,20 @@ from typing import Any
 
 import torch
 
-from pipedream.capture.structure import map_leaves
+from pipedream.capture.structure import map_leaves, walk
+from pipedream.core.errors import CaptureError
+from pipedream.core.user_code import user_line
 
-__all__ = ["NumbersNeeded", "Placeholder", "meta_like", "placeholder_like", "plain_meta", "swap_tensors"]
+__all__ = [
+    "MissingOutput",
+    "NumbersNeeded",
+    "Placeholder",
+    "mark_missing",
+    "meta_like",
+    "placeholder_like",
+    "plain_meta",
+    "swap_tensors",
+]
 
 T: Any = torch.Tensor
 _broadcast: Any = torch.broadcast_shapes
@@ -32,16 +43,18 @@ _UNARY = {
 }  # fmt: skip
 
 
-class NumbersNeeded(Exception):
+class NumbersNeeded(CaptureError):
     """An operation needs the numbers of a tensor of another stage.
 
     Attributes:
         function: its name.
+        cause: the error of the operation without numbers.
     """
 
-    def __init__(self, function: str, cause: str) -> None:
+    def __init__(self, function: str, text: str, cause: str) -> None:
         self.function = function
-        super().__init__(f"{function} needs the numbers of a tensor of another stage ({cause})")
+        self.cause = cause
+        super().__init__(text)
 
 
 class Placeholder(torch.Tensor):
@@ -68,6 +81,37 @@ class Placeholder(torch.Tensor):
             grad = torch.is_grad_enabled()
             with torch.no_grad():
                 return _evaluated(func, args, kwargs or {}, grad)
+
+
+class MissingOutput(Placeholder):
+    """A part of the model's output that the last stage cannot compute, and that is not sent to it.
+
+    Attributes:
+        field: where it is in the output.
+    """
+
+    field: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "__repr__", "size", "dim"):
+            return super().__torch_function__(func, types, args, kwargs)
+        one = next(leaf for _, leaf in walk([list(args), kwargs or {}]) if isinstance(leaf, MissingOutput))
+        raise CaptureError(
+            f"{user_line() or 'the loss'} uses {one.field} of the model's output, which an earlier stage has computed "
+            "and not sent: on the sample, the output did not have it. Capture with a sample and a mode that return "
+            "it, or do not use it"
+        )
+
+
+def mark_missing(output: Any) -> None:
+    """Lets the placeholders in a model's output raise an error with their name when they are used."""
+    for path, leaf in walk(output):
+        if type(leaf) is Placeholder:
+            leaf.__class__ = MissingOutput
+            leaf.field = f"the field {path!r}" if path else "the whole"  # type: ignore[attr-defined]
 
 
 _REPORTED: dict[Any, Callable[[Placeholder], Any]] = {
@@ -148,7 +192,12 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: b
     try:
         result = func(*arguments, **keywords)
     except (NotImplementedError, RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise NumbersNeeded(name, f"{type(error).__name__}: {error}") from error
+        cause = f"{type(error).__name__}: {error}"
+        text = (
+            f"{user_line() or 'an operation'} needs the numbers of a tensor that another stage computes and does not "
+            f"send ({name}; {cause})"
+        )
+        raise NumbersNeeded(name, text, cause) from error
     if args and id(arguments[0]) in originals and (name == "__setitem__" or _in_place(name)):
         swap_tensors(args[0], placeholder_like(arguments[0], args[0].device, wants))
         return None if name == "__setitem__" else args[0]

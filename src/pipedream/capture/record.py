@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -125,6 +126,7 @@ class _Recorder(TorchFunctionMode):
         self.counts: dict[str, int] = {}
         self.root = CallRecord("", "", model, None, 0)
         self.stack = [self.root]
+        self.thread = get_ident()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._state(name, parameter, depends=True)
         for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -231,13 +233,17 @@ class _Recorder(TorchFunctionMode):
         path = self.names[id(module)]
         count = self.counts[path] = self.counts.get(path, 0) + 1
         name = path if count == 1 else f"{path}@{count}"
-        call = CallRecord(name, path, module, self.stack[-1], self.moment, whole=_inside_whole())
+        call = CallRecord(name, path, module, self.stack[-1], self.moment, whole=self._whole())
         self.stack[-1].inner.append(call)
         self.stack.append(call)
         for where, leaf in _of_call(args, kwargs):
             if isinstance(leaf, torch.Tensor):
                 self.record_of(leaf).sites.append(ValueSite(name, "in", where, self.moment))
         return call
+
+    def _whole(self) -> str:
+        """Returns why the present call must not be cut inside, or ""."""
+        return "in a thread of its own" if get_ident() != self.thread else _inside_whole()
 
     def _leave(self, call: CallRecord, args: Any, kwargs: Any, output: Any) -> None:
         self.moment += 1
@@ -324,7 +330,7 @@ def _storage(tensor: torch.Tensor) -> int:
 def _inside_whole() -> str:
     """Returns why the present call must not be cut inside, or ""."""
     found = ""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame is not None:
         code = frame.f_code
         if code.co_filename.endswith("torch/utils/checkpoint.py") and not found:

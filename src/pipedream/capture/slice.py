@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile, zip_longest
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -26,11 +27,20 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pipedream.capture.placeholder import Placeholder, meta_like, placeholder_like, plain_meta, swap_tensors
+from pipedream.capture.placeholder import (
+    NumbersNeeded,
+    Placeholder,
+    mark_missing,
+    meta_like,
+    placeholder_like,
+    plain_meta,
+    swap_tensors,
+)
 from pipedream.capture.split import skipped_calls
 from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Call, LayerGraph, Value, ValueSite
+from pipedream.core.user_code import MODULE, source_of, user_line
 
 __all__ = ["CutFailed", "ModelSlice", "SliceTables", "Unsent", "arguments_of", "call_model"]
 
@@ -48,7 +58,7 @@ class CutFailed(CaptureError):
 
 
 class _Left(BaseException):
-    """Leaves the model's forward; a BaseException, so that the model does not catch it."""
+    """Leaves the model's forward; a BaseException, so that ``except Exception`` in the model does not catch it."""
 
 
 @dataclass(frozen=True)
@@ -266,10 +276,13 @@ class _Run:
         self.place = tensors[0].device if tensors else torch.device("cpu")
         self.frames: list[str] = [""]
         self.frame_counts: dict[str, int] = {}
+        self.left = False
+        self.last_call = ""
+        self.thread = get_ident()
 
     def result(self) -> Any:
         part = self.part
-        args, kwargs = self.inputs if part.is_first else self._received_inputs()
+        self.entered = args, kwargs = self.inputs if part.is_first else self._received_inputs()
         if part.is_first and part.on_begin is not None:
             part.on_begin()
         if part.is_first and part.is_last:
@@ -286,16 +299,94 @@ class _Run:
                 output = part.model(*args, **kwargs)
         except _Left:
             return self._bundle()
+        except NumbersNeeded as error:
+            raise self._numbers_needed(error) from error
+        except Exception as error:
+            if self.left:
+                raise self._caught_leaving() from error
+            raise
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
+        if self.left:
+            raise self._caught_leaving()
         if not part.is_last or not self.begun:
             missed = (part._stop_at if self.begun else part._begin_at) or ""
-            raise CutFailed(
-                missed,
-                f"the forward of {type(part.model).__name__} should call {missed!r}, as it did when the model was "
-                "captured, but it took another path; put what differs into one module, or cut elsewhere",
-            )
+            raise self._other_path(missed, f"it ended without calling {missed!r}")
+        mark_missing(output)
         return output
+
+    # -- what can go wrong ----------------------------------------------------------------------------
+
+    def _other_path(self, call: str, found: str) -> CutFailed:
+        last = f" after the call of {self.last_call!r}" if self.last_call else ""
+        return CutFailed(
+            call,
+            f"the forward of {self._around(call)}, took another path than when the model was captured: {found}{last}. "
+            "A branch on the data, on the mode (training or evaluation) or on random numbers decides so. Capture with "
+            f"a sample that takes the usual path, put the branch into one module, or do not cut before {call!r}",
+        )
+
+    def _around(self, call: str) -> str:
+        """The model and the module inside it whose forwards lead to a call, with their places in the user's files."""
+        start = next((each.start for each in self.part.graph.calls if each.name == call), 0)
+        paths = [each.path for each in self.part.graph.calls if each.start < start < each.end]
+        return ", or inside it that of ".join(map(self._named, ["", *paths[-1:]]))
+
+    def _named(self, path: str) -> str:
+        module = self.part.model.get_submodule(path)
+        place = source_of(type(module).forward)
+        return type(module).__name__ + f" {path!r}" * bool(path) + f" ({place})" * bool(place)
+
+    def _caught_leaving(self) -> CutFailed:
+        call = self.part._stop_at or ""
+        return CutFailed(
+            call,
+            f"a stage ends before the call of {call!r} by an exception, which the forward of {self._around(call)}, "
+            "has caught: by a bare `except:`, `except BaseException`, or `return`, `break` or `continue` in `finally`. "
+            f"Write `except Exception:` there, or do not cut before {call!r}",
+        )
+
+    def _numbers_needed(self, error: NumbersNeeded) -> NumbersNeeded:
+        line = user_line(error)
+        return NumbersNeeded(
+            error.function,
+            f"{line or 'the forward'} needs the numbers of a tensor that another stage computes "
+            f"and does not send ({error.function}, {self._frame()}; {error.cause}). Put that line and the modules that "
+            f"depend on it into one module, or cut elsewhere than before {self.part._begin_at!r}; if the sample takes "
+            "another path, capture with one that takes this",
+            error.cause,
+        )
+
+    def _missing_input(self, path: str, found: Any) -> CaptureError:
+        args, kwargs = self.inputs
+        given = [*map(str, range(len(args))), *map(repr, kwargs)]
+        what = "which the batch lacks" if found is None else f"which is a {type(found).__name__} in this batch"
+        if found is None and (path in kwargs or (path.isdigit() and int(path) < len(args))):
+            what = "which is None in this batch"
+        return CaptureError(
+            f"a later stage of {self._named('')} reads the input {path!r}, "
+            f"which was a tensor on the sample, {what} (its inputs: {', '.join(given)}). Give it in each batch, or "
+            "profile and plan with a sample without it"
+        )
+
+    def _frame(self) -> str:
+        return f"in the forward of {self.frames[-1] or type(self.part.model).__name__!r}"
+
+    def _no_numbers(self, name: str) -> CutFailed:
+        """The error of a call of this stage that got a placeholder."""
+        given = (path for path, leaf in _leaves_of(*self.entered) if isinstance(leaf, torch.Tensor))
+        new = [path for path in given if path not in self.part.graph.inputs]
+        cause = (
+            f"The sample lacked the input {new[0]!r}: profile and plan with a sample that has it"
+            if new
+            else "Either the forward takes another path, or it keeps a tensor of an earlier batch on a module. Capture "
+            "with a sample that takes this path, or put the modules that depend on this into one"
+        )
+        return CutFailed(
+            self.part._begin_at or "",
+            f"the module {name!r} (called at {user_line()}) needs a tensor that another stage has and that is not "
+            f"sent, because on the sample the module did not depend on it. {cause}",
+        )
 
     def _received_inputs(self) -> Any:
         """The model's inputs: those that a later layer reads were received, the others are placeholders."""
@@ -376,6 +467,9 @@ class _Run:
         part = self.part
         count = self.counts[path] = self.counts.get(path, 0) + 1
         name = path if count == 1 else f"{path}@{count}"
+        if self.left:  # the model has caught it
+            raise _Left
+        self.last_call = name
         if not self.begun:
             if name == part._begin_at:
                 self._begin(name, args, kwargs)
@@ -386,15 +480,22 @@ class _Run:
         if self.begun:
             self._take(part._leave_in.get(name, ()), args, kwargs)
             if name == part._stop_at:
+                self.left = True
                 raise _Left
             if path in part._seeded and part.reseed is not None:
                 part.reseed(name)
         self.frames.append(name)
         try:
             output = original(*args, **kwargs)
+        except Exception as error:
+            if not hasattr(error, MODULE):
+                setattr(error, MODULE, name)
+            raise
         finally:
             self.frames.pop()
         if self.begun:
+            if type(output) is Placeholder and name in part._leaf_calls:
+                raise self._no_numbers(name)
             self._take_output(part._leave_out.get(name, ()), output)
             if name in part._described:
                 self._describe(name, args, kwargs, output)
@@ -445,11 +546,7 @@ class _Run:
                 continue
             places = list({id(leaf): leaf for leaf in self.found.get(value, ())}.values())
             if not places:
-                raise CutFailed(
-                    name,
-                    f"the stage that begins with {name!r} received the value {value.name!r}, but found no place for "
-                    "it: the forward took another path than when the model was captured",
-                )
+                raise self._other_path(name, f"it did not use the {value.name!r} that was received,")
             for place in places:
                 if place is received:
                     continue
@@ -474,13 +571,14 @@ class _Run:
         for value in part._sent if part.is_first else ():
             if value.born < 0:
                 path = value.sites[0].path
-                self.values[value] = leaf_at(self.inputs[0 if path.split("/")[0].isdigit() else 1], path)
+                found = leaf_at(self.inputs[0 if path.split("/")[0].isdigit() else 1], path)
+                if not isinstance(found, torch.Tensor):
+                    raise self._missing_input(path, found)
+                self.values[value] = found
         lacking = [value for value in part._sent if value not in self.values]
         if lacking:
-            raise CutFailed(
-                part._stop_at or "",
-                f"the stage that ends before {part._stop_at!r} should send the value {lacking[0].name!r}, but no "
-                "module took or returned it: the forward took another path than when the model was captured",
+            raise self._other_path(
+                part._stop_at or "", f"it did not make the {lacking[0].name!r}, which a later stage needs,"
             )
         outputs = {**self.outputs, **self.described}
 

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.capture.record import END, CallRecord, Recording, TensorRecord
 from pipedream.core.model.graph import Call, Layer, LayerGraph, Value
+from pipedream.core.user_code import source_of
 
 __all__ = ["Refused", "graph_of", "skipped_calls"]
 
@@ -39,7 +40,7 @@ def graph_of(
     for leaf in leaves[1:]:
         hidden = [one for one in skipped_calls(calls, leaf.start) if one.hides]
         if hidden:
-            refused.setdefault(leaf.name, f"{hidden[0].name} returns an object that cannot be sent")
+            refused.setdefault(leaf.name, _unsendable(recording, hidden[0].name))
     starts = [leaf for number, leaf in enumerate(leaves) if not number or leaf.name not in refused]
     moments = [-1, *(leaf.start for leaf in starts[1:])]
     cuts = moments[1:]
@@ -59,8 +60,18 @@ def graph_of(
         glue=_glue(state),
         replayed=tuple(replayed),
         seeded=_seeded(recording, leaves),
+        inputs=tuple(one.sites[0].path for one in recording.tensors if one.sites and one.sites[0].moment == -1),
     )
     return graph, refused
+
+
+def _unsendable(recording: Recording, name: str) -> str:
+    call = next(call for call in recording.root.every() if call.name == name)
+    place = source_of(type(call.module).forward)
+    return (
+        f"the module {name!r} ({', '.join(filter(None, (type(call.module).__name__, place)))}) returns a "
+        f"{call.opaque}, which cannot be sent; let it return tensors in tuples, lists, dicts or dataclasses"
+    )
 
 
 def skipped_calls(calls: Sequence[Call], moment: int) -> list[Call]:

@@ -21,6 +21,7 @@ from pipedream.core.errors import ArtifactError, CaptureError, PipelineError, Pl
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.core.user_code import with_place
 from pipedream.runtime import measured
 from pipedream.runtime.assemble import (
     Blueprint,
@@ -318,8 +319,7 @@ class Session:
         except PipelineError as error:
             raise self._reported(error) from error.__cause__
         except Exception as error:  # e.g. of the user's loader
-            text = f"{type(error).__name__}: {error}"
-            raise self._reported(WorkerError(self.rank, self.lead.where, text)) from error
+            raise self._reported(WorkerError(self.rank, self.lead.where, with_place(error))) from error
         finally:
             self._activity.place = _LOOP
 

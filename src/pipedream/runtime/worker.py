@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.core.errors import CaptureError, PipelineError, WorkerError
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program
 from pipedream.core.schedule.timeline import GradientVersions
+from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
 from pipedream.runtime.comm.message import Content, Ending, Message
 from pipedream.runtime.data.microbatches import Microbatches
@@ -197,11 +198,12 @@ class Worker:
                     # start is safe: the replicas of a stage have a group of their own, and all start their buckets
                     # in the same order.
                     pass
+            except CaptureError as error:
+                raise WorkerError(self.rank, self.where, str(error)) from error
             except PipelineError:
                 raise
             except Exception as error:
-                text = f"{type(error).__name__}: {str(error).strip() or repr(error)}"
-                raise WorkerError(self.rank, self.where, text) from error
+                raise WorkerError(self.rank, self.where, with_place(error)) from error
         # The end arrives once on each channel that serves forwards; receive those still unread.
         while unread := self._mailbox.unread(program.channels):
             yield from self._receive(program, unread[0], self._total or 0)

@@ -112,6 +112,7 @@ class LayerGraph(Artifact):
         glue: parameters and buffers that are used outside calls of the modules that hold them.
         replayed: functions whose results are sent to later stages, which lack the numbers to compute them.
         seeded: paths of modules before each call of which the random generator is seeded.
+        inputs: where the model's inputs have tensors ("0", "input_ids").
 
     Raises:
         ValueError: no layer, a repeated name, an edge or tie out of range, or a group in `whole` that is not a tie.
@@ -127,6 +128,7 @@ class LayerGraph(Artifact):
     glue: tuple[str, ...] = ()
     replayed: tuple[str, ...] = ()
     seeded: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.layers)

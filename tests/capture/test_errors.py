@@ -1,0 +1,514 @@
+"""Each error names the module, what it did, the user's file and line, and what to do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipedream as pd
+from pipedream.capture import capture
+from pipedream.capture.slice import ModelSlice
+from pipedream.core.errors import CaptureError, PipelineError, PlanError, WorkerError
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.a = nn.Linear(width, width)
+        self.b = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.relu(self.a(x)))
+
+
+class Base(nn.Module):
+    """Not a chain, because of its two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(4, 2)
+        self.out = nn.Linear(4, 2)
+
+    def ends(self, x: Tensor) -> Tensor:
+        return self.head(x) + self.out(x)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.ends(x)
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.05)
+
+
+def planned(model: nn.Module, sample: Any, cuts: Sequence[str]) -> pd.Plan:
+    profile = pd.profile(model, sample, warmup=0, runs=1)
+    return pd.plan(profile, pd.Cluster.here(len(cuts) + 1), schedule="gpipe", microbatches=2, cuts=tuple(cuts))
+
+
+def trained(
+    kind: Callable[[], nn.Module],
+    batches: Sequence[Any],
+    cuts: Sequence[str] = ("blocks.1.a", "blocks.2.b"),
+    *,
+    loss: Any = F.mse_loss,
+    sample: Any = None,
+    **options: Any,
+) -> list[float]:
+    model = made(kind)
+    plan = planned(model, batches[0][0] if sample is None else sample, cuts)
+    with pd.Pipeline(model, plan, loss=loss, optimizer=sgd, **options) as pipeline:
+        return [done.loss for done in pipeline.train(batches)]
+
+
+def in_one_process(kind: Callable[[], nn.Module], batches: Sequence[Any]) -> list[float]:
+    model = made(kind)
+    optimizer = sgd(list(model.named_parameters()))
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for part, target in zip(x.tensor_split(2), y.tensor_split(2), strict=True):
+            loss = F.mse_loss(model(part), target) * (len(part) / len(x))
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        losses.append(float(total))
+    return losses
+
+
+def batches_of(count: int = 3, size: int = 4) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(size, 4), torch.randn(size, 2)) for _ in range(count)]
+
+
+def text_of(call: Callable[[], object], kind: type[PipelineError] = WorkerError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def has(text: str, *parts: str) -> None:
+    for part in parts:
+        assert part in text, text
+
+
+# -- the model's own errors --------------------------------------------------------------------------
+
+
+class Bug(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        if len(x) == 1:
+            x = x.view(5, 77)  # a mistake
+        return self.ends(self.blocks[2](x))
+
+
+class BugInModule(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            x = self.a(x[:, :3])
+        return super().forward(x)
+
+
+class InModule(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = BugInModule()
+
+
+def test_an_error_of_the_model_names_the_line() -> None:
+    text = text_of(lambda: trained(Bug, [*batches_of(1), *batches_of(1, size=2)]))
+    has(text, "rank 1, stage 1, 1F2: RuntimeError: shape", "test_errors.py", "in forward: x = x.view(5, 77)")
+
+
+def test_an_error_of_a_module_names_module_and_line() -> None:
+    text = text_of(lambda: trained(InModule, [*batches_of(1), *batches_of(1, size=2)]))
+    has(text, "mat1 and mat2", "in the module 'blocks.1.a'", "in forward: x = self.a(x[:, :3])")
+
+
+def test_a_sample_that_does_not_run_names_the_line() -> None:
+    text = text_of(lambda: capture(made(Bug), torch.randn(1, 4)), CaptureError)
+    has(text, "the forward of Bug should run", "x = x.view(5, 77)", "give a sample")
+
+
+def test_an_error_of_the_loss_names_the_line() -> None:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.mean() + batch[1].view(77)
+
+    text = text_of(lambda: trained(Base, batches_of(1), loss=loss))
+    has(text, "stage 2", "in loss: return output.mean() + batch[1].view(77)")
+
+
+# -- another path ------------------------------------------------------------------------------------
+
+
+class ByLength(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if len(x) > 1:
+            x = self.blocks[1](x)
+        return self.ends(self.blocks[2](x))
+
+
+class ByMode(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.training:
+            x = self.blocks[1](x)
+        return self.ends(self.blocks[2](x))
+
+
+class Drops(Base):
+    """Leaves out a block now and then, as LayerDrop does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if not self.training or torch.rand(()) > 0.5:
+                x = block(x)
+        return self.ends(x)
+
+
+@pytest.mark.parametrize("cut", ["blocks.1.a", "blocks.1.b"])
+def test_another_path_is_an_error(cut: str) -> None:
+    text = text_of(lambda: trained(ByLength, [*batches_of(1), *batches_of(1, size=2)], [cut]))
+    has(text, "the forward of ", "(test_errors.py:", "took another path", f"without calling {cut!r}", "one module")
+
+
+def test_a_call_that_one_mode_lacks_is_no_cut() -> None:
+    found = capture(made(ByMode), torch.randn(4, 4))
+    assert "blocks.1.a" not in [layer.name for layer in found.graph.layers]
+    has(found.refused["blocks.1.a"], "took another path", "ByMode", "on the mode (training or evaluation)")
+
+
+def test_layers_that_are_dropped_are_refused_or_an_error() -> None:
+    found = capture(made(Drops), torch.randn(4, 4))
+    part = [ModelSlice(found.model, found.graph, i, i + 1) for i in range(len(found.graph.layers))]
+    for seed in range(8):
+        torch.manual_seed(seed)
+        value: Any = torch.randn(4, 4)
+        torch.manual_seed(seed)
+        try:
+            for each in part:
+                torch.manual_seed(seed)
+                value = each(value)
+        except CaptureError as error:
+            has(str(error), "another path")
+
+
+class NeedsNumbers(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if len(x) == 1 and x.sum() > 0:
+            x = -x
+        return self.ends(self.blocks[2](self.blocks[1](x)))
+
+
+def test_numbers_of_another_stage() -> None:
+    text = text_of(lambda: trained(NeedsNumbers, [*batches_of(1), *batches_of(1, size=2)]))
+    has(text, "rank 1, stage 1", "in forward: if len(x) == 1 and x.sum() > 0", "needs the numbers", "one module")
+
+
+# -- inputs ------------------------------------------------------------------------------------------
+
+
+class Masked(Base):
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if mask is not None:
+                x = x * mask
+        return self.ends(x) * scale
+
+
+def masked(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.mean()
+
+    return text_of(lambda: trained(Masked, [first, second], loss=loss, sample=first))
+
+
+X = torch.linspace(-1, 1, 16).view(4, 4)
+
+
+def test_a_missing_input() -> None:
+    text = masked({"x": X, "mask": X}, {"x": X})
+    has(text, "Masked (test_errors.py:", "reads the input 'mask'", "which the batch lacks", "Give it in each batch")
+
+
+def test_an_input_that_is_none_now() -> None:
+    text = masked({"x": X, "mask": X}, {"x": X, "mask": None})
+    has(text, "reads the input 'mask'", "which is None in this batch")
+
+
+def test_an_input_that_the_sample_lacked() -> None:
+    text = masked({"x": X}, {"x": X, "mask": X})
+    has(text, "the module 'blocks.2.a'", "test_errors.py", "The sample lacked the input 'mask'")
+
+
+def test_an_input_that_the_model_does_not_know() -> None:
+    has(masked({"x": X}, {"x": X, "y": X}), "unexpected keyword argument 'y'")
+
+
+# -- outputs -----------------------------------------------------------------------------------------
+
+
+class Box:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Boxing(Block):
+    def forward(self, x: Any) -> Any:
+        return Box(super().forward(x.value if isinstance(x, Box) else x))
+
+
+class Boxes(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Boxing() for _ in range(3)])
+
+    def ends(self, x: Any) -> Tensor:
+        return super().ends(x.value)
+
+
+class BoxLeaf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Box:
+        return Box(x * self.weight)
+
+
+class BoxOfLeaf(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf = BoxLeaf()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.leaf(x).value)
+
+
+class Hidden(Base):
+    """Returns the states of its blocks where nothing can find them."""
+
+    def forward(self, x: Tensor) -> Any:
+        states = [x := block(x) for block in self.blocks]
+        return {"out": self.ends(x), "box": Box(states[0])}
+
+
+class SometimesMore(Base):
+    def forward(self, x: Tensor) -> Any:
+        states = [x := block(x) for block in self.blocks]
+        out = self.ends(x)
+        return {"out": out, "first": states[0]} if len(x) == 1 else {"out": out}
+
+
+def test_an_object_that_a_block_returns_is_seen_through() -> None:
+    assert trained(Boxes, batches_of()) == pytest.approx(in_one_process(Boxes, batches_of()))
+
+
+def test_an_object_that_a_leaf_returns_cannot_travel() -> None:
+    found = capture(made(BoxOfLeaf), torch.randn(4, 4))
+    text = found.refused["blocks.0.a"]
+    has(text, "the module 'leaf' (BoxLeaf, test_errors.py:", "returns a Box, which cannot be sent", "tuple")
+
+
+def test_an_output_inside_an_object_is_not_silently_wrong() -> None:
+    def loss(output: Any, batch: Any) -> Tensor:
+        return output["box"].value.mean()
+
+    text = text_of(lambda: trained(Hidden, batches_of(1), loss=loss))
+    has(text, "needs the numbers of a tensor", "stage 2")
+
+
+@pytest.mark.parametrize(
+    "read", [lambda first: first.mean(), lambda first: F.mse_loss(first, first), lambda first: first.tolist()]
+)
+def test_an_output_that_no_stage_sends(read: Callable[[Tensor], Any]) -> None:
+    def loss(output: Any, batch: Any) -> Tensor:
+        if "first" in output:
+            read(output["first"])
+        return output["out"].mean()
+
+    text = text_of(lambda: trained(SometimesMore, [*batches_of(1), *batches_of(1, size=2)], loss=loss))
+    has(text, "the field 'first' of the model's output", "earlier stage", "test_errors.py", "Capture with a sample")
+
+
+# -- leaving the forward -----------------------------------------------------------------------------
+
+
+class Bare(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            for block in self.blocks:
+                x = block(x)
+            x = self.ends(x)
+        except:  # noqa: E722
+            x = x[:, :2]
+        return x
+
+
+class Finally(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x)
+            finally:
+                continue  # noqa: B012
+        return self.ends(x)
+
+
+class Generator(Base):
+    def states(self, x: Tensor) -> Iterator[Tensor]:
+        for block in self.blocks:
+            x = block(x)
+            yield x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for state in self.states(x):
+            x = state
+        return self.ends(x)
+
+
+class Suppresses(Base):
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        with suppress(BaseException):
+            yield
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            with self.quietly():
+                x = block(x)
+        return self.ends(x)
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 77:
+            raise NotImplementedError
+        return self.inner(x)
+
+
+class Tolerant(Base):
+    """Goes on after a call that failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = Fails()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                x = self.fails(x)
+            except NotImplementedError:
+                x = block(x)
+        return self.ends(x)
+
+
+class Threads(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x]
+
+        def run() -> None:
+            for block in self.blocks:
+                states.append(block(states[-1]))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return self.ends(states[-1])
+
+
+class OwnCall(Block):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x * 2) + 1
+
+
+class WithoutForward(Block):
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.relu(self.a(x)))
+
+
+class OwnCalls(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([OwnCall(), WithoutForward(), OwnCall()])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x * 2)
+
+
+def test_a_forward_that_catches_everything_is_refused_with_the_remedy() -> None:
+    found = capture(made(Bare), torch.randn(4, 4))
+    assert [layer.name for layer in found.graph.layers] == ["blocks.0.a"]
+    has(found.refused["blocks.1.b"], "bare `except:`", "Write `except Exception:` there")
+
+
+@pytest.mark.parametrize("kind", [Finally, Suppresses, Generator, Tolerant, OwnCalls, Threads])
+def test_unusual_forwards_train_as_in_one_process(kind: type[nn.Module]) -> None:
+    graph = capture(made(kind), torch.randn(4, 4)).graph
+    cuts = [layer.name for layer in graph.layers[1:]][-2:]
+    assert trained(kind, batches_of(), cuts) == pytest.approx(in_one_process(kind, batches_of()))
+
+
+def test_a_thread_of_its_own_is_one_layer() -> None:
+    found = capture(made(Threads), torch.randn(4, 4))
+    assert [layer.name for layer in found.graph.layers] == ["blocks.0", "head", "out"]
+    has(found.refused["blocks.1"], "thread")
+
+
+# -- gradients, wrappers, plans ----------------------------------------------------------------------
+
+
+def test_a_lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipedream.capture.slice._alias", lambda received: received.detach().clone())
+    text = text_of(lambda: capture(made(Base), torch.randn(4, 4)), CaptureError)
+    has(text, "the layers of Base lose the gradient of the parameter 'head.", "(Linear, linear.py:", "Usually")
+
+
+def test_a_plan_of_another_model() -> None:
+    class Other(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.more(x))
+
+    plan = planned(made(Base), X, ["blocks.1.a"])
+    with pytest.raises(PlanError, match=r"another model: Other has 'more\.(bias|weight)', .*plan again"):
+        pd.Pipeline(Other(), plan, loss=F.mse_loss, optimizer=sgd)
+    plan = planned(made(Other), X, ["blocks.1.a"])
+    with pytest.raises(PlanError, match=r"another model: it has a module 'more', which Base lacks; plan again"):
+        pd.Pipeline(Base(), plan, loss=F.mse_loss, optimizer=sgd)
+
+
+def test_scripted_and_distributed_models_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"DataParallel.*pass the model before that"):
+        capture(nn.DataParallel(Base()), X)
+    model = Base()
+    wrapped = type("FSDPBlock", (type("FSDPModule", (), {}), Block), {})
+    model.blocks[1].__class__ = wrapped
+    with pytest.raises(CaptureError, match=r"the module 'blocks\.1' is sharded by fully_shard.*before that"):
+        capture(model, X)
