@@ -257,7 +257,12 @@ def test_an_input_that_is_none_now() -> None:
 
 def test_an_input_that_the_sample_lacked() -> None:
     text = masked({"x": X}, {"x": X, "mask": X})
-    has(text, "the module 'blocks.2.a'", "test_errors.py", "The sample lacked the input 'mask'")
+    has(
+        text,
+        "the 'blocks.1 output', in Masked (test_errors.py:",
+        "not send",
+        "The sample lacked the input 'mask'",
+    )
 
 
 def test_an_input_that_the_model_does_not_know() -> None:
@@ -347,7 +352,7 @@ def test_an_output_that_no_stage_sends(read: Callable[[Tensor], Any]) -> None:
         return output["out"].mean()
 
     text = text_of(lambda: trained(SometimesMore, [*batches_of(1), *batches_of(1, size=2)], loss=loss))
-    has(text, "the field 'first' of the model's output", "earlier stage", "test_errors.py", "Capture with a sample")
+    has(text, "the field 'first' of the output, in SometimesMore (test_errors.py:", "Capture with a sample", "used at")
 
 
 # -- leaving the forward -----------------------------------------------------------------------------

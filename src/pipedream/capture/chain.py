@@ -22,7 +22,7 @@ from pipedream.capture.structure import walk
 from pipedream.capture.trace import TracedCall, trace, why_not_a_chain
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Layer, LayerGraph, Value, ValueSite
-from pipedream.core.user_code import with_place
+from pipedream.core.user_code import note_module, with_place
 
 __all__ = [
     "capture_chain",
@@ -194,6 +194,7 @@ def does_not_run(model: nn.Module, training: bool, error: Exception) -> CaptureE
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
         else "give a sample of the shape, dtype and device that it takes"
     )
+    note_module(error, model.named_modules())
     return CaptureError(
         f"the forward of {type(model).__name__} should run on the sample, but in "
         f"{'training' if training else 'evaluation'} mode it raised {with_place(error)}; {advice}"

@@ -84,13 +84,13 @@ class Placeholder(torch.Tensor):
 
 
 class MissingOutput(Placeholder):
-    """A part of the model's output that the last stage cannot compute, and that is not sent to it.
+    """A part of the model's output that the last stage cannot compute.
 
     Attributes:
-        field: where it is in the output.
+        reason: of the error that any use raises.
     """
 
-    field: str
+    reason: str
 
     @classmethod
     def __torch_function__(
@@ -99,19 +99,20 @@ class MissingOutput(Placeholder):
         if getattr(func, "__name__", "") in ("__get__", "__repr__", "size", "dim"):
             return super().__torch_function__(func, types, args, kwargs)
         one = next(leaf for _, leaf in walk([list(args), kwargs or {}]) if isinstance(leaf, MissingOutput))
-        raise CaptureError(
-            f"{user_line() or 'the loss'} uses {one.field} of the model's output, which an earlier stage has computed "
-            "and not sent: on the sample, the output did not have it. Capture with a sample and a mode that return "
-            "it, or do not use it"
-        )
+        line = user_line()
+        raise CaptureError(one.reason + f" (it is used at {line})" * bool(line))
 
 
-def mark_missing(output: Any) -> None:
-    """Lets the placeholders in a model's output raise an error with their name when they are used."""
+def mark_missing(output: Any, reason: Callable[[str], str]) -> None:
+    """Lets the placeholders in a model's output raise an error when they are used.
+
+    Args:
+        reason: from the place in the output to the text.
+    """
     for path, leaf in walk(output):
         if type(leaf) is Placeholder:
             leaf.__class__ = MissingOutput
-            leaf.field = f"the field {path!r}" if path else "the whole"  # type: ignore[attr-defined]
+            leaf.reason = reason(f"the field {path!r} of the output" if path else "the output")  # type: ignore[attr-defined]
 
 
 _REPORTED: dict[Any, Callable[[Placeholder], Any]] = {

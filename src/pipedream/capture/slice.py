@@ -40,7 +40,7 @@ from pipedream.capture.split import skipped_calls
 from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Call, LayerGraph, Value, ValueSite
-from pipedream.core.user_code import MODULE, source_of, user_line
+from pipedream.core.user_code import note_module, source_of, user_line
 
 __all__ = ["CutFailed", "ModelSlice", "SliceTables", "Unsent", "arguments_of", "call_model"]
 
@@ -304,6 +304,7 @@ class _Run:
         except Exception as error:
             if self.left:
                 raise self._caught_leaving() from error
+            note_module(error, part.model.named_modules())
             raise
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
@@ -312,7 +313,7 @@ class _Run:
         if not part.is_last or not self.begun:
             missed = (part._stop_at if self.begun else part._begin_at) or ""
             raise self._other_path(missed, f"it ended without calling {missed!r}")
-        mark_missing(output)
+        mark_missing(output, self._unsent_part)
         return output
 
     # -- what can go wrong ----------------------------------------------------------------------------
@@ -372,20 +373,18 @@ class _Run:
     def _frame(self) -> str:
         return f"in the forward of {self.frames[-1] or type(self.part.model).__name__!r}"
 
-    def _no_numbers(self, name: str) -> CutFailed:
-        """The error of a call of this stage that got a placeholder."""
+    def _unsent_part(self, what: str) -> str:
         given = (path for path, leaf in _leaves_of(*self.entered) if isinstance(leaf, torch.Tensor))
         new = [path for path in given if path not in self.part.graph.inputs]
         cause = (
             f"The sample lacked the input {new[0]!r}: profile and plan with a sample that has it"
             if new
             else "Either the forward takes another path, or it keeps a tensor of an earlier batch on a module. Capture "
-            "with a sample that takes this path, or put the modules that depend on this into one"
+            "with a sample and a mode that take this path, or put the modules that depend on this into one"
         )
-        return CutFailed(
-            self.part._begin_at or "",
-            f"the module {name!r} (called at {user_line()}) needs a tensor that another stage has and that is not "
-            f"sent, because on the sample the module did not depend on it. {cause}",
+        return (
+            f"{what}, in {self._named('')}, depends on a tensor that another stage has and does not send, because on "
+            f"the sample it did not depend on it. {cause}"
         )
 
     def _received_inputs(self) -> Any:
@@ -487,15 +486,9 @@ class _Run:
         self.frames.append(name)
         try:
             output = original(*args, **kwargs)
-        except Exception as error:
-            if not hasattr(error, MODULE):
-                setattr(error, MODULE, name)
-            raise
         finally:
             self.frames.pop()
         if self.begun:
-            if type(output) is Placeholder and name in part._leaf_calls:
-                raise self._no_numbers(name)
             self._take_output(part._leave_out.get(name, ()), output)
             if name in part._described:
                 self._describe(name, args, kwargs, output)
@@ -580,6 +573,9 @@ class _Run:
             raise self._other_path(
                 part._stop_at or "", f"it did not make the {lacking[0].name!r}, which a later stage needs,"
             )
+        unsent = [value for value in part._sent if isinstance(self.values[value], Placeholder)]
+        if unsent and self.begun:
+            raise CutFailed(part._begin_at or "", self._unsent_part(f"the {unsent[0].name!r}"))
         outputs = {**self.outputs, **self.described}
 
         results = {name: each for name, each in self.results.items() if name.rpartition("/")[0] in part._open_at_stop}

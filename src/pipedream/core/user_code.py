@@ -6,15 +6,14 @@ import inspect
 import linecache
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["MODULE", "source_of", "user_line", "with_place"]
+__all__ = ["note_module", "source_of", "user_line", "with_place"]
 
-MODULE = "pipedream_module"
-"""Attribute of an exception: name of the module whose call raised it."""
-
+_MODULE = "pipedream_module"  # attribute of an exception
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARY = sysconfig.get_path("stdlib")
 
@@ -50,11 +49,24 @@ def user_line(error: BaseException | None = None) -> str:
 def with_place(error: BaseException) -> str:
     """Returns an error's type and text, with the module and the user's line where it was raised."""
     text = f"{type(error).__name__}: {str(error).strip() or repr(error)}"
-    module, line = getattr(error, MODULE, ""), user_line(error)
+    module, line = getattr(error, _MODULE, ""), user_line(error)
     if line and line.partition(": ")[0] in text:
         line = ""
     places = [f"in the module {module!r}"] * bool(module) + [f"at {line}"] * bool(line)
     return f"{text} ({', '.join(places)})" if places else text
+
+
+def note_module(error: BaseException, modules: Iterable[tuple[str, Any]]) -> None:
+    """Notes on an error the name of the innermost module in whose methods it was raised."""
+    if hasattr(error, _MODULE):
+        return
+    names = {id(module): name or type(module).__name__ for name, module in modules}
+    traceback = error.__traceback__
+    while traceback is not None:
+        one = traceback.tb_frame.f_locals.get("self")
+        if id(one) in names:
+            setattr(error, _MODULE, names[id(one)])
+        traceback = traceback.tb_next
 
 
 def source_of(function: Any) -> str:

@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.core.seeds import layer_seed
+from pipedream.core.user_code import note_module
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.stage.split_backward import Deferred, split_backward
@@ -175,9 +176,17 @@ class StageModule:
                         value = layer(*value) if several else layer(value)
                     first = False
             return value
+        except Exception as error:
+            note_module(error, self._named_modules())
+            raise
         finally:
             self._set_parameters(self.handles)
             self.restore_generator(state)
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, layer in self.layers:
+            for path, module in layer.named_modules():
+                yield f"{name}.{path}" if path else name, module
 
     def enter(
         self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]
