@@ -331,7 +331,12 @@ def test_an_object_that_a_block_returns_is_seen_through() -> None:
 def test_an_object_that_a_leaf_returns_cannot_travel() -> None:
     found = capture(made(BoxOfLeaf), torch.randn(4, 4))
     text = found.refused["blocks.0.a"]
-    has(text, "the module 'leaf' (BoxLeaf, test_errors.py:", "returns a Box, which cannot be sent", "tuple")
+    has(
+        text,
+        "the module 'leaf' (BoxLeaf, test_errors.py:",
+        "returns an object of the class Box, which cannot be sent",
+        "tuple",
+    )
 
 
 def test_an_output_inside_an_object_is_not_silently_wrong() -> None:

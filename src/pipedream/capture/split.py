@@ -69,8 +69,8 @@ def _unsendable(recording: Recording, name: str) -> str:
     call = next(call for call in recording.root.every() if call.name == name)
     place = source_of(type(call.module).forward)
     return (
-        f"the module {name!r} ({', '.join(filter(None, (type(call.module).__name__, place)))}) returns a "
-        f"{call.opaque}, which cannot be sent; let it return tensors in tuples, lists, dicts or dataclasses"
+        f"the module {name!r} ({', '.join(filter(None, (type(call.module).__name__, place)))}) returns an object of "
+        f"the class {call.opaque}, which cannot be sent; let it return tensors in tuples, lists, dicts or dataclasses"
     )
 
 
