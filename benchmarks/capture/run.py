@@ -49,8 +49,8 @@ def batches(count: int, samples: int, length: int, words: int = 256) -> list[Bat
     return [{"input_ids": one, "labels": one} for one in ids]
 
 
-def plain(model: nn.Module, microbatches: int) -> Step:
-    """Returns the plain loop."""
+def plain(model: nn.Module, microbatches: int, forward: Callable[..., Any] | None = None) -> Step:
+    """Returns the plain loop; `forward` replaces the model's."""
     optimizer = OPTIMIZER(model.parameters())
     model.train()
 
@@ -58,13 +58,22 @@ def plain(model: nn.Module, microbatches: int) -> Step:
         for batch in loader:
             parts = {name: value.chunk(microbatches) for name, value in batch.items()}
             for i in range(microbatches):
-                loss = model(**{name: values[i] for name, values in parts.items()}).loss
+                loss = (forward or model)(**{name: values[i] for name, values in parts.items()}).loss
                 (loss / microbatches).backward()
                 loss.item()  # a user wants to see it, and the pipeline yields it
             optimizer.step()
             optimizer.zero_grad()
 
     return step
+
+
+def in_slices(model: nn.Module, sample: Batch, cut: str, microbatches: int) -> Step:
+    """Returns the plain loop with the model in two slices, which are called one after the other: no runtime."""
+    captured = pipedream.capture(model, {name: value[:1] for name, value in sample.items()})
+    names = [layer.name for layer in captured.graph.layers]
+    middle = next(i for i, name in enumerate(names) if name.startswith(f"{cut}."))
+    ((_, first),), ((_, second),) = captured.stage(0, middle), captured.stage(middle, len(names))
+    return plain(model, microbatches, lambda **batch: second(first(batch)))
 
 
 def in_pipeline(
@@ -104,6 +113,7 @@ def overhead(quick: bool) -> None:
     blocks, microbatches, rounds, count = (4, 2, 2, 2) if quick else (12, 4, 15, 8)
     loader = batches(count, microbatches, 16)
     half = blocks // 2
+    alone = "2 slices, without the runtime"
     cut = {
         "2 stages, cut between blocks": (f"transformer.h.{half}",),
         "2 stages, cut inside a block": (f"transformer.h.{half}.mlp",),
@@ -111,6 +121,7 @@ def overhead(quick: bool) -> None:
     }
     with ExitStack() as stack:
         steps = {"plain": plain(gpt2(blocks, 64), microbatches)}
+        steps[alone] = in_slices(gpt2(blocks, 64), loader[0], f"transformer.h.{half}", microbatches)
         for name, cuts in cut.items():
             steps[name] = in_pipeline(stack, gpt2(blocks, 64), loader[0], cuts, microbatches)
         found = seconds(steps, loader, rounds)
@@ -118,7 +129,7 @@ def overhead(quick: bool) -> None:
     print("| | a minibatch | ms beyond the plain loop, per microbatch and stage |")
     print("| --- | ---: | ---: |")
     for name, times in found.items():
-        stages = len(cut.get(name, ())) + 1
+        stages = 2 if name == alone else len(cut.get(name, ())) + 1
         more = [(a - b) / microbatches / stages for a, b in zip(times, found["plain"], strict=True)]
         shown = "" if name == "plain" else f"{1e3 * median(more):.2f} ({1e3 * min(more):.2f} to {1e3 * max(more):.2f})"
         print(f"| {name} | {format_seconds(median(times))} | {shown} |")
