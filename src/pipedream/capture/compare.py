@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
@@ -27,6 +29,7 @@ __all__ = ["split"]
 
 _TOLERANCE = 1e-4  # of float32 sums in another order; a lost gradient differs by its whole size
 _ROW = 1 << 16  # numbers that are summed in float32
+_LARGE = 1 << 22  # bytes of a parameter
 
 
 def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool) -> tuple[LayerGraph, Refused]:
@@ -96,6 +99,10 @@ def _both_modes(
             output = _run(model, graph, ends, inputs, training, devices)
             if compares:
                 found.append(_measured(model, output, training, gradients))
+            del output
+        if any(parameter.nbytes >= _LARGE for parameter in model.parameters()):
+            gc.collect()  # modules' outputs may refer to each other
+            _return_memory()
     return found
 
 
@@ -167,6 +174,8 @@ def _gradients(model: nn.Module) -> Iterator[Numbers]:
             assert parameter.grad is not None
             found[name] = _fingerprint(parameter.grad)
             parameter.grad = None
+            if parameter.nbytes >= _LARGE:
+                _return_memory()  # of the activations
 
         return hook
 
@@ -183,6 +192,12 @@ def _gradients(model: nn.Module) -> Iterator[Numbers]:
             handle.remove()
         for parameter, own in saved:
             parameter.grad = own
+
+
+def _return_memory() -> None:
+    """Returns freed memory to the system; glibc keeps it if it lies between what is in use."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _fingerprint(tensor: torch.Tensor) -> tuple[float, ...]:
