@@ -91,7 +91,7 @@ def leaves(module: nn.Module, path: str) -> list[str]:
 def test_any_nest_is_taken_apart_into_its_leaves_and_computes_the_same(make: Any) -> None:
     model = nn.Sequential(make(), nn.Linear(4, 2)).eval()
     x = torch.randn(3, 4)
-    captured = capture(model, (x,))
+    captured = capture_chain(model, (x,))
     assert [f".{name}" for name in names(captured)] == leaves(model, "")
     modules = dict(model.named_modules())
     assert all(layer is modules[name] for name, layer in zip(names(captured), captured.layers, strict=True))
@@ -227,7 +227,7 @@ def test_the_containers_of_torch_stay_one_layer() -> None:
         Last(),
         nn.Linear(6, 2),
     )
-    captured = capture(model, (torch.randint(10, (3, 5)),))
+    captured = capture_chain(model, (torch.randint(10, (3, 5)),))
     assert [layer.kind for layer in captured.graph.layers] == [
         "Embedding", "TransformerEncoderLayer", "LSTM", "Last", "Linear",
     ]  # fmt: skip

@@ -89,3 +89,8 @@ class _Callable(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Callable
+
+
+def _has_inner_layers(module: nn.Module) -> bool:
+    """Whether a cut inside of a module may be worthwhile."""
+    return sum(not list(inner.children()) and bool(list(inner.parameters())) for inner in module.modules()) > 1

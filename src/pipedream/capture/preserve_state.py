@@ -8,35 +8,54 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["preserve_state", "seed_generators"]
+__all__ = ["Attributes", "preserve_state", "seed_generators"]
+
+
+class Attributes:
+    """The plain attributes, training flags and hooks that modules have now, to be restored."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        every = list({id(module): module for root in modules for module in root.modules()}.values())
+        self._saved = [(module, dict(module.__dict__)) for module in every]
+        # Hugging Face's models install some in their first forward.
+        slots = [slot for module in every for name, slot in module.__dict__.items() if "_hooks" in name]
+        self._hooks = [(slot, dict(slot)) for slot in slots if isinstance(slot, dict)]
+
+    def restore(self) -> None:
+        for module, attributes in self._saved:
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+        for slot, own in self._hooks:
+            slot.clear()
+            slot.update(own)
 
 
 @contextmanager
 def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int = 0) -> Iterator[None]:
     """A context in which the modules work on copies of their buffers, and after which they are as before.
 
-    Training flags, plain attributes, and random generators, which `seed` seeds within the context, are restored too.
+    Attributes and random generators, which `seed` seeds within the context, are restored too.
     """
-    devices = list(devices)
-    every = {id(module): module for root in modules for module in root.modules()}
-    saved = [(module, dict(module.__dict__), dict(module._buffers)) for module in every.values()]
+    devices, modules = list(devices), list(modules)
+    attributes = Attributes(modules)
+    owners = {id(module): module for root in modules for module in root.modules()}.values()
+    saved = [(module._buffers, dict(module._buffers)) for module in owners]
     copies: dict[int, torch.Tensor] = {}
     with torch.random.fork_rng(devices=devices):
         seed_generators(seed, devices)
         try:
-            for module, _, buffers in saved:
+            for slots, buffers in saved:
                 for name, buffer in buffers.items():
                     if buffer is not None:
                         # A buffer shared by two modules stays one tensor.
-                        module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+                        slots[name] = copies.setdefault(id(buffer), buffer.detach().clone())
             yield
         finally:
-            for module, attributes, buffers in saved:
-                for name in module.__dict__.keys() - attributes.keys():
-                    del module.__dict__[name]
-                module.__dict__.update(attributes)
-                module._buffers.clear()
-                module._buffers.update(buffers)
+            attributes.restore()
+            for slots, buffers in saved:
+                slots.clear()
+                slots.update(buffers)
 
 
 def seed_generators(seed: int, devices: Iterable[int]) -> None:
