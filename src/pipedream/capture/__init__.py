@@ -52,7 +52,7 @@ def capture(model: nn.Module, sample: Any) -> Captured:
             found = capture_chain(model, sample)
         except CaptureError:
             found = None
-        if found is not None and (len(found.layers) > 1 or not list(found.layers[0].children())):
+        if found is not None and not any(map(_has_inner_layers, found.layers)):
             return found
     if any(parameter.is_meta for parameter in model.parameters()):
         with stand_ins(model, sample) as empty:
@@ -61,6 +61,11 @@ def capture(model: nn.Module, sample: Any) -> Captured:
     compares = not any(map(is_stand_in, [*tree_leaves(sample), *model.parameters(), *model.buffers()]))
     graph, refused = split(model, sample, cuda_devices(model, sample), compares)
     return captured_from(model, graph, refused)
+
+
+def _has_inner_layers(module: nn.Module) -> bool:
+    """Whether a module has several modules with parameters, between which it could be cut."""
+    return sum(bool(module._parameters) for module in module.modules()) > 1
 
 
 def capture_with_values(model: nn.Module, batch: Any) -> Captured:
@@ -89,8 +94,3 @@ class _Callable(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Callable
-
-
-def _has_inner_layers(module: nn.Module) -> bool:
-    """Whether a cut inside of a module may be worthwhile."""
-    return sum(not list(inner.children()) and bool(list(inner.parameters())) for inner in module.modules()) > 1

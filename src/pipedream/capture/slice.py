@@ -159,6 +159,9 @@ class ModelSlice(nn.Module):
             watched |= self._open_at_stop | open_calls
         paths = dict.fromkeys(name.partition("@")[0] for name in sorted(watched - {""}))
         self._watched = [(modules[path], path) for path in paths]
+        around = skipped | self._open_at_stop | open_calls - {self._begin_at}
+        is_whole = self.is_first and self.is_last
+        self._shared_modules = [] if is_whole else [modules[name.partition("@")[0]] for name in sorted(around)]
         self._calls_inside = {
             name: Counter(path for path in inside if path in paths)
             for name, inside in tables.inside.items()
@@ -450,6 +453,11 @@ class _Run:
         saved: list[tuple[dict[str, Any], str, Any]] = []
         try:
             _wrap(part._watched, self._call, saved)
+            for module in part._shared_modules:
+                for hooks in ("_backward_hooks", "_backward_pre_hooks"):
+                    if module.__dict__[hooks]:  # they need all gradients of the call in one place
+                        saved.append((module.__dict__, hooks, module.__dict__[hooks]))
+                        module.__dict__[hooks] = {}
             for name in part._foreign_glue:
                 owner, _, slot = name.rpartition(".")
                 module = part.model.get_submodule(owner)
