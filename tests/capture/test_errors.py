@@ -522,3 +522,101 @@ def test_scripted_and_distributed_models_are_refused() -> None:
     model.blocks[1].__class__ = wrapped
     with pytest.raises(CaptureError, match=r"the module 'blocks\.1' is sharded by fully_shard.*before that"):
         capture(model, X)
+
+
+# -- state that a forward keeps on its modules ----------------------------------------------------------
+
+
+class Memory(Base):
+    """Adds the mean of the batch before, kept in the glue between two blocks."""
+
+    memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.memory is not None:
+            x = x + self.memory.mean()
+        self.memory = x.detach()
+        return self.ends(self.blocks[2](self.blocks[1](x)))
+
+
+class LongMemory(Base):
+    """Reads what it has kept before it keeps the next, and uses it at the end."""
+
+    memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.memory
+        x = self.blocks[0](x)
+        self.memory = x.detach()
+        x = self.blocks[2](self.blocks[1](x))
+        return self.ends(x if before is None else x + before.mean())
+
+
+class Counts(Base):
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) / self.count
+
+
+class CountsInBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        for block in self.blocks:
+            x = block(x)
+        return self.ends(x)
+
+
+class MovingMean(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        x = self.blocks[2](self.blocks[1](x))
+        return self.head(x - self.mean) + self.out(x)
+
+
+@pytest.mark.parametrize("kind", [Memory, LongMemory, Counts, CountsInBuffer, MovingMean])
+def test_state_between_batches_is_that_of_one_process(kind: type[nn.Module]) -> None:
+    model = made(kind)
+    names = [layer.name for layer in capture(model, torch.randn(4, 4)).graph.layers]
+    assert not getattr(model, "count", 0)
+    assert getattr(model, "memory", None) is None
+    assert trained(kind, batches_of(), names[-2:]) == pytest.approx(in_one_process(kind, batches_of()))
+
+
+def test_what_the_last_stage_sets_is_there_for_the_loss() -> None:
+    class Kept(Base):
+        state: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            self.state = x
+            return self.ends(x)
+
+    model = made(Kept)
+    graph = capture(model, X).graph
+    first, last = ModelSlice(model, graph, 0, 4), ModelSlice(model, graph, 4, len(graph.layers))
+    bundle = first(X)
+    assert not hasattr(model, "state")
+    last(bundle)
+    torch.testing.assert_close(made(Kept)(X), model.ends(model.state))
+    first(X)
+    assert not hasattr(model, "state")
+
+
+def test_a_cut_through_the_use_of_kept_state_is_refused() -> None:
+    found = capture(made(LongMemory), torch.randn(4, 4))
+    assert "blocks.1.b" not in [layer.name for layer in found.graph.layers]
+    has(found.refused["blocks.1.b"], "LongMemory (test_errors.py:", "keeps a tensor of an earlier batch", "into one")

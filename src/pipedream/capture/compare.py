@@ -46,9 +46,12 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
     graph, refused = graph_of(model, recording, refused, replayed)
     if not graph.calls:
         return graph, refused
+    attributes = recording.attributes
+    rounds = 2 if attributes else 1  # what it keeps from one batch to the next is read in the second
+    both_modes = partial(_both_modes, model, inputs=inputs, devices=devices, compares=compares, rounds=rounds)
     while True:
         try:
-            parts = _both_modes(model, graph, range(len(graph.layers) + 1), inputs, devices, compares)
+            parts = both_modes(graph, range(len(graph.layers) + 1))
             break
         except _LayerFailed as failed:
             if failed.call in refused:
@@ -60,7 +63,7 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
         graph, refused = graph_of(model, recording, refused, replayed)
     del recording
     if compares:
-        _compare(model, _both_modes(model, graph, [0, len(graph.layers)], inputs, devices, compares), parts)
+        _compare(model, both_modes(graph, [0, len(graph.layers)]), parts, attributes)
     return graph, refused
 
 
@@ -89,14 +92,30 @@ Measured = tuple[Numbers, Numbers, Numbers]
 
 
 def _both_modes(
-    model: nn.Module, graph: LayerGraph, ends: Sequence[int], inputs: Any, devices: Sequence[int], compares: bool
+    model: nn.Module,
+    graph: LayerGraph,
+    ends: Sequence[int],
+    *,
+    inputs: Any,
+    devices: Sequence[int],
+    compares: bool,
+    rounds: int,
 ) -> list[Measured]:
     """Runs slices one after the other in training and in evaluation mode. Raises _LayerFailed."""
     found = []
     for training in (True, False):
         with preserve_state([model], devices), torch.enable_grad(), _gradients(model) as gradients:
             _set_mode(model, training)
-            output = _run(model, graph, ends, inputs, training, devices)
+            tables = SliceTables(model, graph)
+            parts = [(first, ModelSlice(model, graph, first, last, tables)) for first, last in pairwise(ends)]
+            for _, part in parts:
+                part.reseed = partial(_reseed, devices)
+            output: dict[str, torch.Tensor] = {}
+            before = Attributes([model])
+            kept: dict[int, Attributes] = {}
+            for following in reversed(range(rounds)):
+                output.clear()
+                output = _run(model, graph, parts, inputs, training, before, kept, keeps=following > 0)
             if compares:
                 found.append(_measured(model, output, training, gradients))
             del output
@@ -107,14 +126,25 @@ def _both_modes(
 
 
 def _run(
-    model: nn.Module, graph: LayerGraph, ends: Sequence[int], inputs: Any, training: bool, devices: Sequence[int]
+    model: nn.Module,
+    graph: LayerGraph,
+    parts: Sequence[tuple[int, ModelSlice]],
+    inputs: Any,
+    training: bool,
+    before: Attributes,
+    kept: dict[int, Attributes],
+    keeps: bool,
 ) -> dict[str, torch.Tensor]:
-    tables = SliceTables(model, graph)
+    """Runs a batch through all slices.
+
+    Args:
+        before: the modules' attributes before any forward.
+        kept: those of each slice after the batch before; filled in if this one `keeps` them.
+    """
     value = _fresh(inputs)
-    attributes = Attributes([model])
-    for first, last in pairwise(ends):
-        part = ModelSlice(model, graph, first, last, tables)
-        part.reseed = partial(_reseed, devices)
+    for number, (first, part) in enumerate(parts):
+        if number in kept:
+            kept[number].restore()
         try:
             value = part(value)
         except CutFailed as error:
@@ -123,7 +153,9 @@ def _run(
             if not first:
                 raise does_not_run(model, training, error) from error
             raise _LayerFailed(graph.layers[first].name, error) from error
-        attributes.restore()  # a stage does not see what another one keeps in its modules
+        if keeps:
+            kept[number] = Attributes([model])
+        before.restore()  # a stage does not see what another one keeps in its modules
     found = {path: leaf for path, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
     if training:
         return found
@@ -140,8 +172,15 @@ def _measured(model: nn.Module, outputs: dict[str, torch.Tensor], training: bool
     return found, gradients, {name: _fingerprint(buffer) for name, buffer in model.named_buffers()}
 
 
-def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measured]) -> None:
+def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measured], attributes: Sequence[str]) -> None:
     kind = type(model).__name__
+    cause = "the forward does something that cannot be seen from outside: put it into a module of its own"
+    if attributes:
+        names = ", ".join(map(repr, attributes[:3]))
+        cause = (
+            f"the forward sets {names}, perhaps to read it with the next batch, when stages before it do not know it: "
+            f"set and read it in one module without modules inside, or reset it for each batch; or else {cause}"
+        )
     for mode, *both in zip(("training", "evaluation"), whole, parts, strict=True):
         for what, wanted, found in zip(("output", "gradient", "buffer"), *both, strict=True):
             unsent = set(wanted) - set(found) if (what, mode) == ("output", "evaluation") else set()
@@ -154,8 +193,7 @@ def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measur
                     raise CaptureError(
                         f"the layers of {kind}, run one after the other, should give what the model gives, but in "
                         f"{mode} mode the {what} {name!r} differs ({_text(wanted.get(name))} in the model, "
-                        f"{_text(found.get(name))} in its layers); the forward does something that cannot be seen from "
-                        "outside: put it into a module of its own"
+                        f"{_text(found.get(name))} in its layers); {cause}"
                     )
 
 

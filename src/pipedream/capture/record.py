@@ -113,6 +113,8 @@ class Recording:
     """Moments at which random numbers were drawn."""
     moving: frozenset[str]
     """Names of the buffers that the forward writes or replaces."""
+    attributes: tuple[str, ...]
+    """Attributes that the forward sets on modules."""
 
 
 class _Recorder(TorchFunctionMode):
@@ -272,6 +274,7 @@ def record(
     """
     recorder = _Recorder(model, moving)
     buffers = dict(model.named_buffers(remove_duplicate=False))
+    attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
     inputs = list(_of_call(args, kwargs))
     for where, leaf in inputs:
         if isinstance(leaf, torch.Tensor) and id(leaf) not in recorder.records:
@@ -292,13 +295,19 @@ def record(
     changed = {
         name for name, own in buffers.items() if _storage(own) in recorder.writes or after.get(name, own) is not own
     }
+    set_here = tuple(
+        f"{name}.{attribute}" if name else attribute
+        for name, module in model.named_modules()
+        for attribute, value in module.__dict__.items()
+        if attributes.get(name, {}).get(attribute, recorder) is not value
+    )
     found_all = list(recorder.records.values())
     for one in found_all:
         one.storage = _storage(one.tensor)
     for one in found_all:
         if not one.state and one.tensor.layout is torch.strided:
             one.tensor = meta_like(one.tensor)  # frees its memory
-    return Recording(root, found_all, recorder.writes, recorder.draws, frozenset(changed))
+    return Recording(root, found_all, recorder.writes, recorder.draws, frozenset(changed), set_here)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from pipedream.capture.own_attributes import OwnAttributes
 from pipedream.capture.placeholder import (
     NumbersNeeded,
     Placeholder,
@@ -138,6 +139,8 @@ class ModelSlice(nn.Module):
         own_calls = [call for call in tables.leaves if begin <= call.start < stop]
         seeded = [call for call in own_calls if call.path in graph.seeded]
         self._seeded = {call.path for call in seeded}
+        around = {c.path for c in graph.calls for moment in (begin, stop) if c.start < moment < c.end}
+        self._attributes = OwnAttributes(model, [model, *(modules[path] for path in sorted(around))])
         self._open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
         self._described = () if self.is_last else tuple(call.name for call in skipped_calls(graph.calls, stop))
         self._received = [] if self.is_first else _crossing(graph, begin)
@@ -213,7 +216,10 @@ class ModelSlice(nn.Module):
 
     def forward(self, arriving: Any) -> Any:
         run = _Run(self, arriving)
-        return run.result()
+        if self.is_first and self.is_last:
+            return run.result()
+        with self._attributes.during(remain=self.is_last):
+            return run.result()
 
     @contextmanager
     def seeding(self, reseed: Callable[[str], None], counts: dict[str, int], place: torch.device) -> Iterator[None]:
