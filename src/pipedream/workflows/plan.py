@@ -72,36 +72,20 @@ def plan(
         return classic(profile, cluster, straight=shape == "straight", schedule=schedule, in_flight=in_flight).plan
     known = profile.profile() if isinstance(profile, GraphText) else profile
     _check_microbatches(known, microbatches)
-    found = _plan_of(known, cluster, schedule, strategy, chunks, cuts, all_workers, allow_asynchronous, search)
-    return replace(found, graph=known.graph) if known.graph.calls else found
-
-
-def _plan_of(
-    known: Profile,
-    cluster: Cluster,
-    schedule: str,
-    strategy: str,
-    chunks: int | None,
-    cuts: tuple[int | str, ...] | None,
-    all_workers: bool,
-    allow_asynchronous: bool,
-    search: dict[str, Any],
-) -> Plan:
     if strategy == "2bw":
-        return _two_bw(known.parted(), cluster, search["microbatches"], search["recompute"])
+        return _two_bw(known.parted(), cluster, microbatches, recompute)
     if schedule == "auto":
         search |= {"all_workers": all_workers, "allow_asynchronous": allow_asynchronous}
         return choose(known, cluster, **search).plan
     if schedules.properties_of(schedule).same_updates:
         known = known.parted()
     if schedules.layout_of(schedule) is not None:
-        always = search["recompute"] == "always"
-        return lay_out(known, cluster, schedule, chunks=chunks, microbatches=search["microbatches"], recompute=always)
+        always = recompute == "always"
+        return lay_out(known, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=always)
     if schedules.is_torch_csv(schedule):
-        if isinstance(search["shape"], tuple) or search["shape"] not in planner.SHAPES:
-            planner.parse_counts(search["shape"])  # refuses what are no counts
-        how = {"depth": search["in_flight"], "recompute": search["recompute"]}
-        return plan_of_file(known, cluster, schedule, search["microbatches"], cuts, **how)
+        if isinstance(shape, tuple) or shape not in planner.SHAPES:
+            planner.parse_counts(shape)  # refuses what are no counts
+        return plan_of_file(known, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
     return _search(known, cluster, schedule, cuts=cuts, all_workers=all_workers, **search)
 
 

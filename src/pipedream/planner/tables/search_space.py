@@ -376,9 +376,18 @@ class SearchSpace:
         spans = list(pairwise((0, *cuts, len(self.profile.layers))))
         rows = zip(spans, counts, recompute or (False,) * len(counts), delays_updates, strict=True)
         stages = tuple(self.stage(*span, count, redoes, update_delay) for span, count, redoes, update_delay in rows)
-        model, batch = self.profile.model, self.profile.batch
-        tied = self.tied_weights(spans)
-        return Plan(stages, in_flight, self.cluster, delays_updates, model, batch, note=note, order=order, tied=tied)
+        return Plan(
+            stages,
+            in_flight,
+            self.cluster,
+            delays_updates,
+            self.profile.model,
+            self.profile.batch,
+            note=note,
+            order=order,
+            tied=self.tied_weights(spans),
+            graph=self.profile.graph if self.profile.graph.calls else None,
+        )
 
     def tied_weights(self, spans: Sequence[tuple[int, int]]) -> tuple[TiedWeights, ...]:
         """Returns the weights that several stages hold, for stages between these places."""
