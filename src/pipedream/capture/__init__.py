@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 
+_FINE = 32  # a chain with a layer of more than this part of the parameters is split further
+
+
 def capture(model: nn.Module, sample: Any) -> Captured:
     """Finds the layers of a model by running it on a sample. The model is left unchanged.
 
@@ -52,7 +55,7 @@ def capture(model: nn.Module, sample: Any) -> Captured:
             found = capture_chain(model, sample)
         except CaptureError:
             found = None
-        if found is not None and not any(map(_has_inner_layers, found.layers)):
+        if found is not None and not any(_is_coarse(layer, model) for layer in found.layers):
             return found
     if any(parameter.is_meta for parameter in model.parameters()):
         with stand_ins(model, sample) as empty:
@@ -63,9 +66,11 @@ def capture(model: nn.Module, sample: Any) -> Captured:
     return captured_from(model, graph, refused)
 
 
-def _has_inner_layers(module: nn.Module) -> bool:
-    """Whether a module has several modules with parameters, between which it could be cut."""
-    return sum(bool(module._parameters) for module in module.modules()) > 1
+def _is_coarse(layer: nn.Module, model: nn.Module) -> bool:
+    """Whether a layer has several modules with parameters, between which cuts are worthwhile."""
+    divides = sum(bool(module._parameters) for module in layer.modules()) > 1
+    own, whole = (sum(parameter.nbytes for parameter in one.parameters()) for one in (layer, model))
+    return divides and own > whole / _FINE
 
 
 def capture_with_values(model: nn.Module, batch: Any) -> Captured:
