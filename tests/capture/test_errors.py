@@ -223,6 +223,22 @@ def test_numbers_of_another_stage() -> None:
     has(text, "rank 1, stage 1", "in forward: if len(x) == 1 and x.sum() > 0", "needs the numbers", "one module")
 
 
+class Catches(Base):
+    """Has another way for tensors without numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        try:
+            scale = float(x.mean())
+        except Exception:
+            scale = 1.0
+        return self.ends(self.blocks[2](self.blocks[1](x * scale)))
+
+
+def test_a_model_that_catches_the_lack_of_numbers_is_not_misled() -> None:
+    assert trained(Catches, batches_of()) == pytest.approx(in_one_process(Catches, batches_of()))
+
+
 # -- inputs ------------------------------------------------------------------------------------------
 
 
@@ -514,7 +530,7 @@ def test_a_plan_of_another_model() -> None:
         pd.Pipeline(Base(), plan, loss=F.mse_loss, optimizer=sgd)
 
 
-def test_scripted_and_distributed_models_are_refused() -> None:
+def test_distributed_models_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"DataParallel.*pass the model before that"):
         capture(nn.DataParallel(Base()), X)
     model = Base()
@@ -584,6 +600,23 @@ class MovingMean(Base):
             self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         x = self.blocks[2](self.blocks[1](x))
         return self.head(x - self.mean) + self.out(x)
+
+
+class Scaled(Base):
+    """Changes a buffer in place that a backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def ends(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return super().ends(x) * self.steps
+
+
+def test_a_buffer_that_is_changed_before_the_backward_reads_it() -> None:
+    text = text_of(lambda: trained(Scaled, batches_of()))
+    has(text, "stage 2, 2B0", "modified by an inplace operation", "self.steps = self.steps + 1")
 
 
 @pytest.mark.parametrize("kind", [Memory, LongMemory, Counts, CountsInBuffer, MovingMean])

@@ -19,6 +19,7 @@ from pipedream.core.errors import CaptureError
 from pipedream.core.user_code import user_line
 
 __all__ = [
+    "RAISED",
     "MissingOutput",
     "NumbersNeeded",
     "Placeholder",
@@ -55,6 +56,10 @@ class NumbersNeeded(CaptureError):
         self.function = function
         self.cause = cause
         super().__init__(text)
+
+
+RAISED: list[NumbersNeeded] = []
+"""The errors since a slice's forward began. The model may have caught them, and have gone another way."""
 
 
 class Placeholder(torch.Tensor):
@@ -198,7 +203,9 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: b
             f"{user_line() or 'an operation'} needs the numbers of a tensor that another stage computes and does not "
             f"send ({name}; {cause})"
         )
-        raise NumbersNeeded(name, text, cause) from error
+        raised = NumbersNeeded(name, text, cause)
+        RAISED.append(raised)
+        raise raised from error
     if args and id(arguments[0]) in originals and (name == "__setitem__" or _in_place(name)):
         swap_tensors(args[0], placeholder_like(arguments[0], args[0].device, wants))
         return None if name == "__setitem__" else args[0]

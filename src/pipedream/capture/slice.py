@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipedream.capture.own_attributes import OwnAttributes
 from pipedream.capture.placeholder import (
+    RAISED,
     NumbersNeeded,
     Placeholder,
     mark_missing,
@@ -299,6 +300,8 @@ class _Run:
                 return part.model(*args, **kwargs)
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the modules inside
+        RAISED.clear()
+        output = None
         try:
             with (
                 self._wrapping(),
@@ -307,7 +310,8 @@ class _Run:
             ):
                 output = part.model(*args, **kwargs)
         except _Left:
-            return self._bundle()
+            if not RAISED:
+                return self._bundle()
         except NumbersNeeded as error:
             raise self._numbers_needed(error) from error
         except Exception as error:
@@ -317,6 +321,8 @@ class _Run:
             raise
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
+        if RAISED:
+            raise self._numbers_needed(RAISED[0]) from RAISED[0]
         if self.left:
             raise self._caught_leaving()
         if not part.is_last or not self.begun:

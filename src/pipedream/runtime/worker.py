@@ -33,6 +33,12 @@ from pipedream.runtime.update_barrier import UpdateBarrier
 
 __all__ = ["Worker"]
 
+_IN_PLACE_ADVICE = (
+    "perhaps the forward of a later microbatch has changed a buffer or an attribute in place that this backward reads: "
+    "let the forward make a new tensor (self.steps = self.steps + 1), or use a method or a number of microbatches "
+    "with one microbatch in flight"
+)
+
 _BACKWARDS = {
     Kind.BACKWARD: "a backward",
     Kind.INPUT_GRADIENT: "an input gradient",
@@ -203,7 +209,8 @@ class Worker:
             except PipelineError:
                 raise
             except Exception as error:
-                raise WorkerError(self.rank, self.where, with_place(error)) from error
+                advice = _IN_PLACE_ADVICE if "modified by an inplace operation" in str(error) else ""
+                raise WorkerError(self.rank, self.where, with_place(error), advice) from error
         # The end arrives once on each channel that serves forwards; receive those still unread.
         while unread := self._mailbox.unread(program.channels):
             yield from self._receive(program, unread[0], self._total or 0)
