@@ -27,7 +27,8 @@ from pipedream.core.schedule.phase import Phase
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 
-__all__ = ["MethodOptions", "ModelOptions", "PipelineOptions", "TrainingOptions", "keywords", "model_options", "plain"]
+__all__ = ["MethodOptions", "ModelOptions", "PipelineOptions", "TrainingOptions", "compile_arguments", "keywords"]
+__all__ += ["model_options", "plain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,9 @@ class ModelOptions:
             the global norm of an earlier update, for methods without a flush (`core.schedule.coupling`).
         ema: decay of an exponential moving average of the weights, between 0 and 1.
         autocast: low-precision dtype of the forwards (torch.bfloat16).
+        compile: True compiles the modules that lie within one stage with torch.compile; a text names its backend, a
+            mapping holds its arguments. Random numbers are drawn inside compiled modules, so that dropout masks are
+            others than without, and may depend on the cuts.
         on_nan: 'error' at a loss that is not a number, 'continue' past it, or 'skip' updates whose gradients are not
             finite (docs/couplings.md).
         grad_scaler: a constant factor on the loss, or a torch.amp.GradScaler whose state is copied (needs a flush).
@@ -74,6 +78,7 @@ class ModelOptions:
     clip: str = "global"
     ema: float | None = None
     autocast: Any = None
+    compile: bool | str | Mapping[str, Any] = False
     on_nan: str = "error"
     grad_scaler: Any = None
     sample: Any = None
@@ -94,6 +99,8 @@ class ModelOptions:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 yield f"{name} is {value!r}, which cannot be called"
+        if not isinstance(self.compile, (bool, str, Mapping)):
+            yield f"compile is {self.compile!r}, neither True, a backend nor a mapping of torch.compile's arguments"
         dims = self.batch_dim.values() if isinstance(self.batch_dim, Mapping) else [self.batch_dim]
         if not all(dim is None or type(dim) is int for dim in dims) or self.batch_dim is None:
             yield f"batch_dim is {self.batch_dim!r}, neither a number nor a mapping from inputs to numbers or None"
@@ -174,6 +181,7 @@ class TrainingOptions(MethodOptions):
         in_flight: depth: 'noam', 'full', 'auto' or counts.
         chunks: stages per worker, for methods that put several on one.
         allow_asynchronous: 'auto' may choose a method whose gradients are late.
+        compile: True compiles the modules that lie within one stage; False leaves it to the recipe.
         epochs: since the start of training.
         minibatches: since the start of training, after which to stop; by default all.
         evaluate_every: epochs between evaluations, each of which drains the pipeline; 0 evaluates only at the end.
@@ -200,6 +208,7 @@ class TrainingOptions(MethodOptions):
     in_flight: str | tuple[int, ...] = "noam"
     chunks: int | None = None
     allow_asynchronous: bool = False
+    compile: bool = False
     epochs: int | None = None
     minibatches: int | None = None
     evaluate_every: int = 1
@@ -219,6 +228,15 @@ class TrainingOptions(MethodOptions):
             count = getattr(self, name)
             if count is not None and not (isinstance(count, int) and count >= lowest):
                 raise PipelineError(f"{name}={count!r} was asked for; give a whole number from {lowest} on")
+
+
+def compile_arguments(asked: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments of torch.compile; None if nothing is to be compiled."""
+    if isinstance(asked, str):
+        return {"backend": asked}
+    if isinstance(asked, Mapping):
+        return dict(asked)
+    return {} if asked else None
 
 
 def model_options(options: ModelOptions) -> dict[str, Any]:

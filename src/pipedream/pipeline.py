@@ -26,7 +26,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.phase import next_border, phase_after, phase_at, phases_text
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.options import PipelineOptions, keywords
+from pipedream.options import PipelineOptions, compile_arguments, keywords
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.checkpoint.storage import newest_checkpoint
 from pipedream.runtime.comm.message import Ending
@@ -116,6 +116,7 @@ class Pipeline:
             policy=policy,
             ema=options.ema,
             autocast=options.autocast,
+            compile=compile_arguments(options.compile),
             scaling=scaling,
             batch_dim=options.batch_dim,
         )

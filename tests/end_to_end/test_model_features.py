@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +29,9 @@ from torch import Tensor, nn
 
 import pipedream as pd
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
 
 needs_hf = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
@@ -181,3 +185,85 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
             losses += [done.loss for done in pipeline.train(batches)]
             found.append(Trained(losses, pipeline.state_dict(), predicted=outputs))
     check_same(*found, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "feature", "backend"),
+    [
+        *(
+            pytest.param(name, feature, backend, marks=_marks(name, False))
+            for name, feature, backend in [
+                ("tied_gpt", Feature("pipedream_2bw", 2), "eager"),
+                ("resnet", Feature("pipedream", 1, (1, 1, 1)), "aot_eager"),
+                ("resnet", Feature("zb_h1", 2, recompute=True), "aot_eager"),
+                ("checkpointed", Feature(recompute=True), "aot_eager"),
+                ("attention_lstm", Feature(), "aot_eager"),
+                ("hf_gpt2", Feature("1f1b", 2, (2, 1)), "eager"),
+                ("hf_t5", Feature(), "eager"),
+            ]
+        ),
+    ],
+)
+def test_compiled_modules_equal_the_others(name: str, feature: Feature, backend: str, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    wanted = run(name, _profile(name), feature, tmp_path)
+    found = run(name, _profile(name), replace(feature, options={"compile": backend}), tmp_path)
+    check_same(wanted, found, 1e-5 if CASES[name].needs_hf else 1e-9)
+
+
+def test_compiled_are_the_outermost_modules_within_a_stage_and_once_for_all_versions() -> None:
+    torch.compiler.reset()
+    graphs: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(len(inputs))  # type: ignore[arg-type]
+        return module.forward
+
+    case = CASES["tied_gpt"]
+    batches = [batches_of(case)[0]] * 6
+    model, profile = model_of(case), _profile("tied_gpt")
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    plan = pd.plan(profile, pd.Cluster.here(2), schedule="pipedream_2bw", microbatches=2, cuts=("transformer.h.1",))
+    options = {"loss": case.loss, "optimizer": make_optimizer, "compile": {"backend": backend, "dynamic": True}}
+    with pd.Pipeline(model, plan, **options) as pipeline:
+        for done in pipeline.train(batches):
+            if done.number == 1:
+                first = len(graphs)
+        assert len(graphs) == first > 0, "a version of the weights was compiled again"
+        stages = [state for worker in pipeline._session.workers for state in worker.stage_states.values()]
+        compiled = [layer._compiled for state in stages for _, layer in state.module.layers]
+    assert "transformer.h.0" in compiled[0]
+    assert not any(name.startswith("transformer.h.0.") for name in compiled[0])
+    assert {name.rsplit(".", 1)[0] for name in compiled[1]} >= {"transformer.h"}
+    after = {name: dict(vars(module)) for name, module in model.named_modules()}
+    assert {name: set(own) for name, own in before.items()} == {name: set(own) for name, own in after.items()}
+
+
+def test_layers_of_a_chain_are_compiled() -> None:
+    torch.compiler.reset()
+    batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)]
+    losses = []
+    for compiles in (False, "eager"):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        profile = pd.profile(model, batches[0][0], warmup=0, runs=1)
+        plan = pd.plan(profile, pd.Cluster.here(2), schedule="pipedream", cuts=(2,))
+        options = {"loss": nn.CrossEntropyLoss(), "optimizer": make_optimizer, "compile": compiles}
+        with pd.Pipeline(model, plan, **options) as pipeline:
+            losses.append([done.loss for done in pipeline.train(batches)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, such as g++")
+def test_compiled_by_inductor(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    feature = Feature("1f1b", 2)
+    wanted = run("tied_gpt", _profile("tied_gpt"), feature, tmp_path)
+    found = run("tied_gpt", _profile("tied_gpt"), replace(feature, options={"compile": True}), tmp_path)
+    check_same(wanted, found, 1e-6)
+
+
+def test_what_compile_may_be() -> None:
+    with pytest.raises(pd.PipelineError, match="compile is 3, neither True, a backend nor a mapping"):
+        pd.options.PipelineOptions(optimizer=make_optimizer, compile=3)  # type: ignore[arg-type]

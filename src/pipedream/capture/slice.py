@@ -12,6 +12,7 @@ Life of a forward:
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -166,6 +167,8 @@ class ModelSlice(nn.Module):
         around = skipped | self._open_at_stop | open_calls - {self._begin_at}
         is_whole = self.is_first and self.is_last
         self._shared_modules = [] if is_whole else [modules[name.partition("@")[0]] for name in sorted(around)]
+        self._watched_calls, self._interval = watched, (begin, math.inf if self.is_last else stop)
+        self._compiled: dict[str, Callable[..., Any]] = {}
         self._calls_inside = {
             name: Counter(path for path in inside if path in paths)
             for name, inside in tables.inside.items()
@@ -177,6 +180,34 @@ class ModelSlice(nn.Module):
         self._owners = [(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.names]
         own |= {id(owner) for _, owner, _ in self._owners}
         self._modules_here = [m for m in tables.every if id(m) in own or id(m) not in tables.in_leaves]
+
+    def compile_inside(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Compiles the outermost modules that lie within the slice, which are then seeded at their entry only.
+
+        Nothing is compiled if functions are seen (`LayerGraph.replayed`), and no module that other stages look into.
+        """
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        begin, stop = self._interval
+        inside: dict[str, set[str]] = {}
+        end = -1
+        for call in () if self.graph.replayed else self.graph.calls:
+            if call.start < begin or call.end > stop or call.start < end or call.hides:
+                continue
+            module = modules[call.path]
+            if _is_single(module) or module._compiled_call_impl is not None:
+                continue
+            hidden = {other.name for other in self.graph.calls if call.start < other.start < call.end}
+            submodules = set(module.modules()) - {module}
+            if not any(modules[name.partition("@")[0]] in submodules for name in self._watched_calls - hidden - {""}):
+                inside[call.name], end = hidden, call.end
+        hidden = {name for names in inside.values() for name in names}
+        seeded = {name for name, names in inside.items() if any(one.partition("@")[0] in self._seeded for one in names)}
+        self._seeded |= {name.partition("@")[0] for name in seeded}
+        self._watched_calls = (self._watched_calls - hidden) | inside.keys()
+        paths = dict.fromkeys(name.partition("@")[0] for name in sorted(self._watched_calls - {""}))
+        self._watched = [(modules[path], path) for path in paths]
+        compiled = {path: make(modules[path].forward) for path in {name.partition("@")[0] for name in inside}}
+        self._compiled = {name: compiled[name.partition("@")[0]] for name in inside}
 
     # -- what it owns -------------------------------------------------------------------------------
 
@@ -223,18 +254,27 @@ class ModelSlice(nn.Module):
             return run.result()
 
     @contextmanager
-    def seeding(self, reseed: Callable[[str], None], counts: dict[str, int], place: torch.device) -> Iterator[None]:
-        """Seeds leaf calls, of which each module has had so many; nothing else of a forward is done."""
+    def repeating(
+        self, reseed: Callable[[str], None] | None, counts: dict[str, int], place: torch.device
+    ) -> Iterator[None]:
+        """Seeds calls and makes the compiled ones, as a forward does, and nothing else of it.
+
+        Args:
+            counts: how often each module was called before.
+        """
         saved: list[tuple[dict[str, Any], str, Any]] = []
         own = torch.get_rng_state(), torch.cuda.get_rng_state(place) if place.type == "cuda" else None
 
         def call(path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             count = counts[path] = counts.get(path, 0) + 1
-            reseed(path if count == 1 else f"{path}@{count}")
-            return original(*args, **kwargs)
+            name = path if count == 1 else f"{path}@{count}"
+            if reseed is not None and path in self._seeded:
+                reseed(name)
+            return self._compiled.get(name, original)(*args, **kwargs)
 
         try:
-            _wrap([(module, path) for module, path in self._watched if path in self._seeded], call, saved)
+            paths = self._seeded | {name.partition("@")[0] for name in self._compiled}
+            _wrap([(module, path) for module, path in self._watched if path in paths], call, saved)
             yield
         finally:
             _restore(saved)
@@ -419,7 +459,7 @@ class _Run:
 
     @contextmanager
     def _checkpoints(self) -> Iterator[None]:
-        """Seeds the calls in checkpointed functions again when they are repeated.
+        """Makes the calls in checkpointed functions the same way when they are repeated.
 
         With placeholders among the arguments, which a checkpoint would save, the function runs without one. Of a
         stage's own calls this concerns the first at most, whose activations are then kept.
@@ -446,14 +486,12 @@ class _Run:
             module._checkpoint_without_reentrant_generator, module.CheckpointFunction = generator, function
 
     def _repeatable(self, run: Callable[..., Any], repeats: bool) -> Callable[..., Any]:
-        """Returns a function that seeds its calls as this forward does now: the first time only if it `repeats`."""
+        """Returns a function that makes its calls as this forward does now: the first time only if it `repeats`."""
         part, reseed, counts, place = self.part, self.part.reseed, dict(self.counts), self.place
-        if reseed is None:
-            return run
 
         def repeatable(*args: Any, **kwargs: Any) -> Any:
             nonlocal repeats
-            with part.seeding(reseed, dict(counts), place) if repeats else nullcontext():
+            with part.repeating(reseed, dict(counts), place) if repeats else nullcontext():
                 repeats = True
                 return run(*args, **kwargs)
 
@@ -505,7 +543,7 @@ class _Run:
                 part.reseed(name)
         self.frames.append(name)
         try:
-            output = original(*args, **kwargs)
+            output = part._compiled.get(name, original)(*args, **kwargs)
         finally:
             self.frames.pop()
         if self.begun:
@@ -644,6 +682,11 @@ def _alias(received: torch.Tensor) -> torch.Tensor:
     made = received.view_as(received)
     # Of a stand-in torch keeps a reference when the shape is new to it, and then cannot swap it either.
     return made.view_as(received) if weakref.getweakrefs(made) else made
+
+
+def _is_single(module: nn.Module) -> bool:
+    """Whether it is one of torch's own modules that call one operation, for which compiling gains nothing."""
+    return type(module).__module__.startswith("torch.nn.") and not list(module.children())
 
 
 def _has_placeholder(args: Any, kwargs: Any) -> bool:

@@ -85,6 +85,12 @@ Recompute = Annotated[
         "--recompute always'. Without this flag the plan decides.",
     ),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile", rich_help_panel=_RUN, help="Compile the modules that lie within one stage with torch.compile."
+    ),
+]
 Epochs = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", rich_help_panel=_RUN, show_default="the recipe's", help="Epochs to train."),
@@ -183,6 +189,7 @@ def train(
     in_flight: Depth = "noam",
     chunks: Chunks = None,
     microbatches: Microbatches = None,
+    compile: Compile = False,
     epochs: Epochs = None,
     minibatches: Minibatches = None,
     evaluate_every: EvaluateEvery = TrainingOptions.evaluate_every,
@@ -239,6 +246,7 @@ def train(
         chunks=chunks,
         microbatches=microbatches,
         allow_asynchronous=allow_asynchronous,
+        compile=compile,
         epochs=epochs,
         minibatches=minibatches,
         evaluate_every=evaluate_every,

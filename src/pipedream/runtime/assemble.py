@@ -53,6 +53,7 @@ class Settings:
     Attributes:
         ema: decay of the averaged weights; None keeps no average.
         autocast: dtype of the forwards; None computes in the dtype of the weights.
+        compile: arguments of torch.compile; None does not compile.
         scaling: None does not scale the loss.
         batch_dim: dimension of the samples in the model's inputs, see `data.batches`.
     """
@@ -65,6 +66,7 @@ class Settings:
     policy: Policy = field(default_factory=Policy)
     ema: float | None = None
     autocast: torch.dtype | None = None
+    compile: Mapping[str, Any] | None = None
     scaling: LossScaleOptions | None = None
     batch_dim: BatchDim = 0
 
@@ -278,7 +280,9 @@ def remote_forwards_of(
     settings = blueprint.settings
     for stage, _ in blueprint.placement.remote_forwards(rank):
         layers = blueprint.stages[stage]
-        module = StageModule(layers, dict(handles[stage]), blueprint.device, settings.seed, settings.autocast)
+        module = StageModule(
+            layers, dict(handles[stage]), blueprint.device, settings.seed, settings.autocast, settings.compile
+        )
         packet = WeightPacket(module, low_precision_weights(layers, handles[stage], settings.autocast))
         found[stage] = RemoteForward(module, packet)
     return found
@@ -303,7 +307,7 @@ def _stage_state(
 ) -> StageState:
     """`copies` are trained instead of handles that another stage here also holds."""
     plan, settings, programs = blueprint.program.plan, blueprint.settings, blueprint.programs
-    module = StageModule(layers, handles, blueprint.device, settings.seed, settings.autocast)
+    module = StageModule(layers, handles, blueprint.device, settings.seed, settings.autocast, settings.compile)
     low = low_precision_weights(layers, handles, settings.autocast)
     handles = copies or handles
     versions = Versions(handles, low, watched=replica_group is not None)

@@ -130,6 +130,7 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
             | {
                 "phases": planned.phases,
                 "compensation": planned.compensation,
+                "compile": options.compile or recipe.compile,
                 "sample": None if names_layers else model_input(recipe, recipe.first_batch()),
             },
         )

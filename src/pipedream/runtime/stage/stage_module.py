@@ -13,8 +13,9 @@ Life of a microbatch at a stage:
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -120,6 +121,7 @@ class StageModule:
     Args:
         handles: trained parameters by name; in the modules while nothing runs.
         autocast: dtype of the forward; None keeps that of the weights.
+        compile: arguments of torch.compile; None runs the layers as they are.
     """
 
     def __init__(
@@ -129,11 +131,13 @@ class StageModule:
         device: torch.device,
         seed: int,
         autocast: torch.dtype | None = None,
+        compile: Mapping[str, Any] | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.device = device
         self._seed = seed
         self._autocast = autocast
+        self._calls = [(name, layer, layer if compile is None else _compiled(layer, compile)) for name, layer in layers]
         self._names = tuple(handles)
         self.handles = handles
         known = {id(parameter): name for name, parameter in handles.items()}
@@ -165,7 +169,7 @@ class StageModule:
         self._set_parameters(leaves)
         try:
             with self.casting():
-                for name, layer in self.layers:
+                for name, layer, call in self._calls:
                     if hasattr(layer, "reseed"):  # it seeds each of its calls, so that the cut does not matter
                         layer.reseed = partial(self._reseed_call, microbatch)  # type: ignore[assignment]
                         self._reseed_call(microbatch, "")
@@ -173,7 +177,7 @@ class StageModule:
                     else:
                         self._reseed_call(microbatch, name)
                         several = first and isinstance(value, tuple) and not isinstance(value, PackedSequence)
-                        value = layer(*value) if several else layer(value)
+                        value = call(*value) if several else call(value)
                     first = False
             return value
         except Exception as error:
@@ -304,6 +308,25 @@ class StageModule:
         torch.default_generator.set_state(state[0])
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self.device)
+
+
+def _compiled(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns a layer compiled, or a slice whose modules are; the user's modules stay as they are.
+
+    Weight versions are inputs of what is compiled, so that a new version is not compiled again.
+    """
+    from torch._functorch import config  # here, because it takes seconds
+
+    config.donated_buffer = False  # a split backward goes through a compiled function twice
+    own = inspect.signature(torch.compile).parameters
+    # Blocks of one class share code, for all of which together there is a limit otherwise.
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in own else {}
+    make: Any = partial(torch.compile, **apart | dict(arguments))
+    inside: Any = getattr(layer, "compile_inside", None)
+    if inside is None:
+        return make(layer)  # type: ignore[no-any-return]
+    inside(make)
+    return layer
 
 
 def _with_gradients(
