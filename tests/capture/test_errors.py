@@ -133,7 +133,8 @@ class InModule(Base):
 
 def test_an_error_of_the_model_names_the_line() -> None:
     text = text_of(lambda: trained(Bug, [*batches_of(1), *batches_of(1, size=2)]))
-    has(text, "rank 1, stage 1, 1F2: RuntimeError: shape", "test_errors.py", "in forward: x = x.view(5, 77)")
+    has(text, "rank 1, stage 1, 1F2: RuntimeError: shape", "in the model Bug, at test_errors.py:")
+    has(text, "in forward: x = x.view(5, 77)")
 
 
 def test_an_error_of_a_module_names_module_and_line() -> None:
@@ -263,26 +264,32 @@ X = torch.linspace(-1, 1, 16).view(4, 4)
 
 def test_a_missing_input() -> None:
     text = masked({"x": X, "mask": X}, {"x": X})
-    has(text, "Masked (test_errors.py:", "reads the input 'mask'", "which the batch lacks", "Give it in each batch")
+    has(
+        text,
+        "Masked (test_errors.py:",
+        "reads the input 'mask'",
+        "missing in this batch",
+        "Give it in each batch",
+    )
 
 
 def test_an_input_that_is_none_now() -> None:
     text = masked({"x": X, "mask": X}, {"x": X, "mask": None})
-    has(text, "reads the input 'mask'", "which is None in this batch")
+    has(text, "reads the input 'mask'", "but it is None in this batch")
 
 
 def test_an_input_that_the_sample_lacked() -> None:
     text = masked({"x": X}, {"x": X, "mask": X})
     has(
         text,
-        "the 'blocks.1 output', in Masked (test_errors.py:",
+        "the value 'blocks.1 output' of Masked (test_errors.py:",
         "not send",
         "The sample lacked the input 'mask'",
     )
 
 
 def test_an_input_that_the_model_does_not_know() -> None:
-    has(masked({"x": X}, {"x": X, "y": X}), "unexpected keyword argument 'y'")
+    has(masked({"x": X}, {"x": X, "y": X}), "unexpected keyword argument 'y'", "in the model Masked, test_errors.py:")
 
 
 # -- outputs -----------------------------------------------------------------------------------------
@@ -360,7 +367,7 @@ def test_an_output_inside_an_object_is_not_silently_wrong() -> None:
         return output["box"].value.mean()
 
     text = text_of(lambda: trained(Hidden, batches_of(1), loss=loss))
-    has(text, "needs the numbers of a tensor", "stage 2")
+    has(text, "stage 2", "the loss or a metric needs the numbers of a tensor", "let the model return it in its output")
 
 
 @pytest.mark.parametrize(
@@ -373,7 +380,7 @@ def test_an_output_that_no_stage_sends(read: Callable[[Tensor], Any]) -> None:
         return output["out"].mean()
 
     text = text_of(lambda: trained(SometimesMore, [*batches_of(1), *batches_of(1, size=2)], loss=loss))
-    has(text, "the field 'first' of the output, in SometimesMore (test_errors.py:", "Capture with a sample", "used at")
+    has(text, "the field 'first' of the output of SometimesMore (test_errors.py:", "Capture with a sample", "used at")
 
 
 # -- leaving the forward -----------------------------------------------------------------------------
@@ -530,13 +537,19 @@ def test_a_plan_of_another_model() -> None:
         pd.Pipeline(Base(), plan, loss=F.mse_loss, optimizer=sgd)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_models_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the model .* is a TorchScript module .*; pass the eager module"):
+        capture(torch.jit.script(nn.Linear(4, 2)), X)
+
+
 def test_distributed_models_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"DataParallel.*pass the model before that"):
+    with pytest.raises(CaptureError, match=r"DataParallel.*pass the plain module"):
         capture(nn.DataParallel(Base()), X)
     model = Base()
     wrapped = type("FSDPBlock", (type("FSDPModule", (), {}), Block), {})
     model.blocks[1].__class__ = wrapped
-    with pytest.raises(CaptureError, match=r"the module 'blocks\.1' is sharded by fully_shard.*before that"):
+    with pytest.raises(CaptureError, match=r"the module 'blocks\.1' is sharded by fully_shard.*pass the plain"):
         capture(model, X)
 
 

@@ -141,7 +141,7 @@ def check_model(model: nn.Module) -> None:
         if wrapper is not None:  # found by name: torch.distributed.fsdp takes long to import
             how = "sharded by fully_shard (an FSDPModule)" if wrapper == "FSDPModule" else f"wrapped in {wrapper}"
             raise CaptureError(
-                f"{where} is {how}, which would synchronise by itself; pass the model before that: the plan decides "
+                f"{where} is {how}, which would synchronise by itself; pass the plain module: the plan decides "
                 "which stages are replicated"
             )
     if _is_compiled(model):

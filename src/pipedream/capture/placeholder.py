@@ -199,10 +199,13 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: b
         result = func(*arguments, **keywords)
     except (NotImplementedError, RuntimeError, ValueError, IndexError, TypeError) as error:
         cause = f"{type(error).__name__}: {error}"
+        line = user_line()
         text = (
-            f"{user_line() or 'an operation'} needs the numbers of a tensor that another stage computes and does not "
+            f"{line or 'the loss or a metric'} needs the numbers of a tensor that another stage computes and does not "
             f"send ({name}; {cause})"
         )
+        if not line:
+            text += "; let the model return it in its output, in tuples, lists, dicts or dataclasses"
         raised = NumbersNeeded(name, text, cause)
         RAISED.append(raised)
         raise raised from error

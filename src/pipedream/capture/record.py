@@ -245,7 +245,9 @@ class _Recorder(TorchFunctionMode):
 
     def _whole(self) -> str:
         """Returns why the present call must not be cut inside, or ""."""
-        return "in a thread of its own" if get_ident() != self.thread else _inside_whole()
+        if get_ident() != self.thread:
+            return "in a thread of its own, and stages begin and end in that of the forward"
+        return _inside_whole()
 
     def _leave(self, call: CallRecord, args: Any, kwargs: Any, output: Any) -> None:
         self.moment += 1

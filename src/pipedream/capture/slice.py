@@ -416,13 +416,12 @@ class _Run:
     def _missing_input(self, path: str, found: Any) -> CaptureError:
         args, kwargs = self.inputs
         given = [*map(str, range(len(args))), *map(repr, kwargs)]
-        what = "which the batch lacks" if found is None else f"which is a {type(found).__name__} in this batch"
-        if found is None and (path in kwargs or (path.isdigit() and int(path) < len(args))):
-            what = "which is None in this batch"
+        is_none = found is None and (path in kwargs or (path.isdigit() and int(path) < len(args)))
+        what = "it is None in" if is_none else "it is missing in" if found is None else "it is not a tensor in"
         return CaptureError(
-            f"a later stage of {self._named('')} reads the input {path!r}, "
-            f"which was a tensor on the sample, {what} (its inputs: {', '.join(given)}). Give it in each batch, or "
-            "profile and plan with a sample without it"
+            f"a later stage of {self._named('')} reads the input {path!r}, which was a tensor on the sample, but "
+            f"{what} this batch (its inputs: {', '.join(given)}). Give it in each batch, or profile and plan with a "
+            "sample without it"
         )
 
     def _frame(self) -> str:
@@ -438,7 +437,7 @@ class _Run:
             "with a sample and a mode that take this path, or put the modules that depend on this into one"
         )
         return (
-            f"{what}, in {self._named('')}, depends on a tensor that another stage has and does not send, because on "
+            f"{what} of {self._named('')} depends on a tensor that another stage has and does not send, because on "
             f"the sample it did not depend on it. {cause}"
         )
 
@@ -633,7 +632,7 @@ class _Run:
             )
         unsent = [value for value in part._sent if isinstance(self.values[value], Placeholder)]
         if unsent and self.begun:
-            raise CutFailed(part._begin_at or "", self._unsent_part(f"the {unsent[0].name!r}"))
+            raise CutFailed(part._begin_at or "", self._unsent_part(f"the value {unsent[0].name!r}"))
         outputs = {**self.outputs, **self.described}
 
         results = {name: each for name, each in self.results.items() if name.rpartition("/")[0] in part._open_at_stop}

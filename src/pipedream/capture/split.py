@@ -68,9 +68,12 @@ def graph_of(
 def _unsendable(recording: Recording, name: str) -> str:
     call = next(call for call in recording.root.every() if call.name == name)
     place = source_of(type(call.module).forward)
+    advice = "let it return tensors in tuples, lists, dicts or dataclasses"
+    if "Cache" in call.opaque:
+        advice = "switch caches off, as with use_cache=False in Hugging Face"
     return (
         f"the module {name!r} ({', '.join(filter(None, (type(call.module).__name__, place)))}) returns an object of "
-        f"the class {call.opaque}, which cannot be sent; let it return tensors in tuples, lists, dicts or dataclasses"
+        f"the class {call.opaque}, which cannot be sent; {advice}"
     )
 
 

@@ -15,6 +15,7 @@ __all__ = ["note_module", "source_of", "user_line", "with_place"]
 
 _MODULE = "pipedream_module"  # attribute of an exception
 _PACKAGE = str(Path(__file__).parents[1])
+_CALLED_BY_MODELS = ("user_code.py", "placeholder.py", "slice.py")
 _LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -42,6 +43,9 @@ def user_line(error: BaseException | None = None) -> str:
     while frame is not None:
         if _is_users(frame.f_code):
             return _described(frame.f_code, frame.f_lineno)
+        file = Path(frame.f_code.co_filename)
+        if str(file).startswith(_PACKAGE) and file.name not in _CALLED_BY_MODELS:
+            break  # what follows has called this package
         frame = frame.f_back
     return ""
 
@@ -49,10 +53,13 @@ def user_line(error: BaseException | None = None) -> str:
 def with_place(error: BaseException) -> str:
     """Returns an error's type and text, with the module and the user's line where it was raised."""
     text = f"{type(error).__name__}: {str(error).strip() or repr(error)}"
-    module, line = getattr(error, _MODULE, ""), user_line(error)
+    module, source = getattr(error, _MODULE, ("", ""))
+    line = user_line(error)
+    if not line and source:
+        module += f", {source}"
     if line and line.partition(": ")[0] in text:
         line = ""
-    places = [f"in the module {module!r}"] * bool(module) + [f"at {line}"] * bool(line)
+    places = [f"in {module}"] * bool(module) + [f"at {line}"] * bool(line)
     return f"{text} ({', '.join(places)})" if places else text
 
 
@@ -60,12 +67,13 @@ def note_module(error: BaseException, modules: Iterable[tuple[str, Any]]) -> Non
     """Notes on an error the name of the innermost module in whose methods it was raised."""
     if hasattr(error, _MODULE):
         return
-    names = {id(module): name or type(module).__name__ for name, module in modules}
+    names = {id(module): f"the module {name!r}" * bool(name) for name, module in modules}
     traceback = error.__traceback__
     while traceback is not None:
-        one = traceback.tb_frame.f_locals.get("self")
+        one: Any = traceback.tb_frame.f_locals.get("self")
         if id(one) in names:
-            setattr(error, _MODULE, names[id(one)])
+            name = names[id(one)] or f"the model {type(one).__name__}"
+            setattr(error, _MODULE, (name, source_of(type(one).forward)))
         traceback = traceback.tb_next
 
 
