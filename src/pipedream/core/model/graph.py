@@ -1,8 +1,8 @@
 """The layers of a model, and which layer reads which output.
 
 Layers, which the planner may not split, are in an order in which they can run; edge ``(i, j)`` means that j reads the
-output of i. Capture returns chains, ``(0, 1), (1, 2), ...``. The planner takes any graph (`planner.cuts.downsets`), the
-runtime only chains.
+output of i. Capture returns chains, ``(0, 1), (1, 2), ...``, because a stage is an interval of the order of execution:
+whatever is read after a cut crosses it (`Value`). The planner takes any graph (`planner.cuts.downsets`).
 """
 
 from __future__ import annotations
