@@ -27,8 +27,16 @@ from pipedream.core.schedule.phase import Phase
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 
-__all__ = ["MethodOptions", "ModelOptions", "PipelineOptions", "TrainingOptions", "compile_arguments", "keywords"]
-__all__ += ["model_options", "plain"]
+__all__ = [
+    "MethodOptions",
+    "ModelOptions",
+    "PipelineOptions",
+    "TrainingOptions",
+    "compile_arguments",
+    "keywords",
+    "model_options",
+    "plain",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,10 +32,7 @@ __all__ = [
 ]
 
 
-_FINE = 32  # a chain with a layer of more than this part of the parameters is split further
-
-
-def capture(model: nn.Module, sample: Any) -> Captured:
+def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
     """Finds the layers of a model by running it on a sample. The model is left unchanged.
 
     A chain of modules is split into these modules. Any other model is split at the calls of its innermost modules; it
@@ -45,17 +42,18 @@ def capture(model: nn.Module, sample: Any) -> Captured:
     Args:
         model: its submodules become the layers, without being copied.
         sample: a tuple of positional arguments, a mapping of keyword arguments, or the only argument.
+        finest: also split the modules of a chain, by treating it like any other model.
 
     Raises:
         CaptureError: the model does not run on the sample, or its layers do not give what it gives.
     """
     check_model(model)
-    if type(sample) is tuple:
+    if type(sample) is tuple and not finest:
         try:
             found = capture_chain(model, sample)
         except CaptureError:
             found = None
-        if found is not None and not any(_is_coarse(layer, model) for layer in found.layers):
+        if found is not None and (len(found.layers) > 1 or not list(found.layers[0].children())):
             return found
     if any(parameter.is_meta for parameter in model.parameters()):
         with stand_ins(model, sample) as empty:
@@ -66,26 +64,20 @@ def capture(model: nn.Module, sample: Any) -> Captured:
     return captured_from(model, graph, refused)
 
 
-def _is_coarse(layer: nn.Module, model: nn.Module) -> bool:
-    """Whether a layer has several modules with parameters, between which cuts are worthwhile."""
-    divides = sum(bool(module._parameters) for module in layer.modules()) > 1
-    own, whole = (sum(parameter.nbytes for parameter in one.parameters()) for one in (layer, model))
-    return divides and own > whole / _FINE
-
-
-def capture_with_values(model: nn.Module, batch: Any) -> Captured:
+def capture_with_values(model: nn.Module, batch: Any, *, finest: bool = False) -> Captured:
     """Splits a model into layers, with what crosses each cut, also of a chain; it prints as a table.
 
     This is ``pipedream.capture(model, batch)``. The model is left unchanged.
 
     Args:
         batch: the model's only input, a tuple of positional arguments, or a mapping of keyword arguments.
+        finest: also split the modules of a chain into those inside them.
 
     Raises:
         CaptureError: the model does not run on the batch, or its layers do not give what it gives.
     """
     inputs = batch if isinstance(batch, (tuple, Mapping)) else (batch,)
-    found = capture(model, inputs)
+    found = capture(model, inputs, finest=finest)
     if found.graph.calls or not isinstance(inputs, tuple):
         return found
     return replace(found, graph=replace(found.graph, values=chain_values(found, inputs)))
@@ -94,8 +86,8 @@ def capture_with_values(model: nn.Module, batch: Any) -> Captured:
 class _Callable(ModuleType):
     """Makes this package callable, because it has the name of the function that users call."""
 
-    def __call__(self, model: nn.Module, batch: Any) -> Captured:
-        return capture_with_values(model, batch)
+    def __call__(self, model: nn.Module, batch: Any, *, finest: bool = False) -> Captured:
+        return capture_with_values(model, batch, finest=finest)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pipedream.cli.options import Json, RecipeFile, Seed, print_json
+from pipedream.cli.options import Finest, Json, RecipeFile, Seed, print_json
 from pipedream.core.model.crossings import crossings
 
 __all__ = ["layers"]
@@ -15,6 +15,7 @@ __all__ = ["layers"]
 def layers(
     recipe: RecipeFile,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device to run the model on, once.")] = "cpu",
+    finest: Finest = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -30,7 +31,7 @@ def layers(
     from pipedream.recipe import load_recipe
     from pipedream.training.job import capture_recipe
 
-    found = capture_recipe(load_recipe(recipe, seed=seed), device=device)
+    found = capture_recipe(load_recipe(recipe, seed=seed), device=device, finest=finest)
     if not as_json:
         print(found)
         return

@@ -26,6 +26,7 @@ __all__ = [
     "DataParallel",
     "Depth",
     "Device",
+    "Finest",
     "Json",
     "Latency",
     "Memory",
@@ -55,6 +56,9 @@ _METHOD_HELP = "The method: a name from 'pipedream schedules', a schedule in PyT
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Random seed.")]
+Finest = Annotated[
+    bool, typer.Option("--finest", help="Also split the modules of a chain into those inside them, to cut there.")
+]
 Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Device of the workers.")]
 RecipeFile = Annotated[str, typer.Argument(metavar="RECIPE", help="Python file that defines recipe().")]
 ProfileFile = Annotated[

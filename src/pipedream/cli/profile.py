@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pipedream.cli.options import Json, Output, RecipeFile, Seed, check_flags
+from pipedream.cli.options import Finest, Json, Output, RecipeFile, Seed, check_flags
 from pipedream.core.errors import ProfileError
 
 __all__ = ["profile"]
@@ -41,6 +41,7 @@ def profile(
         ),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, metavar="N", help="Measured runs, of which the median counts.")] = 10,
+    finest: Finest = False,
     seed: Seed = 0,
     output: Output = None,
     as_json: Json = False,
@@ -58,7 +59,7 @@ def profile(
         raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")
     check_flags(device=device, as_device=as_device, dtype=dtype)
     made = load_recipe(recipe, seed=seed)
-    found = profile_recipe(made, device=device, as_device=as_device, dtype=dtype, seed=seed, runs=runs)
+    found = profile_recipe(made, device=device, as_device=as_device, dtype=dtype, seed=seed, runs=runs, finest=finest)
     if output is not None:
         found.save(output)
     print(found.to_json() if as_json else found)

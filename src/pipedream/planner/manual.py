@@ -118,10 +118,12 @@ def _why_no_layer(graph: LayerGraph, cut: str, names: list[str], paths: list[str
         around = [i for i, name in enumerate(names) if starts.get(name, 0) <= inside[0]]
     if around:
         last = around[-1]
-        return (
-            f"which is within layer {names[last]!r}, and that cannot be cut ('pipedream layers RECIPE' prints why); "
-            f"cut before {_some(names[last : last + 2])}"
+        why = (
+            "and that cannot be cut ('pipedream layers RECIPE' prints why)"
+            if graph.calls
+            else "one module of a chain; profile with finest=True (--finest) to cut inside of it"
         )
+        return f"which is within layer {names[last]!r}, {why}; or cut before {_some(names[last : last + 2])}"
     if len(names) <= _FEW:
         return f"the model's layers are {', '.join(names)}; name one"
     known = dict.fromkeys(prefix for path in paths for prefix in accumulate(path.split("."), "{}.{}".format))

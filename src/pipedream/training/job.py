@@ -199,6 +199,7 @@ def profile_recipe(
     dtype: str | None = None,
     seed: int = 0,
     runs: int = 10,
+    finest: bool = False,
 ) -> Profile:
     """Profiles a recipe's model on its first training batch, with loss and optimizer."""
     batch = recipe.first_batch()
@@ -208,7 +209,7 @@ def profile_recipe(
     return profile_model(
         recipe.model,
         model_input(recipe, batch),
-        loss=lambda output: loss.value(output, targets),
+        loss=None if recipe.loss is None else lambda output: loss.value(output, targets),
         optimizer=recipe.optimizer,
         device=device,
         as_device=as_device,
@@ -217,16 +218,17 @@ def profile_recipe(
         seed=seed,
         runs=runs,
         batch_dim=recipe.batch_dim,
+        finest=finest,
     )
 
 
-def capture_recipe(recipe: Recipe, *, device: str = "cpu") -> Captured:
+def capture_recipe(recipe: Recipe, *, device: str = "cpu", finest: bool = False) -> Captured:
     """Splits a recipe's model into layers, by running it on its first training batch."""
     with blaming("while its model was run on its first batch"):
         inputs = to_device(model_input(recipe, recipe.first_batch()), process_group.process_device(device))
         if not any(parameter.is_meta for parameter in recipe.model.parameters()):
             recipe.model.to(process_group.process_device(device))
-        return capture_with_values(recipe.model, inputs)
+        return capture_with_values(recipe.model, inputs, finest=finest)
 
 
 def model_input(recipe: Recipe, batch: Any) -> Any:

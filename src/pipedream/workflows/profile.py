@@ -49,6 +49,7 @@ def profile(
     runs: int = 10,
     autocast: Any = None,
     seed: int = 0,
+    finest: bool = False,
     batch_dim: BatchDim = 0,
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
@@ -68,6 +69,7 @@ def profile(
         runs: measured runs, of which the median counts.
         autocast: low-precision dtype of the forwards.
         seed: of the random numbers that layers draw.
+        finest: also split the modules of a chain into those inside them.
         batch_dim: dimension of the samples in the inputs, as in `pipedream.Pipeline`.
 
     Raises:
@@ -89,7 +91,7 @@ def profile(
     def estimated() -> str:
         datasheet = as_device if isinstance(as_device, Device) else profiler.device_of(as_device or "here")
         with stand_ins(model, inputs, profiler.dtype_of(dtype)) as empty:
-            captured = capture(model, empty)
+            captured = capture(model, empty, finest=finest)
             found = profiler.estimate(
                 captured.layers, captured.graph, captured.arguments(empty), device=datasheet, **described
             )
@@ -99,7 +101,7 @@ def profile(
         moved = to_device(inputs, process_group.process_device(device))
         if not any(parameter.is_meta for parameter in model.parameters()):
             model.to(process_group.process_device(device))
-        captured = capture(model, moved)
+        captured = capture(model, moved, finest=finest)
         if loss is None and batch_dim == 0:
             captured = replace(captured, graph=replace(captured.graph, loss_weight=_loss_weight(model, moved)))
         timing: dict[str, Any] = {"device": device, "warmup": warmup, "runs": runs, "seed": seed}
