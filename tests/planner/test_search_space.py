@@ -211,7 +211,7 @@ def test_a_module_is_cut_before_its_first_layer(name: str, place: int) -> None:
         ("embed", r"'embed' was asked for, which begins with the model's first layer.*; cut before 'h.0.norm' or 'h"),
         (
             "h.3.mlp.up",
-            r"which is within layer 'h.3.mlp', and that cannot be cut .*; cut before 'h.3.mlp' or 'h.4.norm'",
+            r"which is within layer 'h.3.mlp', .*finest=True.*; or cut before 'h.3.mlp' or 'h.4.norm'",
         ),
         ("h.12", r"but no layer of the model belongs to such a module; cut before 'h.\d+' or"),
         ("transformer", r"no layer of the model belongs to such a module; cut before 'h.0.norm' or"),
