@@ -15,7 +15,8 @@ from random_models import RandomBlock, newest
 from torch import Tensor, nn
 
 from pipedream.capture.compare import split
-from pipedream.capture.slice import ModelSlice, call_model
+from pipedream.capture.slice import ModelSlice
+from pipedream.capture.slice_forward import call_model
 from pipedream.capture.structure import walk
 from pipedream.core.model.graph import LayerGraph
 

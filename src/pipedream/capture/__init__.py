@@ -15,7 +15,7 @@ from pipedream.capture.captured import Captured, captured_from
 from pipedream.capture.chain import capture_chain, chain_values, check_model, cuda_devices, find_layers
 from pipedream.capture.compare import split
 from pipedream.capture.preserve_state import preserve_state
-from pipedream.capture.slice import call_model
+from pipedream.capture.slice_forward import call_model
 from pipedream.capture.stand_ins import is_stand_in, stand_ins
 from pipedream.core.errors import CaptureError
 

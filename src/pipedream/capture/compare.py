@@ -17,7 +17,8 @@ from pipedream.capture.chain import does_not_run
 from pipedream.capture.placeholder import NumbersNeeded, Placeholder
 from pipedream.capture.preserve_state import Attributes, preserve_state, seed_generators
 from pipedream.capture.record import Recording, record
-from pipedream.capture.slice import CutFailed, ModelSlice, SliceTables, arguments_of
+from pipedream.capture.slice import ModelSlice, SliceTables
+from pipedream.capture.slice_forward import CutFailed, arguments_of
 from pipedream.capture.split import Refused, graph_of
 from pipedream.capture.structure import map_leaves, walk
 from pipedream.core.errors import CaptureError

@@ -1,87 +1,23 @@
-"""A slice of a model: the model's own forward, in which the calls of other stages are skipped.
-
-Life of a forward:
-
-1. The model's forward runs from its beginning. A call of an earlier stage is not made: it returns placeholders of the
-   shapes that the earlier stage has sent. What depends on the model's inputs alone is computed again.
-2. At the first call of this stage the received tensors take the places of their placeholders, wherever the forward
-   keeps them. From here on everything is real, and the modules run as they are.
-3. At the first call of a later stage the forward is left, by an exception that passes through the model. What later
-   stages read is collected into the bundle that is sent on.
-"""
+"""A slice of a model: what a stage runs of a model that runs by its own forward."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice, takewhile, zip_longest
-from threading import get_ident
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from pipedream.capture.own_attributes import OwnAttributes
-from pipedream.capture.placeholder import (
-    RAISED,
-    NumbersNeeded,
-    Placeholder,
-    mark_missing,
-    meta_like,
-    placeholder_like,
-    plain_meta,
-    swap_tensors,
-)
+from pipedream.capture.slice_forward import SliceCalls, SliceForward
 from pipedream.capture.split import skipped_calls
-from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk
-from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Call, LayerGraph, Value, ValueSite
-from pipedream.core.user_code import note_module, source_of, user_line
 
-__all__ = ["CutFailed", "ModelSlice", "SliceTables", "Unsent", "arguments_of", "call_model"]
-
-
-class CutFailed(CaptureError):
-    """The forward cannot be cut before a call.
-
-    Attributes:
-        call: its name.
-    """
-
-    def __init__(self, call: str, text: str) -> None:
-        super().__init__(text)
-        self.call = call
-
-
-class _Left(BaseException):
-    """Leaves the model's forward; a BaseException, so that ``except Exception`` in the model does not catch it."""
-
-
-@dataclass(frozen=True)
-class Unsent:
-    """A part of a bundle in which meta tensors stand for tensors that are not sent; opaque to torch's pytrees."""
-
-    value: Any
-
-
-def call_model(model: Callable[..., Any], inputs: Any) -> Any:
-    """Calls a model: a tuple holds positional arguments, a mapping keyword arguments, anything else is the argument."""
-    args, kwargs = arguments_of(inputs)
-    return model(*args, **kwargs)
-
-
-def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and the keyword arguments of `call_model`."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (inputs if type(inputs) is tuple else (inputs,)), {}
+__all__ = ["ModelSlice", "SliceTables"]
 
 
 class SliceTables:
@@ -107,18 +43,12 @@ class SliceTables:
         self.in_leaves = {id(m) for call in self.leaves for m in self.modules[call.path].modules()}
 
 
-class ModelSlice(nn.Module):
+class ModelSlice(SliceCalls):
     """Layers first <= i < last of a model that runs by its own forward.
 
     Called with the model's inputs or the bundle of the previous slice, it returns the next one's bundle or the model's
     output. Its parameters and buffers are those of its layers, under the model's names.
-
-    Attributes:
-        on_begin: called when the slice's own part begins.
-        reseed: called with the name of each leaf call before it runs.
     """
-
-    model: Any
 
     def __init__(
         self, model: nn.Module, graph: LayerGraph, first: int, last: int, tables: SliceTables | None = None
@@ -128,54 +58,54 @@ class ModelSlice(nn.Module):
         self.__dict__["model"] = model  # not a submodule: the slice owns a part of it only
         self.graph = graph
         self.is_first, self.is_last = first == 0, last == len(graph.layers)
-        self.on_begin: Callable[[], None] | None = None
-        self.reseed: Callable[[str], None] | None = None
+        self.on_begin = None
+        self.reseed = None
         self.names = tuple(dict.fromkeys(name for layer in graph.layers[first:last] for name in layer.parameters))
         starts, modules, tensors = tables.starts, tables.modules, tables.tensors
-        self._begin_at = None if self.is_first else graph.layers[first].name
-        self._stop_at = None if self.is_last else graph.layers[last].name
-        begin = -1 if self._begin_at is None else starts[self._begin_at]
-        stop = max(starts.values(), default=0) + 1 if self._stop_at is None else starts[self._stop_at]
+        self.begin_at = None if self.is_first else graph.layers[first].name
+        self.stop_at = None if self.is_last else graph.layers[last].name
+        begin = -1 if self.begin_at is None else starts[self.begin_at]
+        stop = max(starts.values(), default=0) + 1 if self.stop_at is None else starts[self.stop_at]
         skipped = {call.name for call in skipped_calls(graph.calls, begin)}
         open_calls = {call.name for call in graph.calls if call.start <= begin < call.end}
         own_calls = [call for call in tables.leaves if begin <= call.start < stop]
         seeded = [call for call in own_calls if call.path in graph.seeded]
-        self._seeded = {call.path for call in seeded}
+        self.seeded = {call.path for call in seeded}
         around = {c.path for c in graph.calls for moment in (begin, stop) if c.start < moment < c.end}
         self._attributes = OwnAttributes(model, [model, *(modules[path] for path in sorted(around))])
-        self._open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
-        self._described = () if self.is_last else tuple(call.name for call in skipped_calls(graph.calls, stop))
-        self._received = [] if self.is_first else _crossing(graph, begin)
-        self._sent = [] if self.is_last else _crossing(graph, stop)
-        visible, received = skipped | open_calls, set(self._received)
-        arrive = _sites(self._received, lambda site: site.call in visible and site.moment <= begin)
-        made_here = [value for value in self._sent if value not in received]
+        self.open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
+        self.described = () if self.is_last else tuple(call.name for call in skipped_calls(graph.calls, stop))
+        self.received = [] if self.is_first else _crossing(graph, begin)
+        self.sent = [] if self.is_last else _crossing(graph, stop)
+        visible, received = skipped | open_calls, set(self.received)
+        arrive = _sites(self.received, lambda site: site.call in visible and site.moment <= begin)
+        made_here = [value for value in self.sent if value not in received]
         leave = _sites(made_here, lambda site: begin <= site.moment <= stop)
-        self._arrive_in, self._arrive_out = _by_call(arrive, "in"), _by_call(arrive, "out")
-        self._leave_in, self._leave_out = _by_call(leave, "in"), _by_call(leave, "out")
+        self.arrive_in, self.arrive_out = _by_call(arrive, "in"), _by_call(arrive, "out")
+        self.leave_in, self.leave_out = _by_call(leave, "in"), _by_call(leave, "out")
         watched = (
             skipped
             | {call.name for call in seeded}
-            | set(self._described)
+            | set(self.described)
             | {site.call for site, _ in (*arrive, *leave)}
         )
-        watched |= {name for name in (self._begin_at, self._stop_at) if name is not None}
+        watched |= {name for name in (self.begin_at, self.stop_at) if name is not None}
         if graph.replayed:
-            watched |= self._open_at_stop | open_calls
+            watched |= self.open_at_stop | open_calls
         paths = dict.fromkeys(name.partition("@")[0] for name in sorted(watched - {""}))
-        self._watched = [(modules[path], path) for path in paths]
-        around = skipped | self._open_at_stop | open_calls - {self._begin_at}
+        self.watched = [(modules[path], path) for path in paths]
+        around = skipped | self.open_at_stop | open_calls - {self.begin_at}
         is_whole = self.is_first and self.is_last
-        self._shared_modules = [] if is_whole else [modules[name.partition("@")[0]] for name in sorted(around)]
+        self.shared_modules = [] if is_whole else [modules[name.partition("@")[0]] for name in sorted(around)]
         self._watched_calls, self._interval = watched, (begin, math.inf if self.is_last else stop)
-        self._compiled: dict[str, Callable[..., Any]] = {}
-        self._calls_inside = {
+        self.compiled = {}
+        self.calls_inside = {
             name: Counter(path for path in inside if path in paths)
             for name, inside in tables.inside.items()
             if name in skipped
         }
         held = {id(tensors[name]) for name in self.names}
-        self._foreign_glue = [name for name in graph.glue if id(tensors[name]) not in held]
+        self.foreign_glue = [name for name in graph.glue if id(tensors[name]) not in held]
         own = {id(m) for call in own_calls for m in modules[call.path].modules()}
         self._owners = [(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.names]
         own |= {id(owner) for _, owner, _ in self._owners}
@@ -201,13 +131,13 @@ class ModelSlice(nn.Module):
             if not any(modules[name.partition("@")[0]] in submodules for name in self._watched_calls - hidden - {""}):
                 inside[call.name], end = hidden, call.end
         hidden = {name for names in inside.values() for name in names}
-        seeded = {name for name, names in inside.items() if any(one.partition("@")[0] in self._seeded for one in names)}
-        self._seeded |= {name.partition("@")[0] for name in seeded}
+        seeded = {name for name, names in inside.items() if any(one.partition("@")[0] in self.seeded for one in names)}
+        self.seeded |= {name.partition("@")[0] for name in seeded}
         self._watched_calls = (self._watched_calls - hidden) | inside.keys()
         paths = dict.fromkeys(name.partition("@")[0] for name in sorted(self._watched_calls - {""}))
-        self._watched = [(modules[path], path) for path in paths]
+        self.watched = [(modules[path], path) for path in paths]
         compiled = {path: make(modules[path].forward) for path in {name.partition("@")[0] for name in inside}}
-        self._compiled = {name: compiled[name.partition("@")[0]] for name in inside}
+        self.compiled = {name: compiled[name.partition("@")[0]] for name in inside}
 
     # -- what it owns -------------------------------------------------------------------------------
 
@@ -247,460 +177,16 @@ class ModelSlice(nn.Module):
     # -- the forward --------------------------------------------------------------------------------
 
     def forward(self, arriving: Any) -> Any:
-        run = _Run(self, arriving)
+        run = SliceForward(self, arriving)
         if self.is_first and self.is_last:
             return run.result()
         with self._attributes.during(remain=self.is_last):
             return run.result()
 
-    @contextmanager
-    def repeating(
-        self, reseed: Callable[[str], None] | None, counts: dict[str, int], place: torch.device
-    ) -> Iterator[None]:
-        """Seeds calls and makes the compiled ones, as a forward does, and nothing else of it.
-
-        Args:
-            counts: how often each module was called before.
-        """
-        saved: list[tuple[dict[str, Any], str, Any]] = []
-        own = torch.get_rng_state(), torch.cuda.get_rng_state(place) if place.type == "cuda" else None
-
-        def call(path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            count = counts[path] = counts.get(path, 0) + 1
-            name = path if count == 1 else f"{path}@{count}"
-            if reseed is not None and path in self._seeded:
-                reseed(name)
-            return self._compiled.get(name, original)(*args, **kwargs)
-
-        try:
-            paths = self._seeded | {name.partition("@")[0] for name in self._compiled}
-            _wrap([(module, path) for module, path in self._watched if path in paths], call, saved)
-            yield
-        finally:
-            _restore(saved)
-            torch.set_rng_state(own[0])
-            if own[1] is not None:
-                torch.cuda.set_rng_state(own[1], place)
-
-
-def _wrap(
-    modules: Sequence[tuple[nn.Module, str]], call: Callable[..., Any], saved: list[tuple[dict[str, Any], str, Any]]
-) -> None:
-    """Lets ``call(path, original, ...)`` make the calls of modules; appends what `_restore` needs."""
-    for module, path in modules:
-        slot = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
-        original = getattr(module, slot)
-        saved.append((module.__dict__, slot, module.__dict__.get(slot)))
-        module.__dict__[slot] = partial(call, path, original)
-
-
-def _restore(saved: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
-    for attributes, slot, own in reversed(saved):
-        if own is None:
-            del attributes[slot]
-        else:
-            attributes[slot] = own
-
-
-class _Run:
-    """One forward of a slice."""
-
-    def __init__(self, part: ModelSlice, arriving: Any) -> None:
-        self.part = part
-        self.begun = part.is_first
-        self.counts: dict[str, int] = {}
-        self.values: dict[Value, Any] = {}
-        self.found: dict[Value, list[torch.Tensor]] = {}
-        if part.is_first:
-            args, kwargs = arguments_of(arriving)
-            self.inputs, self.outputs, self.results = (list(args), kwargs), {}, {}
-        else:
-            self.inputs, self.outputs, self.results = (
-                arriving["inputs"].value,
-                arriving["outputs"].value,
-                arriving["results"].value,
-            )
-            self.values = dict(zip(part._received, arriving["values"], strict=True))
-        self.described: dict[str, Any] = {}
-        tensors = [leaf for _, leaf in walk(arriving) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-        self.place = tensors[0].device if tensors else torch.device("cpu")
-        self.frames: list[str] = [""]
-        self.frame_counts: dict[str, int] = {}
-        self.left = False
-        self.last_call = ""
-        self.thread = get_ident()
-
-    def result(self) -> Any:
-        part = self.part
-        self.entered = args, kwargs = self.inputs if part.is_first else self._received_inputs()
-        if part.is_first and part.on_begin is not None:
-            part.on_begin()
-        if part.is_first and part.is_last:
-            with self._wrapping(), self._checkpoints():
-                return part.model(*args, **kwargs)
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the modules inside
-        RAISED.clear()
-        output = None
-        try:
-            with (
-                self._wrapping(),
-                self._checkpoints(),
-                _Functions(self) if part.graph.replayed else nullcontext(),
-            ):
-                output = part.model(*args, **kwargs)
-        except _Left:
-            if not RAISED:
-                return self._bundle()
-        except NumbersNeeded as error:
-            raise self._numbers_needed(error) from error
-        except Exception as error:
-            if self.left:
-                raise self._caught_leaving() from error
-            note_module(error, part.model.named_modules())
-            raise
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-        if RAISED:
-            raise self._numbers_needed(RAISED[0]) from RAISED[0]
-        if self.left:
-            raise self._caught_leaving()
-        if not part.is_last or not self.begun:
-            missed = (part._stop_at if self.begun else part._begin_at) or ""
-            raise self._other_path(missed, f"it ended without calling {missed!r}")
-        mark_missing(output, self._unsent_part)
-        return output
-
-    # -- what can go wrong ----------------------------------------------------------------------------
-
-    def _other_path(self, call: str, found: str) -> CutFailed:
-        last = f" after the call of {self.last_call!r}" if self.last_call else ""
-        return CutFailed(
-            call,
-            f"the forward of {self._around(call)}, took another path than when the model was captured: {found}{last}. "
-            "A branch on the data, on the mode (training or evaluation) or on random numbers decides so. Capture with "
-            f"a sample that takes the usual path, put the branch into one module, or do not cut before {call!r}",
-        )
-
-    def _around(self, call: str) -> str:
-        """The model and the module inside it whose forwards lead to a call, with their places in the user's files."""
-        start = next((each.start for each in self.part.graph.calls if each.name == call), 0)
-        paths = [each.path for each in self.part.graph.calls if each.start < start < each.end]
-        return ", or inside it that of ".join(map(self._named, ["", *paths[-1:]]))
-
-    def _named(self, path: str) -> str:
-        module = self.part.model.get_submodule(path)
-        place = source_of(type(module).forward)
-        return type(module).__name__ + f" {path!r}" * bool(path) + f" ({place})" * bool(place)
-
-    def _caught_leaving(self) -> CutFailed:
-        call = self.part._stop_at or ""
-        return CutFailed(
-            call,
-            f"a stage ends before the call of {call!r} by an exception, which the forward of {self._around(call)}, "
-            "has caught: by a bare `except:`, `except BaseException`, or `return`, `break` or `continue` in `finally`. "
-            f"Write `except Exception:` there, or do not cut before {call!r}",
-        )
-
-    def _numbers_needed(self, error: NumbersNeeded) -> NumbersNeeded:
-        line = user_line(error)
-        return NumbersNeeded(
-            error.function,
-            f"{line or 'the forward'} needs the numbers of a tensor that another stage computes "
-            f"and does not send ({error.function}, {self._frame()}; {error.cause}). Put that line and the modules that "
-            f"depend on it into one module, or cut elsewhere than before {self.part._begin_at!r}; if the sample takes "
-            "another path, capture with one that takes this",
-            error.cause,
-        )
-
-    def _missing_input(self, path: str, found: Any) -> CaptureError:
-        args, kwargs = self.inputs
-        given = [*map(str, range(len(args))), *map(repr, kwargs)]
-        is_none = found is None and (path in kwargs or (path.isdigit() and int(path) < len(args)))
-        what = "it is None in" if is_none else "it is missing in" if found is None else "it is not a tensor in"
-        return CaptureError(
-            f"a later stage of {self._named('')} reads the input {path!r}, which was a tensor on the sample, but "
-            f"{what} this batch (its inputs: {', '.join(given)}). Give it in each batch, or profile and plan with a "
-            "sample without it"
-        )
-
-    def _frame(self) -> str:
-        return f"in the forward of {self.frames[-1] or type(self.part.model).__name__!r}"
-
-    def _unsent_part(self, what: str) -> str:
-        given = (path for path, leaf in _leaves_of(*self.entered) if isinstance(leaf, torch.Tensor))
-        new = [path for path in given if path not in self.part.graph.inputs]
-        cause = (
-            f"The sample lacked the input {new[0]!r}: profile and plan with a sample that has it"
-            if new
-            else "Either the forward takes another path, or it keeps a tensor of an earlier batch on a module. Capture "
-            "with a sample and a mode that take this path, or put the modules that depend on this into one"
-        )
-        return (
-            f"{what} of {self._named('')} depends on a tensor that another stage has and does not send, because on "
-            f"the sample it did not depend on it. {cause}"
-        )
-
-    def _received_inputs(self) -> Any:
-        """The model's inputs: those that a later layer reads were received, the others are placeholders."""
-        real = {value.sites[0].path: tensor for value, tensor in self.values.items() if value.born < 0}
-        args, kwargs = self.inputs
-        restored = partial(self._input, real)
-        return map_leaves(restored, list(args)), map_leaves(restored, kwargs)
-
-    def _input(self, real: Mapping[str, torch.Tensor], path: str, leaf: Any) -> Any:
-        return real[path] if path in real else self._placeholder(path, leaf)
-
-    def _placeholder(self, path: str, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-            return placeholder_like(leaf.detach(), self.place, leaf.requires_grad)
-        return leaf
-
-    @contextmanager
-    def _checkpoints(self) -> Iterator[None]:
-        """Makes the calls in checkpointed functions the same way when they are repeated.
-
-        With placeholders among the arguments, which a checkpoint would save, the function runs without one. Of a
-        stage's own calls this concerns the first at most, whose activations are then kept.
-        """
-        module: Any = torch.utils.checkpoint
-        generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
-
-        def passing(run: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if _has_placeholder(args, kwargs):
-                return iter((None,))
-            return generator(self._repeatable(run, repeats=True), *args, **kwargs)  # the checkpoint calls it first
-
-        class Passing:
-            @staticmethod
-            def apply(run: Any, preserve: bool, *args: Any) -> Any:
-                if _has_placeholder(args, {}):
-                    return run(*args)
-                return function.apply(self._repeatable(run, repeats=False), preserve, *args)
-
-        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = passing, Passing
-        try:
-            yield
-        finally:
-            module._checkpoint_without_reentrant_generator, module.CheckpointFunction = generator, function
-
-    def _repeatable(self, run: Callable[..., Any], repeats: bool) -> Callable[..., Any]:
-        """Returns a function that makes its calls as this forward does now: the first time only if it `repeats`."""
-        part, reseed, counts, place = self.part, self.part.reseed, dict(self.counts), self.place
-
-        def repeatable(*args: Any, **kwargs: Any) -> Any:
-            nonlocal repeats
-            with part.repeating(reseed, dict(counts), place) if repeats else nullcontext():
-                repeats = True
-                return run(*args, **kwargs)
-
-        return repeatable
-
-    @contextmanager
-    def _wrapping(self) -> Iterator[None]:
-        part = self.part
-        saved: list[tuple[dict[str, Any], str, Any]] = []
-        try:
-            _wrap(part._watched, self._call, saved)
-            for module in part._shared_modules:
-                for hooks in ("_backward_hooks", "_backward_pre_hooks"):
-                    if module.__dict__[hooks]:  # they need all gradients of the call in one place
-                        saved.append((module.__dict__, hooks, module.__dict__[hooks]))
-                        module.__dict__[hooks] = {}
-            for name in part._foreign_glue:
-                owner, _, slot = name.rpartition(".")
-                module = part.model.get_submodule(owner)
-                slots: Any = module._parameters if slot in module._parameters else module._buffers
-                tensor = slots[slot]
-                if tensor is not None and not isinstance(tensor, Placeholder):
-                    saved.append((slots, slot, tensor))
-                    slots[slot] = placeholder_like(tensor, self.place, tensor.requires_grad)
-            yield
-        finally:
-            _restore(saved)
-
-    def _call(self, path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        part = self.part
-        count = self.counts[path] = self.counts.get(path, 0) + 1
-        name = path if count == 1 else f"{path}@{count}"
-        if self.left:  # the model has caught it
-            raise _Left
-        self.last_call = name
-        if not self.begun:
-            if name == part._begin_at:
-                self._begin(name, args, kwargs)
-            elif name in self.outputs:
-                return self._skip(name, args, kwargs)
-            else:
-                self._find(part._arrive_in.get(name, ()), args, kwargs)
-        if self.begun:
-            self._take(part._leave_in.get(name, ()), args, kwargs)
-            if name == part._stop_at:
-                self.left = True
-                raise _Left
-            if path in part._seeded and part.reseed is not None:
-                part.reseed(name)
-        self.frames.append(name)
-        try:
-            output = part._compiled.get(name, original)(*args, **kwargs)
-        finally:
-            self.frames.pop()
-        if self.begun:
-            self._take_output(part._leave_out.get(name, ()), output)
-            if name in part._described:
-                self._describe(name, args, kwargs, output)
-        return output
-
-    def _skip(self, name: str, args: Any, kwargs: Any) -> Any:
-        part = self.part
-        for path, count in part._calls_inside[name].items():
-            self.counts[path] = self.counts.get(path, 0) + count
-        self._find(part._arrive_in.get(name, ()), args, kwargs)
-
-        def restored(path: str, leaf: Any) -> Any:
-            if isinstance(leaf, SameAs):
-                return leaf_at(args if leaf.path.split("/")[0].isdigit() else kwargs, leaf.path)
-            return self._placeholder(path, leaf)
-
-        output = map_leaves(restored, self.outputs[name])
-        for value, path in part._arrive_out.get(name, ()):
-            leaf = leaf_at(output, path)
-            if isinstance(leaf, torch.Tensor):
-                self.found.setdefault(value, []).append(leaf)
-        return output
-
-    def _find(self, sites: Sequence[tuple[Value, str]], args: Any, kwargs: Any) -> None:
-        for value, path in sites:
-            leaf = leaf_at(args if path.split("/")[0].isdigit() else kwargs, path)
-            if isinstance(leaf, torch.Tensor):
-                self.found.setdefault(value, []).append(leaf)
-
-    def _take(self, sites: Sequence[tuple[Value, str]], args: Any, kwargs: Any) -> None:
-        for value, path in sites:
-            leaf = leaf_at(args if path.split("/")[0].isdigit() else kwargs, path)
-            if isinstance(leaf, torch.Tensor):
-                self.values[value] = leaf
-
-    def _take_output(self, sites: Sequence[tuple[Value, str]], output: Any) -> None:
-        for value, path in sites:
-            leaf = leaf_at(output, path)
-            if isinstance(leaf, torch.Tensor):
-                self.values[value] = leaf
-
-    def _begin(self, name: str, args: Any, kwargs: Any) -> None:
-        """Puts the received tensors into the places of their placeholders."""
-        part = self.part
-        self._find(part._arrive_in.get(name, ()), args, kwargs)
-        for value, received in list(self.values.items()):
-            if value.born < 0:
-                continue
-            places = list({id(leaf): leaf for leaf in self.found.get(value, ())}.values())
-            if not places:
-                raise self._other_path(name, f"it did not use the {value.name!r} that was received,")
-            for place in places:
-                if place is received:
-                    continue
-                swap_tensors(place, _alias(received))
-                self.values[value] = place
-        self.begun = True
-        if part.on_begin is not None:
-            part.on_begin()
-
-    def _describe(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        arguments = {id(leaf): path for path, leaf in _leaves_of(args, kwargs) if not isinstance(leaf, PLAIN)}
-
-        def described(_: str, leaf: Any) -> Any:
-            if id(leaf) in arguments:
-                return SameAs(arguments[id(leaf)])
-            return meta_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-        self.described[name] = map_leaves(described, output)
-
-    def _bundle(self) -> dict[str, Any]:
-        part = self.part
-        for value in part._sent if part.is_first else ():
-            if value.born < 0:
-                path = value.sites[0].path
-                found = leaf_at(self.inputs[0 if path.split("/")[0].isdigit() else 1], path)
-                if not isinstance(found, torch.Tensor):
-                    raise self._missing_input(path, found)
-                self.values[value] = found
-        lacking = [value for value in part._sent if value not in self.values]
-        if lacking:
-            raise self._other_path(
-                part._stop_at or "", f"it did not make the {lacking[0].name!r}, which a later stage needs,"
-            )
-        unsent = [value for value in part._sent if isinstance(self.values[value], Placeholder)]
-        if unsent and self.begun:
-            raise CutFailed(part._begin_at or "", self._unsent_part(f"the value {unsent[0].name!r}"))
-        outputs = {**self.outputs, **self.described}
-
-        results = {name: each for name, each in self.results.items() if name.rpartition("/")[0] in part._open_at_stop}
-        return {
-            "inputs": Unsent([map_leaves(lambda _, leaf: _unsent(leaf), each) for each in self.inputs]),
-            "outputs": Unsent({name: outputs[name] for name in part._described if name in outputs}),
-            "values": [self.values[value] for value in part._sent],
-            "results": Unsent(results),
-        }
-
-    # -- functions that need numbers ------------------------------------------------------------------
-
-    def apply(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Applies a function that needs numbers, or returns the result that an earlier stage has sent.
-
-        Both stages run the same code of the same call with the same numbers so far, so the n-th application of the
-        function in this call is the same for both.
-        """
-        name = f"{self.frames[-1]}/{function.__name__}"
-        count = self.frame_counts[name] = self.frame_counts.get(name, 0) + 1
-        name = f"{name}@{count}"
-        if not self.begun and name in self.results:
-            return map_leaves(self._placeholder, self.results[name])
-        result = function(*args, **kwargs)
-        if self.begun and self.frames[-1] in self.part._open_at_stop:
-            self.results[name] = map_leaves(lambda _, leaf: _unsent(leaf), result)
-        return result
-
-
-class _Functions(TorchFunctionMode):
-    """Sees the functions whose results are sent."""
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self._run = run
-        self._names = set(run.part.graph.replayed)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in self._names:
-            return self._run.apply(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-def _alias(received: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own: a graph may refer to the received one itself, which then cannot be swapped."""
-    made = received.view_as(received)
-    # Of a stand-in torch keeps a reference when the shape is new to it, and then cannot swap it either.
-    return made.view_as(received) if weakref.getweakrefs(made) else made
-
 
 def _is_single(module: nn.Module) -> bool:
     """Whether it is one of torch's own modules that call one operation, for which compiling gains nothing."""
     return type(module).__module__.startswith("torch.nn.") and not list(module.children())
-
-
-def _has_placeholder(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(leaf, Placeholder) for _, leaf in _leaves_of(args, kwargs))
-
-
-def _unsent(leaf: Any) -> Any:
-    if isinstance(leaf, Placeholder):
-        return meta_like(plain_meta(leaf)).requires_grad_(leaf.wants)
-    return meta_like(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
-
-
-def _leaves_of(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    yield from walk(list(args))
-    yield from walk(kwargs)
 
 
 def _crossing(graph: LayerGraph, moment: int) -> list[Value]:

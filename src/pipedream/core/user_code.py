@@ -15,7 +15,7 @@ __all__ = ["note_module", "source_of", "user_line", "with_place"]
 
 _MODULE = "pipedream_module"  # attribute of an exception
 _PACKAGE = str(Path(__file__).parents[1])
-_CALLED_BY_MODELS = ("user_code.py", "placeholder.py", "slice.py")
+_CALLED_BY_MODELS = ("user_code.py", "placeholder.py", "slice.py", "slice_forward.py")
 _LIBRARY = sysconfig.get_path("stdlib")
 
 
