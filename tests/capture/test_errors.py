@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -666,3 +668,55 @@ def test_a_cut_through_the_use_of_kept_state_is_refused() -> None:
     found = capture(made(LongMemory), torch.randn(4, 4))
     assert "blocks.1.b" not in [layer.name for layer in found.graph.layers]
     has(found.refused["blocks.1.b"], "LongMemory (test_errors.py:", "keeps a tensor of an earlier batch", "into one")
+
+
+class Extra(nn.Module):
+    """Uses a module only where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.extra, self.head = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, more: bool = False) -> Tensor:
+        x = self.b(self.a(x).tanh())
+        x = self.extra(x.relu()) if more else x
+        found: Tensor = self.head(x.tanh())
+        return found
+
+
+def test_a_module_that_the_sample_did_not_call_is_not_left_untrained() -> None:
+    x, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    profile = pd.profile(Extra(), {"x": x}, runs=1)
+
+    def moved(cut: str) -> bool:
+        model = Extra()
+        plan = pd.plan(profile, pd.Cluster.here(2), schedule="1f1b", microbatches=1, cuts=(cut,))
+        with pd.Pipeline(
+            model,
+            plan,
+            schedule="1f1b",
+            microbatches=1,
+            loss=lambda out, batch: nn.functional.cross_entropy(out, y),
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1),
+        ) as pipeline:
+            before = model.extra.weight.detach().clone()
+            list(pipeline.train([{"x": x, "more": True}]))
+            return not torch.equal(pipeline.state_dict()["extra.weight"], before)
+
+    assert moved("head"), "its parameters belong to the first stage, which calls it"
+    with pytest.raises(WorkerError, match="depends on a tensor that another stage has and does not send"):
+        moved("b")
+
+
+def test_python_and_numpy_numbers_are_the_same_on_all_stages() -> None:
+    class Mixes(Extra):
+        def forward(self, x: Tensor, more: bool = False) -> Tensor:
+            share = random.random() + float(np.random.rand()) + torch.rand(1).item()
+            found: Tensor = self.head(self.extra(self.a(x) * share)) * share
+            return found
+
+    state = random.getstate()
+    graph = pd.capture(Mixes(), torch.randn(2, 4)).graph
+    assert graph.draws_in_python
+    assert [layer.name for layer in graph.layers] == ["a", "extra", "head"]
+    assert random.getstate() == state, "the user's generator is left as it was"

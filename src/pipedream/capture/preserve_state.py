@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["Attributes", "preserve_state", "seed_generators"]
+__all__ = ["Attributes", "preserve_state", "python_generators", "python_generators_seeded", "seed_generators"]
 
 
 class Attributes:
@@ -42,7 +45,7 @@ def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), se
     owners = {id(module): module for root in modules for module in root.modules()}.values()
     saved = [(module._buffers, dict(module._buffers)) for module in owners]
     copies: dict[int, torch.Tensor] = {}
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), python_generators_seeded(seed):
         seed_generators(seed, devices)
         try:
             for slots, buffers in saved:
@@ -63,3 +66,22 @@ def seed_generators(seed: int, devices: Iterable[int]) -> None:
     torch.default_generator.manual_seed(seed)
     for index in devices:
         torch.cuda.default_generators[index].manual_seed(seed)
+
+
+def python_generators() -> tuple[Any, ...]:
+    """Returns the states of the generators of Python and NumPy, which compare by value."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
+
+
+@contextmanager
+def python_generators_seeded(seed: int) -> Iterator[None]:
+    """A context in which the generators of Python and NumPy are seeded."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pipedream.capture.placeholder import meta_like
+from pipedream.capture.preserve_state import python_generators
 from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import PLAIN, walk
 from pipedream.core.model.graph import ValueSite
@@ -115,6 +116,8 @@ class Recording:
     """Names of the buffers that the forward writes or replaces."""
     attributes: tuple[str, ...]
     """Attributes that the forward sets on modules."""
+    draws_in_python: bool
+    """Whether the forward draws from the generators of Python or NumPy."""
 
 
 class _Recorder(TorchFunctionMode):
@@ -283,8 +286,10 @@ def record(
             made = TensorRecord(leaf, -1, False, frozenset([where]))
             made.sites.append(ValueSite("", "in", where, -1))
             recorder.records[id(leaf)] = made
+    generators = python_generators()
     with _wrapping(model, recorder), recorder:
         output = model(*args, **kwargs)
+    draws_in_python = python_generators() != generators
     root = recorder.root.inner[0] if recorder.root.inner else recorder.root
     for where, leaf in walk(output):
         if isinstance(leaf, torch.Tensor):
@@ -309,7 +314,7 @@ def record(
     for one in found_all:
         if not one.state and one.tensor.layout is torch.strided:
             one.tensor = meta_like(one.tensor)  # frees its memory
-    return Recording(root, found_all, recorder.writes, recorder.draws, frozenset(changed), set_here)
+    return Recording(root, found_all, recorder.writes, recorder.draws, frozenset(changed), set_here, draws_in_python)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -36,6 +36,7 @@ from pipedream.capture.placeholder import (
     plain_meta,
     swap_tensors,
 )
+from pipedream.capture.preserve_state import python_generators_seeded
 from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import LayerGraph, Value
@@ -108,7 +109,7 @@ class SliceCalls(nn.Module):
 
     Attributes:
         on_begin: called when the slice's own part begins.
-        reseed: called with the name of each leaf call before it runs.
+        reseed: called with "" before the forward, and with the name of each call that is seeded before it.
         begin_at, stop_at: the first call of the slice, and of the next one; None at the ends of the model.
         received, sent: values that cross these cuts.
         arrive_in, arrive_out: for each call, values whose placeholders it takes or returns before the slice begins.
@@ -207,10 +208,12 @@ class SliceForward:
     def result(self) -> Any:
         part = self.part
         self.entered = args, kwargs = self.inputs if part.is_first else self._received_inputs()
+        if part.reseed is not None:
+            part.reseed("")
         if part.is_first and part.on_begin is not None:
             part.on_begin()
         if part.is_first and part.is_last:
-            with self._wrapping(), self._checkpoints():
+            with self._python_generators(), self._wrapping(), self._checkpoints():
                 return part.model(*args, **kwargs)
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the modules inside
@@ -218,6 +221,7 @@ class SliceForward:
         output = None
         try:
             with (
+                self._python_generators(),
                 self._wrapping(),
                 self._checkpoints(),
                 _Functions(self) if part.graph.replayed else nullcontext(),
@@ -329,6 +333,12 @@ class SliceForward:
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
             return placeholder_like(leaf.detach(), self.place, leaf.requires_grad)
         return leaf
+
+    def _python_generators(self) -> AbstractContextManager[None]:
+        """Seeds the generators of Python and NumPy as torch's is at the beginning of the forward, if they are used."""
+        if not self.part.graph.draws_in_python:
+            return nullcontext()
+        return python_generators_seeded(torch.default_generator.initial_seed())
 
     @contextmanager
     def _checkpoints(self) -> Iterator[None]:

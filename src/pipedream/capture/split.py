@@ -57,9 +57,10 @@ def graph_of(
         whole,
         calls=calls,
         values=tuple(value for value in crossing if value is not None),
-        glue=_glue(state),
+        glue=_glue(state, leaves),
         replayed=tuple(replayed),
         seeded=_seeded(recording, leaves),
+        draws_in_python=recording.draws_in_python,
         inputs=tuple(one.sites[0].path for one in recording.tensors if one.sites and one.sites[0].moment == -1),
     )
     return graph, refused
@@ -272,9 +273,13 @@ def _value(one: TensorRecord, cuts: Sequence[int]) -> Value | None:
     return Value(one.tensor.nbytes, one.tensor.requires_grad, one.born, one.last, sites)
 
 
-def _glue(state: Sequence[TensorRecord]) -> tuple[str, ...]:
-    """Parameters and buffers that are read outside leaf calls of the modules that hold them."""
-    found = []
+def _glue(state: Sequence[TensorRecord], leaves: Sequence[CallRecord]) -> tuple[str, ...]:
+    """Parameters and buffers that are read outside leaf calls of the modules that hold them, or not at all.
+
+    Where they are not owned they are placeholders, so that a batch that reads them on another stage is an error.
+    """
+    called = {id(tensor) for leaf in leaves for tensor in (*leaf.module.parameters(), *leaf.module.buffers())}
+    found = [one.state for one in state if not one.reads and id(one.tensor) not in called]
     for one in state:
         for _, call in one.reads:
             inner = any(not each.free for each in call.inner)

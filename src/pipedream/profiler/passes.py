@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipedream.core.errors import ProfileError
+from pipedream.core.errors import CaptureError, ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.profiler.allocations import Allocations
 from pipedream.profiler.sizes import Sizes
@@ -81,6 +81,8 @@ class Passes:
         try:
             with self._autocast_mode():
                 return _called(self._layers[index], arguments)
+        except CaptureError:
+            raise
         except Exception as error:
             raise _failure(f"the {self._named(index)}", arguments, error) from error
 
@@ -172,6 +174,8 @@ class Passes:
                 if outputs and (leaves or parameters):
                     torch.autograd.grad(outputs, [*leaves, *parameters], gradients, allow_unused=True)
                 self._watch.stop()
+            except CaptureError:
+                raise
             except Exception as error:
                 raise _failure(what, arguments, error) from error
         return tree_map(_leave, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,9 @@ from pipedream.workflows.layouts import lay_out
 from pipedream.workflows.methods import for_method, methods_of, occupancy_of, plan_of_file, score, versions_of
 
 __all__ = ["choose", "classic", "plan"]
+
+
+_FEW_WORKERS = 8  # so many have a few hundred replica counts
 
 
 def plan(
@@ -127,7 +130,7 @@ def _search(
     if method.recomputes:
         recompute = "always"
 
-    def planned(parts: int) -> Plan:
+    def planned(parts: int, shape: str | tuple[int, ...] = shape) -> Plan:
         rule = occupancy_of(schedule, parts)
         how: dict[str, Any] = {
             "microbatches": parts,
@@ -139,10 +142,46 @@ def _search(
             return planner.manual_plan(profile, cluster, cuts, counts, occupancy=rule, **how)
         return planner.plan(profile, cluster, occupancy=rule, shape=shape, all_workers=all_workers, **how)
 
-    found = for_method(planned(microbatches or 1), profile, schedule, microbatches)
+    best = planned(microbatches or 1)
+    automatic = cuts is None and shape in ("any", "pipeline")
+    if automatic and microbatches is not None and method.splits_minibatch and max(best.replicas) > microbatches:
+        # Each replica takes part in each update, so a stage has at most as many as a minibatch has parts.
+        best = _fewer_replicas(planned, microbatches, cluster.workers, one_stage=shape == "any", every=all_workers)
+    found = for_method(best, profile, schedule, microbatches)
     if microbatches is None and found.overfull is not None:  # again, with the microbatches of the method
         found = for_method(planned(found.microbatches), profile, schedule, found.microbatches)
     return found
+
+
+def _fewer_replicas(
+    planned: Callable[[int, tuple[int, ...]], Plan], most: int, workers: int, *, one_stage: bool, every: bool
+) -> Plan:
+    """Returns the fastest plan whose stages have at most so many replicas."""
+    shapes = _counts(workers, most)
+    if not every:
+        shapes += [(count,) for count in range(1, most + 1)] + [(1,) * stages for stages in range(2, workers)]
+    plans, refused = [], None
+    for counts in dict.fromkeys(shapes):
+        if one_stage or len(counts) > 1:
+            try:
+                plans.append(planned(most, counts))
+            except PlanError as error:
+                refused = error
+    if not plans:
+        raise refused or PlanError(f"no plan gives each stage at most {most} workers; split minibatches further")
+    return min(plans, key=lambda plan: (plan.slowest_stage_s, len(plan.stages), plan.workers))
+
+
+def _counts(workers: int, most: int) -> list[tuple[int, ...]]:
+    """The replica counts of all workers, up to `most` each; with many workers only equal ones, and one more stage."""
+    if workers <= _FEW_WORKERS:
+        return [
+            (first, *rest)
+            for first in range(1, min(workers, most) + 1)
+            for rest in (_counts(workers - first, most) if workers > first else [()])
+        ]
+    equal = range(1, most + 1)
+    return [(size,) * (workers // size) + ((workers % size,) if workers % size else ()) for size in equal]
 
 
 def choose(

@@ -112,6 +112,7 @@ class LayerGraph(Artifact):
         glue: parameters and buffers that are used outside calls of the modules that hold them.
         replayed: functions whose results are sent to later stages, which lack the numbers to compute them.
         seeded: paths of modules before each call of which the random generator is seeded.
+        draws_in_python: the forward draws from the generators of Python or NumPy, which are then seeded for it.
         inputs: where the model's inputs have tensors ("0", "input_ids").
 
     Raises:
@@ -128,6 +129,7 @@ class LayerGraph(Artifact):
     glue: tuple[str, ...] = ()
     replayed: tuple[str, ...] = ()
     seeded: tuple[str, ...] = ()
+    draws_in_python: bool = False
     inputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

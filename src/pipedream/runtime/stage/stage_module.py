@@ -172,7 +172,6 @@ class StageModule:
                 for name, layer, call in self._calls:
                     if hasattr(layer, "reseed"):  # it seeds each of its calls, so that the cut does not matter
                         layer.reseed = partial(self._reseed_call, microbatch)  # type: ignore[assignment]
-                        self._reseed_call(microbatch, "")
                         value = layer(value)
                     else:
                         self._reseed_call(microbatch, name)
