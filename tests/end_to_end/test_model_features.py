@@ -211,6 +211,7 @@ def test_compiled_modules_equal_the_others(name: str, feature: Feature, backend:
     check_same(wanted, found, 1e-5 if CASES[name].needs_hf else 1e-9)
 
 
+@pytest.mark.slow
 def test_compiled_are_the_outermost_modules_within_a_stage_and_once_for_all_versions() -> None:
     torch.compiler.reset()
     graphs: list[int] = []
@@ -231,7 +232,7 @@ def test_compiled_are_the_outermost_modules_within_a_stage_and_once_for_all_vers
                 first = len(graphs)
         assert len(graphs) == first > 0, "a version of the weights was compiled again"
         stages = [state for worker in pipeline._session.workers for state in worker.stage_states.values()]
-        compiled = [layer._compiled for state in stages for _, layer in state.module.layers]
+        compiled = [layer.compiled for state in stages for _, layer in state.module.layers]
     assert "transformer.h.0" in compiled[0]
     assert not any(name.startswith("transformer.h.0.") for name in compiled[0])
     assert {name.rsplit(".", 1)[0] for name in compiled[1]} >= {"transformer.h"}
