@@ -31,13 +31,23 @@ needs_hf = pytest.mark.skipif(
 )
 
 
-def _chosen(names: tuple[str, ...] = tuple(CASES), default: tuple[str, ...] = DEFAULT) -> list[object]:
-    """Returns cases by name; those that are not in the default run are slow."""
+def _chosen(
+    names: tuple[str, ...] = tuple(CASES),
+    default: tuple[str, ...] = DEFAULT,
+    other: pytest.MarkDecorator = pytest.mark.slow,
+) -> list[object]:
+    """Returns cases by name; those that are not in the default run are slow, or have another mark."""
     found = []
     for name in names:
-        marks = [] if name in default else [pytest.mark.slow]
+        marks = [] if name in default else [other]
         found.append(pytest.param(CASES[name], id=name, marks=marks + [needs_hf] * CASES[name].needs_hf))
     return found
+
+
+def _lengths() -> list[object]:
+    """All cases: those of the default run are slow, the others long."""
+    rest = tuple(name for name in CASES if name not in DEFAULT)
+    return [*_chosen(DEFAULT, default=()), *_chosen(rest, other=pytest.mark.long)]
 
 
 @cache
@@ -50,7 +60,7 @@ def _profile(case: Case) -> pd.Profile:
     return profile_of(case, batches_of(case)[0])
 
 
-@pytest.mark.parametrize("case", _chosen())
+@pytest.mark.parametrize("case", _chosen(other=pytest.mark.long))
 def test_each_model_trains_in_a_plain_loop(case: Case) -> None:
     batches = batches_of(case)
     trained = _plain(case, 4)
@@ -69,7 +79,7 @@ def test_each_model_trains_in_a_plain_loop(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("stages", "schedule", "microbatches"),
-    [pytest.param(*run, marks=[] if run == (3, "1f1b", 4) else pytest.mark.slow) for run in RUNS],
+    [pytest.param(*run, marks=[] if run == (3, "1f1b", 4) else pytest.mark.long) for run in RUNS],
 )
 @pytest.mark.parametrize("case", _chosen())
 def test_flushing_methods_equal_the_plain_loop(case: Case, stages: int, schedule: str, microbatches: int) -> None:
@@ -78,7 +88,7 @@ def test_flushing_methods_equal_the_plain_loop(case: Case, stages: int, schedule
     check_same(_plain(case, microbatches), found, case.tolerance)
 
 
-@pytest.mark.parametrize("case", [one for one in _chosen(default=()) if one.values[0].varies_length])
+@pytest.mark.parametrize("case", [one for one in _lengths() if one.values[0].varies_length])
 def test_twenty_lengths(case: Case) -> None:
     batches = batches_of(case, range(3, 23), samples=4)
     found = pipelined(case, batches, stages=4, microbatches=2, profile=_profile(case), seed=1)

@@ -12,6 +12,7 @@ from torch import nn
 __all__ = ["OwnAttributes"]
 
 _ABSENT = object()
+_SHARED = "_output_capturing_hooks_installed"  # Hugging Face's note that hooks are there, which stay
 _Change = tuple[nn.Module, str, Any, Any]  # attribute, value before, value now
 
 _LEFT: WeakKeyDictionary[nn.Module, list[_Change]] = WeakKeyDictionary()
@@ -41,7 +42,7 @@ class OwnAttributes:
             changes: list[_Change] = []
             for (module, own), was in zip(self._own, before, strict=True):
                 for name, value in module.__dict__.items():
-                    if was.get(name, _ABSENT) is not value:
+                    if was.get(name, _ABSENT) is not value and name != _SHARED:
                         own[name] = value
                         changes.append((module, name, was.get(name, _ABSENT), value))
             if remain:

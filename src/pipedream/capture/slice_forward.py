@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -479,7 +480,10 @@ class SliceForward:
         def described(_: str, leaf: Any) -> Any:
             if id(leaf) in arguments:
                 return SameAs(arguments[id(leaf)])
-            return meta_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            if isinstance(leaf, torch.Tensor):
+                return meta_like(leaf)
+            # An object that cannot be sent, such as a cache that there is in evaluation only, is None elsewhere.
+            return leaf if isinstance(leaf, (*PLAIN, Enum)) else None
 
         self.described[name] = map_leaves(described, output)
 
