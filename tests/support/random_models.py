@@ -78,7 +78,8 @@ _GLUE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "where": lambda a, b, mask: torch.where(mask.unsqueeze(2), a, b),
     "attend": lambda a, b, mask: F.scaled_dot_product_attention(a, b, b, attn_mask=mask.unsqueeze(1)),
     "turn": lambda a, b, mask: a.transpose(1, 2).reshape(a.shape[0], -1).view_as(a) + b,
-    "branch": lambda a, b, mask: torch.tanh(a) if a.mean() > 0 else 0.5 * b,
+    # Both sides read both tensors: what a branch reads that the sample's does not is an error (test_errors.py).
+    "branch": lambda a, b, mask: torch.tanh(a) + b if a.mean() > 0 else a + 0.5 * b,
     "number": lambda a, b, mask: a / (1.0 + b.detach().abs().max().item()),
     "detach": lambda a, b, mask: a + b.detach(),
 }
