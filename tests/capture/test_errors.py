@@ -446,7 +446,7 @@ class Fails(nn.Module):
 
 
 class Tolerant(Base):
-    """Goes on after a call that failed."""
+    """Continues after a call that failed."""
 
     def __init__(self) -> None:
         super().__init__()

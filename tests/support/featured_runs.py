@@ -23,7 +23,7 @@ class Feature:
         config: workers of each stage.
         chunks: stages per worker.
         dropout: as the model has it.
-        saves: in the middle, and goes on from there on another plan.
+        saves: in the middle, and continues from there on another plan.
         options: of `pipedream.Pipeline`.
     """
 

@@ -30,7 +30,7 @@ END = 2**40
 _READS_NUMBERS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "equal", "allclose"}
 _METADATA = {"size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__",
              "get_device", "element_size", "storage_offset", "ndimension", "nelement", "type", "__hash__",
-             "has_names", "is_nonzero_", "is_tensor", "is_same_size", "__format__", "__repr__"}  # fmt: skip
+             "has_names", "is_same_size", "__format__", "__repr__"}  # fmt: skip
 
 _RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
            "multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_",
@@ -174,8 +174,6 @@ class _Recorder(TorchFunctionMode):
         depends = random or any(one.depends for one in arguments)
         if random:
             self.draws.append(self.moment)
-        if not arguments and made and name in ("dropout",):
-            depends = True
         if depends and not made and name in _READS_NUMBERS:
             depends = False
         sources = frozenset().union(*(one.sources for one in arguments)) if not depends else frozenset()

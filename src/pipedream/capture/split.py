@@ -23,7 +23,7 @@ __all__ = ["Refused", "graph_of", "skipped_calls"]
 Refused = dict[str, str]
 """Call -> why there is no cut before it."""
 
-_LOOP = 3  # so many calls of one module with parameters in one forward are taken for a loop over the length
+_LOOP = 3  # calls of one module with parameters, from which on they are taken for a loop over the length
 
 
 def graph_of(

@@ -19,7 +19,7 @@ from pipedream.workflows.methods import for_method, methods_of, occupancy_of, pl
 __all__ = ["choose", "classic", "plan"]
 
 
-_FEW_WORKERS = 8  # so many have a few hundred replica counts
+_FEW_WORKERS = 8  # up to here all replica counts are tried, at most 128
 
 
 def plan(

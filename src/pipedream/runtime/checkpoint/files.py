@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipedream.core.errors import ArtifactError, CaptureError
-from pipedream.runtime.checkpoint.hugging_face import under_model_names
+from pipedream.runtime.checkpoint.hugging_face import LazyTensors, under_model_names
 
 __all__ = ["fit_names", "open_weights", "save_weights"]
 
@@ -83,7 +83,7 @@ def _opened(path: Path) -> Any:
         ) from None
 
 
-class _SafeTensors(Mapping[str, torch.Tensor]):
+class _SafeTensors(LazyTensors):
     """Tensors by name, each read when it is asked for."""
 
     def __init__(self, places: Mapping[str, Path]) -> None:
@@ -100,34 +100,16 @@ class _SafeTensors(Mapping[str, torch.Tensor]):
             raise ArtifactError(f"cannot read {name!r} from {path}: {error}; the folder is incomplete") from None
         return found
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
-class _Renamed(Mapping[str, torch.Tensor]):
+class _Renamed(LazyTensors):
     """Tensors under other names (name -> name in `weights`)."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
         self._weights = weights
-        self._names = names
+        self._places = names
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._weights[self._names[name]]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        return self._weights[self._places[name]]
 
 
 def fit_names(

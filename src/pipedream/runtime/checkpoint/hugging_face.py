@@ -15,7 +15,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["under_model_names"]
+__all__ = ["LazyTensors", "under_model_names"]
+
+
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """Tensors by name, each read when it is asked for; `_places` has the names. Looking for a name reads nothing."""
+
+    _places: Mapping[str, Any]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def under_model_names(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -59,7 +74,7 @@ class _Group(NamedTuple):
         return [self.target, *(self.target.replace(first, other, 1) for other in others)]
 
 
-class _Converted(Mapping[str, torch.Tensor]):
+class _Converted(LazyTensors):
     def __init__(self, model: Any, weights: Mapping[str, torch.Tensor], groups: list[_Group]) -> None:
         self._model = model
         self._weights = weights
@@ -77,12 +92,3 @@ class _Converted(Mapping[str, torch.Tensor]):
             self._newest = group.target, converter.convert(group.target, model=self._model, config=self._model.config)
         found: Any = self._newest[1][name]
         return found[0] if isinstance(found, list) else found  # type: ignore[no-any-return]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
