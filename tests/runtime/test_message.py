@@ -78,6 +78,18 @@ def test_a_message_arrives_as_it_was(message: Message, wanted: list[bool]) -> No
             )
 
 
+@given(tensor=tensors())
+def test_a_copy_is_dense_in_the_order_of_its_dimensions(tensor: torch.Tensor) -> None:
+    copy = copy_as_received(tensor)
+    step, strides = 1, [0] * tensor.ndim
+    for dimension in reversed(dimension_order(tensor)):
+        strides[dimension], step = step, step * max(1, tensor.shape[dimension])
+    assert copy.stride() == tuple(strides)
+    assert torch.equal(copy, tensor)
+    assert not copy._is_view()
+    assert not copy.requires_grad
+
+
 def test_a_transposed_tensor_keeps_its_order_of_memory() -> None:
     for tensor in (torch.randn(3, 4, 5).transpose(0, 1), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)):
         assert copy_as_received(tensor).stride() == tensor.stride()

@@ -6,13 +6,12 @@ The end of a stream follows the last message on each channel that serves forward
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from pipedream.core.plan.placement import Placement
 from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Channel
 from pipedream.runtime.comm.channel import Receiver, Sender, Waiting
-from pipedream.runtime.comm.message import Content, Ending, Message, copy_as_received
+from pipedream.runtime.comm.message import Content, Ending, Message
 
 __all__ = ["Mailbox"]
 
@@ -77,9 +76,7 @@ class Mailbox:
     def put(self, carries: str, target: int, message: Message) -> None:
         """Takes an op's result, to be sent or read by another stage of this rank."""
         if self._placement.ends(carries, target, target, message.microbatch)[1] == self._rank:
-            # A copy, as over a network: the receiving stage may write into it.
-            tensors = tuple(None if t is None else copy_as_received(t) for t in message.tensors)
-            self._inbox[carries, target, message.microbatch] = replace(message, tensors=tensors)
+            self._inbox[carries, target, message.microbatch] = message.copy_as_received()
         else:
             self._outbox[carries, target, message.microbatch] = message
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from pipedream.runtime.comm.message import Message, copy_as_received
+from pipedream.runtime.comm.message import Message
 
 __all__ = ["Group", "LocalChannel", "LocalGroup", "Pending", "Receiver", "Sender", "Waiting", "close_all"]
 
@@ -105,10 +104,11 @@ class LocalChannel(Sender, Receiver):
         self._sent_bytes = 0
 
     def send(self, message: Message) -> None:
-        # A copy, as over a network: the receiver may write into it.
-        tensors = tuple(None if t is None else copy_as_received(t) for t in message.tensors)
-        self._sent_bytes += sum(t.numel() * t.element_size() for t in tensors if t is not None)
-        self._queue.append(replace(message, tensors=tensors))
+        copy = message.copy_as_received()
+        for tensor in copy.tensors:
+            if tensor is not None:
+                self._sent_bytes += tensor.nbytes
+        self._queue.append(copy)
 
     def receive(self) -> Pending[Message]:
         return _QueueHead(self._queue)
