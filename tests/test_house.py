@@ -129,6 +129,13 @@ def test_torch_stays_in_its_rooms() -> None:
     assert not found, "imports torch"
 
 
+def test_only_measurements_wait_for_a_whole_device() -> None:
+    """A receive that is posted may end only by a further act of this process; what frees cached memory waits too."""
+    waits = re.compile(r"cuda\.(synchronize|empty_cache)\(")
+    found = {path.relative_to(PACKAGE).parts[0] for path in FILES if waits.search(path.read_text(encoding="utf-8"))}
+    assert found <= {"probe", "profiler"}
+
+
 def test_planning_and_studying_do_not_load_torch() -> None:
     modules = [_module(f) for f in FILES if f.relative_to(PACKAGE).with_suffix("").parts[0] in WITHOUT_TORCH]
     program = (

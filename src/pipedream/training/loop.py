@@ -64,7 +64,7 @@ class TrainingLoop:
         self.samples_per_s: list[float] = []
         self._evaluated_at = -1
         self._evaluate_every = evaluate_every
-        self._progress = Progress(console, pipeline.plan.workers)
+        self._progress = Progress(console, pipeline.plan.workers, pipeline.rank)
         self._console = console
 
     def train(self, epochs: int, minibatches: int | None) -> bool:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from pipedream.core.units import format_bytes
 from pipedream.pipeline import Done, Pipeline
+from pipedream.runtime.comm.process_group import from_rank_0
 
 __all__ = ["Progress"]
 
@@ -19,12 +20,17 @@ _EVERY_S = 0.5
 
 
 class Progress:
-    """Shows minibatches per second, loss, and each stage's busy share and peak memory."""
+    """Shows minibatches per second, loss, and each stage's busy share and peak memory.
 
-    def __init__(self, console: Console, workers: int) -> None:
+    Every rank makes one; rank 0 shows it, if its console is a terminal.
+    """
+
+    def __init__(self, console: Console, workers: int, rank: int) -> None:
         self._console = console
         self._workers = workers
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        is_terminal = console.is_terminal and not console.quiet
+        self._is_shown = bool(from_rank_0(lambda: "shown" if is_terminal else "", rank))
+        self._live = Live(console=console, auto_refresh=False, transient=True) if is_terminal else None
         self._shown_s = 0.0
         self._shown_number = 0
         self._rate = 0.0
@@ -32,17 +38,19 @@ class Progress:
         self._epoch_number = -1
 
     def show(self, done: Done, pipeline: Pipeline) -> None:
-        """Draws the table twice a second. Every rank calls it, to send its busy share."""
+        """Draws the table twice a second. Every rank calls it, to send its busy share if the table is shown."""
         now = time.perf_counter()
         if self._epoch_number < 0:
             self._epoch_s, self._epoch_number = now, done.number
+        if not self._is_shown:
+            return
         if now - self._shown_s < _EVERY_S:
             return
         if self._shown_s:
             self._rate = (done.number - self._shown_number) / (now - self._shown_s)
         self._shown_s, self._shown_number = now, done.number
         status = pipeline.status()
-        if self._live is None or self._console.quiet:
+        if self._live is None:
             return
         table = Table(box=None, pad_edge=False)
         for name in ("rank", "busy", "peak"):

@@ -1,0 +1,105 @@
+"""Spans of a worker on a GPU, whose clock is read through events: without waiting for the device, and to the
+microsecond after days.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+
+from pipedream.runtime.results.recorder import Recorder
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda().install(monkeypatch)
+
+
+def _op(cuda: FakeCuda, recorder: Recorder, index: int, seconds: float = 1e-3, kind: str = "F") -> None:
+    start = recorder.mark()
+    cuda.run(seconds)
+    recorder.note(kind, 0, index, start)
+
+
+def test_reading_spans_waits_for_the_last_op_and_never_for_the_device(cuda: FakeCuda) -> None:
+    recorder = Recorder(0, GPU)
+    for index in range(8):
+        _op(cuda, recorder, index)
+    assert cuda.now_s < 1000.001, "the host ran ahead"
+    spans = recorder.spans(0)
+    assert cuda.now_s == pytest.approx(1000.008)
+    assert [span.index for span in spans] == list(range(8))
+    for index, span in enumerate(spans):
+        assert (span.start_s, span.end_s) == pytest.approx(
+            (1000 + index * 1e-3, 1001e-3 + 999 + index * 1e-3), abs=1e-6
+        )
+
+
+def test_busy_share_does_not_wait(cuda: FakeCuda) -> None:
+    recorder = Recorder(0, GPU)
+    assert recorder.busy_share() == 0.0, "nothing has run"
+    _op(cuda, recorder, 0)
+    cuda.now_s += 0.003
+    assert recorder.busy_share() == pytest.approx(1.0, rel=0.01)
+    _op(cuda, recorder, 1, 1e-3)
+    _op(cuda, recorder, 2, 1.0)
+    cuda.now_s += 0.002
+    before = cuda.now_s
+    assert recorder.busy_share() == pytest.approx(1 / 3, rel=0.01), "2 ms of pause, and op 1; op 2 is not over"
+    assert recorder.busy_share() == pytest.approx(1 / 3, rel=0.01), "nothing is known since"
+    assert cuda.now_s == before
+
+
+def test_times_are_precise_hours_after_the_first(cuda: FakeCuda) -> None:
+    recorder = Recorder(0, GPU)
+    for index in range(20_000):
+        _op(cuda, recorder, index, 123e-6)
+        cuda.now_s += 1.0
+    last = recorder.spans(0)[-1]
+    assert last.end_s - last.start_s == pytest.approx(123e-6, abs=2e-6), "against the first event: steps of 2 ms"
+    assert last.end_s == pytest.approx(cuda.stream_s, abs=1e-3)
+
+
+def test_a_drain_takes_the_time_from_the_host_again(cuda: FakeCuda) -> None:
+    recorder = Recorder(0, GPU)
+    _op(cuda, recorder, 0)
+    recorder.note_peak(1)
+    cuda.now_s = cuda.stream_s = 50_000.0
+    _op(cuda, recorder, 1, 123e-6)
+    first, last = recorder.spans(0)
+    assert first.end_s == pytest.approx(1000.001, abs=1e-6)
+    assert (last.start_s, last.end_s) == pytest.approx((50_000.0, 50_000.000123), abs=2e-6)
+
+
+def test_an_op_begins_with_the_event_that_ended_the_last(cuda: FakeCuda) -> None:
+    recorder = Recorder(0, GPU)
+    for index in range(100):
+        _op(cuda, recorder, index)
+    assert cuda.events == 2 + 100, "the origin, the first begin, and an end each"
+    cuda.now_s = cuda.stream_s + 5.0
+    _op(cuda, recorder, 100)
+    spans = recorder.spans(0)
+    assert spans[-1].start_s == pytest.approx(spans[-2].end_s + 5.0), "a pause is not part of the next op"
+
+
+def test_events_are_used_again(cuda: FakeCuda) -> None:
+    recorder = Recorder(0, GPU)
+    for index in range(5_000):
+        _op(cuda, recorder, index, 50e-6)
+        cuda.now_s += 60e-6
+    assert cuda.events < 400
+    assert len(recorder.spans(0)) == 5_000
+
+
+def test_spans_on_a_cpu_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda().install(monkeypatch)
+    recorder = Recorder(3, torch.device("cpu"))
+    start = recorder.mark()
+    cuda.now_s += 2.0
+    recorder.note("B", 1, 7, start)
+    assert recorder.spans(0) == [(3, "B", 1, 7, 1000.0, 1002.0)]
+    assert recorder.spans(1) == []
+    assert cuda.events == 0

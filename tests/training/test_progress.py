@@ -1,0 +1,36 @@
+"""Live progress: what is computed for it, and when."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipedream.pipeline import Done
+from pipedream.training import progress
+
+
+class _Pipeline:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def status(self) -> dict[int, dict[str, float]]:
+        self.asked += 1
+        return {0: {"busy_share": 0.5, "peak_bytes": 1e6}}
+
+
+@pytest.mark.parametrize(("rank", "rank_0_shows", "asked"), [(0, True, 1), (1, True, 1), (1, False, 0), (0, False, 0)])
+def test_status_is_computed_only_if_it_is_shown(
+    monkeypatch: pytest.MonkeyPatch, rank: int, rank_0_shows: bool, asked: int
+) -> None:
+    def from_rank_0(make: Any, rank: int) -> str:
+        return str(make()) if rank == 0 else "shown" * rank_0_shows
+
+    monkeypatch.setattr(progress, "from_rank_0", from_rank_0)
+    console = Console(file=io.StringIO(), force_terminal=rank_0_shows, quiet=rank != 0)
+    pipeline: Any = _Pipeline()
+    with progress.Progress(console, 2, rank) as shown:
+        shown.show(Done(0, 0, False, 0.5, 8.0, 8, 0.1), pipeline)
+    assert pipeline.asked == asked
