@@ -14,7 +14,7 @@ from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.reader import EpochRange, IterableReader, Minibatch, MinibatchReader, tee
-from pipedream.runtime.data.rng import DataOrder
+from pipedream.runtime.data.rng import DataOrder, RngStates
 
 
 class Loader:
@@ -82,6 +82,24 @@ def test_an_epoch_is_announced_and_what_was_done_is_passed_over() -> None:
     assert next(reader, None) is None
     assert reader.count == 5
     assert loader.epochs == [2, 3]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_random_states_are_read_only_where_a_loader_can_draw(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+
+    def read(only_torch: bool = False) -> RngStates:
+        nonlocal reads
+        reads += 1
+        return found
+
+    found = RngStates.read()
+    monkeypatch.setattr(RngStates, "read", read)
+    reader = IterableReader(Loader(9) if draws else list(Loader(9)), DataOrder(), EpochRange(), None)
+    next(reader)
+    before = reads
+    assert len(list(reader)) == 8
+    assert (reads > before) == draws
 
 
 def test_a_loader_without_minibatches_is_refused() -> None:

@@ -106,6 +106,22 @@ class Plain:
         return iter(torch.randperm(23).split(4))
 
 
+class Late:
+    """An iterable that draws only from its third epoch on, and not in its first minibatches."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(5):
+            if self.epoch == 2 and number > 1:
+                yield torch.tensor([random.randrange(99), np.random.randint(99), int(torch.randint(99, ()))])
+            else:
+                yield torch.tensor([number])
+
+
 class Stateful:
     """Has a state, as a StatefulDataLoader; read to its end, it begins anew only when it is asked again."""
 
@@ -160,10 +176,13 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "persistent": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
     "a subclass": lambda: Subclass("four"),
     "iterable": lambda: DataLoader(Stream(), batch_size=4),
+    "iterable, loaded ahead": lambda: DataLoader(Stream(), batch_size=4, num_workers=1),
     "plain": Plain,
+    "late": Late,
     "stateful": Stateful,
 }
-SHARDED = [name for name in LOADERS if name not in ("iterable", "plain", "stateful")]
+ITERABLE = ("iterable", "iterable, loaded ahead", "plain", "late", "stateful")
+SHARDED = [name for name in LOADERS if name not in ITERABLE]
 WITH_PROCESSES = ("own batches, loaded ahead", "loaded ahead", "a generator, loaded ahead", "persistent")
 
 

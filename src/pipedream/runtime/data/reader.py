@@ -1,6 +1,7 @@
 """Reading a loader: its minibatches in order over the epochs, and the way back to a position.
 
-As nobody can know which of an iterable's draws decide the order, all use the order's random state (`rng.py`).
+As nobody can know which of an iterable's draws decide the order, all use the order's random state (`rng.py`). Only
+where nothing can be drawn is the state left alone: to put it in force takes 150 us.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
-from torch.utils.data import IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.runtime.data.rng import DataOrder
@@ -34,10 +35,10 @@ __all__ = [
 
 _KEPT_STATES = 3
 _END = object()
+_OF_STORED: tuple[type, ...] = (type(iter([])), type(iter(())))
 
 
-@dataclass(frozen=True)
-class Minibatch:
+class Minibatch(NamedTuple):
     """One minibatch of a loader; `number` counts those of all replicas."""
 
     number: int
@@ -161,12 +162,15 @@ class IterableReader(LoaderReader):
                 del self._loader_states[next(iter(self._loader_states))]
 
     def _next_batch(self) -> Any:
+        if not self._draws:
+            return next(self._iterator, _END)
         with self._order.drawing():
             return next(self._iterator, _END)
 
     def _start_epoch(self) -> None:
         with self._order.drawing():
             self._iterator = iter(self._loader)
+        self._draws = not (type(self._iterator) in _OF_STORED or _loads_in_processes(self._loader))
 
     def _read(self) -> Generator[Minibatch, None, None]:
         if dist.is_initialized() and isinstance(getattr(self._loader, "dataset", None), IterDataPipe):
@@ -219,6 +223,11 @@ class IterableReader(LoaderReader):
             self._close_iterator()
             self._start_epoch()
         return int(own["batches"])
+
+
+def _loads_in_processes(loader: Any) -> bool:
+    """Returns whether the user's code for the next minibatch runs in other processes; it has no sampler."""
+    return type(loader) is DataLoader and loader.num_workers > 0 and isinstance(loader.dataset, IterableDataset)
 
 
 class _TeeReader(MinibatchReader):
