@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, to_device, unflatten
@@ -75,16 +74,16 @@ class ForwardRunner:
         self._last = program.placement.stages - 1
 
     def for_training(
-        self, op: Op, stage_state: StageState | RemoteForward, message: Message
+        self, stage: int, index: int, stage_state: StageState | RemoteForward, message: Message
     ) -> tuple[SavedForward, ForwardFunction]:
         """Returns what is kept for the backward, and the forward that fills it in."""
         # The version read is recorded, to be compared with the requested one.
-        weights, version = stage_state.read(self._program.weights.forward_version(op.stage, op.index))
-        saved = SavedForward(weights, (), (), message.gradients, op.index, version)
-        targets = self._mailbox.take("input", op) if op.stage == self._last else None
+        weights, version = stage_state.read(self._program.weights.forward_version(stage, index))
+        saved = SavedForward(weights, (), (), message.gradients, index, version)
+        targets = self._mailbox.take("input", stage, index) if stage == self._last else None
 
         def run(message: Message, again: bool = False) -> Message:
-            if op.stage == 0:
+            if stage == 0:
                 value = self._value_of(message)
             else:
                 value, saved.graph_inputs = stage_state.module.enter(
@@ -92,11 +91,11 @@ class ForwardRunner:
                 )
             read = stage_state.read_again(saved) if again else weights
             with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
-                output = stage_state.forward(value, read, self._stream.number(op.index), op.stage == 0)
+                output = stage_state.forward(value, read, self._stream.number(index), stage == 0)
             if targets is None:
                 structure, saved.outputs, wants = outputs_of(output)
                 return message.with_tensors(structure, saved.outputs, wants, version)
-            key, wanted = self._stream.minibatch(op.index), self._value_of(targets)
+            key, wanted = self._stream.minibatch(index), self._value_of(targets)
             with stage_state.module.casting():
                 value, saved.loss_weight, saved.scale = self._scorer.score(
                     key, message, output, wanted, self._rank, self._where(), again
@@ -106,33 +105,37 @@ class ForwardRunner:
 
         return saved, run
 
-    def recompute(self, op: Op, stage_state: StageState, message: Message) -> SavedForward:
+    def recompute(self, stage: int, index: int, stage_state: StageState, message: Message) -> SavedForward:
         """Returns what a forward on another rank has kept: its input."""
-        stage_state.next_forward = op.index + 1
+        stage_state.next_forward = index + 1
         if message.content is Content.EMPTY:
-            return SavedForward(None, (), (), (), op.index)
-        saved, run = self.for_training(op, stage_state, message)
+            return SavedForward(None, (), (), (), index)
+        saved, run = self.for_training(stage, index, stage_state, message)
         saved.recompute = lambda: run(message, True)
         return saved
 
-    def without_backward(self, op: Op, stage_state: StageState | RemoteForward, message: Message) -> Message:
+    def without_backward(
+        self, stage: int, index: int, stage_state: StageState | RemoteForward, message: Message
+    ) -> Message:
         context: AbstractContextManager[None] = nullcontext()
         if isinstance(stage_state, RemoteForward):
             leaves, context = stage_state.leaves, stage_state.evaluating()
         else:
             leaves = self._leaves_of(stage_state)
-        scores = op.stage == self._last and not self._stream.predicts
+        scores = stage == self._last and not self._stream.predicts
         with torch.no_grad(), context:
             value = self._value_of(message)
             with self._scorer.watching(value, message.samples, trains=False) if scores else nullcontext():
-                output = stage_state.module.forward(value, leaves, self._stream.number(op.index), op.stage == 0)
-            if op.stage < self._last:
+                output = stage_state.module.forward(value, leaves, self._stream.number(index), stage == 0)
+            if stage < self._last:
                 return message.with_tensors(*flatten(output))
             if self._stream.predicts:
-                self._results.send_output(op.index, message.with_tensors(*flatten(output, opaque_as_none=True)))
+                self._results.send_output(index, message.with_tensors(*flatten(output, opaque_as_none=True)))
             else:
                 with stage_state.module.casting():
-                    self._scorer.score_evaluation(message, output, self._value_of(self._mailbox.take("input", op)))
+                    self._scorer.score_evaluation(
+                        message, output, self._value_of(self._mailbox.take("input", stage, index))
+                    )
         return message
 
     def pack_weights(self, stage: int, index: int, stage_state: StageState, weight_packet: WeightPacket) -> Message:

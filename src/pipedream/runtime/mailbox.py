@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipedream.core.plan.placement import Placement
-from pipedream.core.schedule.op import Op
 from pipedream.core.schedule.program import Channel
-from pipedream.runtime.comm.channel import Receiver, Sender, Waiting
+from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Content, Ending, Message
 
 __all__ = ["Mailbox"]
@@ -36,6 +35,7 @@ class Mailbox:
         self._channels = channels
         self._senders = senders
         self._receivers = receivers
+        self._stays: dict[tuple[str, int, int], bool] = {}
         self.begin()
 
     def begin(self, per_fetch: int = 0) -> None:
@@ -47,16 +47,16 @@ class Mailbox:
         self._sent: dict[int, int] = {}
         self._last: tuple[int, Ending] | None = None
 
-    def receive(self, number: int, index: int) -> Waiting[tuple[int, Ending] | None]:
-        """Receives a channel's next message; yields where it would wait.
+    def receive(self, number: int) -> Pending[Message]:
+        """Begins to receive a channel's next message; the result goes to `arrived`."""
+        return self._receivers[number].receive()
 
-        Returns: if the end arrived instead, the stream's microbatches and why it ends; else None.
+    def arrived(self, number: int, index: int, message: Message) -> tuple[int, Ending] | None:
+        """Takes a message that was received for microbatch `index`.
+
+        Returns: if it is the end instead, the stream's microbatches and why it ends; else None.
         """
         channel = self._channels[number]
-        pending = self._receivers[number].receive()
-        if not pending.ready():
-            yield pending
-        message = pending.result()
         if message.content is Content.END:
             self._ended.add(number)
             return message.microbatch, Ending(message.flags)
@@ -66,19 +66,24 @@ class Mailbox:
         self._inbox[channel.carries, channel.target, index] = message
         return None
 
-    def take(self, carries: str, op: Op) -> Message:
-        return self._inbox.pop((carries, op.stage, op.index))
+    def take(self, carries: str, stage: int, index: int) -> Message:
+        return self._inbox.pop((carries, stage, index))
 
-    def drop(self, carries: str, op: Op) -> None:
+    def drop(self, carries: str, stage: int, index: int) -> None:
         """Drops an unread message, if it has arrived."""
-        self._inbox.pop((carries, op.stage, op.index), None)
+        self._inbox.pop((carries, stage, index), None)
 
     def put(self, carries: str, target: int, message: Message) -> None:
         """Takes an op's result, to be sent or read by another stage of this rank."""
-        if self._placement.ends(carries, target, target, message.microbatch)[1] == self._rank:
-            self._inbox[carries, target, message.microbatch] = message.copy_as_received()
+        index = message.microbatch
+        route = carries, target, index % self._placement.cycle
+        stays = self._stays.get(route)
+        if stays is None:
+            stays = self._stays[route] = self._placement.ends(carries, target, target, index)[1] == self._rank
+        if stays:
+            self._inbox[carries, target, index] = message.copy_as_received()
         else:
-            self._outbox[carries, target, message.microbatch] = message
+            self._outbox[carries, target, index] = message
 
     def send(self, number: int, index: int) -> None:
         channel = self._channels[number]

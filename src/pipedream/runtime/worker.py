@@ -2,19 +2,20 @@
 
 A worker is a generator: it yields a `Pending` where it would wait, and a `Done` for each minibatch whose gradients are
 in its weights. The clock decides how to wait. The worker decides nothing: order, messages and versions are in the
-verified program.
+verified program. Each instruction is resolved to a method and its numbers before the run (`_Step`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program
+from pipedream.core.schedule.program import Instruction, Move, Program, advanced
 from pipedream.core.schedule.timeline import GradientVersions
 from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
@@ -23,7 +24,7 @@ from pipedream.runtime.data.microbatches import Microbatches
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.forward import DataStream, ForwardRunner
 from pipedream.runtime.mailbox import Mailbox
-from pipedream.runtime.results.recorder import Recorder
+from pipedream.runtime.results.recorder import Moment, Recorder
 from pipedream.runtime.results.results import Done, Output, Results
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
@@ -44,6 +45,23 @@ _BACKWARDS = {
     Kind.INPUT_GRADIENT: "an input gradient",
     Kind.WEIGHT_GRADIENT: "a weight gradient",
 }
+
+
+class _Step(NamedTuple):
+    """An instruction of a program's text, resolved.
+
+    Attributes:
+        run: called with `at` and the index; returns what it waits for, None if it is done.
+        at: stage or channel.
+        index: of the first period.
+        advance: what each period adds to the index.
+    """
+
+    run: Callable[[int, int], Waiting[Any] | None]
+    at: int
+    index: int  # type: ignore[assignment]  # a field, not the method of tuples
+    advance: int
+    instruction: Instruction
 
 
 class Worker:
@@ -95,7 +113,21 @@ class Worker:
         self.done_minibatches = 0
         self.input_updates = 0
         self.trained: dict[int, tuple[int, int]] = {}
-        self._at: tuple[Program, Instruction] | None = None
+        self._text: Program | None = None
+        self._given = 0
+        self._turn = 0
+        self._actions: dict[Kind | Move, Callable[[int, int], Waiting[Any] | None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: partial(self._timed_backward, Kind.BACKWARD, self._whole_backward),
+            Kind.INPUT_GRADIENT: partial(self._timed_backward, Kind.INPUT_GRADIENT, self._input_gradients),
+            Kind.WEIGHT_GRADIENT: partial(self._timed_backward, Kind.WEIGHT_GRADIENT, self._weight_gradients),
+            Kind.UPDATE: self._update,
+            Kind.FETCH: self._fetch,
+            Move.RECEIVE: self._receive,
+            Move.SEND: self._send,
+            Move.SYNC: self._sync,
+        }
+        self._steps: dict[bool, tuple[list[_Step], list[_Step]]] = {False: self._resolved(evaluation)}
         self.activity = Activity()
         self.stop_requested: Callable[[], bool] = lambda: False
         self.switch_to(program, 0)
@@ -103,6 +135,7 @@ class Worker:
 
     def switch_to(self, program: Program, phase: int) -> None:
         self.program = program
+        self._steps[True] = self._resolved(program)
         self._update_completed_by = program.update_completed_by(self.rank)
         self.recorder.switch_to(phase)
         self._scorer.switch_to(program)
@@ -128,7 +161,7 @@ class Worker:
         self._mailbox.begin(self.program.microbatches)
         for stage_state in self.stage_states.values():
             stage_state.begin()
-        yield from (event for event in self._run(self.program) if not isinstance(event, Op))
+        yield from self._run(self.program)
         yield from self.update_barrier.finish()
         for stage_state in self.stage_states.values():
             yield from stage_state.end()
@@ -142,7 +175,7 @@ class Worker:
     def evaluate(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Yields at the end one `Done` with the means over all minibatches; the stages are in evaluation mode."""
         self._begin(DataStream(ema=ema), data)
-        yield from (event for event in self._run(self._evaluation) if not isinstance(event, Op))
+        yield from self._run(self._evaluation)
         owners = self.program.placement.ranks[self._last]
         if self._last in self.stage_states:
             self.results.send_sums(0)
@@ -151,133 +184,156 @@ class Worker:
     def predict(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Yields the outputs in order, at rank 0 only; the stages are in evaluation mode."""
         self._begin(DataStream(predicts=True, ema=ema), data)
-        ahead, given = self.program.plan.in_flight[0], 0
-        for event in self._run(self._evaluation):
-            if not isinstance(event, Op):
-                yield event
-            elif self.rank == 0 and self._total is None and event.index - given >= ahead:
-                # Outputs are received as they come, so that no worker has to keep many.
-                yield (yield from self._output(given))
-                given += 1
-        while self.rank == 0 and given < (self._total or 0):
-            yield (yield from self._output(given))
-            given += 1
+        yield from self._run(self._evaluation)
+        while self.rank == 0 and self._given < (self._total or 0):
+            yield (yield from self._next_output())
 
     @property
     def where(self) -> str:
-        return "the start" if self._at is None else self._at[0].describe(self._at[1])
+        if self._text is None:
+            return "the start"
+        by = self._turn * self._text.cycle
+        return self._text.describe(advanced(self._instruction, by, self._text.updates))
 
     @property
     def rate(self) -> float:
         """The learning rate, before the stages' factors."""
         return self.stage_states[min(self.stage_states)].optimizer.rate
 
-    def _output(self, index: int) -> Waiting[Output]:
+    def _next_output(self) -> Waiting[Output]:
+        index = self._given
+        self._given += 1
         return self.results.receive_output(index, self.program.placement.rank_of(self._last, index))
 
     # -- the loop -----------------------------------------------------------------------------------
 
+    def _resolved(self, program: Program) -> tuple[list[_Step], list[_Step]]:
+        """Returns the steps of the warm-up and of the period."""
+        mine = program.ranks[self.rank]
+        return [self._step(program, i) for i in mine.warmup], [self._step(program, i) for i in mine.period]
+
+    def _step(self, program: Program, instruction: Instruction) -> _Step:
+        by = advanced(instruction, program.cycle, program.updates).index - instruction.index
+        at = instruction.stage if isinstance(instruction, Op) else instruction.channel
+        return _Step(self._actions[instruction.kind], at, instruction.index, by, instruction)
+
     def _run(self, program: Program) -> Generator[Any, None, None]:
-        """Yields what it would wait for, each `Done`, and each op."""
-        for instruction in program.instructions(self.rank, lambda: self._total):
-            self._at = (program, instruction)
-            try:
-                if isinstance(instruction, Op):
-                    if instruction.kind is Kind.FETCH:
-                        self.remote_forwards[instruction.stage].fetch(self._mailbox.take("weights", instruction))
-                        continue
-                    if instruction.kind is Kind.FORWARD:
-                        self._forward_op(instruction)
-                    elif instruction.kind is Kind.UPDATE:
-                        yield from self._update_op(instruction)
-                    else:
-                        with self.activity.running(_BACKWARDS[instruction.kind]):
-                            self._backward_op(instruction)
-                    yield instruction
-                elif instruction.kind is Move.RECEIVE:
-                    yield from self._receive(program, instruction.channel, instruction.index)
-                elif instruction.kind is Move.SEND:
-                    self._send(program, instruction.channel, instruction.index)
-                elif instruction.kind is Move.SYNC:
-                    # Nothing to do: the all-reduce that the proof places here was started inside the update's last
-                    # backward (`_ready_hook`), and the update waits for it (`UpdateBarrier.prepare`). The earlier
-                    # start is safe: the replicas of a stage have a group of their own, and all start their buckets
-                    # in the same order.
-                    pass
-            except CaptureError as error:
-                raise WorkerError(self.rank, self.where, str(error)) from error
-            except PipelineError:
-                raise
-            except Exception as error:
-                advice = _IN_PLACE_ADVICE if "modified by an inplace operation" in str(error) else ""
-                raise WorkerError(self.rank, self.where, with_place(error), advice) from error
+        """Yields what it would wait for, and each `Done`."""
+        steps, period = self._steps[self._stream.trains]
+        executed = 0
+        self._text, self._turn = program, 0
+        try:
+            while steps or period:
+                turn = self._turn
+                for run, at, index, advance, self._instruction in steps:
+                    executed += 1
+                    waiting = run(at, index + turn * advance)
+                    if waiting is not None:
+                        yield from waiting
+                    if self._total is not None:
+                        break
+                if self._total is not None or not period:
+                    break
+                self._turn = 0 if steps is not period else turn + 1
+                steps = period
+            if self._total is not None:
+                # Past the end of the data only some instructions exist.
+                self._turn = 0
+                for instruction in program.instructions(self.rank, self._total, executed):
+                    self._instruction = instruction
+                    step = self._step(program, instruction)
+                    waiting = step.run(step.at, step.index)
+                    if waiting is not None:
+                        yield from waiting
+        except CaptureError as error:
+            raise WorkerError(self.rank, self.where, str(error)) from error
+        except PipelineError:
+            raise
+        except Exception as error:
+            advice = _IN_PLACE_ADVICE if "modified by an inplace operation" in str(error) else ""
+            raise WorkerError(self.rank, self.where, with_place(error), advice) from error
         # The end arrives once on each channel that serves forwards; receive those still unread.
         while unread := self._mailbox.unread(program.channels):
-            yield from self._receive(program, unread[0], self._total or 0)
+            waiting = self._receive(unread[0], self._total or 0)
+            if waiting is not None:
+                yield from waiting
 
     # -- forward ------------------------------------------------------------------------------------
 
-    def _forward_op(self, op: Op) -> None:
-        message = self._admit(op) if op.stage == 0 else self._mailbox.take("activation", op)
-        if message is None:
-            return
-        start = self.recorder.mark()
-        self.activity.begin("a forward" if self._stream.trains else "a forward without training")
-        remote_forward = self.remote_forwards.get(op.stage)
-        stage_state = remote_forward or self.stage_states[op.stage]
-        if not self._stream.trains:
-            is_empty = message.content is Content.EMPTY
-            result = message if is_empty else self._forwards.without_backward(op, stage_state, message)
-        elif remote_forward is None:
-            result = self._own_forward(op, self.stage_states[op.stage], message)
-        else:
-            result = self._remote_forward(op, remote_forward, message)
-        if op.stage < self._last:
-            self._mailbox.put("activation", op.stage + 1, result)
-        else:
-            self._mailbox.drop("input", op)
-        self.activity.end()
-        stage_state.next_forward = op.index + self.program.placement.replicas[op.stage]
-        self.recorder.note("F", op.stage, self._stream.number(op.index), start)
-        ends = self._stream.minibatch(stage_state.next_forward) > self._stream.minibatch(op.index)
-        if op.stage == self._last and self._stream.trains and ends:
-            self.results.send_sums(self._stream.minibatch(op.index))
+    def _fetch(self, stage: int, index: int) -> None:
+        self.remote_forwards[stage].fetch(self._mailbox.take("weights", stage, index))
 
-    def _own_forward(self, op: Op, stage_state: StageState, message: Message) -> Message:
+    def _forward(self, stage: int, index: int) -> Waiting[Any] | None:
+        message = self._mailbox.take("activation", stage, index) if stage else self._admit(index)
+        if message is None:
+            return None
+        start = self.recorder.mark()
+        trains = self._stream.trains
+        self.activity.begin("a forward" if trains else "a forward without training")
+        remote_forward = self.remote_forwards.get(stage)
+        stage_state = remote_forward or self.stage_states[stage]
+        if not trains:
+            is_empty = message.content is Content.EMPTY
+            result = message if is_empty else self._forwards.without_backward(stage, index, stage_state, message)
+        elif remote_forward is None:
+            result = self._own_forward(stage, index, self.stage_states[stage], message)
+        else:
+            result = self._remote_forward(stage, index, remote_forward, message)
+        if stage < self._last:
+            self._mailbox.put("activation", stage + 1, result)
+        else:
+            self._mailbox.drop("input", stage, index)
+        self.activity.end()
+        stage_state.next_forward = index + self.program.placement.replicas[stage]
+        self.recorder.note("F", stage, self._stream.number(index), start)
+        if stage == self._last and trains:
+            minibatch = self._stream.minibatch(index)
+            if self._stream.minibatch(stage_state.next_forward) > minibatch:
+                self.results.send_sums(minibatch)
+        if self._stream.predicts and self.rank == 0 and index - self._given >= self.program.plan.in_flight[0]:
+            # Outputs are received as they come, so that no worker has to keep many.
+            return self._given_output()
+        return None
+
+    def _given_output(self) -> Generator[Any, None, None]:
+        yield (yield from self._next_output())
+
+    def _own_forward(self, stage: int, index: int, stage_state: StageState, message: Message) -> Message:
         """Runs a forward of a stage of this rank, and keeps what its backward needs."""
         if message.content is Content.EMPTY:
-            self._saved_forwards[op.stage, op.index] = SavedForward(None, (), (), (), op.index)
-            if op.stage == self._last:
-                self.results.add(self._stream.minibatch(op.index), message, self.results.zeros)
+            self._saved_forwards[stage, index] = SavedForward(None, (), (), (), index)
+            if stage == self._last:
+                self.results.add(self._stream.minibatch(index), message, self.results.zeros)
             return message
-        saved, run = self._forwards.for_training(op, stage_state, message)
+        saved, run = self._forwards.for_training(stage, index, stage_state, message)
         with stage_state.forward_context():
             if stage_state.recomputation is None:
                 result = run(message)
             else:
                 result = stage_state.recomputation.forward(saved, message, run)
-        self._saved_forwards[op.stage, op.index] = saved
+        self._saved_forwards[stage, index] = saved
         return result
 
-    def _remote_forward(self, op: Op, remote_forward: RemoteForward, message: Message) -> Message:
+    def _remote_forward(self, stage: int, index: int, remote_forward: RemoteForward, message: Message) -> Message:
         """Runs a forward on fetched weights; its input goes to the stage's own rank, where the backward repeats it."""
         result = message
         if message.content is not Content.EMPTY:
-            saved, run = self._forwards.for_training(op, remote_forward, message)
+            saved, run = self._forwards.for_training(stage, index, remote_forward, message)
             with remote_forward.forward_context():
                 result = remote_forward.recomputation.forward(saved, message, run)
-        self._mailbox.put("stage_input", op.stage, message)
-        if (op.index + 1) % self._stream.split == 0:
+        self._mailbox.put("stage_input", stage, message)
+        if (index + 1) % self._stream.split == 0:
             remote_forward.drop()
         return result
 
-    def _admit(self, op: Op) -> Message | None:
+    def _admit(self, index: int) -> Message | None:
         """Takes the next microbatch from the data; ends the stream after the last one."""
         if self._stream.trains and self.program.placement.replicas[0] == 1 and self.stop_requested():
             self._stop_feed(Ending.INTERRUPT)
         assert self._data is not None
-        with self.activity.running("loading data"):
-            found = self._data.take(op.index)
+        self.activity.begin("loading data")
+        found = self._data.take(index)
+        self.activity.end()
         if isinstance(found, Ending):
             self._end(self._data.ended_at * self._stream.split, found)
             return None
@@ -287,26 +343,25 @@ class Worker:
 
     # -- backward and update ------------------------------------------------------------------------
 
-    def _backward_op(self, op: Op) -> None:
-        stage_state = self.stage_states[op.stage]
-        if self.program.placement.is_remote(op.stage):
-            self._saved_forwards[op.stage, op.index] = self._forwards.recompute(
-                op, stage_state, self._mailbox.take("stage_input", op)
+    def _timed_backward(
+        self, kind: Kind, backward: Callable[[int, int, StageState], None], stage: int, index: int
+    ) -> None:
+        self.activity.begin(_BACKWARDS[kind])
+        stage_state = self.stage_states[stage]
+        if self.program.placement.is_remote(stage):
+            self._saved_forwards[stage, index] = self._forwards.recompute(
+                stage, index, stage_state, self._mailbox.take("stage_input", stage, index)
             )
         start = self.recorder.mark()
-        if op.kind is Kind.BACKWARD:
-            self._whole_backward(op, stage_state)
-        elif op.kind is Kind.INPUT_GRADIENT:
-            self._input_gradients(op, stage_state)
-        else:
-            self._weight_gradients(op, stage_state)
-        self.recorder.note(op.kind.value, op.stage, self._stream.number(op.index), start)
+        backward(stage, index, stage_state)
+        self.recorder.note(kind.value, stage, self._stream.number(index), start)
+        self.activity.end()
 
-    def _whole_backward(self, op: Op, stage_state: StageState) -> None:
+    def _whole_backward(self, stage: int, index: int, stage_state: StageState) -> None:
         """B: gradients of the weights and of the received tensors."""
-        saved = self._saved_forwards.pop((op.stage, op.index))
-        message = self._mailbox.take("gradient", op) if op.stage < self._last else None
-        ready = self._ready_hook(op, stage_state)
+        saved = self._saved_forwards.pop((stage, index))
+        message = self._mailbox.take("gradient", stage, index) if stage < self._last else None
+        ready = self._ready_hook(Kind.BACKWARD, stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
@@ -316,34 +371,37 @@ class Worker:
                     saved, output_gradients, stage_state.gradients.accumulators, ready
                 )
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
-        self._send_back(op, saved, input_gradients)
+        self._send_back(stage, index, saved, input_gradients)
 
-    def _input_gradients(self, op: Op, stage_state: StageState) -> None:
+    def _input_gradients(self, stage: int, index: int, stage_state: StageState) -> None:
         """I: the half of a backward that the previous stage waits for."""
-        saved = self._saved_forwards[op.stage, op.index]
-        message = self._mailbox.take("gradient", op) if op.stage < self._last else None
+        saved = self._saved_forwards[stage, index]
+        message = self._mailbox.take("gradient", stage, index) if stage < self._last else None
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
-        self._send_back(op, saved, input_gradients)
+        self._send_back(stage, index, saved, input_gradients)
 
-    def _weight_gradients(self, op: Op, stage_state: StageState) -> None:
+    def _weight_gradients(self, stage: int, index: int, stage_state: StageState) -> None:
         """W: the other half of a backward."""
-        saved = self._saved_forwards.pop((op.stage, op.index))
-        ready = self._ready_hook(op, stage_state)
+        saved = self._saved_forwards.pop((stage, index))
+        ready = self._ready_hook(Kind.WEIGHT_GRADIENT, stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved):
                 weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, ready)
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
 
-    def _ready_hook(self, op: Op, stage_state: StageState) -> Callable[[int, torch.Tensor], None] | None:
+    def _ready_hook(
+        self, kind: Kind, stage: int, index: int, stage_state: StageState
+    ) -> Callable[[int, torch.Tensor], None] | None:
         """Returns what starts the all-reduce inside the last backward before a replicated stage's update, else None."""
-        if stage_state.optimizer.all_reduce is None or self._update_completed_by(op) is None:
+        if stage_state.optimizer.all_reduce is None:
             return None
-        return stage_state.gradient_ready
+        op = Op(kind, stage, index, self.program.placement.replica(stage, index))
+        return None if self._update_completed_by(op) is None else stage_state.gradient_ready
 
     def _add_gradients(
         self, stage_state: StageState, saved: SavedForward, gradients: list[torch.Tensor | None], *, is_last: bool
@@ -352,54 +410,76 @@ class Worker:
         if is_last:
             stage_state.optimizer.close(stage_state.gradients, float(self.stop_requested()))
 
-    def _send_back(self, op: Op, saved: SavedForward, input_gradients: list[torch.Tensor | None]) -> None:
-        if op.stage:
+    def _send_back(
+        self, stage: int, index: int, saved: SavedForward, input_gradients: list[torch.Tensor | None]
+    ) -> None:
+        if stage:
             content = Content.EMPTY if saved.weights is None else Content.DATA
-            gradients = Message(op.index, content, tensors=tuple(input_gradients), loss_weight=saved.loss_weight)
-            self._mailbox.put("gradient", op.stage - 1, gradients)
+            gradients = Message(index, content, tensors=tuple(input_gradients), loss_weight=saved.loss_weight)
+            self._mailbox.put("gradient", stage - 1, gradients)
 
-    def _update_op(self, op: Op) -> Generator[Any, None, None]:
-        stage_state = self.stage_states[op.stage]
+    def _sync(self, stage: int, index: int) -> None:
+        """Has nothing to do: the all-reduce that the proof places here was started inside the update's last backward
+        (`_ready_hook`), and the update waits for it (`UpdateBarrier.prepare`).
+
+        The earlier start is safe: the replicas of a stage have a group of their own, and all start their buckets in the
+        same order.
+        """
+
+    def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
+        stage_state = self.stage_states[stage]
         before = self.recorder.mark()
-        is_replicated = self.program.placement.replicas[op.stage] > 1
+        is_replicated = self.program.placement.replicas[stage] > 1
         stop_request = is_replicated and self.stop_requested()
-        present_share, stop_requests = yield from self.update_barrier.prepare(op.stage, float(stop_request))
-        is_tied = any(op.stage in one.stages for one in self.program.plan.tied)
+        present_share, stop_requests = yield from self.update_barrier.prepare(stage, float(stop_request))
+        is_tied = any(stage in one.stages for one in self.program.plan.tied)
         if is_replicated or is_tied or (self.program.couples_updates and not self.program.norm_delay):
-            self.recorder.note("wait", op.stage, op.index, before)
+            self.recorder.note("wait", stage, index, before)
         start = self.recorder.mark()
-        with self.activity.running("an update"):
-            gradient_versions = stage_state.update(self.program, op, present_share, self._total)
+        self.activity.begin("an update")
+        gradient_versions = stage_state.update(self.program, Op(Kind.UPDATE, stage, index), present_share, self._total)
+        self.activity.end()
         for microbatch, forward_version, backward_version, newest in gradient_versions:
             number = self._stream.number(microbatch)
             self.recorder.note_gradient_versions(
-                GradientVersions(op.stage, number, forward_version, backward_version, newest)
+                GradientVersions(stage, number, forward_version, backward_version, newest)
             )
-        before_drain = self._stream.base * self.program.microbatches // self.program.updates.per_update[op.stage]
-        self.recorder.note("U", op.stage, before_drain + op.index, start)
+        before_drain = self._stream.base * self.program.microbatches // self.program.updates.per_update[stage]
+        self.recorder.note("U", stage, before_drain + index, start)
         if stop_requests:
             self._stop_feed(Ending.INTERRUPT)
-        if op.stage == min(self.stage_states):
+        if stage == min(self.stage_states):
             m = self.program.microbatches
-            members = self.program.updates.members(op.stage, op.index, self._total)
+            members = self.program.updates.members(stage, index, self._total)
             if self.program.updates.mean_of_rounds and self._total is None:
                 # A round may be the last, and incomplete, before this worker has received the end.
-                members = members[: round(present_share * self.program.placement.replicas[op.stage])]
+                members = members[: round(present_share * self.program.placement.replicas[stage])]
             for minibatch in range(members.start // m, -(-members.stop // m)):
                 yield (yield from self.results.collect(minibatch, self.results.replicas_of(minibatch, m), self.rate))
 
     # -- messages -----------------------------------------------------------------------------------
 
-    def _receive(self, program: Program, number: int, index: int) -> Waiting[None]:
+    def _receive(self, number: int, index: int) -> Waiting[None] | None:
         start = self.recorder.mark()
-        ended = yield from self._mailbox.receive(number, index)
-        self.recorder.note("wait", program.channels[number].target, self._stream.number(index), start)
+        pending = self._mailbox.receive(number)
+        if not pending.ready():
+            return self._awaited(pending, number, index, start)
+        self._arrived(pending.result(), number, index, start)
+        return None
+
+    def _awaited(self, pending: Pending[Message], number: int, index: int, start: Moment) -> Waiting[None]:
+        yield pending
+        self._arrived(pending.result(), number, index, start)
+
+    def _arrived(self, message: Message, number: int, index: int, start: Moment) -> None:
+        ended = self._mailbox.arrived(number, index, message)
+        self.recorder.note("wait", self.program.channels[number].target, self._stream.number(index), start)
         if ended is not None and self._total is None:
             self._end(*ended)
 
-    def _send(self, program: Program, number: int, index: int) -> None:
+    def _send(self, number: int, index: int) -> None:
         start = self.recorder.mark()
-        channel = program.channels[number]
+        channel = self.program.channels[number]
         if channel.carries == "weights":
             stage = channel.source
             weights = self._forwards.pack_weights(stage, index, self.stage_states[stage], self._weight_packets[stage])
@@ -421,6 +501,7 @@ class Worker:
             data.begin(stream.split, replica, stream.base, cycle, until)
         self._stream = stream
         self._total = None
+        self._given = 0  # outputs, in a prediction
         self._mailbox.begin()
         self._forwards.begin(self.program, stream)
         for remote_forward in self.remote_forwards.values():

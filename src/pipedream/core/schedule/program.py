@@ -160,52 +160,54 @@ class Program(Rules, Artifact):
         """A drain waits for a multiple of this many minibatches, to complete each round of replicas."""
         return self.placement.cycle if self.updates.mean_of_rounds else 1
 
-    def stream(self, rank: int) -> Iterator[Instruction]:
+    def stream(self, rank: int, begin: int = 0) -> Iterator[Instruction]:
+        """Yields the endless text of a rank, from its instruction number `begin` on."""
         mine = self.ranks[rank]
-        yield from mine.warmup
-        turn = 0
-        while mine.period:
-            for instruction in mine.period:
-                yield self._advanced(instruction, turn)
-            turn += 1
+        yield from mine.warmup[begin:]
+        if not mine.period:
+            return
+        turns, position = divmod(max(0, begin - len(mine.warmup)), len(mine.period))
+        while True:
+            for instruction in mine.period[position:]:
+                yield self._advanced(instruction, turns)
+            turns, position = turns + 1, 0
 
-    def instructions(self, rank: int, total: int | Callable[[], int | None]) -> Iterator[Instruction]:
+    def instructions(self, rank: int, total: int, executed: int = 0) -> Iterator[Instruction]:
         """Yields the instructions of a rank for a run of `total` microbatches, drain included.
 
         Args:
-            total: or a function that returns it once it is known: a worker learns from the data, or from an earlier
-                worker, where the stream ends. It is called before each instruction; all earlier ones must exist, except
-                for the op that found the end.
+            executed: instructions that the rank has executed, while it did not know the total. All of them exist; only
+                the last one may be the op that found the end.
         """
-        known = total if isinstance(total, int) else None
-        missing = self.op_count(rank, known) if known is not None else 0
-        exists = self.exists(known) if known is not None else None
+        exists = self.exists(total)
+        missing = self.op_count(rank, total) - self._work_before(rank, executed, exists)
         # Indices only grow, so that no other turn can have what a whole one lacks.
         patience = len(self.ranks[rank].warmup) + len(self.ranks[rank].period)
-        made = idle = 0
-        last: Instruction | None = None
-        for instruction in self.stream(rank):
-            if exists is None and not isinstance(total, int) and (known := total()) is not None:
-                exists = self.exists(known)
-                if last is not None and not exists(last):
-                    made -= _is_work(last)
-                missing = self.op_count(rank, known) - made
-            if exists is not None:
-                # The sends after the last op still belong to it.
-                if not missing and not (isinstance(instruction, Transfer) and instruction.kind is Move.SEND):
-                    return
-                if not exists(instruction):
-                    idle += 1
-                    if idle > patience:
-                        break
-                    continue
-            idle = 0
-            last = instruction
-            made += _is_work(instruction)
-            missing -= exists is not None and _is_work(instruction)
-            yield instruction
-        if missing or (exists is None and self.ranks[rank].period):
-            raise ScheduleError(f"program {self.name!r}: rank {rank} lacks {missing} ops of {known} microbatches")
+        idle = 0
+        for instruction in self.stream(rank, executed):
+            # The sends after the last op still belong to it.
+            if not missing and not (isinstance(instruction, Transfer) and instruction.kind is Move.SEND):
+                return
+            if exists(instruction):
+                idle = 0
+                missing -= _is_work(instruction)
+                yield instruction
+            elif (idle := idle + 1) > patience:
+                break
+        if missing:
+            raise ScheduleError(f"program {self.name!r}: rank {rank} lacks {missing} ops of {total} microbatches")
+
+    def _work_before(self, rank: int, executed: int, exists: Callable[[Instruction], bool]) -> int:
+        """Counts the ops among a rank's first instructions; see `instructions`."""
+        mine = self.ranks[rank]
+        found = sum(map(_is_work, mine.warmup[:executed]))
+        if executed > len(mine.warmup):
+            turns, position = divmod(executed - len(mine.warmup), len(mine.period))
+            found += turns * sum(map(_is_work, mine.period)) + sum(map(_is_work, mine.period[:position]))
+        if executed:
+            last = next(self.stream(rank, executed - 1))
+            found -= _is_work(last) and not exists(last)
+        return found
 
     def exists(self, total: int) -> Callable[[Instruction], bool]:
         per_update = self.updates.per_update

@@ -46,7 +46,9 @@ class Activity:
         if self.task is None:
             return
         took_s = time.monotonic() - self._start_s
-        durations = self.durations.setdefault(self.task[0], TaskDurations())
+        durations = self.durations.get(self.task[0])
+        if durations is None:
+            durations = self.durations[self.task[0]] = TaskDurations()
         self.task = None
         durations.done += 1
         durations.longest_s = max(durations.longest_s, took_s)
