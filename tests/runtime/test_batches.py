@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from pipedream.core.errors import WorkerError
+from pipedream.runtime.comm.values import unflatten
 from pipedream.runtime.data.batch_adapter import BatchAdapter
-from pipedream.runtime.data.batches import count_samples, first_half, split_batch, split_minibatch
+from pipedream.runtime.data.batches import BatchDim, count_samples, first_half, split_batch, split_minibatch
+
+
+def split(inputs: Any, targets: Any, parts: int, batch_dim: BatchDim = 0) -> tuple[list[int], list[Any], list[Any]]:
+    sizes, flat_inputs, flat_targets = split_minibatch(inputs, targets, parts, batch_dim)
+    return sizes, [unflatten(*part) for part in flat_inputs], [unflatten(*part) for part in flat_targets]
 
 
 @given(count=st.integers(1, 9), parts=st.integers(1, 6))
@@ -68,14 +74,14 @@ def test_a_batch_keeps_its_type() -> None:
 
 def test_the_batch_dimension_is_chosen_for_all_or_by_name() -> None:
     sequence, lengths, labels = torch.arange(12).reshape(3, 4), torch.arange(4), torch.arange(4) + 10
-    count, inputs, targets = split_minibatch((sequence, lengths), labels, 2, batch_dim=1)
-    assert count == 4
+    sizes, inputs, targets = split((sequence, lengths), labels, 2, batch_dim=1)
+    assert sizes == [2, 2]
     assert [part[0].tolist() for part in inputs] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
     assert [part[1].tolist() for part in inputs] == [[0, 1], [2, 3]], "what has no such dimension has the first"
     assert [part.tolist() for part in targets] == [[10, 11], [12, 13]]
     batch = {"sequence": sequence, "labels": labels, "bias": torch.ones(4)}
-    count, inputs, _ = split_minibatch(batch, None, 2, batch_dim={"sequence": 1, "bias": None})
-    assert count == 4
+    sizes, inputs, _ = split(batch, None, 2, batch_dim={"sequence": 1, "bias": None})
+    assert sizes == [2, 2]
     assert [list(part["sequence"].shape) for part in inputs] == [[3, 2]] * 2
     assert [part["labels"].tolist() for part in inputs] == [[10, 11], [12, 13]]
     assert all(part["bias"] is batch["bias"] for part in inputs)
@@ -83,7 +89,7 @@ def test_the_batch_dimension_is_chosen_for_all_or_by_name() -> None:
 
 def test_targets_that_hold_the_inputs_are_cut_like_them() -> None:
     square = torch.arange(16).reshape(4, 4)
-    _, inputs, targets = split_minibatch(square, (square, torch.arange(4)), 2, batch_dim={0: 1})
+    _, inputs, targets = split(square, (square, torch.arange(4)), 2, batch_dim={0: 1})
     for part, (same, labels) in zip(inputs, targets, strict=True):
         assert torch.equal(part, same)
         assert part.shape == (4, 2)

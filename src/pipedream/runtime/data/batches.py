@@ -7,18 +7,24 @@ for positional inputs) to its dimension. Inputs that are not named have dimensio
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.comm.values import map_tensors
+from pipedream.runtime.comm.values import flatten, map_tensors
 
 __all__ = ["BatchDim", "count_samples", "first_half", "known_samples", "split_batch", "split_minibatch"]
 
 BatchDim = int | Mapping[str | int, int | None]
+
+Leaf = tuple[Any, int | None]
+"""A tensor or packed sequence, and its batch dimension."""
+
+Flat = tuple[str, tuple[torch.Tensor, ...]]
+"""What `values.flatten` returns."""
 
 _LEAVES = (torch.Tensor, PackedSequence)
 
@@ -29,30 +35,28 @@ def count_samples(inputs: Any, batch_dim: BatchDim = 0) -> int:
     Keyword arguments may be in any order: of their tensors, the most frequent size counts, and of equally frequent ones
     the first. Otherwise it is the size of the first tensor that has the batch dimension; 1 if none has it.
     """
-    found = known_samples(inputs, batch_dim)
-    if found is None and not _leaves_of(inputs):
-        raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")
-    return 1 if found is None else found
+    return _count(inputs, list(_with_dims(inputs, batch_dim)))
 
 
 def known_samples(inputs: Any, batch_dim: BatchDim = 0) -> int | None:
     """Returns the number of samples; None if no tensor has the batch dimension."""
-    sizes = [size for leaf, dim in _with_dims(inputs, batch_dim) if (size := _size(leaf, dim)) is not None]
-    if not sizes:
-        return None
-    return Counter(sizes).most_common(1)[0][0] if isinstance(inputs, Mapping) else sizes[0]
+    return _known_count(inputs, _with_dims(inputs, batch_dim))
 
 
-def split_minibatch(inputs: Any, targets: Any, parts: int, batch_dim: BatchDim = 0) -> tuple[int, list[Any], list[Any]]:
-    """Returns the number of samples, and inputs and targets of each part.
+def split_minibatch(
+    inputs: Any, targets: Any, parts: int, batch_dim: BatchDim = 0
+) -> tuple[list[int], list[Flat], list[Flat]]:
+    """Returns the number of samples of each part, and its inputs and targets, flattened.
 
     A tensor that is in both is cut once.
     """
-    count = count_samples(inputs, batch_dim)
+    leaves = list(_with_dims(inputs, batch_dim))
+    count = _count(inputs, leaves)
     if parts == 1:
-        return count, [inputs], [targets]
+        return [count], [flatten(inputs)], [flatten(targets)]
     cut = _Cut(count, parts)
-    return count, cut.of(inputs, batch_dim), cut.of(targets, batch_dim)
+    flat_inputs = cut.flattened(inputs, leaves)
+    return cut.sizes, flat_inputs, cut.flattened(targets, list(_with_dims(targets, batch_dim)))
 
 
 def split_batch(value: Any, count: int, parts: int, batch_dim: BatchDim = 0) -> list[Any]:
@@ -61,7 +65,7 @@ def split_batch(value: Any, count: int, parts: int, batch_dim: BatchDim = 0) -> 
     A tensor is split if its size along the batch dimension is `count`, or along dimension 0 if it has no such dimension
     (such as lengths); everything else goes to each microbatch.
     """
-    return [value] if parts == 1 else _Cut(count, parts).of(value, batch_dim)
+    return [value] if parts == 1 else _Cut(count, parts).of(value, _with_dims(value, batch_dim))
 
 
 def first_half(value: Any, count: int, batch_dim: BatchDim = 0) -> Any:
@@ -81,27 +85,54 @@ class _Cut:
     """Cuts values of one minibatch; what was cut once stays cut so."""
 
     def __init__(self, count: int, parts: int) -> None:
+        self.sizes = [count // parts + (part < count % parts) for part in range(parts)]
         self._count = count
-        self._sizes = [count // parts + (part < count % parts) for part in range(parts)]
-        self._pieces: dict[int, list[Any]] = {}
+        self._pieces: dict[int, Sequence[Any]] = {}
 
-    def of(self, value: Any, batch_dim: BatchDim) -> list[Any]:
-        for leaf, dim in _with_dims(value, batch_dim):
-            if id(leaf) not in self._pieces:
-                self._pieces[id(leaf)] = self._cut(leaf, _cut_dim(leaf, dim, self._count))
+    def of(self, value: Any, leaves: Iterable[Leaf]) -> list[Any]:
+        self._cut_all(leaves)
 
         def part(index: int) -> Any:
             return map_tensors(value, lambda leaf: self._pieces[id(leaf)][index], _LEAVES)
 
-        return [part(index) for index in range(len(self._sizes))]
+        return [part(index) for index in range(len(self.sizes))]
 
-    def _cut(self, leaf: Any, dim: int | None) -> list[Any]:
+    def flattened(self, value: Any, leaves: Sequence[Leaf]) -> list[Flat]:
+        if any(isinstance(leaf, PackedSequence) or leaf.is_meta for leaf, _ in leaves):
+            return [flatten(part) for part in self.of(value, leaves)]
+        # All parts have the structure of the whole.
+        self._cut_all(leaves)
+        structure, tensors = flatten(value)
+        whole = len(self.sizes)
+        pieces = [self._pieces.get(id(tensor)) or [tensor] * whole for tensor in tensors]
+        return [(structure, tensors) for tensors in zip(*pieces, strict=True)] or [(structure, ())] * whole
+
+    def _cut_all(self, leaves: Iterable[Leaf]) -> None:
+        for leaf, dim in leaves:
+            if id(leaf) not in self._pieces:
+                self._pieces[id(leaf)] = self._cut(leaf, _cut_dim(leaf, dim, self._count))
+
+    def _cut(self, leaf: Any, dim: int | None) -> Sequence[Any]:
         if dim is None:
-            return [leaf] * len(self._sizes)
-        return _samples(leaf, self._sizes) if isinstance(leaf, PackedSequence) else list(leaf.split(self._sizes, dim))
+            return [leaf] * len(self.sizes)
+        return _samples(leaf, self.sizes) if isinstance(leaf, PackedSequence) else leaf.split(self.sizes, dim)
 
 
-def _with_dims(value: Any, batch_dim: BatchDim) -> Iterator[tuple[Any, int | None]]:
+def _count(inputs: Any, leaves: Sequence[Leaf]) -> int:
+    if not leaves:
+        raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")
+    found = _known_count(inputs, leaves)
+    return 1 if found is None else found
+
+
+def _known_count(inputs: Any, leaves: Iterable[Leaf]) -> int | None:
+    sizes = [size for leaf, dim in leaves if (size := _size(leaf, dim)) is not None]
+    if not sizes:
+        return None
+    return Counter(sizes).most_common(1)[0][0] if isinstance(inputs, Mapping) else sizes[0]
+
+
+def _with_dims(value: Any, batch_dim: BatchDim) -> Iterator[Leaf]:
     """Yields the tensors of an input, each with its batch dimension."""
     if isinstance(batch_dim, int):
         yield from ((leaf, batch_dim) for leaf in _leaves_of(value))
@@ -116,6 +147,8 @@ def _with_dims(value: Any, batch_dim: BatchDim) -> Iterator[tuple[Any, int | Non
 
 
 def _leaves_of(value: Any) -> list[Any]:
+    if isinstance(value, _LEAVES):
+        return [value]
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:

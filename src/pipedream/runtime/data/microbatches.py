@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from pipedream.runtime.comm.channel import Receiver, Sender
 from pipedream.runtime.comm.message import ENDS_EPOCH, Content, Ending, Message
 from pipedream.runtime.comm.values import flatten, unflatten
@@ -71,7 +73,7 @@ class LocalMicrobatches(Microbatches):
         self._base = base
         self._open_senders = dict(self._senders)  # whose stream has not ended
         self._number = -1
-        self._parts: list[tuple[Message, Any, Any]] = []
+        self._parts: list[tuple[Message, Message]] = []
         self.ended_at = 0
 
     def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
@@ -83,10 +85,7 @@ class LocalMicrobatches(Microbatches):
             self._parts = self._split(number, minibatch)
             self._number = number
             self._send_round(number)
-        header, inputs, targets = self._parts[part]
-        if header.content is Content.EMPTY:
-            return header, header
-        return header.with_tensors(*flatten(inputs)), header.with_tensors(*flatten(targets))
+        return self._parts[part]
 
     def stop(self, ending: Ending) -> None:
         self._feed.stop(ending)
@@ -94,24 +93,30 @@ class LocalMicrobatches(Microbatches):
     def resume(self) -> None:
         self._feed.resume()
 
-    def _split(self, number: int, minibatch: Minibatch) -> list[tuple[Message, Any, Any]]:
+    def _split(self, number: int, minibatch: Minibatch) -> list[tuple[Message, Message]]:
         inputs, targets = self._adapt(minibatch.batch)
-        parts = self._per_minibatch
-        count, inputs, targets = split_minibatch(inputs, targets, parts, self._batch_dim)
-        sizes = [count // parts + (part < count % parts) for part in range(parts)]
-        headers = [
-            Message(
-                microbatch=number * parts + part,
-                content=Content.DATA if size else Content.EMPTY,
+        first = number * self._per_minibatch
+        sizes, flat_inputs, flat_targets = split_minibatch(inputs, targets, self._per_minibatch, self._batch_dim)
+        count = sum(sizes)
+
+        def message(part: int, structure: str = "", tensors: tuple[torch.Tensor, ...] = ()) -> Message:
+            return Message(
+                microbatch=first + part,
+                content=Content.DATA if sizes[part] else Content.EMPTY,
+                tensors=tensors,
+                structure=structure,
+                gradients=(False,) * len(tensors),
                 minibatch=self._base + number,
                 epoch=minibatch.epoch,
-                samples=size,
+                samples=sizes[part],
                 flags=ENDS_EPOCH if minibatch.ends_epoch else 0,
-                share=size / count,
+                share=sizes[part] / count,
             )
+
+        return [
+            (message(part, *flat_inputs[part]), message(part, *flat_targets[part])) if size else (message(part),) * 2
             for part, size in enumerate(sizes)
         ]
-        return list(zip(headers, inputs, targets, strict=True))
 
     def _send_round(self, number: int) -> None:
         if not self._open_senders:
@@ -127,12 +132,13 @@ class LocalMicrobatches(Microbatches):
                 return
             self._send(self._split(number + replica, minibatch))
 
-    def _send(self, parts: list[tuple[Message, Any, Any]]) -> None:
-        for header, inputs, targets in parts:
-            sender = self._open_senders.get(header.microbatch % self._replicas)
+    def _send(self, parts: list[tuple[Message, Message]]) -> None:
+        for inputs, targets in parts:
+            sender = self._open_senders.get(inputs.microbatch % self._replicas)
             if sender is not None:
-                empty = header.content is Content.EMPTY
-                sender.send(header if empty else header.with_tensors(*flatten((inputs, targets))))
+                if inputs.content is Content.DATA:
+                    inputs = inputs.with_tensors(*flatten((_value_of(inputs), _value_of(targets))))
+                sender.send(inputs)
 
     def _end(self, ending: Ending) -> Ending:
         self.ended_at = self._feed.ended_at
@@ -163,7 +169,7 @@ class ReceivedMicrobatches(Microbatches):
         header = message.without_tensors()
         if message.content is Content.EMPTY:
             return header, header
-        inputs, targets = unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
+        inputs, targets = _value_of(message)
         return header.with_tensors(*flatten(inputs)), header.with_tensors(*flatten(targets))
 
     def stop(self, ending: Ending) -> None:
@@ -171,3 +177,7 @@ class ReceivedMicrobatches(Microbatches):
 
     def resume(self) -> None:
         return
+
+
+def _value_of(message: Message) -> Any:
+    return unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
