@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import resource
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,24 @@ def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipelin
 def names(paths: list[Path]) -> list[str]:
     """Returns the folders' names."""
     return [path.name for path in paths]
+
+
+def test_the_writers_thread_uses_the_gpu_of_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "first", numbers=1)[0]
+    done: list[tuple[str, int]] = []
+    write = storage.save
+
+    def recorded_save(*args: Any, **rest: Any) -> Any:
+        done.append(("save", threading.get_ident()))
+        return write(*args, **rest)
+
+    monkeypatch.setattr(storage, "save", recorded_save)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((str(device), threading.get_ident())))
+    writer = storage.Writer(0, None, torch.device("cuda", 1))
+    writer.begin(tmp_path / "second", storage.read_manifest(path), {"model/a": torch.ones(2)}, None)
+    writer.finish()
+    assert [what for what, _ in done] == ["cuda:1", "save"]
+    assert done[0][1] == done[1][1] != threading.get_ident()
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class Checkpointer:
         self._group = group
         self._device = device
         self._rank = workers[0].rank if group is not None else 0
-        self.writer = storage.Writer(self._rank, writer_group)
+        self.writer = storage.Writer(self._rank, writer_group, device)
 
     def save(self, folder: Path, request: RunRequest, position: Position, *, keep: int | None, wait: bool) -> Path:
         """Writes a checkpoint; every rank calls it at a drain.

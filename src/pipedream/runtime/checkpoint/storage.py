@@ -124,11 +124,13 @@ class Writer:
 
     Args:
         group: gloo group for this alone: training continues during a save; None in a single process.
+        device: of the tensors.
     """
 
-    def __init__(self, rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._rank = rank
         self._group = group
+        self._device = device
         self._thread: threading.Thread | None = None
         self._failure: WorkerError | None = None
         self._last: tuple[Path, int] | None = None
@@ -195,6 +197,10 @@ class Writer:
 
     def _run(self, write: Callable[[], None], what: str) -> None:
         try:
+            if self._device.type == "cuda":
+                # In a new thread GPU 0 is current, and torch copies tensors to the CPU, and waits for that, on the
+                # current GPU's stream.
+                torch.cuda.set_device(self._device)
             write()
         except CheckpointException as error:
             rank = min(error.failures)
