@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import commands
 import processes
 import pytest
+import torch.distributed as dist
 from two_machines import machines, on_both
 
 from pipedream import Cluster, PipelineError
+from pipedream.core.hardware.survey import Survey
 from pipedream.workflows.probe import probe, steps_of
 
 __all__ = ["machines"]  # the fixture
@@ -67,6 +72,34 @@ def test_processes_of_one_machine(workers: int) -> None:
     assert level.sum_bytes_per_s is not None
     assert {(link.sender, link.receiver) for link in first.links} >= {(0, 1), (1, 0)}
     assert len(first.fans) == (2 if workers == 3 else 0)
+
+
+def _probe_with_rules_of_nccl() -> Survey:
+    """Single messages and batches use different communicators; a group's first batch waits for all its ranks."""
+    send, recv, batch = dist.send, dist.recv, dist.batch_isend_irecv
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    connected: set[str] = set()
+
+    def first_together(moves: list[Any]) -> Any:
+        group = moves[0].group or dist.group.WORLD
+        assert all((move.group or dist.group.WORLD) is group for move in moves)
+        if group.group_name not in connected:
+            connected.add(group.group_name)
+            store.set(f"{group.group_name}/{rank}", "here")
+            others = [f"{group.group_name}/{other}" for other in dist.get_process_group_ranks(group)]
+            store.wait(others, timedelta(seconds=10))
+        return batch(moves)
+
+    dist.send, dist.recv = partial(send, tag=1), partial(recv, tag=1)
+    dist.batch_isend_irecv = first_together
+    return probe(most_s=1.0)
+
+
+@pytest.mark.processes
+def test_communicators_of_nccl_meet() -> None:
+    survey = processes.results(_probe_with_rules_of_nccl, 3, timeout_s=45.0)[0]
+    assert len(survey.fans) == 2
+    assert survey.links
 
 
 @pytest.mark.processes

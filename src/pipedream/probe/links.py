@@ -1,7 +1,8 @@
 """Measures links: messages between ranks, one way, both ways and to several at once, and all-reduces.
 
-Each function is called by exactly the ranks that it names. Times are taken on one rank, from before a message until a
-short reply. `target_s`: about how long a large message should take.
+Each function is called by exactly the ranks of its group. Times are taken on one rank, from before a message until a
+short reply. `target_s`: about how long a large message should take. What is sent in a batch is received in one: NCCL
+has a communicator for the batches of a group, and others for single messages.
 """
 
 from __future__ import annotations
@@ -24,103 +25,97 @@ _MOST_SUM_BYTES = 1 << 24
 _PART = 4  # ratio of the two sizes
 
 
-def echo(rank: int, pair: tuple[int, int], device: torch.device) -> float:
+def echo(rank: int, pair: tuple[int, int], group: Any, device: torch.device) -> float:
     """Returns half the seconds of a round trip of a byte, on both ranks."""
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     one, other = pair
     found = torch.zeros(1, dtype=torch.float64, device=device)
     if rank == other:
         for _ in range(_ECHOES):
-            dist.recv(token, one)
-            dist.send(token, one)
-        dist.recv(found, one)
+            dist.recv(token, one, group=group)
+            dist.send(token, one, group=group)
+        dist.recv(found, one, group=group)
         return float(found)
     echoes = []
     for _ in range(_ECHOES):
         start = time.perf_counter()
-        dist.send(token, other)
-        dist.recv(token, other)
+        dist.send(token, other, group=group)
+        dist.recv(token, other, group=group)
         _finish(device)
         echoes.append(time.perf_counter() - start)
     found.fill_(lower_quartile(echoes) / 2)
-    dist.send(found, other)
+    dist.send(found, other, group=group)
     return float(found)
 
 
-def one_way(rank: int, sender: int, receiver: int, device: torch.device, target_s: float) -> tuple[float, int]:
+def one_way(
+    rank: int, sender: int, receiver: int, group: Any, device: torch.device, target_s: float
+) -> tuple[float, int]:
     """Returns bytes/s from one rank to another and the bytes of the large messages, on both ranks."""
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     if rank == receiver:
-        while size := _receive_size(sender, device):
-            dist.recv(_payload(size, device), sender)
-            dist.send(token, sender)
-        return _receive_result(sender, device)
+        while size := _receive_size(sender, group, device):
+            dist.recv(_payload(size, device), sender, group=group)
+            dist.send(token, sender, group=group)
+        return _receive_result(sender, group, device)
 
     def seconds(size: int) -> float:
-        _send_size(size, receiver, device)
+        _send_size(size, receiver, group, device)
         payload = _payload(size, device)
         _finish(device)
         start = time.perf_counter()
-        dist.send(payload, receiver)
-        dist.recv(token, receiver)
+        dist.send(payload, receiver, group=group)
+        dist.recv(token, receiver, group=group)
         _finish(device)
         return time.perf_counter() - start
 
     size = _large_enough(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
     found = _rate(seconds, size), size
-    _send_size(0, receiver, device)
-    dist.send(torch.tensor(found, dtype=torch.float64, device=device), receiver)
+    _send_size(0, receiver, group, device)
+    dist.send(torch.tensor(found, dtype=torch.float64, device=device), receiver, group=group)
     return found
 
 
-def both_ways(rank: int, pair: tuple[int, int], size: int, device: torch.device) -> float:
+def both_ways(rank: int, pair: tuple[int, int], group: Any, size: int, device: torch.device) -> float:
     """Returns the bytes/s at which this rank receives while both send."""
     other = pair[1] if rank == pair[0] else pair[0]
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     given, taken = _payload(size, device), _payload(size, device)
     seconds = []
     for _ in range(_REPEATS):
-        _exchange(token, token.clone(), other)
+        _exchange(token, token.clone(), other, group)
         start = time.perf_counter()
-        seconds.append(_exchange(given, taken, other) - start)
+        seconds.append(_exchange(given, taken, other, group) - start)
     return size / lower_quartile(seconds)
 
 
-def fan(rank: int, ranks: Sequence[int], device: torch.device, target_s: float, *, sends: bool) -> float:
+def fan(rank: int, ranks: Sequence[int], group: Any, device: torch.device, target_s: float, *, sends: bool) -> float:
     """Returns the bytes/s that the first rank sends to all others at once, or receives; 0 on the others."""
     centre, *others = ranks
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     if rank != centre:
-        while size := _receive_size(centre, device):
-            if sends:
-                dist.recv(_payload(size, device), centre)
-                dist.send(token, centre)
-            else:
-                dist.recv(token, centre)
-                dist.send(_payload(size, device), centre)
+        while size := _receive_size(centre, group, device):
+            received, reply = (_payload(size, device), token) if sends else (token, _payload(size, device))
+            _batch(dist.irecv, [received], [centre], group)
+            _batch(dist.isend, [reply], [centre], group)
         return 0.0
 
     def seconds(size: int) -> float:
         for other in others:
-            _send_size(size, other, device)
+            _send_size(size, other, group, device)
         given = _payload(size, device) if sends else token
         buffers = [_payload(1 if sends else size, device) for _ in others]
         _finish(device)
         start = time.perf_counter()
-        moves = [
-            move
-            for other, buffer in zip(others, buffers, strict=True)
-            for move in (dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, buffer, other))
-        ]
-        for work in dist.batch_isend_irecv(moves):
-            work.wait()
+        _batch(dist.isend, [given] * len(others), others, group)
+        _batch(dist.irecv, buffers, others, group)
         _finish(device)
         return time.perf_counter() - start
 
     size = _large_enough(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
     rate = _rate(seconds, size) * len(others)
     for other in others:
-        _send_size(0, other, device)
+        _send_size(0, other, group, device)
     return rate
 
 
@@ -162,9 +157,18 @@ def _rate(seconds: Callable[[int], float], size: int) -> float:
     return slope(sizes, rows)
 
 
-def _exchange(given: torch.Tensor, taken: torch.Tensor, other: int) -> float:
+def _batch(move: Callable[..., Any], tensors: Sequence[torch.Tensor], others: Sequence[int], group: Any) -> None:
+    """Sends or receives a tensor to or from each of the others, and waits."""
+    moves = [dist.P2POp(move, tensor, other, group) for tensor, other in zip(tensors, others, strict=True)]
+    for work in dist.batch_isend_irecv(moves):
+        work.wait()
+
+
+def _exchange(given: torch.Tensor, taken: torch.Tensor, other: int, group: Any) -> float:
     """Returns the time when everything was received."""
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, taken, other)])
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, given, other, group), dist.P2POp(dist.irecv, taken, other, group)]
+    )
     works[-1].wait()
     _finish(given.device)
     end = time.perf_counter()
@@ -176,19 +180,19 @@ def _payload(size: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
-def _send_size(size: int, receiver: int, device: torch.device) -> None:
-    dist.send(torch.tensor([size], dtype=torch.int64, device=device), receiver)
+def _send_size(size: int, receiver: int, group: Any, device: torch.device) -> None:
+    dist.send(torch.tensor([size], dtype=torch.int64, device=device), receiver, group=group)
 
 
-def _receive_size(sender: int, device: torch.device) -> int:
+def _receive_size(sender: int, group: Any, device: torch.device) -> int:
     size = torch.zeros(1, dtype=torch.int64, device=device)
-    dist.recv(size, sender)
+    dist.recv(size, sender, group=group)
     return int(size)
 
 
-def _receive_result(sender: int, device: torch.device) -> tuple[float, int]:
+def _receive_result(sender: int, group: Any, device: torch.device) -> tuple[float, int]:
     found = torch.zeros(2, dtype=torch.float64, device=device)
-    dist.recv(found, sender)
+    dist.recv(found, sender, group=group)
     rate, size = found.tolist()
     return rate, int(size)
 

@@ -113,28 +113,30 @@ def _add_level(
 
 def _measured(step: Step, rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
     """Returns the results that this rank reports."""
-    what, level, ranks = step
-    if what == "sum":
-        return _sum(level, ranks, rank, device, target_s)
-    if rank not in ranks:
-        return []
-    if what == "link":
-        one, other = ranks
-        latency_s = links.echo(rank, (one, other), device)
-        there = links.one_way(rank, one, other, device, target_s)
-        back = links.one_way(rank, other, one, device, target_s)
-        both = links.both_ways(rank, (one, other), min(there[1], back[1]), device)
-        if rank == other:
-            return [Link(level, one, other, latency_s, there[0], both)]
-        return [Link(level, other, one, latency_s, back[0], both)]
-    rate = links.fan(rank, ranks, device, target_s, sends=what == "out")
-    return [Fan(level, what == "out", tuple(ranks), rate)] if rank == ranks[0] else []
-
-
-def _sum(level: int, ranks: tuple[int, ...], rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
+    ranks = step[2]
     group = process_group.group_of(ranks)
     if rank not in ranks:
         return []
-    latency_s, rate = links.sum_over(group, len(ranks), device, target_s)
+    found = _in_group(step, group, rank, device, target_s)
     process_group.leave_group(group)
-    return [Sum(level, ranks, latency_s, rate)] if rank == ranks[0] else []
+    return [found] if found is not None else []
+
+
+def _in_group(step: Step, group: Any, rank: int, device: Any, target_s: float) -> Link | Fan | Sum | None:
+    what, level, ranks = step
+    if what == "link":
+        one, other = ranks
+        latency_s = links.echo(rank, (one, other), group, device)
+        there = links.one_way(rank, one, other, group, device, target_s)
+        back = links.one_way(rank, other, one, group, device, target_s)
+        both = links.both_ways(rank, (one, other), group, min(there[1], back[1]), device)
+        if rank == other:
+            return Link(level, one, other, latency_s, there[0], both)
+        return Link(level, other, one, latency_s, back[0], both)
+    if what == "sum":
+        latency_s, rate = links.sum_over(group, len(ranks), device, target_s)
+        found: Fan | Sum = Sum(level, ranks, latency_s, rate)
+    else:
+        rate = links.fan(rank, ranks, group, device, target_s, sends=what == "out")
+        found = Fan(level, what == "out", tuple(ranks), rate)
+    return found if rank == ranks[0] else None
