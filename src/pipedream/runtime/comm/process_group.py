@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from pipedream._version import __version__
 from pipedream.core.errors import PlanError
 
 __all__ = [
@@ -25,6 +27,11 @@ __all__ = [
     "world_group",
 ]
 
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+"""Variables with a process's number on its machine: torchrun's, and those of srun and mpirun."""
+
+_texts: dist.ProcessGroup | None = None
+
 
 def is_distributed() -> bool:
     """Returns whether a process group exists, or a launcher started this process."""
@@ -32,9 +39,9 @@ def is_distributed() -> bool:
 
 
 def join_group(device: str | torch.device) -> tuple[int, int]:
-    """Returns (rank, workers); (0, 1) for a single process.
+    """Returns (rank, workers); (0, 1) for a single process. Every rank calls it.
 
-    Raises PlanError if a launcher's variables are incomplete.
+    Raises PlanError if a launcher's variables are incomplete, or the ranks run different software.
     """
     if not is_distributed():
         return 0, 1
@@ -51,12 +58,21 @@ def join_group(device: str | torch.device) -> tuple[int, int]:
             store, rank, processes = next(rendezvous("env://"))
             own = dist.distributed_c10d.PrefixStore(f"pipedream/attempt/{attempt}", store)
             dist.init_process_group(backend, store=own, rank=rank, world_size=processes)
+    _check_same_software(world_group())
     return dist.get_rank(), dist.get_world_size()
 
 
 def world_group() -> dist.ProcessGroup | None:
-    """Returns the group of all ranks, for small CPU tensors; None in a single process."""
-    return dist.group.WORLD if dist.is_initialized() else None
+    """Returns a gloo group of all ranks, for small CPU tensors; None in a single process. Every rank calls it."""
+    global _texts
+    if not dist.is_initialized():
+        return None
+    if dist.get_backend() == "gloo" or "cpu:gloo" in dist.get_backend():
+        return dist.group.WORLD
+    # The user's own group, of NCCL. What was made for an earlier one is gone from torch's table.
+    if _texts not in dist.distributed_c10d._world.pg_map:
+        _texts = dist.new_group(backend="gloo")
+    return _texts
 
 
 def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
@@ -141,19 +157,58 @@ def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | Non
         )
 
 
+def _check_same_software(group: dist.ProcessGroup | None) -> None:
+    """Raises PlanError if ranks differ in the versions of pipedream, torch or Python."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    mine = f"pipedream {__version__}, torch {torch.__version__}, Python {python}"
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(gather_texts(mine, group)):
+        ranks.setdefault(text, []).append(rank)
+    if len(ranks) > 1:
+        found = "; ".join(f"{text} on ranks {', '.join(map(str, who))}" for text, who in ranks.items())
+        raise PlanError(f"the ranks run different software: {found}; install the same versions on all machines")
+
+
 def process_device(name: str) -> torch.device:
     """Returns this process's device: 'cuda' is the GPU number LOCAL_RANK.
 
-    Raises PlanError if this machine has no such device.
+    Raises PlanError if this machine has no such device, or it is not known which is this process's.
     """
     if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        name = f"cuda:{_local_gpu()}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise PlanError(f"device {name!r} is not known: {error}; choose cpu or cuda") from None
     if device.type == "cuda":
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise PlanError(f"device {name!r} was requested, but {torch.cuda.device_count()} GPUs were found; use cpu")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            remedy = f"choose one of cuda:0 to cuda:{count - 1}, or start fewer processes" if count else "use cpu"
+            raise PlanError(f"device {name!r} was requested, but {_gpus(count)} found on this machine; {remedy}")
         torch.cuda.set_device(device)
     return device
+
+
+def _local_gpu() -> int:
+    """Returns the number of this process's GPU on its machine."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if here > max(count, 1):
+        raise PlanError(
+            f"{here} processes were started on this machine, each for a GPU of its own, but {_gpus(count)} found; "
+            f"start {f'{count} (--workers or --nproc-per-node)' if count else 'them with --device cpu'}"
+        )
+    known = next((name for name in _LOCAL_RANKS if name in os.environ), None)
+    if count == 1 and known != "LOCAL_RANK":
+        return 0  # srun and mpirun may show each process its own GPU alone
+    if known is None and is_distributed():
+        raise PlanError(
+            f"device 'cuda' was requested, but this process's GPU is not known: none of {', '.join(_LOCAL_RANKS)} is "
+            f"set, and {_gpus(count)} found on this machine; start the workers with torchrun, set LOCAL_RANK to each "
+            "process's number on its machine, or name the GPU (cuda:1)"
+        )
+    return int(os.environ[known]) if known is not None else 0
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU was" if count == 1 else f"{count or 'no'} GPUs were"

@@ -1,0 +1,114 @@
+"""Joining the others: which GPU a process has, what all must have in common, and over what they exchange texts."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipedream.core.errors import PlanError
+from pipedream.runtime.comm import process_group
+
+VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", *process_group._LOCAL_RANKS)
+
+
+def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int, **variables: int) -> list[str]:
+    """A machine with some GPUs, seen by a process with these variables; returns the devices made current."""
+    chosen: list[str] = []
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "device"),
+    [
+        (4, {}, "cuda:0"),
+        (4, {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 3}, "cuda:3"),
+        (4, {"WORLD_SIZE": 8, "SLURM_LOCALID": 2}, "cuda:2"),
+        (4, {"WORLD_SIZE": 8, "OMPI_COMM_WORLD_LOCAL_RANK": 1}, "cuda:1"),
+        (1, {"WORLD_SIZE": 8, "SLURM_LOCALID": 5}, "cuda:0"),
+        (1, {"WORLD_SIZE": 8}, "cuda:0"),
+    ],
+)
+def test_gpu_of_a_process(monkeypatch: pytest.MonkeyPatch, gpus: int, variables: dict[str, int], device: str) -> None:
+    chosen = _machine(monkeypatch, gpus, **variables)
+    assert str(process_group.process_device("cuda")) == device
+    assert chosen == [device]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "message"),
+    [
+        (0, {}, "device 'cuda:0' was requested, but no GPUs were found on this machine; use cpu"),
+        (4, {"WORLD_SIZE": 8}, "this process's GPU is not known: none of LOCAL_RANK.*4 GPUs.*torchrun.*set LOCAL_RANK"),
+        (
+            2,
+            {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 1},
+            r"4 processes were started on this machine.*but 2 GPUs were found; start 2 \(--workers or --nproc-per-node",
+        ),
+        (
+            0,
+            {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 1},
+            "no GPUs were found; start them with --device cpu",
+        ),
+        (2, {"WORLD_SIZE": 4, "SLURM_LOCALID": 2}, "'cuda:2' was requested, but 2 GPUs.*or start fewer processes"),
+    ],
+)
+def test_a_process_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, variables: dict[str, int], message: str
+) -> None:
+    _machine(monkeypatch, gpus, **variables)
+    with pytest.raises(PlanError, match=message):
+        process_group.process_device("cuda")
+
+
+def _join_with(versions: list[str]) -> tuple[int, int]:
+    process_group.__version__ = versions[dist.get_rank()]
+    return process_group.join_group("cpu")
+
+
+@pytest.mark.processes
+def test_ranks_with_different_software() -> None:
+    assert processes.results(_join_with, 2, ["0.1", "0.1"]) == [(0, 2), (1, 2)]
+    ends = processes.launch(_join_with, 3, ["0.1", "0.2", "0.1"])
+    for end in ends:
+        assert isinstance(end.error, PlanError)
+        assert re.search(
+            "different software: pipedream 0.1, torch .*, Python 3.* on ranks 0, 2; pipedream 0.2, torch .* on "
+            "ranks 1; install the same",
+            str(end.error),
+        )
+
+
+def _texts_in_a_group_for_gpus() -> list[list[str]]:
+    """The default group accepts CUDA tensors only, as one of NCCL does."""
+    rank, workers, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    found = []
+    for number in range(2):  # a group made for texts is not used after its default group has gone
+        dist.barrier()
+        dist.destroy_process_group()
+        own = dist.PrefixStore(f"own/{number}", store)
+        dist.init_process_group("cuda:gloo", store=own, rank=rank, world_size=workers, timeout=timedelta(seconds=20))
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.broadcast(torch.ones(1), 0)
+        assert process_group.join_group("cpu") == (rank, workers)
+        found.append(process_group.gather_texts(f"{number} of {rank}", process_group.world_group()))
+        dist.barrier(process_group.world_group())
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"back/{number}", store), rank=rank, world_size=workers)
+    return found
+
+
+@pytest.mark.processes
+def test_texts_in_a_users_own_group_of_nccl() -> None:
+    assert processes.results(_texts_in_a_group_for_gpus, 2) == [[["0 of 0", "0 of 1"], ["1 of 0", "1 of 1"]]] * 2
