@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
+from pipedream.runtime.comm import values
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
 
 
@@ -182,6 +185,75 @@ def test_a_tensor_on_meta_travels_as_its_description() -> None:
     assert unflatten(structure, tensors).shape == plain.shape
     moved = to_device([plain, held], torch.device("cpu"))
     assert [tensor.is_meta for tensor in moved] == [True, False]
+
+
+class Logged(torch.Tensor):
+    """Logs what would happen to it on a GPU, and stays where it is."""
+
+    log: ClassVar[list[str]] = []
+
+    def pin_memory(self, device: Any = None) -> Logged:
+        self.log.append("pin")
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Logged:
+        self.log.append(f"copy to {args[0]}, non_blocking={kwargs['non_blocking']}")
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        self.log.append(f"used on {stream}")
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+class NamedStream:
+    def __init__(self, name: Any) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+    def wait_stream(self, other: NamedStream) -> None:
+        Logged.log.append(f"{self} waits for {other}")
+
+
+def test_a_copy_to_a_gpu_is_pinned_and_made_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def entered(stream: NamedStream) -> Iterator[None]:
+        Logged.log.append(f"on {stream}")
+        yield
+        Logged.log.append(f"off {stream}")
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(values, "_copy_streams", {})
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: NamedStream("copies"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: NamedStream("compute"))
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(Logged, "log", [])
+    one = [
+        "on copies", "pin", "copy to cuda:0, non_blocking=True", "off copies", "compute waits for copies",
+        "used on compute",
+    ]  # fmt: skip
+    x = torch.ones(2).as_subclass(Logged)
+    assert to_device({"x": x, "n": 3, "meta": torch.empty(1, device="meta")}, gpu)["x"] is x
+    assert Logged.log == one
+    Logged.log.clear()
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    moved = to_device((x, type(packed)(packed.data.as_subclass(Logged), packed.batch_sizes)), gpu)
+    assert Logged.log == one * 2, "the sizes of a packed sequence stay on the CPU"
+    assert moved[1].batch_sizes is packed.batch_sizes
+    assert type(moved[1]) is type(packed)
+    Logged.log.clear()
+    to_device(torch.ones(2, requires_grad=True).as_subclass(Logged), torch.device("cpu"))
+    assert Logged.log == ["copy to cpu, non_blocking=True"]
+
+
+def test_a_packed_sequence_that_was_received_has_its_sizes_on_the_cpu() -> None:
+    structure, (data, sizes) = flatten(pack_sequence([torch.ones(2), torch.ones(1)]))
+    found = unflatten(structure, (data.as_subclass(Logged), sizes.as_subclass(Logged)))
+    assert type(found.data) is Logged
+    assert type(found.batch_sizes) is torch.Tensor
 
 
 def test_what_is_made_of_a_structure_is_new_each_time() -> None:

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["flatten", "map_tensors", "tensors_in", "to_device", "unflatten"]
 
@@ -144,14 +145,43 @@ def _mapped(item: Any, function: Callable[[Any], Any], leaves: tuple[type, ...],
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Moves the tensors of a value; those on the meta device stay there."""
-    if isinstance(value, torch.Tensor):
-        return _moved(value, device)
-    return map_tensors(value, lambda tensor: _moved(tensor, device))
+    """Moves the tensors of a value; those on the meta device stay there, and a PackedSequence's sizes on the CPU.
+
+    To a GPU, the host does not wait: the tensors are copied from pinned memory while the GPU computes. Tensors that are
+    pinned must not be written until then.
+    """
+    return map_tensors(value, lambda leaf: _moved(leaf, device), (torch.Tensor, PackedSequence))
 
 
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.to(device, non_blocking=True)
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, PackedSequence):
+        data, sizes, *orders = leaf
+        return type(leaf)(
+            _moved(data, device), sizes, *[order if order is None else _moved(order, device) for order in orders]
+        )
+    if leaf.is_meta:
+        return leaf
+    if device.type == "cuda" and leaf.device.type == "cpu" and not leaf.requires_grad:
+        return _copied_to_gpu(leaf, device)
+    return leaf.to(device, non_blocking=True)
+
+
+_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _copied_to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy from pageable memory would make the host wait for all that the stream has to do.
+
+    The host runs ahead of the GPU, so that a stream of its own copies while earlier microbatches are computed.
+    """
+    if device not in _copy_streams:
+        _copy_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream, compute = _copy_streams[device], torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        copy = tensor.pin_memory().to(device, non_blocking=True)
+    compute.wait_stream(stream)
+    copy.record_stream(compute)  # or the next copy may be written to its memory as soon as it is dropped
+    return copy
 
 
 # -- containers of other classes --------------------------------------------------------------------
@@ -462,6 +492,8 @@ def _container_builder(name: str, content: Any, names: list[str], *nodes: Any) -
 
     def build(tensors: Sequence[torch.Tensor]) -> Any:
         found = inside(tensors)
+        if issubclass(kind, PackedSequence):
+            found = (found[0], found[1].cpu(), *found[2:])  # recurrent layers want the sizes on the CPU
         made = {
             attribute: found.get(attribute) if build_part is None else build_part(tensors)
             for attribute, build_part in attributes
