@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipedream.core.seeds import layer_seed
+from pipedream.runtime.stage import generators
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.optimizer import Gradients
@@ -62,3 +64,118 @@ def test_leaves_are_clean_after_a_backward_that_fails() -> None:
     with pytest.raises(RuntimeError):  # its graph is gone
         stage.backward(kept, [torch.ones(2, 3)], [torch.zeros(3), None])
     assert all(leaf.grad is None for leaf in held.leaves.values())
+
+
+class DrawsFrom(nn.Module):
+    """Draws random numbers from its n-th call on."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.call = call
+        self.calls = 0
+        self.drawn: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.calls >= self.call:
+            self.drawn.append(torch.rand(3))
+        self.calls += 1
+        return x
+
+
+LAYERS = {
+    **{kind: ((4, 4), (2, 4)) for kind in (nn.Linear,)},
+    **{kind: ((), (2, 4)) for kind in (nn.Identity, nn.Flatten, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU)},
+    **{kind: ((), (2, 4)) for kind in (nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid)},
+    **{kind: ((), (2, 4)) for kind in (nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid)},
+    **{kind: ((), (2, 4)) for kind in (nn.Hardswish,)},
+    **{kind: ((1,), (2, 4)) for kind in (nn.Softmax, nn.LogSoftmax)},
+    nn.Unflatten: ((1, (2, 2)), (2, 4)),
+    nn.Upsample: ((8,), (2, 4, 4)),
+    nn.LocalResponseNorm: ((2,), (2, 4, 4)),
+    **{kind: ((4,), (2, 4)) for kind in (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d)},
+    nn.GroupNorm: ((2, 4), (2, 4, 4)),
+    **{kind: ((1,), (2, 4, 4, 4)) for kind in (nn.ZeroPad2d, nn.ReflectionPad2d)},
+    nn.ConstantPad2d: ((1, 0.0), (2, 4, 4, 4)),
+    **{
+        getattr(nn, f"{name}{d}d"): ((4, 4, 2), (2, 4, *[4] * d))
+        for name in ("Conv", "ConvTranspose")
+        for d in (1, 2, 3)
+    },
+    **{
+        getattr(nn, f"{name}{d}d"): ((4,), (2, 4, *[4] * d))
+        for name, ds in {"BatchNorm": (2, 3), "InstanceNorm": (1, 2, 3)}.items()
+        for d in ds
+    },
+    **{
+        getattr(nn, f"{name}{d}d"): ((2,), (2, 4, *[4] * d))
+        for name, ds in {
+            "MaxPool": (1, 2, 3),
+            "AvgPool": (1, 2, 3),
+            "AdaptiveMaxPool": (1, 2),
+            "AdaptiveAvgPool": (1, 2),
+        }.items()
+        for d in ds
+    },
+}
+OF_NUMBERS = (nn.Embedding, nn.EmbeddingBag)
+
+
+@pytest.mark.parametrize("kind", sorted(generators._NEVER_DRAW - {nn.Bilinear}, key=lambda kind: kind.__name__))
+def test_layers_that_are_not_seeded_draw_nothing(kind: type[nn.Module]) -> None:
+    arguments, shape = ((4, 4), (2, 4)) if kind in OF_NUMBERS else LAYERS[kind]
+    layer = kind(*arguments)
+    inputs = torch.randint(4, shape) if kind in OF_NUMBERS else torch.randn(shape)
+    assert generators.never_draws(layer)
+    before = torch.default_generator.get_state()
+    output = layer(inputs)
+    if output.requires_grad:
+        output.sum().backward()
+    assert torch.equal(before, torch.default_generator.get_state())
+
+
+def test_layers_that_may_draw_are_known() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + torch.rand(())
+
+    hooked = nn.Linear(2, 2)
+    hooked.register_forward_hook(lambda *_: torch.rand(()) * 0)
+    replaced = nn.Linear(2, 2)
+    replaced.forward = lambda x: x + torch.rand(())  # type: ignore[method-assign]
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    for layer in (Noisy(2, 2), hooked, replaced, normed, nn.Dropout(0.0), nn.RReLU(), nn.LSTM(2, 2), nn.LazyLinear(2)):
+        assert not generators.never_draws(layer)
+
+
+def test_a_layer_that_begins_to_draw_late_is_seeded_as_ever() -> None:
+    drawn = []
+    for layers in (("late",), ("plain", "late", "plain again")):
+        late = DrawsFrom(call=2)
+        named = [(name, late if name == "late" else nn.Linear(3, 3)) for name in layers]
+        stage = StageModule(named, {}, torch.device("cpu"), seed=5)
+        before = torch.default_generator.get_state()
+        for k in range(4):
+            stage.forward(torch.ones(2, 3), {}, k, first=True)
+        assert torch.equal(before, torch.default_generator.get_state())
+        drawn.append(late.drawn)
+    for (one, other), k in zip(zip(*drawn, strict=True), (2, 3), strict=True):
+        expected = torch.rand(3, generator=torch.Generator().manual_seed(layer_seed(5, k, "late")))
+        assert torch.equal(one, expected)
+        assert torch.equal(other, expected)
+
+
+def test_the_generator_of_the_stage_s_own_gpu_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_gpus = tuple(torch.Generator() for _ in range(3))
+    monkeypatch.setattr(torch.cuda, "default_generators", of_gpus)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    seen = []
+    before = [generator.get_state() for generator in of_gpus]
+    for device, index in (("cuda:1", 1), ("cuda", 2)):
+        layer = nn.Dropout()
+        stage = StageModule([("layer", layer)], {}, torch.device(device), seed=5)
+        layer.register_forward_hook(lambda *_: seen.append([g.initial_seed() for g in of_gpus]))
+        stage.forward(torch.ones(2), {}, 7, first=True)
+        asked = layer_seed(5, 7, "layer")
+        assert [seed == asked for seed in seen.pop()] == [number == index for number in range(3)]
+        assert all(map(torch.equal, before, [generator.get_state() for generator in of_gpus]))

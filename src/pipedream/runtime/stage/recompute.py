@@ -74,7 +74,7 @@ class Recomputation:
         Raises:
             RuntimeError: a buffer changes that did not change in the first microbatch.
         """
-        state = self._module.save_generator()
+        state = self._module.generators.states()
         memo: dict[int, torch.Tensor] = {}
         before = [_clone(slot.tensor, memo) for slot in self._moving]
         marks = [slot.mark for slot in self._constant or ()]
@@ -98,13 +98,13 @@ class Recomputation:
         return result
 
     def _again(self, message: Message, run: ForwardFunction, kept: Sequence[torch.Tensor], state: Any) -> None:
-        now = self._module.save_generator()
-        self._module.restore_generator(state)
+        now = self._module.generators.states()
+        self._module.generators.restore(state)
         try:
             with self._with_buffers(kept):
                 run(message, True)
         finally:
-            self._module.restore_generator(now)
+            self._module.generators.restore(now)
 
     @contextmanager
     def _with_buffers(self, others: Sequence[torch.Tensor]) -> Iterator[None]:

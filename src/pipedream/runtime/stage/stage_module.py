@@ -5,8 +5,8 @@ Life of a microbatch at a stage:
 1. The received tensors enter autograd as non-leaves without a copy, so that a layer may work on them in place.
 2. While the layers run, the leaves of a version are in the modules' parameter slots; afterwards the handles are there
    again.
-3. Before each layer the generator is seeded from (run seed, microbatch, layer name); after the last one the user's
-   generator has its earlier state again.
+3. Before each layer that may draw random numbers the generator is seeded from (run seed, microbatch, layer name);
+   after the last one the user's generator has its earlier state again.
 4. The backward computes the gradients of the leaves, which autograd adds to the sums of the coming update, and of the
    received tensors: at once, or in two halves (`runtime.stage.split_backward`).
 """
@@ -16,59 +16,58 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.nn.utils.rnn import PackedSequence
 
-from pipedream.core.seeds import layer_seed
 from pipedream.core.user_code import note_module
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.stage.generators import LayerGenerators, never_draws
 from pipedream.runtime.stage.split_backward import Deferred, split_backward
 from pipedream.runtime.stage.versions import WeightSet
 
-__all__ = ["GraphInput", "SavedForward", "StageModule", "low_precision_weights", "outputs_of"]
+__all__ = ["SavedForward", "StageModule", "low_precision_weights", "outputs_of"]
 
 # Layers whose weights autocast casts before each use (torch.amp's op lists). Norms and embeddings stay in full
 # precision.
 _CAST_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 
 
-class _GraphInputFunction(torch.autograd.Function):
-    """Gives a received tensor a place in the graph without copying it, by an anchor that requires a gradient."""
+class _GraphInput(torch.autograd.Function):
+    """Gives a received tensor a place in the graph without copying it, by an anchor that requires a gradient.
+
+    Its node, the tensor's ``grad_fn``, keeps the gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, received: torch.Tensor, anchor: torch.Tensor, box: list[Any]) -> torch.Tensor:
-        ctx.box = box
+    def forward(ctx: Any, received: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(received)
         return received
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None]:
-        ctx.box.append(gradients[0])
-        return None, None, None
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
+        ctx.gradient = gradients[0]
+        return None, None
 
 
-class GraphInput(NamedTuple):
-    """Where a received tensor entered the graph; the box receives its gradient."""
-
-    box: list[torch.Tensor]
-    edge: GradientEdge
+_NOTHING = nullcontext()
+_ANCHOR = torch.empty((), requires_grad=True)
 
 
-@dataclass
+@dataclass(slots=True)
 class SavedForward:
     """What a stage keeps of a microbatch between its forward and its backward.
 
     Attributes:
         weights: that the forward read; None for a microbatch without samples.
-        graph_inputs: for each input that requires a gradient.
+        graph_inputs: nodes of the graph at which the inputs that require a gradient entered it.
         outputs: that were sent on, or the loss.
         wants: whether each received tensor's gradient is sent back.
         version: that was read, or predicted from.
@@ -80,7 +79,7 @@ class SavedForward:
     """
 
     weights: WeightSet | None
-    graph_inputs: tuple[GraphInput, ...]
+    graph_inputs: tuple[Any, ...]
     outputs: tuple[torch.Tensor, ...]
     wants: tuple[bool, ...]
     microbatch: int
@@ -109,7 +108,7 @@ class SavedForward:
             del recompute
         if message is None:
             own = torch.full_like(self.outputs[0], self.scale)
-            return [own.mul_(loss_scale)]  # may overflow, and be infinite
+            return [own if loss_scale == 1.0 else own.mul_(loss_scale)]  # may overflow, and be infinite
         self.loss_weight = message.loss_weight
         arriving = iter(message.tensors)
         return [next(arriving) if output.requires_grad else None for output in self.outputs]
@@ -135,9 +134,13 @@ class StageModule:
     ) -> None:
         self.layers = tuple(layers)
         self.device = device
-        self._seed = seed
+        self.generators = LayerGenerators(seed, device)
         self._autocast = autocast
-        self._calls = [(name, layer, layer if compile is None else _compiled(layer, compile)) for name, layer in layers]
+        # A slice seeds each of its calls, so that the cut does not matter.
+        self._calls = [
+            (name, layer, layer if compile is None else _compiled(layer, compile), hasattr(layer, "reseed"))
+            for name, layer in layers
+        ]
         self._names = tuple(handles)
         self.handles = handles
         known = {id(parameter): name for name, parameter in handles.items()}
@@ -165,18 +168,19 @@ class StageModule:
             microbatch: since the start of training, for the seeds.
             first: the value is the model's input; a tuple, if not a packed sequence, is passed as several arguments.
         """
-        state = self.save_generator()
+        states = None
         self._set_parameters(leaves)
         try:
             with self.casting():
-                for name, layer, call in self._calls:
-                    if hasattr(layer, "reseed"):  # it seeds each of its calls, so that the cut does not matter
-                        layer.reseed = partial(self._reseed_call, microbatch)  # type: ignore[assignment]
-                        value = layer(value)
-                    else:
-                        self._reseed_call(microbatch, name)
-                        several = first and isinstance(value, tuple) and not isinstance(value, PackedSequence)
-                        value = call(*value) if several else call(value)
+                for name, layer, call, is_slice in self._calls:
+                    if is_slice or not never_draws(layer):
+                        states = states or self.generators.states()
+                        if is_slice:
+                            layer.reseed = partial(self.generators.seed, microbatch)  # type: ignore[assignment]
+                        else:
+                            self.generators.seed(microbatch, name)
+                    several = first and not is_slice and isinstance(value, tuple)
+                    value = call(*value) if several and not isinstance(value, PackedSequence) else call(value)
                     first = False
             return value
         except Exception as error:
@@ -184,27 +188,23 @@ class StageModule:
             raise
         finally:
             self._set_parameters(self.handles)
-            self.restore_generator(state)
+            if states is not None:
+                self.generators.restore(states)
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for name, layer in self.layers:
             for path, module in layer.named_modules():
                 yield f"{name}.{path}" if path else name, module
 
-    def enter(
-        self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]
-    ) -> tuple[Any, tuple[GraphInput, ...]]:
-        """Makes a received value part of a new graph; also returns the inputs whose gradients are sent back."""
-        graph_inputs: list[GraphInput] = []
-        inside = []
+    def enter(self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Makes a received value part of a new graph; also returns the nodes whose gradients are sent back."""
+        inside, nodes = [], []
         for tensor, want in zip(tensors, wants, strict=True):
             if want:
-                box: list[torch.Tensor] = []
-                anchor = torch.empty((), requires_grad=True)
-                tensor = _GraphInputFunction.apply(tensor, anchor, box)  # type: ignore[no-untyped-call]
-                graph_inputs.append(GraphInput(box, get_gradient_edge(tensor)))
+                tensor = _GraphInput.apply(tensor, _ANCHOR)  # type: ignore[no-untyped-call]
+                nodes.append(tensor.grad_fn)
             inside.append(tensor)
-        return unflatten(structure, tuple(inside)), tuple(graph_inputs)
+        return unflatten(structure, tuple(inside)), tuple(nodes)
 
     def backward(
         self,
@@ -222,18 +222,23 @@ class StageModule:
                 thread of autograd); the result then has None. The leaves must be watched.
         """
         outputs, arrived = _with_gradients(saved, gradients)
-        with self._accumulating(saved.leaves, accumulators) as leaves:
+        weights = saved.leaves
+        leaves = self._begin_backward(weights, accumulators)
+        try:
             if outputs:
-                saved.leaves.ready = ready
+                weights.ready = ready
                 torch.autograd.backward(outputs, arrived)
-            return [leaf.grad for leaf in leaves], [box[0] if box else None for box, _ in saved.graph_inputs]
+            back = [getattr(node, "gradient", None) for node in saved.graph_inputs]
+            return [leaf.grad for leaf in leaves], back
+        finally:
+            self._end_backward(weights, leaves)
 
     def backward_inputs(
         self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of the received tensors only; frees what `backward_weights` does not need."""
         outputs, arrived = _with_gradients(saved, gradients)
-        back, saved.deferred = split_backward(outputs, arrived, [entry.edge for entry in saved.graph_inputs])
+        back, saved.deferred = split_backward(outputs, arrived, [GradientEdge(node, 0) for node in saved.graph_inputs])
         saved.graph_inputs = ()
         saved.outputs = ()
         return back
@@ -249,7 +254,9 @@ class StageModule:
         The leaves need not be watched.
         """
         assert saved.deferred is not None
-        with self._accumulating(saved.leaves, accumulators) as leaves:
+        weights = saved.leaves
+        leaves = self._begin_backward(weights, accumulators)
+        try:
             numbers = {leaf: number for number, leaf in enumerate(leaves)}
             for leaf in saved.deferred.run():
                 if ready is not None and leaf in numbers and leaf.grad is not None:
@@ -257,27 +264,26 @@ class StageModule:
                     ready(numbers[leaf], gradient)
             saved.deferred = None
             return [leaf.grad for leaf in leaves]
+        finally:
+            self._end_backward(weights, leaves)
 
-    @contextmanager
-    def _accumulating(
-        self, weights: WeightSet, accumulators: Sequence[torch.Tensor | None]
-    ) -> Iterator[list[torch.Tensor]]:
-        """Yields the leaves, in the order of the handles, with the sums so far in ``.grad``.
+    def _begin_backward(self, weights: WeightSet, accumulators: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Returns the leaves, in the order of the handles, with the sums so far in ``.grad``.
 
         They are in the modules too: a checkpointed layer reads its weights again in the backward.
         """
         leaves = [weights.leaves[name] for name in self._names]
         self._set_parameters(weights.leaves)
-        try:
-            for leaf, total in zip(leaves, accumulators, strict=True):
-                if total is not None and total.dtype == leaf.dtype:
-                    leaf.grad = total
-            yield leaves
-        finally:
-            self._set_parameters(self.handles)
-            weights.ready = None
-            for leaf in leaves:
-                leaf.grad = None
+        for leaf, total in zip(leaves, accumulators, strict=True):
+            if total is not None and total.dtype == leaf.dtype:
+                leaf.grad = total
+        return leaves
+
+    def _end_backward(self, weights: WeightSet, leaves: Sequence[torch.Tensor]) -> None:
+        self._set_parameters(self.handles)
+        weights.ready = None
+        for leaf in leaves:
+            leaf.grad = None
 
     def _set_parameters(self, leaves: Any) -> None:
         for parameters, slot, name in self._slots:
@@ -290,23 +296,8 @@ class StageModule:
     def casting(self) -> AbstractContextManager[Any]:
         """Context of the layers and the loss."""
         if self._autocast is None:
-            return nullcontext()
+            return _NOTHING
         return torch.autocast(self.device.type, self._autocast)
-
-    def _reseed_call(self, microbatch: int, name: str) -> None:
-        seed = layer_seed(self._seed, microbatch, name)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-
-    def save_generator(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        return torch.default_generator.get_state(), cuda
-
-    def restore_generator(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        torch.default_generator.set_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self.device)
 
 
 def _compiled(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any]:

@@ -1,0 +1,73 @@
+"""The random generators that a stage's layers draw from, and which layers never draw.
+
+Seeding the CPU's generator takes 1.2 us. Comparing its states around a stage, which would show whether any layer drew,
+takes 4 us, and a layer that drew unseeded could not be run again without a trace in its own attributes. So every layer
+is seeded, except those of torch's own types that are known not to draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.overrides import has_torch_function
+
+from pipedream.core.seeds import layer_seed
+
+__all__ = ["LayerGenerators", "never_draws"]
+
+_NEVER_DRAW = frozenset(
+    [
+        *(nn.Linear, nn.Bilinear, nn.Identity, nn.Flatten, nn.Unflatten, nn.Embedding, nn.EmbeddingBag),
+        *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+        *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm),
+        *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),
+        *(nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish),
+        *(nn.Softmax, nn.LogSoftmax, nn.Upsample, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ConstantPad2d),
+        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+        *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d),
+    ]
+)
+
+
+def never_draws(layer: nn.Module) -> bool:
+    """Returns whether a call draws no random numbers for certain: the layer is torch's own, without hooks."""
+    own = layer.__dict__
+    return (
+        type(layer) in _NEVER_DRAW
+        and not own["_forward_pre_hooks"]
+        and not own["_forward_hooks"]
+        and "forward" not in own
+        and not has_torch_function(tuple(own["_parameters"].values()))
+    )
+
+
+class LayerGenerators:
+    """The default generator and, for a stage on a GPU, that of its own GPU, whichever is the current one.
+
+    Args:
+        seed: of the run.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+
+    def seed(self, microbatch: int, layer: str) -> None:
+        """Seeds for a layer; `microbatch` counts since the start of training."""
+        seed = layer_seed(self._seed, microbatch, layer)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    def states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def restore(self, states: Sequence[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
