@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,7 +18,56 @@ from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.results.recorder import peak_bytes
 from pipedream.runtime.worker import Worker
 
-__all__ = ["status", "timeline"]
+__all__ = ["ClockOffset", "status", "timeline"]
+
+_PINGS = 10
+_PING_TAG = 1
+
+
+class ClockOffset:
+    """The difference of `time.perf_counter`, which counts from a machine's start, between this process and rank 0.
+
+    It is measured when this is made and at each `measure`, and linear between these, because clocks drift. Of several
+    round trips to rank 0 the shortest counts, which bounds the error by half its length (Cristian 1989). A difference
+    within this bound of 0 is that of one machine's processes, which have the same clock.
+
+    Args:
+        group: gloo group of all ranks, each of which makes a ClockOffset; None in a single process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._measured: list[tuple[float, float]] = []
+        self.measure()
+
+    def measure(self) -> None:
+        """Every rank calls it."""
+        self._measured.append((time.perf_counter(), self._now_s() if self._group is not None else 0.0))
+
+    def to_rank_0(self, seconds: Sequence[float]) -> list[float]:
+        """Returns these moments of this process's clock by that of rank 0."""
+        at, offsets = zip(*self._measured, strict=True)
+        found: list[float] = (np.asarray(seconds) + np.interp(seconds, at, offsets)).tolist()
+        return found
+
+    def _now_s(self) -> float:
+        token = torch.zeros(1, dtype=torch.float64)
+        if dist.get_rank() == 0:
+            for other in range(1, dist.get_world_size()):
+                for _ in range(_PINGS):
+                    dist.recv(token, other, self._group, _PING_TAG)
+                    token[0] = time.perf_counter()
+                    dist.send(token, other, self._group, _PING_TAG)
+            return 0.0
+        trips: list[tuple[float, float]] = []
+        for _ in range(_PINGS):
+            start = time.perf_counter()
+            dist.send(token, 0, self._group, _PING_TAG)
+            dist.recv(token, 0, self._group, _PING_TAG)
+            end = time.perf_counter()
+            trips.append((end - start, float(token) - (start + end) / 2))
+        length_s, offset_s = min(trips)
+        return offset_s if abs(offset_s) > length_s / 2 else 0.0
 
 
 def timeline(
@@ -26,8 +77,9 @@ def timeline(
     group: dist.ProcessGroup | None,
     device: torch.device,
     batch: int,
+    clock: ClockOffset,
 ) -> Timeline:
-    """Returns a phase's timeline on all ranks, from the run's first span; every rank calls it.
+    """Returns a phase's timeline on all ranks, by rank 0's clock from the run's first span; every rank calls it.
 
     Args:
         workers: of this process.
@@ -42,14 +94,20 @@ def timeline(
             f"the timeline of phase {phase} was requested, but the run has phases 0 to {len(programs) - 1}"
         )
     program = programs[phase]
+    clock.measure()
     rows: list[Any] = []
     for worker in workers:
         versions, most_bytes = worker.recorder.peaks.get(phase, (1, peak_bytes(device)))
+        spans, began_s = worker.recorder.spans(phase), worker.recorder.began_s
+        starts, ends = (clock.to_rank_0(at) for at in ([s.start_s for s in spans], [s.end_s for s in spans]))
         rows.append(
             {
                 "rank": worker.rank,
-                "began_s": worker.recorder.began_s,
-                "spans": [list(span) for span in worker.recorder.spans(phase)],
+                "began_s": None if began_s is None else clock.to_rank_0([began_s])[0],
+                "spans": [
+                    [*span._replace(start_s=start, end_s=end)]
+                    for span, start, end in zip(spans, starts, ends, strict=True)
+                ],
                 "gradient_versions": [list(row) for row in worker.recorder.gradient_versions(phase)],
                 "peak_bytes": most_bytes,
                 "versions": versions,
@@ -58,7 +116,7 @@ def timeline(
     parts = [part for text in gather_texts(json.dumps(rows), group) for part in json.loads(text)]
     parts.sort(key=lambda part: part["rank"])
     start = min((part["began_s"] for part in parts if part["began_s"] is not None), default=0.0)
-    spans = tuple(
+    moved = tuple(
         Span(rank, kind, stage, index, begin - start, end - start)
         for part in parts
         for rank, kind, stage, index, begin, end in part["spans"]
@@ -67,7 +125,7 @@ def timeline(
         name=program.name,
         source="measured",
         workers=program.placement.workers,
-        spans=spans,
+        spans=moved,
         microbatches=workers[0].trained.get(phase, (0, 0))[1] * program.microbatches,
         minibatch_microbatches=program.microbatches,
         batch=batch,

@@ -110,6 +110,7 @@ class Session:
             senders, receiver = data_channels(blueprint, self.rank, connections)
             self._data_channels = [*senders.values(), *([] if receiver is None else [receiver])]
             self._data = DataSource(blueprint.programs, [self.rank], self._group, senders, receiver, batch_dim)
+        self._clock = measured.ClockOffset(self._group)
         writer_group = dist.new_group(backend="gloo") if self.distributed else None
         self.checkpointer = Checkpointer(
             model, self.workers, self._stage_names, self._group, writer_group, blueprint.device
@@ -411,7 +412,7 @@ class Session:
 
     def timeline(self, phase: int, batch: int) -> Timeline:
         return measured.timeline(
-            self._blueprint.programs, phase, self.workers, self._group, self._blueprint.device, batch
+            self._blueprint.programs, phase, self.workers, self._group, self._blueprint.device, batch, self._clock
         )
 
     def _gathered(self, counts: Mapping[int, int]) -> dict[int, int]:
