@@ -1,0 +1,106 @@
+"""One rank of the memory runs: trains with one variant, and prints what its processes held at most and in the end.
+
+Started by run.py, which sets torch's variables. Prints a list of one object per rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from stages import Shape, Waits, network
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import functional
+
+import pipedream as pd
+
+__all__ = ["main"]
+
+optimizer = partial(torch.optim.SGD, lr=1e-3)
+loss = functional.mse_loss
+
+
+def main(asked: dict[str, Any]) -> None:
+    """Runs what was asked: keys `shape`, `variant` ('torch' or a schedule), `parts` (minibatches between two looks).
+
+    For each part: `rise_bytes`, by which the process grew at most, and `resident_bytes` and `objects` (Python's, that
+    the collector tracks) at its end.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    shape = Shape(**asked["shape"])
+    run = _torch if asked["variant"] == "torch" else partial(_ours, schedule=asked["variant"])
+    rows = []
+    before = _look()["VmRSS"]
+    for _ in run(shape, asked["parts"]):
+        highest = _status()["VmHWM"]
+        now = _look()
+        rows.append({"rise_bytes": highest - before, "resident_bytes": now["VmRSS"], "objects": len(gc.get_objects())})
+        before = now["VmRSS"]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, rows)
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _look() -> dict[str, int]:
+    """Frees what can be freed, and lets the greatest size begin anew."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _status()
+
+
+def _status() -> dict[str, int]:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+
+
+def _ours(shape: Shape, parts: list[int], *, schedule: str) -> Iterator[None]:
+    plan = pd.Plan.uniform(shape.stages, transfer_s=1e-4)
+    microbatches = 1 if schedule == "pipedream" else shape.microbatches
+    batch = shape.batch(microbatches)
+    with pd.Pipeline(
+        network(shape, Waits()),
+        plan,
+        schedule=schedule,
+        microbatches=microbatches,
+        loss=loss,
+        optimizer=optimizer,
+        sample=batch[0],
+    ) as pipeline:
+        for minibatches in parts:
+            for _ in pipeline.train([batch] * minibatches):
+                pass
+            yield
+
+
+def _torch(shape: Shape, parts: list[int]) -> Iterator[None]:
+    rank = dist.get_rank()
+    layer = network(shape, Waits())[rank]
+    schedule = Schedule1F1B(PipelineStage(layer, rank, shape.stages, torch.device("cpu")), shape.microbatches, loss)
+    update = optimizer(layer.parameters())
+    inputs, targets = shape.batch(shape.microbatches)
+    for minibatches in parts:
+        for _ in range(minibatches):
+            update.zero_grad()
+            if rank == 0:
+                schedule.step(inputs)
+            else:
+                schedule.step(target=targets)
+            update.step()
+        yield
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,91 @@
+"""In one process: this library against the plain loop, in slices of a few minibatches that take turns.
+
+Prints one JSON object: (plain, ours) seconds per minibatch of each slice.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import pstats
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice, repeat
+from typing import Any
+
+import torch
+from stages import ComputingLayer
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pipedream as pd
+
+__all__ = ["main"]
+
+optimizer = partial(torch.optim.SGD, lr=1e-3)
+
+
+def main(asked: dict[str, Any]) -> None:
+    """Runs what was asked: keys `model` ('tiny': two layers, or (rows, width, products) of one), `stages`,
+    `schedule`, `slices`, `slice` (minibatches), `profile`."""
+    torch.set_num_threads(1)
+    made = partial(_model, asked["model"])
+    rows, width = (8, 8) if asked["model"] == "tiny" else asked["model"][:2]
+    batch = torch.randn(rows, width), torch.zeros(rows, width)
+    plan = pd.Plan.uniform(asked["stages"])
+    plain = _plain(made(), batch)
+    with pd.Pipeline(
+        made(),
+        plan,
+        schedule=asked["schedule"],
+        microbatches=1,
+        loss=functional.mse_loss,
+        optimizer=optimizer,
+        sample=batch[0],
+    ) as pipeline:
+        # An endless stream, which rests while the plain loop runs.
+        ours = pipeline.train(repeat(batch))
+        profiler = cProfile.Profile(time.thread_time)
+        count, found = asked["slice"], []
+        for number in range(asked["slices"] + 1):
+            seconds = []
+            for stream in (plain, ours):
+                if asked["profile"] and stream is ours and number:
+                    profiler.enable()
+                start = time.perf_counter()
+                for _ in islice(stream, count):
+                    pass
+                seconds.append((time.perf_counter() - start) / count)
+                profiler.disable()
+            found.append(seconds)
+        ours.close()
+    if asked["profile"]:
+        print(f"== one process, {asked}: CPU seconds of the main thread", file=sys.stderr)
+        for order in ("tottime", "cumulative"):
+            pstats.Stats(profiler, stream=sys.stderr).sort_stats(order).print_stats(40)
+    print(json.dumps(found[1:]), flush=True)  # the first slice warms up
+
+
+def _model(which: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    if which == "tiny":
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    _, width, products = which
+    return nn.Sequential(ComputingLayer(width, products))
+
+
+def _plain(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Iterator[float]:
+    update = optimizer(model.parameters())
+    inputs, targets = batch
+    while True:
+        update.zero_grad()
+        loss = functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        update.step()
+        yield loss.item()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

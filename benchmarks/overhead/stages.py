@@ -1,0 +1,116 @@
+"""Stages whose own time is known: one that only waits, and one that multiplies matrices."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ComputingLayer", "Shape", "Waits", "network"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A network of one layer per stage.
+
+    Attributes:
+        stages: p; one process each.
+        microbatches: m of a minibatch, for the methods that split it.
+        forward_s, backward_s: for which a layer sleeps.
+        message_bytes: an activation, and the gradient on its way back.
+        compute: (rows of a microbatch, width, products of a stage) in place of layers that sleep.
+    """
+
+    stages: int
+    microbatches: int = 8
+    forward_s: float = 0.004
+    backward_s: float = 0.008
+    message_bytes: int = 4096
+    compute: tuple[int, int, int] | None = None
+
+    def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets, float32."""
+        rows, width = (1, 1) if self.compute is None else self.compute[:2]
+        made = torch.Generator().manual_seed(1)
+        inputs = torch.randn(rows * microbatches, width, generator=made)
+        return inputs, torch.zeros(rows * microbatches, width)
+
+
+@dataclass
+class Waits:
+    """How long the sleeps of this process really took, in all: `time.sleep` oversleeps."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    forwards: int = 0
+    backwards: int = 0
+
+    def clear(self) -> None:
+        """Forgets what was measured so far."""
+        self.forward_s, self.backward_s, self.forwards, self.backwards = 0.0, 0.0, 0, 0
+
+    @property
+    def means_s(self) -> tuple[float, float]:
+        """Of a forward and of a backward; 0 if there was none."""
+        return self.forward_s / max(1, self.forwards), self.backward_s / max(1, self.backwards)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: WaitingLayer) -> Tensor:
+        start = time.perf_counter()
+        time.sleep(layer.shape.forward_s)
+        ctx.layer, ctx.sizes = layer, (x.shape, weight.shape)
+        y = x.new_zeros(len(x), layer.outputs)
+        layer.waits.forward_s += time.perf_counter() - start
+        layer.waits.forwards += 1
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:  # type: ignore[override]
+        start = time.perf_counter()
+        time.sleep(ctx.layer.shape.backward_s)
+        wanted = gradient.new_zeros(ctx.sizes[0]) if ctx.needs_input_grad[0] else None
+        weights = gradient.new_zeros(ctx.sizes[1])
+        ctx.layer.waits.backward_s += time.perf_counter() - start
+        ctx.layer.waits.backwards += 1
+        return wanted, weights, None
+
+
+class WaitingLayer(nn.Module):
+    """Sleeps in each pass; what it computes, zeros, is made within the measured time."""
+
+    def __init__(self, shape: Shape, outputs: int, waits: Waits) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.shape, self.outputs, self.waits = shape, outputs, waits
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Wait.apply(x, self.weight, self)  # type: ignore[no-any-return]
+
+
+class ComputingLayer(nn.Module):
+    """Multiplies by several matrices in turn."""
+
+    def __init__(self, width: int, products: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(width, width) / width**0.5 for _ in range(products))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+def network(shape: Shape, waits: Waits) -> nn.Sequential:
+    """Returns the network: a layer per stage, the same weights at each call."""
+    torch.manual_seed(0)
+    if shape.compute is not None:
+        _, width, products = shape.compute
+        return nn.Sequential(*(ComputingLayer(width, products) for _ in range(shape.stages)))
+    # Inputs and outputs of the network are one number, so that only messages have the size.
+    widths = [shape.message_bytes // 4] * (shape.stages - 1) + [1]
+    return nn.Sequential(*(WaitingLayer(shape, width, waits) for width in widths))

@@ -1,0 +1,60 @@
+"""One rank: runs the variants in turns, in rounds; rank 0 prints what all ranks measured as one JSON object.
+
+Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+"""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import json
+import os
+import sys
+import time
+from dataclasses import astuple
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from stages import Shape, Waits
+from variants import VARIANTS, Bench
+
+__all__ = ["main"]
+
+
+def main(asked: dict[str, Any]) -> None:
+    """Runs what was asked: keys `shape`, `variants`, `rounds`, `segment`, `profile`, `pinned` (each rank to a core).
+
+    Prints variant -> rounds -> ranks -> `Segment` as a list.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if asked["pinned"]:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[dist.get_rank()]})
+    group = dist.new_group(backend="gloo")
+    profiled = asked["profile"]
+    shape = Shape(**asked["shape"])
+    found: dict[str, list[Any]] = {name: [] for name in asked["variants"]}
+    names = list(found)
+    for number in range(asked["rounds"]):
+        # Each round begins with another one: none is always the first.
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            profiler = cProfile.Profile(time.thread_time) if profiled else None
+            bench = Bench(dist.get_rank(), shape, group, asked["segment"], Waits(), profiler)
+            dist.barrier(group)
+            segments: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(segments, astuple(VARIANTS[name](bench)), group=group)
+            found[name].append(segments)
+            for rank in range(len(segments)):
+                if profiled and bench.rank == rank:
+                    bench.print_profile(name)
+                dist.barrier(group)
+            gc.collect()
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier(group)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
