@@ -245,8 +245,10 @@ def test_a_copy_to_a_gpu_is_pinned_and_made_beside_the_computation(monkeypatch: 
     assert moved[1].batch_sizes is packed.batch_sizes
     assert type(moved[1]) is type(packed)
     Logged.log.clear()
-    to_device(torch.ones(2, requires_grad=True).as_subclass(Logged), torch.device("cpu"))
-    assert Logged.log == ["copy to cpu, non_blocking=True"]
+    assert to_device(x, torch.device("cpu")) is x
+    assert not Logged.log
+    to_device(torch.ones(2, requires_grad=True).as_subclass(Logged), gpu)
+    assert Logged.log == ["copy to cuda:0, non_blocking=True"], "part of the graph"
 
 
 def test_a_packed_sequence_that_was_received_has_its_sizes_on_the_cpu() -> None:

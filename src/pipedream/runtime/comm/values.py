@@ -150,6 +150,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     To a GPU, the host does not wait: the tensors are copied from pinned memory while the GPU computes. Tensors that are
     pinned must not be written until then.
     """
+    if isinstance(value, torch.Tensor):
+        return _moved(value, device)
     return map_tensors(value, lambda leaf: _moved(leaf, device), (torch.Tensor, PackedSequence))
 
 
@@ -159,9 +161,10 @@ def _moved(leaf: Any, device: torch.device) -> Any:
         return type(leaf)(
             _moved(data, device), sizes, *[order if order is None else _moved(order, device) for order in orders]
         )
-    if leaf.is_meta:
+    found = leaf.device
+    if found == device or found.type == "meta":
         return leaf
-    if device.type == "cuda" and leaf.device.type == "cpu" and not leaf.requires_grad:
+    if device.type == "cuda" and found.type == "cpu" and not leaf.requires_grad:
         return _copied_to_gpu(leaf, device)
     return leaf.to(device, non_blocking=True)
 

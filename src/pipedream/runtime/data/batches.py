@@ -6,7 +6,6 @@ for positional inputs) to its dimension. Inputs that are not named have dimensio
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -129,7 +128,7 @@ def _known_count(inputs: Any, leaves: Iterable[Leaf]) -> int | None:
     sizes = [size for leaf, dim in leaves if (size := _size(leaf, dim)) is not None]
     if not sizes:
         return None
-    return Counter(sizes).most_common(1)[0][0] if isinstance(inputs, Mapping) else sizes[0]
+    return max(sizes, key=sizes.count) if isinstance(inputs, Mapping) else sizes[0]
 
 
 def _with_dims(value: Any, batch_dim: BatchDim) -> Iterator[Leaf]:
