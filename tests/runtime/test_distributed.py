@@ -7,7 +7,7 @@ import pytest
 import torch
 from exchange import SIZES, exchange, message_of
 
-from pipedream.runtime.comm.distributed import _Capacity
+from pipedream.runtime.comm.distributed import _Posted
 
 
 @pytest.mark.processes
@@ -15,11 +15,11 @@ def test_messages_of_any_size_arrive_whole_and_in_order() -> None:
     depths = [1, 2, 5]
     for found in processes.results(exchange, 2, depths):
         for name, sizes in SIZES.items():
-            for depth in depths:
-                assert len(found[f"{name}, depth {depth}"]) == len(sizes)
-                for number, (size, got) in enumerate(zip(sizes, found[f"{name}, depth {depth}"], strict=True)):
+            for which in (f"{name}, depth {depth}, stream {stream}" for depth in depths for stream in range(2)):
+                assert len(found[which]) == len(sizes)
+                for number, (size, got) in enumerate(zip(sizes, found[which], strict=True)):
                     sent = message_of(number, size)
-                    assert got[:4] == (number, sent.content, sent.loss_weight, sent.structure), f"{name}, depth {depth}"
+                    assert got[:4] == (number, sent.content, sent.loss_weight, sent.structure), which
                     assert len(got[4]) == len(sent.tensors)
                     for there, here in zip(got[4], sent.tensors, strict=True):
                         assert (there is None) == (here is None)
@@ -29,6 +29,9 @@ def test_messages_of_any_size_arrive_whole_and_in_order() -> None:
 
 
 def test_a_receive_holds_the_largest_message_that_both_ends_know_of() -> None:
-    capacity = _Capacity(depth=2)
+    posted = _Posted(depth=2)
+    posted.begin()
     # Message i was posted when message i - 2 had been read.
-    assert [capacity.of_next(size) for size in (4, 9, 2, 0, 7, 30, 1, 1)] == [0, 0, 4, 9, 9, 9, 9, 30]
+    assert [posted.take(size) for size in (4, 9, 2, 0, 7, 30, 1, 1)] == [0, 0, 4, 9, 9, 9, 9, 30]
+    posted.begin()
+    assert [posted.take(size) for size in (1, 40, 1, 1)] == [30, 30, 30, 40]

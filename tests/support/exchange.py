@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedream.runtime.comm.channel import drain
 from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedGroup, DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.update.all_reduce import all_reduce_many
@@ -33,24 +34,23 @@ def message_of(number: int, size: int) -> Message:
 def exchange(depths: list[int]) -> dict[str, list[tuple[int, int, float, str, list[Tensor | None]]]]:
     """Sends all lists of sizes both ways on channels of each depth; returns what arrived."""
     group = dist.group.WORLD
-    peer, cpu = 1 - dist.get_rank(), torch.device("cpu")
+    peer = 1 - dist.get_rank()
     arrived = {}
     for i, (name, sizes) in enumerate(SIZES.items()):
         for j, depth in enumerate(depths):
             # A channel each way; its number is the same at both ends.
             first = 2 * (i * len(depths) + j)
-            out = ChannelEndpoint(peer, first + dist.get_rank(), depth, group, group, cpu)
-            back = ChannelEndpoint(peer, first + peer, depth, group, group, cpu)
+            out = ChannelEndpoint(peer, first + dist.get_rank(), depth, group)
+            back = ChannelEndpoint(peer, first + peer, depth, group)
             sender, receiver = DistributedSender(out, max_unread=len(sizes)), DistributedReceiver(back)
-            for number, size in enumerate(sizes):
-                sender.send(message_of(number, size))
-            found = [receiver.receive().result() for _ in sizes]
-            arrived[f"{name}, depth {depth}"] = [
-                (m.microbatch, int(m.content), m.loss_weight, m.structure, list(m.tensors)) for m in found
-            ]
-            sender.close_begin()
-            receiver.close()
-            sender.close()
+            for stream in range(2):  # the second begins with what both ends know from the first
+                for number, size in enumerate(sizes):
+                    sender.send(message_of(number, size))
+                found = [receiver.receive().result() for _ in sizes]
+                arrived[f"{name}, depth {depth}, stream {stream}"] = [
+                    (m.microbatch, int(m.content), m.loss_weight, m.structure, list(m.tensors)) for m in found
+                ]
+                drain([sender, receiver])
             assert sender.sent_bytes > 0 or not any(sizes)
     ones = [torch.full((2, 3), float(dist.get_rank() + 1)), torch.tensor(dist.get_rank() + 1), torch.ones(4).double()]
     adding = all_reduce_many(DistributedGroup(group), ones)

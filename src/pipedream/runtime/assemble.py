@@ -107,16 +107,14 @@ class Connections:
     """Process groups of a run.
 
     Attributes:
-        everyone: gloo group of all ranks: headers, results, sums of small numbers.
+        everyone: gloo group of all ranks: messages, sums of small numbers.
         stages: each stage's replicas; None for one.
         holders: for each tied weight; None if this rank has none.
-        pairs: channel number -> group of its payloads.
     """
 
     everyone: dist.ProcessGroup
     stages: tuple[dist.ProcessGroup | None, ...]
     holders: tuple[dist.ProcessGroup | None, ...]
-    pairs: Mapping[int, dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
@@ -133,18 +131,13 @@ def connect(program: Program, device: torch.device, shared: Sequence[TiedWeights
     """Makes the process groups of programs with the same channels; every rank calls it."""
     world = dist.group.WORLD
     assert world is not None
-    on_gpu = device.type == "cuda"
     everyone = world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo")
-    backend = "nccl" if on_gpu else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     stages = tuple(
         dist.new_group(list(row), backend=backend) if len(row) > 1 else None for row in program.placement.ranks
     )
-    pairs = {
-        number: dist.new_group([c.sender, c.receiver], backend="nccl") if on_gpu else everyone
-        for number, c in enumerate(program.channels)
-    }
     holders = tuple(dist.new_group(list(one.ranks(program.placement)), backend=backend) for one in shared)
-    return Connections(everyone, stages, holders, pairs)
+    return Connections(everyone, stages, holders)
 
 
 def local_workers(blueprint: Blueprint, handles: Sequence[dict[str, nn.Parameter]]) -> list[Worker]:
@@ -227,7 +220,7 @@ def _distributed_channels(blueprint: Blueprint, rank: int, connections: Connecti
         if rank not in (channel.sender, channel.receiver):
             continue
         peer = channel.receiver if rank == channel.sender else channel.sender
-        end = ChannelEndpoint(peer, number, channel.depth, everyone, connections.pairs[number], blueprint.device)
+        end = ChannelEndpoint(peer, number, channel.depth, everyone, blueprint.device)
         if rank == channel.sender:
             # A replica that begins a forward has finished all backwards except those in flight, so the next stage has
             # received their activations. The end of a stream is one more message. So waiting for an older message never
@@ -237,13 +230,12 @@ def _distributed_channels(blueprint: Blueprint, rank: int, connections: Connecti
             ends.senders[number] = DistributedSender(end, most + 1)
         else:
             ends.receivers[number] = DistributedReceiver(end)
-    cpu = torch.device("cpu")
     for owner in placement.ranks[-1]:
         for other in range(placement.workers):
             if owner == other or rank not in (owner, other):
                 continue
             number = len(program.channels) + owner * placement.workers + other
-            end = ChannelEndpoint(other if rank == owner else owner, number, 2, everyone, everyone, cpu)
+            end = ChannelEndpoint(other if rank == owner else owner, number, 2, everyone)
             if rank == owner:
                 ends.result_senders[other] = DistributedSender(end, blueprint.most_unread())
             else:
@@ -264,7 +256,7 @@ def data_channels(
             continue
         number = len(program.channels) + placement.workers**2 + replica  # after those of the results
         peer = other if rank == first else first
-        end = ChannelEndpoint(peer, number, 2, everyone, everyone, torch.device("cpu"))
+        end = ChannelEndpoint(peer, number, 2, everyone)
         if rank == first:
             senders[replica] = DistributedSender(end, blueprint.most_unread())
         else:

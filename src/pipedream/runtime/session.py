@@ -37,7 +37,7 @@ from pipedream.runtime.checkpoint.files import fit_names, open_weights
 from pipedream.runtime.checkpoint.initial_values import materialise, named_state
 from pipedream.runtime.checkpointing import Checkpointer, share_with_replicas
 from pipedream.runtime.clock import run_distributed, run_in_process
-from pipedream.runtime.comm.channel import Receiver, Sender, close_all
+from pipedream.runtime.comm.channel import Receiver, Sender, drain
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import (
     broadcast_text,
@@ -317,12 +317,21 @@ class Session:
                 self._activity.place = _LOOP
                 yield event
                 self._activity.place = None
+            self._drain()
         except PipelineError as error:
             raise self._reported(error) from error.__cause__
         except Exception as error:  # e.g. of the user's loader
             raise self._reported(WorkerError(self.rank, self.lead.where, with_place(error))) from error
         finally:
             self._activity.place = _LOOP
+
+    def _drain(self) -> None:
+        """Leaves no message and no posted receive between two streams."""
+        ends: list[Sender | Receiver] = list(self._data_channels)
+        for worker in self.workers:
+            ends += [*worker.senders.values(), *worker.results.senders.values()]
+            ends += [*worker.receivers.values(), *worker.results.receivers.values()]
+        drain(ends)
 
     def _reported(self, error: PipelineError) -> PipelineError:
         """Returns the error to raise here: it, or its cause elsewhere."""
@@ -445,17 +454,12 @@ class Session:
             self._guard.report(WorkerError(self.rank, _LOOP, cause))
 
     def close(self, failed: bool) -> None:
-        """Ends the channels, in order; not after a failure."""
+        """Waits for the other ranks, unless a failure ended them."""
         self._activity.place = "closing the pipeline"
         self.interrupts.stop()
         self._data.close()
         if not failed:
             self.check_saved(wait=True)
-            ends: list[Sender | Receiver] = list(self._data_channels)
-            for worker in self.workers:
-                ends += [*worker.senders.values(), *worker.results.senders.values()]
-                ends += [*worker.receivers.values(), *worker.results.receivers.values()]
-            close_all(ends)
             if self._group is not None:
                 dist.barrier(group=self._group)
         if self._guard is not None:

@@ -15,7 +15,7 @@ import torch
 
 from pipedream.runtime.comm.message import Message
 
-__all__ = ["Group", "LocalChannel", "LocalGroup", "Pending", "Receiver", "Sender", "Waiting", "close_all"]
+__all__ = ["Group", "LocalChannel", "LocalGroup", "Pending", "Receiver", "Sender", "Waiting", "drain"]
 
 Result = TypeVar("Result")
 
@@ -43,11 +43,11 @@ class Sender(ABC):
     def send(self, message: Message) -> None:
         """Does not wait; the message's tensors must not be written to afterwards."""
 
-    def close_begin(self) -> None:
-        """Announces, without waiting, that nothing more follows."""
+    def drain_begin(self) -> None:
+        """Completes, without waiting, the receives that were posted for further messages."""
         return
 
-    def close(self) -> None:
+    def drain(self) -> None:
         """Waits until everything has been sent."""
         return
 
@@ -64,22 +64,20 @@ class Receiver(ABC):
     def receive(self) -> Pending[Message]:
         """Returns the next message, whose tensors belong to the caller."""
 
-    def close(self) -> None:
-        """Completes the receives that were posted ahead."""
+    def drain(self) -> None:
+        """Waits until no receive is posted; every message has been received before."""
         return
 
 
-def close_all(ends: Sequence[Sender | Receiver]) -> None:
-    """Closes ends of channels; the other ends are closed in the same order."""
+def drain(ends: Sequence[Sender | Receiver]) -> None:
+    """Leaves nothing under way on channels whose messages have all been received; both ends' ranks call it."""
     for end in ends:
         if isinstance(end, Sender):
-            end.close_begin()
-    for end in ends:
-        if isinstance(end, Receiver):
-            end.close()
-    for end in ends:
-        if isinstance(end, Sender):
-            end.close()
+            end.drain_begin()
+    for kind in (Receiver, Sender):
+        for end in ends:
+            if isinstance(end, kind):
+                end.drain()
 
 
 class Group(ABC):
@@ -93,11 +91,8 @@ class Group(ABC):
         """
 
 
-class LocalChannel(Sender, Receiver):
+class LocalChannel(Sender, Receiver, Pending[Message]):
     """A channel between two workers of one process."""
-
-    def close(self) -> None:
-        """Nothing to close."""
 
     def __init__(self) -> None:
         self._queue: deque[Message] = deque()
@@ -111,16 +106,14 @@ class LocalChannel(Sender, Receiver):
         self._queue.append(copy)
 
     def receive(self) -> Pending[Message]:
-        return _QueueHead(self._queue)
+        return self
+
+    def drain(self) -> None:
+        assert not self._queue, f"a message was left on a channel: {self._queue[0].without_tensors()}"
 
     @property
     def sent_bytes(self) -> int:
         return self._sent_bytes
-
-
-class _QueueHead(Pending[Message]):
-    def __init__(self, queue: deque[Message]) -> None:
-        self._queue = queue
 
     def ready(self) -> bool:
         return bool(self._queue)

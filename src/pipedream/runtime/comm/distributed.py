@@ -1,48 +1,49 @@
-"""Channels and groups on torch.distributed: gloo between CPUs, NCCL between GPUs.
+"""Channels and groups on torch.distributed, between CPUs by gloo.
 
-Headers always use gloo between CPUs, so that no worker waits for its GPU to read one. On gloo, channels differ by their
-tags; on NCCL each has its own process group, because a communicator runs its messages in one order.
+A message is one gloo message if its header and its tensors fit into `SHORT_BYTES`. Larger tensors follow in a second
+one: copying them would take longer than its fixed cost. Receives are posted ahead without negotiating sizes, because
+gloo lets a message be shorter than its receive. Payload i finds a receive of as many bytes as the largest payload up to
+i - depth had, which both ends know. The rest of a larger one follows with a tag of its own, because receives for later
+messages are posted already.
 
-Receives are posted ahead without negotiating sizes. Message i finds a posted receive of ``capacity(i)`` bytes, the
-largest payload among the messages up to i - depth, which both ends know. A smaller payload is padded; the rest of a
-larger one follows in another message, by gloo with its own tag, because receives for later messages are posted already.
-Between CPUs a small payload is joined to its header: each message has a fixed cost.
+Receives are posted when a stream first uses a channel. At the stream's end the sender completes them with messages
+that say nothing (`drain_begin`), so nothing is under way between streams, however long that is.
 
 Nothing waits for a send on the critical path: a worker waits for the oldest message only when more are under way than
 its schedule can have unread. (gloo reports that one has been sent only to those who wait.)
+
+The methods of a ProcessGroup are used directly; `torch.distributed.isend` and `irecv` take twice as long.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipedream.runtime.comm.channel import Group, Pending, Receiver, Sender
-from pipedream.runtime.comm.message import (
-    HEADER_WORDS,
-    Content,
-    Message,
-    decode_header,
-    encode_header,
-    join_payload,
-    split_payload,
-)
+from pipedream.runtime.comm.message import Header, KnownLayouts, Layout, Message, TensorSpec, in_memory_order, write
 
-__all__ = ["ChannelEndpoint", "DistributedGroup", "DistributedReceiver", "DistributedSender"]
+__all__ = ["SHORT_BYTES", "ChannelEndpoint", "DistributedGroup", "DistributedReceiver", "DistributedSender"]
 
-_HEADER_BYTES = 8 * HEADER_WORDS
-_MOST_JOINED_BYTES = 1 << 17  # copying takes less than the 50 us of a message
-_CLOSED = 1 << 30  # `flags` of messages that close a channel
+SHORT_BYTES = 1 << 15
+"""Of a message that is sent in one piece: copying it twice takes less than the 30 us of a second message."""
+_FILLER = 255
+"""The content of a message that only completes a receive."""
+_ROUNDED_BYTES = 1 << 10
 
 
 class ChannelEndpoint:
-    """One end of a channel.
+    """One end of a channel over gloo.
 
     Attributes:
+        peer: the other end's rank in the group.
         number: distinct for each channel of the run.
         depth: receives posted ahead.
+        device: to which received tensors return that were not in the memory of the CPU.
+        apart: such tensors are not sent here; None arrives in their place.
     """
 
     def __init__(
@@ -50,62 +51,74 @@ class ChannelEndpoint:
         peer: int,
         number: int,
         depth: int,
-        headers: dist.ProcessGroup,
-        payloads: dist.ProcessGroup,
-        device: torch.device,
+        group: dist.ProcessGroup,
+        device: torch.device | None = None,
+        apart: bool = False,
     ) -> None:
         self.peer = peer
         self.number = number
-        self._tag = 3 * number + 3  # tags 0 to 2 are for messages without one, such as parameters
         self.depth = depth
-        self.headers = headers
-        self.payloads = payloads
-        self.device = device
+        self.group = group
+        self.device = device or torch.device("cpu")
+        self.apart = apart
+        tag = 3 * number + 3  # tags 0 to 2 are for messages without one, such as parameters
+        self.head_tag, self.payload_tag, self.rest_tag = tag, tag + 1, tag + 2
 
-    def send_rest(self, payload: torch.Tensor) -> dist.Work:
-        """Sends, from the CPU, what did not fit into the posted receive."""
-        return _started(dist.isend(payload, self.peer, self.headers, tag=self._tag + 2))
+    @property
+    def pinned(self) -> bool:
+        """Buffers are copied from and to a GPU."""
+        return self.device.type == "cuda" and not self.apart
 
-    def receive_rest(self, payload: torch.Tensor) -> None:
-        _started(dist.irecv(payload, self.peer, self.headers, tag=self._tag + 2)).wait()
+    def send(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
+        return self.group.send(tensors, self.peer, tag)
 
-    def joins_header(self, capacity: int) -> bool:
-        """Returns whether payloads of `capacity` bytes are joined to their headers."""
-        return self.device.type == "cpu" and capacity <= _MOST_JOINED_BYTES
-
-    def send_header(self, header: torch.Tensor) -> dist.Work:
-        """The header, uint8[n], may be joined with its payload."""
-        return _started(dist.isend(header, self.peer, self.headers, tag=self._tag))
-
-    def send_payload(self, payload: torch.Tensor) -> dist.Work:
-        return _started(dist.isend(payload, self.peer, self.payloads, tag=self._tag + 1))
-
-    def receive_header(self, header: torch.Tensor) -> dist.Work:
-        return _started(dist.irecv(header, self.peer, self.headers, tag=self._tag))
-
-    def receive_payload(self, payload: torch.Tensor) -> dist.Work:
-        return _started(dist.irecv(payload, self.peer, self.payloads, tag=self._tag + 1))
+    def receive(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
+        return self.group.recv(tensors, self.peer, tag)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not in the channel's process group"
-    return work
-
-
-class _Capacity:
-    """Bytes of receives posted `depth` messages ahead; the same at both ends."""
+class _Posted:
+    """Bytes of the receives that are posted for payloads, the oldest first, 0 for none; the same at both ends."""
 
     def __init__(self, depth: int) -> None:
-        self._recent: deque[int] = deque(maxlen=depth)
         self._depth = depth
-        self.size_bytes = 0
+        self._largest = 0
+        self.sizes: deque[int] = deque()
 
-    def of_next(self, payload_bytes: int) -> int:
-        """Returns the capacity for the next message, and records its size."""
-        if len(self._recent) == self._depth:
-            self.size_bytes = max(self.size_bytes, self._recent[0])
-        self._recent.append(payload_bytes)
-        return self.size_bytes
+    def begin(self) -> None:
+        self.sizes = deque([self._largest] * self._depth)
+
+    def take(self, payload_bytes: int) -> int:
+        """Returns the bytes of the receive for the next payload, whose size counts for the one that is posted then."""
+        size = self.sizes.popleft()
+        self._largest = max(self._largest, payload_bytes)
+        self.sizes.append(self._largest)
+        return size
+
+
+class _Buffer:
+    """Bytes in the memory of the CPU, of one message at a time."""
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.size = size
+        self.whole = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned)]
+        self.bytes: Any = self.whole[0].numpy().data
+        self._cut = self.whole
+        self._layout: Layout | None = None
+        self._begin = 0
+        self._tensors: list[torch.Tensor | None] = []
+
+    def cut(self, size: int) -> list[torch.Tensor]:
+        """Returns the first bytes."""
+        if self._cut[0].numel() != size:
+            self._cut = [self.whole[0][:size]]
+        return self._cut
+
+    def tensors(self, layout: Layout, begin: int) -> list[torch.Tensor | None]:
+        """Returns the tensors of a payload from byte `begin` on."""
+        if self._layout is not layout or self._begin != begin:
+            self._layout, self._begin = layout, begin
+            self._tensors = layout.tensors_in(self.whole[0], begin)
+        return self._tensors
 
 
 class DistributedSender(Sender):
@@ -114,126 +127,197 @@ class DistributedSender(Sender):
     def __init__(self, endpoint: ChannelEndpoint, max_unread: int) -> None:
         self._endpoint = endpoint
         self._max_unread = max_unread
-        self._capacity = _Capacity(endpoint.depth)
-        self._out: deque[tuple[list[dist.Work], list[torch.Tensor]]] = deque()
+        self._layouts = KnownLayouts(endpoint.apart)
+        self._posted = _Posted(endpoint.depth)
+        self._streaming = False
+        self._out: deque[tuple[list[dist.Work], _Buffer | None]] = deque()
+        self._free: list[_Buffer] = []
+        self._buffer_bytes = 0
         self._sent_bytes = 0
 
     def send(self, message: Message) -> None:
-        payload = join_payload(message, self._endpoint.device)
-        size = payload.numel()
-        capacity = self._capacity.of_next(size)
-        header = encode_header(message, size).view(torch.uint8)
-        joined = capacity > 0 and self._endpoint.joins_header(capacity)
-        if joined:
-            alone, held = header, min(size, capacity)
-            header = torch.empty(_HEADER_BYTES + capacity, dtype=torch.uint8)
-            header[:_HEADER_BYTES].copy_(alone)
-            header[_HEADER_BYTES : _HEADER_BYTES + held].copy_(payload[:held])
-        works, kept = [self._endpoint.send_header(header)], [header]
-        if capacity and not joined:
-            first = payload[:capacity]
-            if size < capacity:
-                first = torch.empty(capacity, dtype=torch.uint8, device=self._endpoint.device)
-                first[:size].copy_(payload)
-            works.append(self._endpoint.send_payload(first))
-            kept.append(first)
-        if size > capacity:
-            rest = payload[capacity:].cpu()
-            works.append(self._endpoint.send_rest(rest))
-            kept.append(rest)
-        self._sent_bytes += size
-        self._out.append((works, kept))
-        self._reap()
+        self.send_on(message, 0)
 
-    def _reap(self) -> None:
-        if self._endpoint.device.type == "cuda":
-            # Work.wait would make the compute stream wait for the message.
-            while self._out and all(work.is_completed() for work in self._out[0][0]):
-                self._out.popleft()
-            return
+    def send_on(self, message: Message, channel: int) -> Layout:
+        """Sends a message, with a number that is received with it."""
+        if not self._streaming:
+            self._streaming = True
+            self._posted.begin()
+        end = self._endpoint
+        number, layout, description = self._layouts.find(message)
+        header = Header.of(message, number, channel, len(description))
+        begin, size = header.head_bytes, layout.payload_bytes
+        is_short = begin + size <= SHORT_BYTES
+        buffer = self._free_buffer(begin + size if is_short else begin)
+        header.write(buffer.bytes, message.numbers, description)
+        if is_short:
+            if size:
+                write(message.tensors, buffer.tensors(layout, begin))
+                self._wait_for_copies()
+            works = [end.send(buffer.cut(begin + size), end.head_tag)]
+        else:
+            works = [end.send(buffer.cut(min(begin, SHORT_BYTES)), end.head_tag)]
+            if begin > SHORT_BYTES:
+                works.append(end.send([buffer.whole[0][SHORT_BYTES:begin]], end.rest_tag))
+            if size:
+                works += self._send_payload(message, layout)
+        self._sent_bytes += layout.sent_bytes
+        self._out.append((works, buffer))
         while len(self._out) > self._max_unread:
-            for work in self._out.popleft()[0]:
-                work.wait()
+            self._wait_for_oldest()
+        return layout
 
-    def close_begin(self) -> None:
-        self._max_unread += self._endpoint.depth
-        for _ in range(self._endpoint.depth):
-            self.send(Message(0, Content.END, flags=_CLOSED))
+    def _send_payload(self, message: Message, layout: Layout) -> list[dist.Work]:
+        end, size = self._endpoint, layout.payload_bytes
+        shared = [t for t, spec in zip(message.tensors, layout.specs, strict=True) if spec and spec.begin is not None]
+        if len(shared) == 1 and shared[0] is not None and shared[0].is_cpu:
+            payload = in_memory_order(shared[0]).view(torch.uint8)
+        else:
+            payload = torch.empty(size, dtype=torch.uint8, pin_memory=end.pinned)
+            write(message.tensors, layout.tensors_in(payload))
+            self._wait_for_copies()
+        posted = self._posted.take(size)
+        works = []
+        if posted:
+            works.append(end.send([payload[:posted]], end.payload_tag))
+        if size > posted:
+            works.append(end.send([payload[posted:]], end.rest_tag))
+        return works  # each keeps its tensor
 
-    def close(self) -> None:
+    def _wait_for_copies(self) -> None:
+        if self._endpoint.pinned:
+            torch.cuda.current_stream(self._endpoint.device).record_event().synchronize()
+
+    def _free_buffer(self, size: int) -> _Buffer:
+        if size > self._buffer_bytes:
+            self._buffer_bytes = -(-size // _ROUNDED_BYTES) * _ROUNDED_BYTES
+            self._free.clear()
+        return self._free.pop() if self._free else _Buffer(self._buffer_bytes, self._endpoint.pinned)
+
+    def _wait_for_oldest(self) -> None:
+        works, buffer = self._out.popleft()
+        for work in works:
+            work.wait()
+        if buffer is not None and buffer.size == self._buffer_bytes:
+            self._free.append(buffer)
+
+    def drain_begin(self) -> None:
+        if not self._streaming:  # no receive is posted either
+            return
+        self._streaming = False
+        end = self._endpoint
+        header = Header.of(Message(0), 0, 0, 0)._replace(content=_FILLER)
+        filler = _Buffer(header.head_bytes, pinned=False)
+        header.write(filler.bytes, (), b"")
+        works = [end.send(filler.whole, end.head_tag) for _ in range(end.depth)]
+        works += [end.send(filler.whole, end.payload_tag) for size in self._posted.sizes if size]
+        self._out.append((works, None))
+
+    def drain(self) -> None:
         while self._out:
-            for work in self._out.popleft()[0]:
-                work.wait()
+            self._wait_for_oldest()
 
     @property
     def sent_bytes(self) -> int:
         return self._sent_bytes
 
 
-class DistributedReceiver(Receiver):
+class DistributedReceiver(Receiver, Pending[Message]):
     """The receiving end."""
 
     def __init__(self, endpoint: ChannelEndpoint) -> None:
         self._endpoint = endpoint
-        self._posted: deque[tuple[dist.Work, torch.Tensor, dist.Work | None, torch.Tensor | None]] = deque()
-        self._size_bytes = 0
-        for _ in range(endpoint.depth):
-            self._post()
-
-    def _post(self) -> None:
-        joined = self._size_bytes if self._endpoint.joins_header(self._size_bytes) else 0
-        buffer = torch.empty(_HEADER_BYTES + joined, dtype=torch.uint8)
-        header = self._endpoint.receive_header(buffer)
-        words = buffer[:_HEADER_BYTES].view(torch.int64)
-        payload, work = None, None
-        if joined:
-            payload = buffer[_HEADER_BYTES:]
-        elif self._size_bytes:
-            payload = torch.empty(self._size_bytes, dtype=torch.uint8, device=self._endpoint.device)
-            work = self._endpoint.receive_payload(payload)
-        self._posted.append((header, words, work, payload))
+        self._layouts: dict[int, Layout] = {}
+        self._heads: deque[tuple[dist.Work, _Buffer]] = deque()
+        self._free: list[_Buffer] = []
+        self._posted = _Posted(endpoint.depth)
+        self._payloads: deque[tuple[dist.Work, torch.Tensor] | None] = deque()
 
     def receive(self) -> Pending[Message]:
-        return _Arrival(self)
-
-    def take(self, repost: bool = True) -> Message:
-        header, words, work, payload = self._posted.popleft()
-        header.wait()
-        message, size, specs = decode_header(words)
-        if work is not None:
-            work.wait()
-        have = 0 if payload is None else payload.numel()
-        if size > have:
-            whole = torch.empty(size, dtype=torch.uint8, device=self._endpoint.device)
-            if payload is not None:
-                whole[:have].copy_(payload)
-            rest = torch.empty(size - have, dtype=torch.uint8)
-            self._endpoint.receive_rest(rest)
-            whole[have:].copy_(rest)
-            payload = whole
-        # For the message `depth` later, which may rely on the sizes so far.
-        self._size_bytes = max(self._size_bytes, size)
-        if repost:
-            self._post()
-        if payload is None:
-            payload = torch.empty(0, dtype=torch.uint8)  # all gradients are None
-        return split_payload(message, specs, payload[:size])
-
-    def close(self) -> None:
-        for _ in range(self._endpoint.depth):
-            closing = self.take(repost=False)
-            assert closing.flags == _CLOSED, f"a message was left on a channel: {closing.without_tensors()}"
-
-
-class _Arrival(Pending[Message]):
-    def __init__(self, receiver: DistributedReceiver) -> None:
-        self._receiver = receiver
+        return self
 
     def ready(self) -> bool:
         return False  # gloo reports it only to those who wait
 
     def result(self) -> Message:
-        return self._receiver.take()
+        return self.take()[0]
+
+    def take(self) -> tuple[Message, Layout, int]:
+        """Returns the next message, its layout, and the number that was sent with it."""
+        if not self._heads:
+            self._begin()
+        work, buffer = self._heads.popleft()
+        work.wait()
+        head = buffer.bytes
+        header = Header.read(head)
+        assert header.content != _FILLER, "a message is expected on a channel whose sender drains"
+        begin = header.head_bytes
+        if begin > SHORT_BYTES:
+            head = self._with_rest(buffer.whole[0], begin).numpy().data
+        if header.description_bytes:
+            self._layouts[header.layout] = Layout.from_json(header.description_in(head))
+        layout, numbers = self._layouts[header.layout], header.numbers_in(head)
+        if begin + layout.payload_bytes > SHORT_BYTES:
+            tensors = layout.tensors_in(self._payload(layout.payload_bytes))
+        else:
+            tensors = [None if tensor is None else tensor.clone() for tensor in buffer.tensors(layout, begin)]
+        self._post_head(buffer)
+        if self._endpoint.pinned:
+            tensors = [self._at_home(tensor, spec) for tensor, spec in zip(tensors, layout.specs, strict=True)]
+        return header.message(layout, tuple(tensors), numbers), layout, header.channel
+
+    def _at_home(self, tensor: torch.Tensor | None, spec: TensorSpec | None) -> torch.Tensor | None:
+        if tensor is None or spec is None or not spec.on_device:
+            return tensor
+        return tensor.pin_memory().to(self._endpoint.device, non_blocking=True)
+
+    def _payload(self, size: int) -> torch.Tensor:
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        posted, receive = self._posted.take(size), self._payloads.popleft()
+        payload = torch.empty(0, dtype=torch.uint8)
+        if receive is not None:
+            work, payload = receive
+            work.wait()
+        if size > posted:
+            payload = self._with_rest(payload, size)
+        self._post_payload(self._posted.sizes[-1])
+        return payload
+
+    def _with_rest(self, begin: torch.Tensor, size: int) -> torch.Tensor:
+        whole = torch.empty(size, dtype=torch.uint8, pin_memory=self._endpoint.pinned)
+        whole[: begin.numel()].copy_(begin)
+        self._endpoint.receive([whole[begin.numel() :]], self._endpoint.rest_tag).wait()
+        return whole
+
+    def _begin(self) -> None:
+        self._posted.begin()
+        for size in self._posted.sizes:
+            self._post_head(self._free.pop() if self._free else _Buffer(SHORT_BYTES, pinned=False))
+            self._post_payload(size)
+
+    def _post_head(self, buffer: _Buffer) -> None:
+        self._heads.append((self._endpoint.receive(buffer.whole, self._endpoint.head_tag), buffer))
+
+    def _post_payload(self, size: int) -> None:
+        if not size:
+            self._payloads.append(None)
+            return
+        # Not used again: what was received in it belongs to the caller, and autograd may keep it.
+        payload = torch.empty(size, dtype=torch.uint8, pin_memory=self._endpoint.pinned)
+        self._payloads.append((self._endpoint.receive([payload], self._endpoint.payload_tag), payload))
+
+    def drain(self) -> None:
+        while self._heads:
+            work, buffer = self._heads.popleft()
+            work.wait()
+            header = Header.read(buffer.bytes)
+            assert header.content == _FILLER, f"a message was left on a channel: {header}"
+            self._free.append(buffer)
+        for receive in self._payloads:
+            if receive is not None:
+                receive[0].wait()
+        self._payloads.clear()
 
 
 class DistributedGroup(Group):
@@ -243,7 +327,9 @@ class DistributedGroup(Group):
         self._group = group
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
-        return _Sum(_started(dist.all_reduce(tensor, group=self._group, async_op=True)), tensor)
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None, "this rank is not in the process group"
+        return _Sum(work, tensor)
 
 
 class _Sum(Pending[torch.Tensor]):

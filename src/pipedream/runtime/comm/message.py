@@ -1,42 +1,41 @@
-"""A message and its header.
+"""A message, its layout and its header.
 
-The header has a fixed size, so its receive can be posted before anything is known about the message. It holds the type
-and shape of each tensor: a smaller last minibatch or a longer sequence needs no negotiation. It also holds the text of
-the structure, if that is short: no worker waits for its GPU to read it.
+A layout says what a message holds: the structure of the value, and dtype and shape of each tensor. It is numbered when
+it first appears on a channel, described once, and called by its number afterwards. So a smaller last minibatch or a
+longer sequence needs no negotiation, and the header of a message is short.
 """
 
 from __future__ import annotations
 
+import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 __all__ = [
     "ENDS_EPOCH",
-    "HEADER_WORDS",
+    "HEADER_BYTES",
     "Content",
     "Ending",
+    "Header",
+    "KnownLayouts",
+    "Layout",
     "Message",
     "TensorSpec",
+    "aligned",
     "copy_as_received",
-    "decode_header",
     "dimension_order",
-    "encode_header",
-    "join_payload",
-    "split_payload",
+    "in_memory_order",
+    "write",
 ]
 
-HEADER_WORDS = 512
 ENDS_EPOCH = 1
 """Bit of the flags of a `DATA` message: its minibatch is the last of its epoch."""
-_FIXED = 16
-_LAYOUT = struct.Struct("=9q2d2q")
-_MOST_DIMENSIONS = 8
-_MOST_NUMBERS = 64
 _ALIGNMENT = 64
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
@@ -60,14 +59,6 @@ class Ending(IntEnum):
     DATA = 0
     DRAIN = 1
     INTERRUPT = 2
-
-
-class TensorSpec(NamedTuple):
-    """The layout of a tensor in a payload; `order` as in `dimension_order`."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -129,117 +120,200 @@ class Message:
         )  # fmt: skip
 
 
-def encode_header(message: Message, payload_bytes: int) -> torch.Tensor:
-    """Writes int64[HEADER_WORDS] on the CPU.
+class TensorSpec(NamedTuple):
+    """A tensor of a layout.
 
-    Raises:
-        ValueError: more tensors or numbers than it can hold.
-        TypeError: a tensor of a type that cannot be sent.
+    Attributes:
+        strides: those of a dense tensor.
+        on_device: it is not in the memory of the CPU.
+        begin: first byte in the payload; None for a tensor that is sent by itself.
     """
-    if len(message.numbers) > _MOST_NUMBERS:
-        raise ValueError(f"a message carries at most {_MOST_NUMBERS} numbers, found {len(message.numbers)}")
-    room = HEADER_WORDS - _FIXED - len(message.numbers)
-    words: list[int] = []
-    for i, tensor in enumerate(message.tensors):
-        shape = () if tensor is None else tuple(tensor.shape)
-        if len(shape) > _MOST_DIMENSIONS or len(words) + 2 + len(shape) > room:
-            raise ValueError(
-                f"the value has too many tensors or dimensions for a header: {len(message.tensors)} tensors, tensor "
-                f"{i} has shape {shape}; cut the model where fewer tensors cross, or stack tensors of one shape"
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    on_device: bool
+    begin: int | None
+
+
+class Layout:
+    """What a message holds besides its numbers.
+
+    Attributes:
+        structure, wants: of the message, `wants` its `gradients`.
+        specs: one for each tensor; None for a gradient that does not exist.
+        payload_bytes: of the tensors that share a payload.
+        sent_bytes: of all tensors.
+    """
+
+    __slots__ = ("payload_bytes", "sent_bytes", "specs", "structure", "wants")
+
+    def __init__(
+        self, specs: Sequence[TensorSpec | None], payload_bytes: int, structure: str = "", wants: Sequence[bool] = ()
+    ) -> None:
+        self.structure = structure
+        self.wants = tuple(wants)
+        self.specs = tuple(specs)
+        self.payload_bytes = payload_bytes
+        self.sent_bytes = sum(_bytes_of(spec) for spec in self.specs if spec is not None)
+
+    @classmethod
+    def of(cls, message: Message, apart: bool = False) -> Layout:
+        """Returns a message's layout.
+
+        Args:
+            apart: tensors on a device are sent by themselves.
+
+        Raises:
+            TypeError: a tensor of a type that cannot be sent.
+        """
+        specs: list[TensorSpec | None] = []
+        end = 0
+        for tensor in message.tensors:
+            if tensor is None:
+                specs.append(None)
+                continue
+            strides = _dense_strides(tuple(tensor.shape), dimension_order(tensor))
+            if tensor.dtype not in _DTYPE_CODE:
+                raise TypeError(f"a tensor of {tensor.dtype} cannot be sent between stages; convert it to a plain type")
+            on_device = not tensor.is_cpu
+            begin = None if apart and on_device else aligned(end)
+            specs.append(TensorSpec(tensor.dtype, tuple(tensor.shape), strides, on_device, begin))
+            if begin is not None:
+                end = begin + tensor.numel() * tensor.element_size()
+        return cls(specs, end, message.structure, message.gradients)
+
+    def to_json(self) -> bytes:
+        specs = [None if spec is None else [_DTYPE_CODE[spec.dtype], *spec[1:]] for spec in self.specs]
+        return json.dumps([specs, self.payload_bytes, self.structure, self.wants]).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Layout:
+        nodes, *others = json.loads(text)
+        specs = [None if n is None else TensorSpec(_DTYPES[n[0]], tuple(n[1]), tuple(n[2]), n[3], n[4]) for n in nodes]
+        return cls(specs, *others)
+
+    def tensors_in(self, payload: torch.Tensor, begin: int = 0) -> list[torch.Tensor | None]:
+        """Returns the tensors of a payload, uint8[n], that begins at byte `begin`; they share its storage.
+
+        They are no views to autograd, which would rewrite a tensor's neighbours.
+        """
+        storage, first = payload.untyped_storage(), begin + int(payload.storage_offset())
+        return [
+            None
+            if spec is None or spec.begin is None
+            else torch.empty(0, dtype=spec.dtype, device=payload.device).set_(
+                storage, (first + spec.begin) // spec.dtype.itemsize, spec.shape, spec.strides
             )
-        if tensor is not None and tensor.dtype not in _DTYPE_CODE:
-            raise TypeError(f"a tensor of {tensor.dtype} cannot be sent between stages; convert it to a plain type")
-        code = -1 if tensor is None else _DTYPE_CODE[tensor.dtype]
-        wants = bool(message.gradients) and message.gradients[i]
-        layout = len(shape) if tensor is None else _packed(dimension_order(tensor))
-        words += ((code + 1) * 2 + wants, layout, *shape)
-    text = message.structure.encode() if _fits_header(message) else b""
-    header = bytearray(8 * HEADER_WORDS)
-    _LAYOUT.pack_into(
-        header, 0, message.content, message.microbatch, message.minibatch, message.epoch, message.samples,
-        message.version, message.flags, payload_bytes, len(message.tensors), message.loss_weight, message.share,
-        len(message.numbers), len(text),
-    )  # fmt: skip
-    struct.pack_into(f"={len(message.numbers)}d{len(words)}q", header, 8 * _FIXED, *message.numbers, *words)
-    if text:
-        header[-len(text) :] = text
-    return torch.frombuffer(header, dtype=torch.int64)
+            for spec in self.specs
+        ]
 
 
-def decode_header(
-    words: torch.Tensor,
-) -> tuple[Message, int, list[TensorSpec | None]]:
-    """Returns the message without tensors, or a structure in its payload; the payload's bytes; the tensors' layouts."""
-    ints = words.numpy()
-    (
-        content, microbatch, minibatch, epoch, samples, version, flags, payload, count, loss_weight, share, numbers,
-        text,
-    ) = _LAYOUT.unpack_from(ints.data)  # fmt: skip
-    named = ints[_FIXED + numbers : _FIXED + numbers + count * (2 + _MOST_DIMENSIONS)].tolist()
-    specs: list[TensorSpec | None] = []
-    wants = []
-    place = 0
-    for _ in range(count):
-        code, want = divmod(named[place], 2)
-        order = _unpacked(named[place + 1])
-        end = place + 2 + len(order)
-        specs.append(None if code == 0 else TensorSpec(_DTYPES[code - 1], tuple(named[place + 2 : end]), order))
-        wants.append(bool(want))
-        place = end
-    message = Message(
-        microbatch=microbatch,
-        content=Content(content),
-        structure=ints.data.cast("B")[-text:].tobytes().decode() if text else "",
-        gradients=tuple(wants),
-        minibatch=minibatch,
-        epoch=epoch,
-        samples=samples,
-        version=version,
-        flags=flags,
-        loss_weight=loss_weight,
-        share=share,
-        numbers=struct.unpack_from(f"={numbers}d", ints.data, 8 * _FIXED),
-    )
-    return message, payload, specs
+def write(tensors: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]) -> None:
+    """Copies tensors; where either is None, nothing."""
+    for tensor, target in zip(tensors, targets, strict=True):
+        if target is not None and tensor is not None:
+            target.copy_(tensor.detach(), non_blocking=True)
 
 
-def join_payload(message: Message, device: torch.device) -> torch.Tensor:
-    """Returns the tensors, and a structure too long for the header, as uint8[n]; does not copy a single tensor."""
-    tensors = [tensor.detach() for tensor in message.tensors if tensor is not None]
-    text = b"" if _fits_header(message) else message.structure.encode()
-    if len(tensors) == 1 and not text:
-        return _as_bytes(tensors[0])
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    total = sum(map(_aligned, sizes)) + len(text)
-    payload = torch.empty(total, dtype=torch.uint8, device=device)
-    place = 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        payload[place : place + size].copy_(_as_bytes(tensor))
-        place += _aligned(size)
-    if text:
-        payload[place:].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    return payload
+class KnownLayouts:
+    """The layouts that were sent on a channel, by number; when all numbers are taken, a new one takes the oldest's."""
+
+    def __init__(self, apart: bool = False, most: int = 1024) -> None:
+        self._apart = apart
+        self._most = most
+        self._found: dict[Any, tuple[int, Layout]] = {}
+        self._count = 0
+
+    def find(self, message: Message) -> tuple[int, Layout, bytes]:
+        """Returns number and layout of a message, and its description if it is new."""
+        try:
+            key = (
+                message.structure,
+                message.gradients,
+                tuple([None if t is None else (t.dtype, t.shape, t.stride(), t.is_cpu) for t in message.tensors]),
+            )
+        except RuntimeError:  # a sparse tensor has no strides
+            Layout.of(message)
+            raise
+        known = self._found.get(key)
+        if known is not None:
+            return *known, b""
+        layout = Layout.of(message, self._apart)
+        number = self._count % self._most
+        if self._count >= self._most:
+            del self._found[next(iter(self._found))]
+        self._count += 1
+        self._found[key] = number, layout
+        return number, layout, layout.to_json()
 
 
-def split_payload(message: Message, specs: list[TensorSpec | None], payload: torch.Tensor) -> Message:
-    """Returns the message with tensors that share the payload's storage."""
-    place = 0
-    tensors: list[torch.Tensor | None] = []
-    for spec in specs:
-        if spec is None:
-            tensors.append(None)
-            continue
-        size = prod(spec.shape) * spec.dtype.itemsize
-        # `.data`: autograd must not take these for views, or would rewrite a tensor's neighbours.
-        tensors.append(_restored(payload[place : place + size].view(spec.dtype), spec.shape, spec.order).data)
-        place += _aligned(size) if place + _aligned(size) <= payload.numel() else size
-    structure = bytes(payload[place:].cpu().numpy()).decode() if place < payload.numel() else message.structure
-    return message._with(tuple(tensors), structure, message.gradients, message.version)
+_HEADER = struct.Struct("=BxHIII6q2d")
+HEADER_BYTES = _HEADER.size
 
 
-def _fits_header(message: Message) -> bool:
-    words = _FIXED + len(message.numbers) + sum(2 if t is None else 2 + t.ndim for t in message.tensors)
-    return len(message.structure.encode()) <= 8 * (HEADER_WORDS - words)
+class Header(NamedTuple):
+    """The fixed part of a message on the wire; `numbers` and a layout's description follow.
+
+    Attributes:
+        layout: its number.
+        channel: its number, where several share a connection.
+        numbers: how many.
+        description_bytes: 0 if the layout is known.
+    """
+
+    content: int
+    layout: int
+    channel: int
+    numbers: int
+    description_bytes: int
+    microbatch: int
+    minibatch: int
+    epoch: int
+    samples: int
+    version: int
+    flags: int
+    loss_weight: float
+    share: float
+
+    @classmethod
+    def of(cls, message: Message, layout: int, channel: int, description_bytes: int) -> Header:
+        return cls(
+            message.content, layout, channel, len(message.numbers), description_bytes, message.microbatch,
+            message.minibatch, message.epoch, message.samples, message.version, message.flags, message.loss_weight,
+            message.share,
+        )  # fmt: skip
+
+    @property
+    def head_bytes(self) -> int:
+        """Of header, numbers and description, to where a payload begins."""
+        return aligned(HEADER_BYTES + 8 * self.numbers + self.description_bytes)
+
+    def write(self, head: Any, numbers: Sequence[float], description: bytes) -> None:
+        """Writes header, numbers and description to bytes."""
+        _HEADER.pack_into(head, 0, *self)
+        end = HEADER_BYTES + 8 * len(numbers)
+        if numbers:
+            struct.pack_into(f"={len(numbers)}d", head, HEADER_BYTES, *numbers)
+        if description:
+            head[end : end + len(description)] = description
+
+    @classmethod
+    def read(cls, head: Any) -> Header:
+        return cls._make(_HEADER.unpack_from(head))
+
+    def numbers_in(self, head: Any) -> tuple[float, ...]:
+        return struct.unpack_from(f"={self.numbers}d", head, HEADER_BYTES) if self.numbers else ()
+
+    def description_in(self, head: Any) -> bytes:
+        begin = HEADER_BYTES + 8 * self.numbers
+        return bytes(head[begin : begin + self.description_bytes])
+
+    def message(self, layout: Layout, tensors: tuple[torch.Tensor | None, ...], numbers: tuple[float, ...]) -> Message:
+        return Message(
+            self.microbatch, Content(self.content), tensors, layout.structure, layout.wants, self.minibatch, self.epoch,
+            self.samples, self.version, self.flags, self.loss_weight, self.share, numbers,
+        )  # fmt: skip
 
 
 def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -261,29 +335,32 @@ def copy_as_received(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a dense copy with the same order of dimensions in memory."""
     if tensor.layout is torch.strided and tensor.is_contiguous():
         return tensor.detach().clone(memory_format=torch.contiguous_format)
-    order = dimension_order(tensor)
-    numbers = tensor.detach().permute(order).clone(memory_format=torch.contiguous_format).view(-1)
-    return _restored(numbers, tuple(tensor.shape), order).data
+    shape = tuple(tensor.shape)
+    strides = _dense_strides(shape, dimension_order(tensor))
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
-def _restored(numbers: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
-    dense = numbers.view([shape[dimension] for dimension in order])
-    return dense.permute([order.index(dimension) for dimension in range(len(shape))])
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers of a tensor, flat, in the order of a dense tensor with its order of dimensions.
 
-
-def _packed(order: tuple[int, ...]) -> int:
-    return sum(dimension << 4 * (i + 1) for i, dimension in enumerate(order)) | len(order)
-
-
-def _unpacked(layout: int) -> tuple[int, ...]:
-    return tuple(layout >> 4 * (i + 1) & 0xF for i in range(layout & 0xF))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor.permute(dimension_order(tensor)).contiguous()
+    Copies only what is not dense.
+    """
+    dense = tensor.detach().permute(dimension_order(tensor)).contiguous()
     # Not view(-1): a dimension of size 1 may keep any stride, and bytes are viewed only at stride 1.
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    return dense.as_strided((dense.numel(),), (1,))
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [0] * len(shape), 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= max(1, shape[dimension])
+    return tuple(strides)
+
+
+def _bytes_of(spec: TensorSpec) -> int:
+    return prod(spec.shape) * spec.dtype.itemsize

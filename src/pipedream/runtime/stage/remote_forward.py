@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.runtime.comm.message import Message, TensorSpec, dimension_order, join_payload, split_payload
+from pipedream.runtime.comm.message import Layout, Message, write
 from pipedream.runtime.stage.recompute import ForwardFunction, without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
@@ -40,19 +40,19 @@ class WeightPacket:
                     if tensor is not None and id(tensor) not in trained:
                         slots.setdefault(id(tensor), []).append((held, name))
         self._slots = list(slots.values())
-        self._specs = [_spec(handle, low_precision.get(name)) for name, handle in module.handles.items()]
-        self._specs += [_spec(held[0][0][held[0][1]]) for held in self._slots]
+        sent = [_like(handle, low_precision.get(name)) for name, handle in module.handles.items()]
+        self._layout = Layout.of(Message(0, tensors=(*sent, *(_like(held[0][0][held[0][1]]) for held in self._slots))))
 
     def pack(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        tensors = [leaves[name].detach() for name in self._names] + [s[0][0][s[0][1]].detach() for s in self._slots]
-        whole = [tensor.to(spec.dtype) for tensor, spec in zip(tensors, self._specs, strict=True)]
-        device = whole[0].device if whole else torch.device("cpu")
-        return join_payload(Message(0, tensors=tuple(whole)), device)
+        tensors = [leaves[name] for name in self._names] + [s[0][0][s[0][1]] for s in self._slots]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        payload = torch.empty(self._layout.payload_bytes, dtype=torch.uint8, device=device)
+        write(tensors, self._layout.tensors_in(payload))
+        return payload
 
     def unpack(self, payload: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns the weights by name, as leaves, and the other slots' tensors; all are views of the payload."""
-        arrived = split_payload(Message(0), list(self._specs), payload).tensors
-        found = [tensor for tensor in arrived if tensor is not None]
+        found = [tensor for tensor in self._layout.tensors_in(payload) if tensor is not None]
         count = len(self._names)
         leaves = {name: leaf.requires_grad_() for name, leaf in zip(self._names, found[:count], strict=True)}
         return leaves, found[count:]
@@ -140,5 +140,5 @@ class RemoteForward:
                 module.training = training
 
 
-def _spec(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
-    return TensorSpec(dtype or tensor.dtype, tuple(tensor.shape), dimension_order(tensor))
+def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty_like(tensor, dtype=dtype, device="meta")
