@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.comm.values import unflatten
+from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.data.batches import BatchDim, count_samples, first_half, split_batch, split_minibatch
 
@@ -109,6 +109,23 @@ def test_packed_sequences_are_cut_by_samples(lengths: list[int], parts: int, ord
         found += own
     assert all(map(torch.equal, found, sequences))
     assert len(found) == len(sequences)
+
+
+def test_parts_are_flattened_as_each_alone() -> None:
+    x, mask, packed = torch.arange(10).reshape(5, 2), torch.ones(5, 2) > 0, pack_sequence([torch.ones(2)] * 5)
+    for value in (
+        x, (x, x[:, 0], x), {"x": x, "same": [x], "at": slice(torch.ones(5), None), "text": "a"}, UserDict({"x": x}),
+        (x, torch.empty(5, device="meta")), {"packed": packed, "x": x}, [x, None, torch.ones(3)],
+    ):  # fmt: skip
+        for parts in (1, 2, 3):
+            sizes, inputs, targets = split_minibatch(value, (mask, value), parts)
+            assert sum(sizes) == 5
+            for found, wanted in ((inputs, value), (targets, (mask, value))):
+                alone = [flatten(part) for part in split_batch(wanted, 5, parts)]
+                assert [structure for structure, _ in found] == [structure for structure, _ in alone]
+                for (_, tensors), (_, others) in zip(found, alone, strict=True):
+                    assert [one.tolist() for one in tensors] == [one.tolist() for one in others]
+    assert split_minibatch(x, None, 2)[2] == [("null", ()), ("null", ())]
 
 
 def test_half_of_a_minibatch() -> None:
