@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from pipedream.core.errors import CaptureError
 from pipedream.core.seeds import layer_seed
 from pipedream.runtime.stage import generators
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
@@ -179,3 +182,72 @@ def test_the_generator_of_the_stage_s_own_gpu_is_seeded(monkeypatch: pytest.Monk
         asked = layer_seed(5, 7, "layer")
         assert [seed == asked for seed in seen.pop()] == [number == index for number in range(3)]
         assert all(map(torch.equal, before, [generator.get_state() for generator in of_gpus]))
+
+
+def _flatten_as_cudnn_does(module: nn.RNNBase) -> None:
+    """Makes the weights views of one new buffer."""
+    with torch.no_grad():
+        buffer, offset = torch.cat([weight.reshape(-1) for weight in module._flat_weights]), 0
+        for weight in module._flat_weights:
+            weight.data = buffer[offset : offset + weight.numel()].view_as(weight)
+            offset += weight.numel()
+
+
+class Flattening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.lstm.flatten_parameters()
+        return self.lstm(x)[0]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_layer_that_flattens_its_weights_trains(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", _flatten_as_cudnn_does)
+    layer = Flattening()
+    plain = copy.deepcopy(layer)
+    handles = dict(layer.named_parameters())
+    for handle in handles.values():
+        handle.data = handle.data.clone()  # as a move to a GPU does, one by one
+    stage = StageModule([("layer", layer)], handles, torch.device("cpu"), seed=0)
+    versions, optimizer = Versions(handles), torch.optim.SGD(handles.values(), lr=0.1)
+    serial = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inputs, waiting = torch.randn(6, 4, 2, 2), []
+    history = [[p.detach().clone() for p in plain.parameters()]]
+    for x in inputs:
+        held = versions.read(versions.newest)
+        waiting.append((held, stage.forward(x, held.leaves, 0, first=True)))
+        assert all(torch.equal(a, b) for a, b in zip(held.leaves.values(), history[held.version], strict=True))
+        for leaves in (held.leaves, handles):
+            assert len({leaf.untyped_storage().data_ptr() for leaf in leaves.values()}) == 1, "one chunk"
+        if len(waiting) < in_flight:
+            continue
+        held, output = waiting.pop(0)
+        scale = torch.ones_like(output)
+        found, _ = stage.backward(SavedForward(held, (), (output,), (), 0), [scale], [None] * len(handles))
+        versions.release(held)
+        for handle, twin, gradient in zip(handles.values(), plain.parameters(), found, strict=True):
+            handle.grad, twin.grad = gradient, gradient.clone()
+        versions.begin_update((versions.newest,) if in_flight > 1 else ())
+        optimizer.step()
+        versions.end_update()
+        serial.step()
+        history.append([p.detach().clone() for p in plain.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(handles.values(), plain.parameters(), strict=True))
+    assert not torch.equal(history[0][0], history[-1][0])
+    assert "flatten_parameters" not in vars(layer.lstm)
+
+
+def test_a_forward_that_moves_a_weight_is_refused() -> None:
+    class Moving(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.clone()
+            return super().forward(x)
+
+    layer = Moving(2, 2)
+    handles = dict(layer.named_parameters())
+    stage = StageModule([("moving", layer)], handles, torch.device("cpu"), seed=0)
+    with pytest.raises(CaptureError, match=r"moves the weight 'weight' to other memory"):
+        stage.forward(torch.ones(1, 2), Versions(handles).read(0).leaves, 0, first=True)

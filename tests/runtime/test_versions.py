@@ -227,3 +227,18 @@ def test_kept_views_are_sets_of_their_own() -> None:
 def _filled(handles: dict[str, nn.Parameter], factor: float, into: dict[str, torch.Tensor]) -> None:
     for name, target in into.items():
         target.copy_(factor * handles[name].detach())
+
+
+def test_weights_in_one_buffer_stay_in_one() -> None:
+    buffer, apart = torch.randn(12), nn.Parameter(torch.randn(1000)[:3])
+    handles = {"a": nn.Parameter(buffer[:6].view(3, 2)), "apart": apart, "b": nn.Parameter(buffer[6:10])}
+    versions = Versions(handles)
+    versions.read(0)
+    versions.begin_update(())
+    leaves = versions._sets[1].leaves
+    assert list(leaves) == list(handles)
+    assert leaves["a"].untyped_storage().data_ptr() == leaves["b"].untyped_storage().data_ptr()
+    assert [leaf.storage_offset() for leaf in leaves.values()] == [0, 0, 6]
+    assert leaves["apart"].untyped_storage().nbytes() == 12, "not all of what the weight is a part of"
+    assert all(torch.equal(leaf, versions.peek(0).leaves[name]) for name, leaf in leaves.items())
+    assert all(leaf.requires_grad and leaf.is_leaf for leaf in leaves.values())

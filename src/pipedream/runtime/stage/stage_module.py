@@ -26,6 +26,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils.rnn import PackedSequence
 
+from pipedream.core.errors import CaptureError
 from pipedream.core.user_code import note_module
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, unflatten
@@ -151,8 +152,17 @@ class StageModule:
             for slot, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in known
         ]
-        # Recurrent layers have a second list of their weights.
-        self._recurrent = [m for m in modules.values() if isinstance(m, nn.RNNBase)]
+        # Recurrent layers have a second list of their weights, which need one buffer on a GPU.
+        self._recurrent = [
+            (m, [(slot, known.get(id(m._parameters.get(slot)))) for slot in m._flat_weights_names])
+            for m in modules.values()
+            if isinstance(m, nn.RNNBase)
+        ]
+        self._flattening = [m.__dict__ for m, _ in self._recurrent if "flatten_parameters" not in m.__dict__]
+        self._set_parameters(handles)
+        for recurrent, _ in self._recurrent:
+            recurrent.flatten_parameters()
+        self._checked = False
 
     def train(self, mode: bool) -> list[tuple[nn.Module, bool]]:
         """Sets the training flag of all modules; returns the earlier flags."""
@@ -169,6 +179,7 @@ class StageModule:
             first: the value is the model's input; a tuple, if not a packed sequence, is passed as several arguments.
         """
         states = None
+        storages = {} if self._checked else _storages(leaves)
         self._set_parameters(leaves)
         try:
             with self.casting():
@@ -182,6 +193,8 @@ class StageModule:
                     several = first and not is_slice and isinstance(value, tuple)
                     value = call(*value) if several and not isinstance(value, PackedSequence) else call(value)
                     first = False
+            if not self._checked:
+                self._check_storages(storages, leaves)
             return value
         except Exception as error:
             note_module(error, self._named_modules())
@@ -190,6 +203,16 @@ class StageModule:
             self._set_parameters(self.handles)
             if states is not None:
                 self.generators.restore(states)
+
+    def _check_storages(self, before: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> None:
+        """Raises a `CaptureError` if the forward has moved a weight, which updates would then not reach."""
+        self._checked = True
+        moved = [name for name, storage in _storages(leaves).items() if before[name] != storage]
+        if moved:
+            raise CaptureError(
+                f"the forward moves the weight {moved[0]!r} to other memory (by weight.data = ..., or by a function "
+                "that flattens weights), where no update would reach it; move it before training, not in the forward"
+            )
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for name, layer in self.layers:
@@ -288,16 +311,29 @@ class StageModule:
     def _set_parameters(self, leaves: Any) -> None:
         for parameters, slot, name in self._slots:
             parameters[slot] = leaves[name]
-        for module in self._recurrent:
-            flat = [getattr(module, name, None) for name in module._flat_weights_names]
+        for module, weights in self._recurrent:
+            flat = [getattr(module, slot, None) if name is None else leaves[name] for slot, name in weights]
             module._flat_weights = flat
             module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
+        for attributes in self._flattening:
+            if leaves is self.handles:
+                attributes.pop("flatten_parameters", None)
+            else:  # it would move the leaves away from the handles
+                attributes["flatten_parameters"] = _flatten_nothing
 
     def casting(self) -> AbstractContextManager[Any]:
         """Context of the layers and the loss."""
         if self._autocast is None:
             return _NOTHING
         return torch.autocast(self.device.type, self._autocast)
+
+
+def _flatten_nothing() -> None:
+    pass
+
+
+def _storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
 
 
 def _compiled(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ none for a graph, which saves only references (`runtime.stage.saved_tensors`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
@@ -135,8 +136,8 @@ class Versions:
                 for name, handle in self.handles.items()
             }
             fill(into)
-            for name in self._low:
-                made.leaves[name].data.copy_(into[name])
+            if self._low:
+                torch._foreach_copy_([made.leaves[name].data for name in self._low], [into[name] for name in self._low])
             made.version = version
             self._predictions[version] = made
             self.peak = max(self.peak, self.alive)
@@ -188,16 +189,15 @@ class Versions:
         self.cast()
 
     def cast(self) -> None:
-        leaves = self._sets[self.newest].leaves
-        for name in self._low:
+        if self._low:
+            leaves = self._sets[self.newest].leaves
             # Not detach(): graphs may have read the leaf, and must see the new weights.
-            leaves[name].data.copy_(self.handles[name].data)
+            torch._foreach_copy_(
+                [leaves[name].data for name in self._low], [self.handles[name].data for name in self._low]
+            )
 
     def new_storage(self) -> WeightSet:
-        leaves = self._sets[self.newest].leaves
-        return self._new_set(
-            -1, {name: torch.empty_like(leaf).detach().requires_grad_() for name, leaf in leaves.items()}
-        )
+        return self._new_set(-1, _empty_like(self._sets[self.newest].leaves))
 
     def rewind(self) -> None:
         """Counts from 0 again, after a drain, when one set is left."""
@@ -237,3 +237,24 @@ class Versions:
             # Not detach(): that would share autograd's version counter, which each update increments.
             return handle.data.requires_grad_()
         return handle.detach().to(kind, copy=True).requires_grad_()
+
+
+def _empty_like(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns new leaves; those that share a storage, as a recurrent layer's do on a GPU, share one again."""
+    together: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for leaf in leaves.values():
+        together[leaf.untyped_storage()._cdata].append(leaf)
+    shared: dict[int, torch.UntypedStorage] = {}
+    for number, members in together.items():
+        storage = members[0].untyped_storage()
+        # A storage may hold much that is not this stage's.
+        if len(members) > 1 and storage.nbytes() <= 2 * sum(leaf.nbytes for leaf in members):
+            shared[number] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
+    made = {}
+    for name, leaf in leaves.items():
+        found = shared.get(leaf.untyped_storage()._cdata)
+        new = torch.empty_like(leaf).detach() if found is None else leaf.data.new_empty(0)
+        if found is not None:
+            new.set_(found, leaf.storage_offset(), leaf.size(), leaf.stride())
+        made[name] = new.requires_grad_()
+    return made
