@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.tied import TiedWeights
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.update import UpdateRule
@@ -20,6 +21,7 @@ from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.all_reduce import GradientAllReduce, all_reduce_many, buckets_of
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
+from pipedream.runtime.update.tied_weights import TiedGradientSum
 from pipedream.schedules import build
 
 TYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -243,3 +245,31 @@ def test_the_last_backward_before_an_update_is_in_the_program(
             assert found == {
                 k for k in range(replica, total, step) if rule.update_of(stage, k + step) > rule.update_of(stage, k)
             }
+
+
+def test_the_host_reads_no_number_from_the_device() -> None:
+    # On the meta device the host cannot read a number, and sums of CPU tensors take another way.
+    handles = [nn.Parameter(torch.empty(4, 2, device="meta")), nn.Parameter(torch.empty(3, device="meta"))]
+    reduction = GradientAllReduce(handles, LocalGroup(1).member(0))
+    reduction.close([torch.empty(4, 2, device="meta"), None], 3.0, 2, 1.0)
+    sums, loss_weight, count, stop_request = result(reduction.take())
+    assert (loss_weight, count, stop_request) == (3.0, 2, 1.0)
+    assert sums[0].is_meta
+    assert sums[1] is None
+
+
+def test_tied_weights_on_a_device_are_counted_on_the_host() -> None:
+    shared = TiedWeights(("a",), (0, 1), 8)
+    handle = torch.empty(2, device="meta")
+    total = TiedGradientSum(shared, {0: {"a": handle}}, (1, 1), LocalGroup(1).member(0))
+    sums = {0: [torch.empty(2, device="meta")]}
+    result(total.all_reduce(sums))
+    assert sums[0][0].is_meta
+
+
+def test_buckets_on_gpus_are_larger() -> None:
+    sizes = {}
+    for device in ("cpu", "meta"):
+        handles = [torch.empty(1 << 20, dtype=torch.uint8, device=device)] * 60
+        sizes[device] = [len(bucket) for bucket in buckets_of(handles)]
+    assert sizes == {"cpu": [1, *[4] * 14, 3], "meta": [1, 25, 25, 9]}

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from fractions import Fraction
 from functools import partial
 from math import isfinite
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from torch import nn
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import ErrorFeedback
+from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.runtime.comm.channel import LocalGroup
+from pipedream.runtime.stage.velocity import add_velocity
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
+from pipedream.runtime.update_barrier import UpdateBarrier
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -101,7 +105,7 @@ def test_large_gradients_that_are_finite_have_a_norm() -> None:
     optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
     gradients.add([torch.full((3,), 1e20), torch.full((2, 2), -1e38)], 1.0)
     finish(optimizer.prepare(gradients))
-    assert optimizer.norm_square == pytest.approx(3e40 + 4e76, rel=1e-6)
+    assert float(optimizer.norm_square) == pytest.approx(3e40 + 4e76, rel=1e-6)
     for value, is_finite in ((3e38, True), (float("inf"), False), (float("nan"), False)):
         handles["a"].grad = torch.full((3,), value)
         assert isfinite(optimizer.norm_square) == is_finite
@@ -186,3 +190,52 @@ def test_a_stage_without_weights_keeps_the_clock() -> None:
     finish(optimizer.prepare(Gradients([])))
     optimizer.step()
     assert (optimizer.updates, optimizer.rate) == (1, 0.1)
+
+
+def _on_an_accelerator() -> tuple[dict[str, nn.Parameter], Optimizer]:
+    """On the meta device, where the host cannot read a number."""
+    handles = {name: nn.Parameter(torch.empty_like(handle, device="meta")) for name, handle in _handles().items()}
+    return handles, Optimizer(handles, partial(torch.optim.AdamW, lr=0.1))
+
+
+def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
+    handles, optimizer = _on_an_accelerator()
+    gradients = Gradients([torch.float32] * len(handles))
+    gradients.add([torch.empty_like(handle) for handle in handles.values()], 3.0)
+    stage_state: Any = SimpleNamespace(optimizer=optimizer, gradients=gradients)
+    barrier = UpdateBarrier(Policy(0.5, "local", "error", "", None), LocalGroup(1).member(0), {0: stage_state})
+    with pytest.raises(StopIteration):
+        next(barrier.prepare(0, 0.0))
+    assert all(handle.grad is not None for handle in handles.values())
+    with pytest.raises(RuntimeError):
+        float(optimizer.norm_square)
+
+
+@pytest.mark.parametrize("value", [1e-3, 0.3, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clipping_by_a_norm_on_the_device_gives_the_hosts_bits(value: float, dtype: torch.dtype) -> None:
+    clipped = []
+    for on_device in (False, True):
+        torch.manual_seed(0)
+        handle = nn.Parameter(torch.randn(50, dtype=dtype))
+        optimizer = Optimizer({"a": handle}, partial(torch.optim.SGD, lr=0.1))
+        handle.grad = torch.randn(50, dtype=dtype)
+        handle.grad[0] = value
+        norm = optimizer.norm_square.sqrt()
+        optimizer.clip(1.0, norm if on_device else float(norm))
+        clipped.append(handle.grad)
+    assert clipped[0].numpy().tobytes() == clipped[1].numpy().tobytes()
+
+
+def test_the_velocity_of_a_fused_optimizer_is_not_waited_for() -> None:
+    weights = nn.Parameter(torch.randn(4)), nn.Parameter(torch.empty(4, device="meta"))
+    found = []
+    for weight in weights:
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+        state = {"exp_avg": torch.ones_like(weight), "exp_avg_sq": torch.ones_like(weight)}
+        optimizer.state[weight] = {**state, "step": torch.ones((), device=weight.device)}  # as if fused
+        target = torch.zeros_like(weight)
+        add_velocity(optimizer, {weight: target}, 2.0)
+        found.append(target.detach())
+    assert found[1].is_meta
+    torch.testing.assert_close(found[0], torch.full((4,), -0.2 / (1 - 0.9) / (1 / (1 - 0.999)) ** 0.5))

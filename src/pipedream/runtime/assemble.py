@@ -132,7 +132,8 @@ def connect(program: Program, device: torch.device, shared: Sequence[TiedWeights
     world = dist.group.WORLD
     assert world is not None
     everyone = world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo")
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # Numbers that the host reads stay on the CPU, and go over gloo.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     stages = tuple(
         dist.new_group(list(row), backend=backend) if len(row) > 1 else None for row in program.placement.ranks
     )

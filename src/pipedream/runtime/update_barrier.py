@@ -80,12 +80,18 @@ class UpdateBarrier:
             yield from self._next_norm()
 
     def _decide_locally(self, stage_state: StageState) -> None:
-        if self._limit is not None or self._skips:
-            square = stage_state.optimizer.norm_square
-            self._decide(stage_state, square, square)
+        if self._limit is None and not self._skips:
+            return
+        square = stage_state.optimizer.norm_square
+        if self._limit is None or self._skips or square.device.type == "cpu":
+            self._decide(stage_state, float(square), float(square))
+        else:  # the host has nothing to decide, and does not wait for the GPU
+            stage_state.optimizer.finite = True
+            stage_state.optimizer.clip(self._limit, square.sqrt())
 
     def _decide_globally(self) -> Waiting[None]:
-        squares = {stage: stage_state.optimizer.norm_square for stage, stage_state in self._stage_states.items()}
+        on_device = {stage: stage_state.optimizer.norm_square for stage, stage_state in self._stage_states.items()}
+        squares = {stage: float(square) for stage, square in on_device.items()}  # a GPU is waited for once
         # Replicas have the same summed gradients: each contributes its share of the stage's square.
         mine = sum(squares[stage] / stage_state.optimizer.replicas for stage, stage_state in self._stage_states.items())
         self._norms.append(self._group.all_reduce(torch.tensor([mine], dtype=torch.float64)))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 __all__ = [
     "BUCKET_BYTES",
     "FIRST_BUCKET_BYTES",
+    "GPU_BUCKET_BYTES",
     "Numbers",
     "all_reduce_bytes",
     "all_reduce_s",
@@ -29,6 +30,8 @@ Numbers = float | NDArray[Any]
 # 4 ms at 10 Gbit/s, some tenths of a millisecond between GPUs.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 4 << 20
+GPU_BUCKET_BYTES = 25 << 20
+"""Between GPUs, where latency counts for more; that of torch's DistributedDataParallel."""
 
 
 def transfer_s(size_bytes: Numbers, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> Numbers:

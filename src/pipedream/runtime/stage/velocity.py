@@ -65,6 +65,12 @@ def check_velocity(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _add_adams(target: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any], scale: float) -> None:
-    count, (beta, beta_square) = float(state["step"]), group["betas"]
+    step, (beta, beta_square) = state["step"], group["betas"]
+    if step.device.type != "cpu":  # of a fused or capturable optimizer on a GPU, which the host does not wait for
+        count = step.double()
+        size = (state["exp_avg_sq"].sqrt() / (1 - beta_square**count).sqrt()).add_(group["eps"])
+        target.addcdiv_(state["exp_avg"] / (1 - beta**count), size, value=scale)
+        return
+    count = float(step)
     size = (state["exp_avg_sq"].sqrt() / sqrt(1 - beta_square**count)).add_(group["eps"])
     target.addcdiv_(state["exp_avg"], size, value=scale / (1 - beta**count))

@@ -17,19 +17,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES
 from pipedream.runtime.comm.channel import Group, Pending, Waiting
 
 __all__ = ["GradientAllReduce", "all_reduce_many", "buckets_of"]
 
 
 def buckets_of(
-    handles: Sequence[torch.Tensor], first_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int = BUCKET_BYTES
+    handles: Sequence[torch.Tensor], first_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int | None = None
 ) -> list[list[int]]:
     """Returns the indices of the handles in each bucket, in the order in which the backward completes the buckets.
 
-    A bucket holds one dtype. The first one is full at `first_bytes`, any other at `bucket_bytes`.
+    A bucket holds one dtype. The first one is full at `first_bytes`, any other at `bucket_bytes`, by default larger on
+    GPUs.
     """
+    if bucket_bytes is None:
+        bucket_bytes = GPU_BUCKET_BYTES if any(handle.device.type != "cpu" for handle in handles) else BUCKET_BYTES
     full: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
     for index in reversed(range(len(handles))):
@@ -60,7 +63,7 @@ class GradientAllReduce:
         group: Group,
         *,
         first_bytes: int = FIRST_BUCKET_BYTES,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         self._handles = list(handles)
         self._group = group
@@ -117,10 +120,10 @@ class GradientAllReduce:
                 if index not in bucket.parts:
                     self.put(index, sums[index])
         there = [self._buckets[self._bucket_of[i]].parts[i] is not None for i in range(len(self._handles))]
-        # Small numbers, after the buckets; `there`: a handle without a gradient anywhere must keep none.
+        # Small numbers, after the buckets, on the CPU, so that reading them does not wait for a GPU; `there`: a handle
+        # without a gradient anywhere must keep none.
         amounts = torch.tensor([loss_weight, count, stop_request, *there], dtype=torch.float64)
-        device = self._handles[0].device if self._handles else amounts.device
-        self._amounts = self._group.all_reduce(amounts.to(device))
+        self._amounts = self._group.all_reduce(amounts)
 
     def take(self) -> Waiting[tuple[list[torch.Tensor | None], float, int, float]]:
         """Returns sums, loss weight, count and stop request over all replicas, and gets ready for the next update.
@@ -148,10 +151,11 @@ _REDUCED = torch.empty(0)
 
 
 def all_reduce_many(group: Group, tensors: Sequence[torch.Tensor]) -> Waiting[list[torch.Tensor]]:
-    """Returns the sums of tensors over a group, with one message per dtype."""
+    """Returns the sums of tensors over a group, with one message per dtype and device."""
     sums = list(tensors)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        members = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+    kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
+    for kind in dict.fromkeys(kinds):
+        members = [i for i, other in enumerate(kinds) if other == kind]
         pending = group.all_reduce(torch.cat([tensors[i].detach().reshape(-1) for i in members]))
         if not pending.ready():
             yield pending

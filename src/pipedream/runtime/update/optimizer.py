@@ -234,17 +234,21 @@ class Optimizer:
         return (count / self.replicas if self._mean_of_rounds else 1.0), stop_request > 0
 
     @property
-    def norm_square(self) -> float:
-        """Square of the gradients' norm, without weights that another stage counts."""
+    def norm_square(self) -> torch.Tensor:
+        """Square of the gradients' norm, without weights that another stage counts; float64, on their device."""
         found = [h.grad for i, h in enumerate(self._handles) if h.grad is not None and i not in self.counted_elsewhere]
-        # In double precision the squares of all finite float32 are finite. Waits for the device once.
+        # In double precision the squares of all finite float32 are finite.
         norms = torch._foreach_norm(found, 2, torch.float64) if found else ()
-        return float(torch.stack(list(norms)).square().sum()) if found else 0.0
+        return torch.stack(list(norms)).square().sum() if found else torch.zeros((), dtype=torch.float64)
 
-    def clip(self, limit: float, norm: float) -> None:
+    def clip(self, limit: float, norm: float | torch.Tensor) -> None:
+        """Clips the gradients to a norm; a norm on their device is not waited for."""
         scale = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         gradients = [handle.grad for handle in self._handles if handle.grad is not None]
-        if scale < 1.0 and gradients:
+        if isinstance(scale, torch.Tensor):
+            scale = torch.where(scale < 1.0, scale, 1.0)  # 1 for a nan, too
+            torch._foreach_mul_(gradients, scale.to(torch.promote_types(gradients[0].dtype, torch.float32)))
+        elif scale < 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)
 
     def step(self, present_share: float = 1.0) -> None:

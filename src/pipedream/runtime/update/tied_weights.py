@@ -123,7 +123,7 @@ class TiedGradientSum:
                 if (held := sums[stage][place]) is not None:
                     mine[n] += held / share if share > 1 else held
                     there[n] += 1
-        *whole, counts = yield from all_reduce_many(self._group, [*mine, there.to(mine[0].device)])
+        *whole, counts = yield from all_reduce_many(self._group, [*mine, there])
         for stage, places in self._places.items():
             for place, total, count in zip(places, whole, counts.tolist(), strict=True):
                 sums[stage][place] = total.clone() if count else None  # each is divided and clipped in place
