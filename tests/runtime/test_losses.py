@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedream.runtime.results.losses import Loss, is_torch_loss, metric_sums
+from pipedream.runtime.results.losses import Loss, is_torch_loss, metric_scores
 
 N, C = 10, 4
 CLASSES = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
@@ -122,4 +122,5 @@ def test_what_is_no_loss_is_refused() -> None:
 
 def test_a_metric_is_a_mean_over_samples_or_a_pair() -> None:
     metrics = {"mean": lambda output, y: output.mean(), "pair": lambda output, y: (torch.tensor(6), 4)}
-    assert metric_sums(metrics, torch.full((3,), 2.0), None, 3) == ((6.0, 3.0), (6.0, 4.0))
+    scores = metric_scores(metrics, torch.full((3,), 2.0), None, 3)
+    assert [float(value) * factor for value, factor in scores] == [6.0, 3.0, 6.0, 4.0]

@@ -351,7 +351,15 @@ def _worker(
             packets[stage] = WeightPacket(
                 module, low_precision_weights(module.layers, module.handles, settings.autocast)
             )
-    results = Results(rank, placement.ranks[-1], ends.result_senders, ends.result_receivers, list(settings.metrics))
+    results = Results(
+        rank,
+        placement,
+        ends.result_senders,
+        ends.result_receivers,
+        list(settings.metrics),
+        raises_on_nan=settings.policy.on_nan == "error",
+        late=blueprint.device.type == "cuda",
+    )
     return Worker(
         rank,
         program=program,
@@ -362,7 +370,7 @@ def _worker(
         senders=ends.senders,
         receivers=ends.receivers,
         results=results,
-        scorer=Scorer(settings.loss, settings.metrics, results, settings.policy.on_nan),
+        scorer=Scorer(settings.loss, settings.metrics, results),
         device=blueprint.device,
         update_barrier=UpdateBarrier(settings.policy, everyone, stage_states, sums),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, to_device, unflatten
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.results import Results
-from pipedream.runtime.results.scoring import Scorer
+from pipedream.runtime.results.scoring import Scorer, Targets
 from pipedream.runtime.stage.recompute import ForwardFunction
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
 from pipedream.runtime.stage.stage_module import SavedForward, outputs_of
@@ -54,19 +53,15 @@ class ForwardRunner:
 
     def __init__(
         self,
-        rank: int,
         mailbox: Mailbox,
         scorer: Scorer,
         results: Results,
         device: torch.device,
-        where: Callable[[], str],
     ) -> None:
-        self._rank = rank
         self._mailbox = mailbox
         self._scorer = scorer
         self._results = results
         self._device = device
-        self._where = where
 
     def begin(self, program: Program, stream: DataStream) -> None:
         self._program = program
@@ -95,10 +90,10 @@ class ForwardRunner:
             if targets is None:
                 structure, saved.outputs, wants = outputs_of(output)
                 return message.with_tensors(structure, saved.outputs, wants, version)
-            key, wanted = self._stream.minibatch(index), self._value_of(targets)
+            key = self._stream.minibatch(index)
             with stage_state.module.casting():
                 value, saved.loss_weight, saved.scale = self._scorer.score(
-                    key, message, output, wanted, self._rank, self._where(), again
+                    key, message, output, self._targets_of(targets), again
                 )
             saved.outputs = (value,)
             return message
@@ -133,9 +128,8 @@ class ForwardRunner:
                 self._results.send_output(index, message.with_tensors(*flatten(output, opaque_as_none=True)))
             else:
                 with stage_state.module.casting():
-                    self._scorer.score_evaluation(
-                        message, output, self._value_of(self._mailbox.take("input", stage, index))
-                    )
+                    targets = self._targets_of(self._mailbox.take("input", stage, index))
+                    self._scorer.score_evaluation(message, output, targets)
         return message
 
     def pack_weights(self, stage: int, index: int, stage_state: StageState, weight_packet: WeightPacket) -> Message:
@@ -146,6 +140,10 @@ class ForwardRunner:
 
     def _leaves_of(self, stage_state: StageState) -> dict[str, torch.Tensor]:
         return stage_state.optimizer.ema if self._stream.ema else stage_state.versions.peek().leaves
+
+    def _targets_of(self, message: Message) -> Targets:
+        received = unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
+        return Targets(received, to_device(received, self._device))
 
     def _value_of(self, message: Message) -> Any:
         return to_device(unflatten(message.structure, message.tensors), self._device)  # type: ignore[arg-type]

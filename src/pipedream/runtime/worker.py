@@ -7,6 +7,7 @@ verified program. Each instruction is resolved to a method and its numbers befor
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,7 +110,8 @@ class Worker:
         self.ending = Ending.DATA
         self._total: int | None = None
         self._mailbox = Mailbox(rank, program.placement, program.channels, senders, receivers)
-        self._forwards = ForwardRunner(rank, self._mailbox, scorer, results, device, lambda: self.where)
+        self._forwards = ForwardRunner(self._mailbox, scorer, results, device)
+        results.where = lambda: self.where
         self.done_minibatches = 0
         self.input_updates = 0
         self.trained: dict[int, tuple[int, int]] = {}
@@ -162,9 +164,11 @@ class Worker:
         for stage_state in self.stage_states.values():
             stage_state.begin()
         yield from self._run(self.program)
+        self.results.finish()
         yield from self.update_barrier.finish()
         for stage_state in self.stage_states.values():
             yield from stage_state.end()
+        yield from self._collect(0)
         self.input_updates += self.program.updates.updates(0, self._total or 0)
         begin, _ = self.trained.get(self.recorder.phase, (self.done_minibatches, 0))
         self.done_minibatches += (self._total or 0) // self.program.microbatches
@@ -178,7 +182,7 @@ class Worker:
         yield from self._run(self._evaluation)
         owners = self.program.placement.ranks[self._last]
         if self._last in self.stage_states:
-            self.results.send_sums(0)
+            self.results.complete(0)
         yield (yield from self.results.collect(0, range(len(owners)), self.rate))
 
     def predict(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
@@ -289,7 +293,7 @@ class Worker:
         if stage == self._last and trains:
             minibatch = self._stream.minibatch(index)
             if self._stream.minibatch(stage_state.next_forward) > minibatch:
-                self.results.send_sums(minibatch)
+                self.results.complete(minibatch, index)
         if self._stream.predicts and self.rank == 0 and index - self._given >= self.program.plan.in_flight[0]:
             # Outputs are received as they come, so that no worker has to keep many.
             return self._given_output()
@@ -360,7 +364,7 @@ class Worker:
     def _whole_backward(self, stage: int, index: int, stage_state: StageState) -> None:
         """B: gradients of the weights and of the received tensors."""
         saved = self._saved_forwards.pop((stage, index))
-        message = self._mailbox.take("gradient", stage, index) if stage < self._last else None
+        message = self._gradients_of(stage, index)
         ready = self._ready_hook(Kind.BACKWARD, stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
@@ -371,18 +375,18 @@ class Worker:
                     saved, output_gradients, stage_state.gradients.accumulators, ready
                 )
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
-        self._send_back(stage, index, saved, input_gradients)
+        self._send_back(stage, index, saved, input_gradients, message)
 
     def _input_gradients(self, stage: int, index: int, stage_state: StageState) -> None:
         """I: the half of a backward that the previous stage waits for."""
         saved = self._saved_forwards[stage, index]
-        message = self._mailbox.take("gradient", stage, index) if stage < self._last else None
+        message = self._gradients_of(stage, index)
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
-        self._send_back(stage, index, saved, input_gradients)
+        self._send_back(stage, index, saved, input_gradients, message)
 
     def _weight_gradients(self, stage: int, index: int, stage_state: StageState) -> None:
         """W: the other half of a backward."""
@@ -410,13 +414,32 @@ class Worker:
         if is_last:
             stage_state.optimizer.close(stage_state.gradients, float(self.stop_requested()))
 
+    def _gradients_of(self, stage: int, index: int) -> Message | None:
+        """Returns the message with the gradients of a stage's outputs; None at the last stage."""
+        if stage == self._last:
+            return None
+        message = self._mailbox.take("gradient", stage, index)
+        if message.numbers:
+            self.results.arrived(index, message)
+        return message
+
     def _send_back(
-        self, stage: int, index: int, saved: SavedForward, input_gradients: list[torch.Tensor | None]
+        self,
+        stage: int,
+        index: int,
+        saved: SavedForward,
+        input_gradients: list[torch.Tensor | None],
+        received: Message | None,
     ) -> None:
-        if stage:
-            content = Content.EMPTY if saved.weights is None else Content.DATA
-            gradients = Message(index, content, tensors=tuple(input_gradients), loss_weight=saved.loss_weight)
-            self._mailbox.put("gradient", stage - 1, gradients)
+        """Sends the gradients of a stage's inputs, with the results that travel with them."""
+        if not stage:
+            return
+        results = self.results.carried(index) if received is None else received
+        content = Content.EMPTY if saved.weights is None else Content.DATA
+        gradients = Message(index, content, tuple(input_gradients), loss_weight=saved.loss_weight)
+        if results is not None and results.numbers:
+            gradients.carry(results)
+        self._mailbox.put("gradient", stage - 1, gradients)
 
     def _sync(self, stage: int, index: int) -> None:
         """Has nothing to do: the all-reduce that the proof places here was started inside the update's last backward
@@ -454,8 +477,14 @@ class Worker:
             if self.program.updates.mean_of_rounds and self._total is None:
                 # A round may be the last, and incomplete, before this worker has received the end.
                 members = members[: round(present_share * self.program.placement.replicas[stage])]
-            for minibatch in range(members.start // m, -(-members.stop // m)):
-                yield (yield from self.results.collect(minibatch, self.results.replicas_of(minibatch, m), self.rate))
+            self._updated += ((minibatch, self.rate) for minibatch in range(members.start // m, -(-members.stop // m)))
+            yield from self._collect(self.results.delay)
+
+    def _collect(self, delay: int) -> Generator[Any, None, None]:
+        """Yields the results of the minibatches that the weights contain, but for the last ones."""
+        while self._updated and self._updated[0][0] + delay <= self._updated[-1][0]:
+            minibatch, rate = self._updated.popleft()
+            yield (yield from self.results.collect(minibatch, self.results.replicas_of(minibatch), rate, self._total))
 
     # -- messages -----------------------------------------------------------------------------------
 
@@ -507,7 +536,8 @@ class Worker:
         for remote_forward in self.remote_forwards.values():
             remote_forward.drop()
         self._saved_forwards: dict[tuple[int, int], SavedForward] = {}
-        self.results.begin()
+        self.results.begin(stream.split if stream.trains else 0)
+        self._updated: deque[tuple[int, float]] = deque()
 
     def _stop_feed(self, ending: Ending) -> None:
         if self._data is not None:

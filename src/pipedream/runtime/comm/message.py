@@ -106,6 +106,11 @@ class Message:
     def without_tensors(self) -> Message:
         return self._with((), "", (), self.version)
 
+    def carry(self, results: Message) -> None:
+        """Takes a minibatch's results along; before the message is sent."""
+        self.minibatch, self.epoch, self.samples = results.minibatch, results.epoch, results.samples
+        self.flags, self.numbers = results.flags, results.numbers
+
     def copy_as_received(self) -> Message:
         """Returns a message with copies of the tensors, as over a network: the receiver may write into them."""
         tensors = tuple([None if tensor is None else copy_as_received(tensor) for tensor in self.tensors])

@@ -23,7 +23,7 @@ from torch import nn
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, class_amount
 
-__all__ = ["Loss", "LossWeight", "Metric", "is_torch_loss", "loss_of_output", "metric_sums"]
+__all__ = ["Loss", "LossWeight", "Metric", "is_torch_loss", "loss_of_output", "metric_scores"]
 
 Metric = Callable[[Any, Any], Any]
 """(output, batch) -> a mean over samples, or (sum, weight)."""
@@ -98,7 +98,14 @@ class Loss:
         return self._calls.given(inputs, samples)
 
     def __call__(
-        self, output: Any, batch: Any, samples: int, share: float, minibatch: int | None = None
+        self,
+        output: Any,
+        batch: Any,
+        samples: int,
+        share: float,
+        minibatch: int | None = None,
+        *,
+        received: Any = None,
     ) -> tuple[torch.Tensor, float, bool]:
         """Returns (value, weight, is_sum): the value is a mean over `weight`, or a sum to be divided by it.
 
@@ -106,11 +113,14 @@ class Loss:
             batch: the targets for torch's own losses.
             share: of the minibatch's samples.
             minibatch: whose parts' weights must fit together; None if they need not.
+            received: the batch on the CPU, from which the weight is found without waiting for a GPU; None if the batch
+                is there itself.
 
         Raises:
             TypeError: the loss returned neither a scalar tensor nor a pair.
             ValueError: the weight of the model's own loss is unknown.
         """
+        received = batch if received is None else received
         found = self._evaluated(output, batch)
         if isinstance(found, tuple):
             total, weight = found
@@ -119,12 +129,12 @@ class Loss:
             return self._scalar(found), *self._weight_of_model(found, samples, share, minibatch)
         found = self._scalar(found)
         if self._weight is not None:
-            return found, float(self._weight(batch)), False
+            return found, float(self._weight(received)), False
         reduction = self._option("reduction", "mean")
         if reduction == "sum" and is_torch_loss(self._loss):
             # The minibatch's loss is the sum of its parts: their weights sum to one.
             return found, share, True
-        weight = self._torch_weight(output, batch, reduction)
+        weight = self._torch_weight(output, received, reduction)
         return found, float(samples if weight is None else weight), False
 
     def _weight_of_model(
@@ -221,19 +231,21 @@ class Loss:
         return self._keywords.get(name, default)
 
 
-def metric_sums(
+def metric_scores(
     metrics: Mapping[str, Metric], output: Any, batch: Any, samples: int
-) -> tuple[tuple[float, float], ...]:
-    """Returns (sum, weight) of each metric."""
-    found = []
+) -> list[tuple[float | torch.Tensor, float]]:
+    """Returns for each metric its sum and its weight, each as value and factor; a value on a GPU is not read."""
+    found: list[tuple[float | torch.Tensor, float]] = []
     with torch.no_grad():
         for metric in metrics.values():
             value = metric(output, batch)
-            if isinstance(value, tuple):
-                found.append((float(value[0]), float(value[1])))
-            else:
-                found.append((float(value) * samples, float(samples)))
-    return tuple(found)
+            total, weight = (
+                ((value[0], 1.0), (value[1], 1.0))
+                if isinstance(value, tuple)
+                else ((value, float(samples)), (float(samples), 1.0))
+            )
+            found += [total, weight]
+    return found
 
 
 def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:

@@ -1,20 +1,30 @@
 """Losses, metrics and outputs: from the workers of the last stage to all ranks.
 
-Off the compute path: a rank receives a minibatch's sums when its own weights contain the minibatch, long after they
-were sent.
+Off the compute path: a rank reads a minibatch's sums when its own weights contain the minibatch, long after they were
+made. They travel with the gradients of the minibatch's last microbatch, from stage to stage; a rank that does not get
+these gradients, because another replica does, receives a message of its own.
+
+Losses on a GPU are read one minibatch of their rank later (`late`), so that no worker waits for its GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from pipedream.core.errors import WorkerError
+from pipedream.core.plan.placement import Placement
 from pipedream.runtime.comm.channel import Receiver, Sender, Waiting
 from pipedream.runtime.comm.message import ENDS_EPOCH, Message
 from pipedream.runtime.comm.values import unflatten
 
-__all__ = ["Done", "MinibatchSums", "Output", "Results"]
+__all__ = ["Done", "MinibatchSums", "Output", "Results", "Score"]
+
+Score = tuple[float | torch.Tensor, float]
+"""A number of one microbatch, as value and factor: their product. A value on a GPU is read later."""
 
 
 @dataclass(frozen=True)
@@ -49,105 +59,262 @@ class Output:
     value: Any
 
 
-@dataclass
+@dataclass(slots=True)
 class MinibatchSums:
-    """Sums over some microbatches: weighted loss, weight, then weighted value and weight of each metric."""
+    """Sums over some microbatches: weighted loss, weight, then weighted value and weight of each metric.
+
+    `unread`: scores of further microbatches, read by `read`.
+    """
 
     minibatch: int = 0
     epoch: int = 0
     flags: int = 0
     samples: int = 0
     numbers: list[float] = field(default_factory=list)
+    unread: list[Sequence[Score]] = field(default_factory=list)
+    _copies: _HostCopies | None = None
 
     def add(self, numbers: Sequence[float], samples: int) -> None:
         self.numbers = [a + b for a, b in zip(self.numbers, numbers, strict=True)] if self.numbers else list(numbers)
         self.samples += samples
+
+    def begin_reading(self) -> None:
+        """Starts to copy the unread scores from the GPU."""
+        self._copies = _HostCopies([v for row in self.unread for v, _ in row if isinstance(v, torch.Tensor)])
+
+    def read(self) -> None:
+        """Adds the unread scores."""
+        if self.unread:
+            assert self._copies is not None
+            values = iter(self._copies.read())
+            for row in self.unread:
+                self.add([(next(values) if isinstance(v, torch.Tensor) else v) * factor for v, factor in row], 0)
+            self.unread, self._copies = [], None
+
+    @classmethod
+    def of(cls, message: Message) -> MinibatchSums:
+        return cls(message.minibatch, message.epoch, message.flags, message.samples, list(message.numbers))
+
+    def message(self) -> Message:
+        return Message(
+            0,
+            minibatch=self.minibatch,
+            epoch=self.epoch,
+            flags=self.flags,
+            samples=self.samples,
+            numbers=tuple(self.numbers),
+        )
+
+
+class _HostCopies:
+    """Numbers that are being copied from a GPU, in one piece."""
+
+    def __init__(self, values: Sequence[torch.Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._numbers = torch.empty(0, dtype=torch.float64)
+        if not values:
+            return
+        self._numbers = torch.stack([value.detach().reshape(()).double() for value in values])
+        if self._numbers.is_cuda:
+            there, self._numbers = self._numbers, torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+            self._numbers.copy_(there, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
 
 
 class Results:
     """One rank's part in exchanging the results.
 
     Args:
-        owners: ranks of the last stage's replicas.
         senders: by rank, at the last stage.
         receivers: by rank of the last stage.
+        raises_on_nan: a loss that is nan, in training.
+        late: losses are read when the rank has made those of its next minibatch.
+
+    Attributes:
+        where: describes the present op.
     """
 
     def __init__(
         self,
         rank: int,
-        owners: Sequence[int],
+        placement: Placement,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
         metrics: Sequence[str],
+        *,
+        raises_on_nan: bool = False,
+        late: bool = False,
     ) -> None:
         self._rank = rank
-        self._owners = tuple(owners)
+        self._placement = placement
+        self._owners = placement.ranks[-1]
+        self._first_stages = [min(placement.stage_replicas(r))[0] for r in range(placement.workers)]
         self.senders = senders
         self.receivers = receivers
         self._metrics = tuple(metrics)
+        self._raises_on_nan = raises_on_nan
+        self._late = late
+        self.where: Callable[[], str] = lambda: "the start"
+        self._passengers: dict[int, frozenset[int]] = {}
         self.begin()
 
-    def begin(self) -> None:
-        """Drops what is left of an earlier stream."""
+    def begin(self, microbatches: int = 0) -> None:
+        """Drops what is left of an earlier stream. `microbatches`: of a minibatch; 0 without backwards."""
+        self._split = microbatches
         self._open: dict[int, MinibatchSums] = {}
-        self._own: dict[int, MinibatchSums] = {}
+        self._unsent: tuple[int, MinibatchSums] | None = None
+        self._parts: dict[tuple[int, int], MinibatchSums] = {}
+        self._carried: dict[int, Message] = {}
         self._outputs: dict[int, Message] = {}
 
     @property
-    def zeros(self) -> list[float]:
-        return [0.0] * (2 + 2 * len(self._metrics))
+    def delay(self) -> int:
+        """How many minibatches later than its gradients a minibatch's results arrive in training."""
+        return max(1, -(-len(self._owners) // self._split)) if self._late and self._split else 0
 
-    def add(self, key: int, message: Message, numbers: Sequence[float]) -> None:
-        """`key` is the minibatch's number in this stream."""
-        sums = self._open.setdefault(key, MinibatchSums(message.minibatch, message.epoch, message.flags & ENDS_EPOCH))
-        sums.add(numbers, message.samples)
+    @property
+    def zeros(self) -> list[Score]:
+        return [(0.0, 1.0)] * (2 + 2 * len(self._metrics))
 
-    def send_sums(self, key: int) -> None:
-        sums = self._open.pop(key, None) or MinibatchSums()
-        sums.numbers = sums.numbers or self.zeros
-        self._own[key] = sums
-        message = Message(
-            0,
-            minibatch=sums.minibatch,
-            epoch=sums.epoch,
-            flags=sums.flags,
-            samples=sums.samples,
-            numbers=tuple(sums.numbers),
-        )
-        for sender in self.senders.values():
-            sender.send(message)
+    # -- at the last stage --------------------------------------------------------------------------
 
-    def replicas_of(self, key: int, microbatches: int) -> list[int]:
+    def add(self, key: int, message: Message, scores: Sequence[Score]) -> None:
+        """`key` is the minibatch's number in this stream.
+
+        Raises:
+            WorkerError: the loss is nan.
+        """
+        sums = self._open.get(key)
+        if sums is None:
+            sums = self._open[key] = MinibatchSums(message.minibatch, message.epoch, message.flags & ENDS_EPOCH)
+        if self._late and self._split:
+            sums.unread.append(scores)
+            sums.samples += message.samples
+        else:
+            numbers = [float(value) * factor for value, factor in scores]
+            self._check(sums.minibatch, numbers[0])
+            sums.add(numbers, message.samples)
+
+    def complete(self, key: int, index: int = 0) -> None:
+        """Hands out the sums of a minibatch; its last forward here was that of microbatch `index`."""
+        sums = self._open.pop(key, None) or MinibatchSums(numbers=[0.0] * len(self.zeros))
+        if not self.delay:
+            self._send(key, sums, index)
+            return
+        sums.begin_reading()
+        if self._unsent is not None:
+            self._send(*self._unsent, index)
+        self._unsent = key, sums
+
+    def finish(self) -> None:
+        """Hands out the last sums, at a drain."""
+        if self._unsent is not None:
+            self._send(*self._unsent, None)
+            self._unsent = None
+
+    def _send(self, key: int, sums: MinibatchSums, index: int | None) -> None:
+        sums.read()
+        self._check(sums.minibatch, sums.numbers[0])
+        message = sums.message()
+        by_gradients = frozenset() if index is None else self._reached(index)
+        if by_gradients:
+            assert index is not None
+            self._carried[index] = message
+        for rank, sender in self.senders.items():
+            if rank not in by_gradients:
+                sender.send(message)
+        self._parts[self._owners.index(self._rank), key] = sums
+
+    def _check(self, minibatch: int, loss: float) -> None:
+        if loss != loss and self._raises_on_nan and self._split:
+            raise WorkerError(
+                self._rank,
+                self.where(),
+                f"the loss of minibatch {minibatch} is nan",
+                "lower the learning rate, clip the gradients (clip_grad_norm=...), check that minibatch's data, or "
+                "continue regardless with on_nan='continue'",
+            )
+
+    # -- on the way ---------------------------------------------------------------------------------
+
+    def carried(self, index: int) -> Message | None:
+        """Returns the results that travel with the last stage's gradients of a microbatch."""
+        return self._carried.pop(index, None)
+
+    def arrived(self, index: int, message: Message) -> None:
+        """Takes the results that travelled with the gradients of a microbatch, if they are for this rank."""
+        if self._rank not in self._reached(index):
+            return
+        replica = index % len(self._owners)
+        first = self._first_of(replica, index // self._split)
+        key = (first - len(self._owners)) // self._split if self.delay else index // self._split
+        self._parts[replica, key] = MinibatchSums.of(message)
+
+    def _reached(self, index: int) -> frozenset[int]:
+        """Returns the ranks that get the gradients of a microbatch before they read its results."""
+        if not self._split:
+            return frozenset()
+        turn = index % self._placement.cycle
+        found = self._passengers.get(turn)
+        if found is None:
+            rank_of = self._placement.rank_of
+            ranks = (rank for rank, stage in enumerate(self._first_stages) if rank_of(stage, turn) == rank)
+            found = self._passengers[turn] = frozenset(ranks) - {rank_of(-1, turn)}
+        return found
+
+    def _first_of(self, replica: int, key: int) -> int:
+        """Returns the first microbatch of a replica of the last stage from the minibatch `key` on."""
+        begin = key * self._split
+        return begin + (replica - begin) % len(self._owners)
+
+    def _carrier_of(self, replica: int, key: int) -> int:
+        """Returns the microbatch whose gradients carry a replica's part of a minibatch."""
+        count = len(self._owners)
+        if self.delay:
+            key = self._first_of(replica, key + 1) // self._split
+        last = (key + 1) * self._split - 1
+        return last - (last - replica) % count
+
+    # -- at every rank ------------------------------------------------------------------------------
+
+    def replicas_of(self, key: int) -> list[int]:
         """Returns those that have a part of a minibatch."""
         count = len(self._owners)
-        return sorted({k % count for k in range(key * microbatches, (key + 1) * microbatches)})
+        return sorted({k % count for k in range(key * self._split, (key + 1) * self._split)})
 
-    def collect(self, key: int, replicas: Iterable[int], rate: float) -> Waiting[Done]:
-        """Adds in the order of the replicas, so that all ranks get the same."""
-        total: MinibatchSums | None = None
+    def collect(self, key: int, replicas: Iterable[int], rate: float, total: int | None = None) -> Waiting[Done]:
+        """Adds in the order of the replicas, so that all ranks get the same.
+
+        Args:
+            total: microbatches of the stream, once it has ended.
+        """
+        sums: MinibatchSums | None = None
         for replica in replicas:
-            owner = self._owners[replica]
-            if owner == self._rank:
-                part = self._own.pop(key)
+            part = self._parts.pop((replica, key), None)
+            if part is None:
+                if self._split:
+                    carrier = self._carrier_of(replica, key)
+                    assert self._rank not in self._reached(carrier) or (total is not None and carrier >= total)
+                part = MinibatchSums.of((yield from self._received(self._owners[replica])))
+            if sums is None:
+                sums = part
             else:
-                message = yield from self._received(owner)
-                part = MinibatchSums(
-                    message.minibatch, message.epoch, message.flags, message.samples, list(message.numbers)
-                )
-            if total is None:
-                total = part
-            else:
-                total.add(part.numbers, part.samples)
-        assert total is not None
-        loss, weight, *rest = total.numbers
+                sums.add(part.numbers, part.samples)
+        assert sums is not None
+        loss, weight, *rest = sums.numbers
         return Done(
-            number=total.minibatch,
-            epoch=total.epoch,
-            ends_epoch=bool(total.flags & ENDS_EPOCH),
+            number=sums.minibatch,
+            epoch=sums.epoch,
+            ends_epoch=bool(sums.flags & ENDS_EPOCH),
             loss=loss / weight if weight else float("nan"),
             weight=weight,
-            samples=total.samples,
+            samples=sums.samples,
             rate=rate,
             metrics={
                 name: rest[2 * i] / rest[2 * i + 1] if rest[2 * i + 1] else float("nan")

@@ -5,28 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import log2
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import map_tensors, tensors_in
-from pipedream.runtime.results.losses import Loss, Metric, metric_sums
-from pipedream.runtime.results.results import Results
+from pipedream.runtime.results.losses import Loss, Metric, metric_scores
+from pipedream.runtime.results.results import Results, Score
 
-__all__ = ["Scorer", "needs_weights"]
+__all__ = ["Scorer", "Targets", "needs_weights"]
+
+
+class Targets(NamedTuple):
+    """What the loss is given besides the output.
+
+    Attributes:
+        received: on the CPU; read to find the weight of the loss, so that no worker waits for its GPU.
+        value: the same on the stage's device.
+    """
+
+    received: Any
+    value: Any
 
 
 class Scorer:
-    """Computes losses and metrics at the last stage; `on_nan` 'error' raises, 'continue' and 'skip' do not."""
+    """Computes losses and metrics at the last stage."""
 
-    def __init__(self, loss: Loss, metrics: Mapping[str, Metric], results: Results, on_nan: str) -> None:
+    def __init__(self, loss: Loss, metrics: Mapping[str, Metric], results: Results) -> None:
         self._loss = loss
         self._metrics = metrics
         self._results = results
-        self._on_nan = on_nan
         self._mean_of_rounds = False
         self._has_units = False
         self._needs_weights = False
@@ -43,7 +53,7 @@ class Scorer:
         return self._loss.watching(inputs, samples) if self._needs_weights or not trains else nullcontext()
 
     def score(
-        self, key: int, message: Message, output: Any, targets: Any, rank: int, where: str, again: bool = False
+        self, key: int, message: Message, output: Any, targets: Targets, again: bool = False
     ) -> tuple[torch.Tensor, float, float]:
         """Returns the loss to differentiate, its weight, and the scale of its gradient, in the minibatch's unit.
 
@@ -52,25 +62,19 @@ class Scorer:
         dividing by it is exact. A recomputation (`again`) records nothing.
         """
         minibatch = message.minibatch if self._needs_weights else None
-        value, weight, is_sum = self._loss(output, targets, message.samples, message.share, minibatch)
-        loss = float(value.detach())
-        if loss != loss and weight and self._on_nan == "error":
-            raise WorkerError(
-                rank,
-                where,
-                f"the loss of minibatch {message.minibatch} is nan",
-                "lower the learning rate, clip the gradients (clip_grad_norm=...), check that minibatch's data, or "
-                "continue regardless with on_nan='continue'",
-            )
+        value, weight, is_sum = self._loss(
+            output, targets.value, message.samples, message.share, minibatch, received=targets.received
+        )
+        loss = value
         if not weight:
             # Nothing counts here (e.g. all tokens are padding), and 0/0 is not a number.
             value = _zero(output, value)
         if not again:
             seen = map_tensors(output, torch.Tensor.detach) if self._metrics else None
-            self._record(key, message, seen, targets, loss, weight, is_sum)
+            self._record(key, message, seen, targets.value, loss, weight, is_sum)
         if self._mean_of_rounds:  # a round takes the gradient of each minibatch's mean
             return value, weight, 1.0 / weight if is_sum and weight else 1.0
-        unit = self._weight_unit(message, output, targets)
+        unit = self._weight_unit(message, output, targets.received)
         return value, weight / unit, (1.0 if is_sum else weight) / unit
 
     def _weight_unit(self, message: Message, output: Any, targets: Any) -> float:
@@ -80,18 +84,20 @@ class Scorer:
         # Of the whole minibatch: the same for each microbatch on each replica.
         return 2.0 ** round(log2(max(round(weight / message.share), 1)))
 
-    def score_evaluation(self, message: Message, output: Any, targets: Any) -> None:
+    def score_evaluation(self, message: Message, output: Any, targets: Targets) -> None:
         """Records an evaluation's batch; all have the key 0."""
-        value, weight, is_sum = self._loss(output, targets, message.samples, message.share)
-        self._record(0, message, output, targets, float(value), weight, is_sum)
+        value, weight, is_sum = self._loss(
+            output, targets.value, message.samples, message.share, received=targets.received
+        )
+        self._record(0, message, output, targets.value, value, weight, is_sum)
 
     def _record(
-        self, key: int, message: Message, output: Any, targets: Any, loss: float, weight: float, is_sum: bool
+        self, key: int, message: Message, output: Any, targets: Any, loss: torch.Tensor, weight: float, is_sum: bool
     ) -> None:
-        numbers = [(loss if is_sum else loss * weight) if weight else 0.0, weight]
-        for pair in metric_sums(self._metrics, output, targets, message.samples):
-            numbers.extend(pair)
-        self._results.add(key, message, numbers)
+        scores: list[Score] = [(loss.detach(), 1.0 if is_sum else weight) if weight else (0.0, 1.0), (weight, 1.0)]
+        if self._metrics:
+            scores += metric_scores(self._metrics, output, targets, message.samples)
+        self._results.add(key, message, scores)
 
 
 def needs_weights(program: Program) -> bool:

@@ -1,0 +1,100 @@
+"""Results travel with gradients, or in messages of their own; read at once, or a minibatch later."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from cases import Case, Outcome, run
+
+import pipedream as pd
+from pipedream.core.errors import WorkerError
+from pipedream.runtime import assemble
+from pipedream.runtime.comm.channel import LocalChannel
+from pipedream.runtime.comm.message import Message
+from pipedream.runtime.results.results import Results
+
+CASES = tuple(
+    replace(case, drain_at=-1)
+    for case in (
+        Case("mlp", "1f1b", 3, microbatches=3),
+        Case("mlp", "zb_h1", 2, microbatches=4),
+        Case("mlp", "interleaved_1f1b", 4, microbatches=2),
+        Case("mlp", "chimera", 4, microbatches=4, workers=4),
+        Case("mlp", "pipedream", 2, replicas=(2, 1)),
+        Case("mlp", "pipedream", 2, replicas=(1, 2)),
+        Case("mlp", "pipedream", 2, replicas=(2, 3)),
+        Case("mlp", "1f1b", 2, replicas=(3, 2), microbatches=4),
+        Case("mlp", "gpipe", 2, replicas=(1, 3), microbatches=4),
+        Case("mlp", "pipedream_2bw", 3, replicas=(1, 2, 2)),
+    )
+)
+
+
+def outcome(case: Case, late: bool) -> Outcome:
+    """Runs a case with losses that are read at once, or late as on a GPU."""
+
+    def made(*given: Any, **keywords: Any) -> Results:
+        return Results(*given, **keywords | {"late": late})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "Results", made)
+        return run(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_losses_that_are_read_later_are_the_same(case: Case) -> None:
+    at_once, late = outcome(case, False), outcome(case, True)
+    assert late.dones == at_once.dones
+    for name, tensor in at_once.state.items():
+        assert torch.equal(late.state[name], tensor)
+
+
+def test_a_drain_gives_what_is_read_late() -> None:
+    """The loop is left one minibatch later, and gets every result."""
+    case = Case("mlp", "1f1b", 3, microbatches=3, drain_at=7)
+    at_once, late = outcome(case, False), outcome(case, True)
+    assert (at_once.drains, late.drains) == ([8, 25], [9, 25])
+    assert late.dones == at_once.dones
+
+
+def pipeline(loss: Any, stages: int, **options: Any) -> pd.Pipeline:
+    animal = zoo.make("mlp")
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    return pd.Pipeline(animal.model, zoo.plan_of(animal, stages), loss=loss, optimizer=optimizer, **options)
+
+
+def test_results_that_gradients_carry_need_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: Counter[int] = Counter()
+    send = LocalChannel.send
+
+    def counted(channel: LocalChannel, message: Message) -> None:
+        sent[id(channel)] += 1
+        send(channel, message)
+
+    monkeypatch.setattr(LocalChannel, "send", counted)
+    with pipeline(F.cross_entropy, 3, schedule="1f1b", microbatches=2) as trained:
+        results = [id(sender) for worker in trained._session.workers for sender in worker.results.senders.values()]
+        assert len(list(trained.train(zoo.make("mlp").batches))) == 5
+        assert not any(sent[channel] for channel in results)
+        assert sum(sent.values()) > 5 * 2 * 4
+        trained.evaluate(zoo.make("mlp").batches)
+        assert all(sent[channel] == 1 for channel in results)
+
+
+def test_a_loss_that_is_nan_is_an_error_also_when_it_is_read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "Results", lambda *given, **rest: Results(*given, **rest | {"late": True}))
+    calls = []
+
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        calls.append(1)
+        return F.cross_entropy(output, batch[1]) * (float("nan") if len(calls) == 4 else 1.0)
+
+    with pytest.raises(WorkerError, match="the loss of minibatch 3 is nan"), pipeline(loss, 2) as trained:
+        list(trained.train(zoo.make("mlp").batches))
