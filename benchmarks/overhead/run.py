@@ -29,7 +29,8 @@ from variants import Segment
 
 __all__ = ["main"]
 
-TORCH, OURS, FULL = "torch, Schedule1F1B", "pipedream, 1f1b", "pipedream, depth full"
+TORCH, OURS = "torch, Schedule1F1B", "pipedream, 1f1b"
+DEEP, FULL = "pipedream, 1f1b, depth full", "pipedream, depth full"
 BUSY = {2: 0.97, 4: 0.95}
 """Stages -> bound of the busy share at depth full."""
 CPU_S = 1.1e-3
@@ -135,23 +136,30 @@ def _waiting(options: argparse.Namespace) -> Iterator[str]:
     for p in options.stages:
         for size in options.messages:
             shape = Shape(p, forward_s=forward_s, backward_s=backward_s, message_bytes=size)
-            found = _measured(shape, ("stages alone", "by hand", TORCH, OURS, FULL), options)
+            found = _measured(shape, ("stages alone", "by hand", TORCH, OURS, DEEP, FULL), options)
             at = f"| {p} | {size / 1024:g} KiB |"
-            added = {name: [_added_s(ranks, shape) for ranks in found[name]] for name in ("by hand", TORCH, OURS)}
+            added = {name: [_added_s(ranks, shape) for ranks in found[name]] for name in ("by hand", TORCH, OURS, DEEP)}
             half = statistics.median(added[TORCH]) / 2
+            alone = found["stages alone"]
+            free = [_period_s(ranks) - _waits_s(ranks) for ranks in alone]
             yield (
-                f"{at} added per microbatch, ms | {_ms(half)} | | {_quartiles(added['by hand'], _ms)} | "
-                f"{_quartiles(added[TORCH], _ms)} | {_quartiles(added[OURS], _ms)} |"
+                f"{at} added per microbatch, ms | {_ms(half)} | {_quartiles(free, _ms)} | "
+                f"{_quartiles(added['by hand'], _ms)} | {_quartiles(added[TORCH], _ms)} | "
+                f"{_quartiles(added[OURS], _ms)} |"
             )
-            share = [_waits_s(ranks) / _period_s(ranks) for ranks in found[FULL]]
-            yield f"{at} busy share, depth full | {BUSY[p]} | | | | {_quartiles(share, '{:.3f}'.format)} |"
+            yield f"{at} the same at depth full, ms | {_ms(half)} | | | | {_quartiles(added[DEEP], _ms)} |"
+            most, share = ([_waits_s(ranks) / _period_s(ranks) for ranks in rounds] for rounds in (alone, found[FULL]))
+            yield (
+                f"{at} busy share, PipeDream at depth full | {BUSY[p]} | {_quartiles(most, _share)} | | | "
+                f"{_quartiles(share, _share)} |"
+            )
             cpu = {
                 name: _quartiles([max(rank.cpu_s for rank in ranks) for ranks in rounds], _ms)
                 for name, rounds in found.items()
             }
             beside = f"{cpu['stages alone']} | {cpu['by hand']} | {cpu[TORCH]}"
             yield f"{at} CPU of a rank per microbatch, ms | {_ms(CPU_S)} | {beside} | {cpu[OURS]} |"
-            yield f"{at} the same at depth full, ms | {_ms(CPU_S)} | | | | {cpu[FULL]} |"
+            yield f"{at} the same, PipeDream at depth full, ms | {_ms(CPU_S)} | | | | {cpu[FULL]} |"
     yield ""
 
 
@@ -171,7 +179,7 @@ def _waits_s(ranks: list[Segment]) -> float:
 
 def _compute(options: argparse.Namespace) -> Iterator[str]:
     shape = Shape(2, compute=COMPUTE)
-    names = ("stages alone", "by hand", TORCH, OURS, "pipedream, 2BW", FULL)
+    names = ("stages alone", "by hand", TORCH, OURS, DEEP, "pipedream, 2BW", FULL)
     found = _measured(shape, names, options, pinned=True, segment=8 if options.quick else 400)
     alone = statistics.median(_period_s(ranks) for ranks in found["stages alone"])
     yield f"### Stages that compute ({_ms(alone)} ms per microbatch), p = 2, m = 8\n"
@@ -181,7 +189,7 @@ def _compute(options: argparse.Namespace) -> Iterator[str]:
         steps = [_period_s(ranks) * shape.microbatches for ranks in rounds]
         # Round by round: what disturbs the machine for seconds disturbs both.
         ratios = [_period_s(mine) / _period_s(theirs) for mine, theirs in zip(rounds, found[TORCH], strict=True)]
-        bound = "0.85" if name == OURS else ""
+        bound = "0.85" if name in (OURS, DEEP) else ""
         yield f"| {name} | {_quartiles(steps, _ms)} | {bound} | {_quartiles(ratios, '{:.2f}'.format)} |"
     yield ""
 
@@ -230,7 +238,7 @@ def _process(options: argparse.Namespace) -> Iterator[str]:
         plain, ours = zip(*found, strict=True)
         yield (
             f"| {name} | {schedule} | {bound} | {_quartiles(plain, _us)} | {_quartiles(ours, _us)} | "
-            f"{_quartiles([mine / base for base, mine in found], '{:.3f}'.format)} |"
+            f"{_quartiles([mine / base for base, mine in found], _share)} |"
         )
     yield ""
 
@@ -240,6 +248,10 @@ def _process(options: argparse.Namespace) -> Iterator[str]:
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 20):.1f} MiB"
+
+
+def _share(value: float) -> str:
+    return f"{value:.3f}"
 
 
 def _ms(seconds: float) -> str:

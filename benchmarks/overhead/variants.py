@@ -244,6 +244,7 @@ VARIANTS: dict[str, Callable[[Bench], Segment]] = {
     "by hand": by_hand,
     "torch, Schedule1F1B": torch_1f1b,
     "pipedream, 1f1b": partial(of_pipedream, schedule="1f1b"),
+    "pipedream, 1f1b, depth full": partial(of_pipedream, schedule="1f1b", depth="full"),
     "pipedream, 2BW": partial(of_pipedream, schedule="pipedream_2bw"),
     "pipedream, depth full": partial(of_pipedream, schedule="pipedream", depth="full"),
 }
