@@ -64,6 +64,7 @@ def variants() -> dict[str, Callable[[Bench], float]]:
         "pipedream, depth full": partial(of_pipedream, schedule="pipedream", depth="full"),
         "pipedream, 2BW, depth full": partial(of_pipedream, schedule="pipedream_2bw", depth="full"),
         "pipedream, 1F1B flush": partial(of_pipedream, schedule="1f1b", depth="noam"),
+        "pipedream, 1F1B flush, depth full": partial(of_pipedream, schedule="1f1b", depth="full"),
         "torch, Schedule1F1B": torch_1f1b,
         "torch, DDP": partial(ddp, microbatches=1),
         "torch, DDP, accumulating": partial(ddp, microbatches=None),
