@@ -4,11 +4,12 @@
 # make check    format, lint, types, and the direction of imports
 # make docs     writes the gallery from the code, then builds the site in build/site; fails on a dead link or reference
 # make bench    runs the benchmarks in turn
+# make gpu      checks a CUDA card, nine minutes at most; says so if there is none
 # make clean    removes everything that these made
 #
 # Each makes .venv first if it is missing. PYTHON=... chooses the interpreter, PYTEST=... adds options.
 
-.PHONY: train test test-all check docs bench clean
+.PHONY: train test test-all check docs bench gpu clean
 .DEFAULT_GOAL := test
 
 BIN := .venv/bin
@@ -45,6 +46,9 @@ docs: $(STAMP) .venv/docs-installed
 
 bench: $(STAMP)
 	@for question in $(wildcard benchmarks/*/run.py); do echo "$$question"; $(BIN)/python "$$question" || exit 1; done
+
+gpu: $(STAMP)
+	@$(BIN)/python benchmarks/gpu/run.py
 
 clean:
 	@rm -rf .venv build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

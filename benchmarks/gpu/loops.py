@@ -1,0 +1,306 @@
+"""What the checks train: small models and their batches, a pipeline over them, and a plain loop to compare with."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipedream as pd
+from pipedream.capture import capture
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.seeds import layer_seed
+from pipedream.planner import manual_plan
+from pipedream.schedules import LAYOUTS
+
+__all__ = [
+    "FULL",
+    "SEED",
+    "SGD",
+    "TINY",
+    "Scale",
+    "Trained",
+    "allocated_bytes",
+    "batches_of",
+    "dense",
+    "deterministic",
+    "differing_bits",
+    "distance",
+    "plain_loop",
+    "plan_of",
+    "seconds_of",
+    "summed_loss",
+    "train",
+    "wait_for",
+]
+
+SEED = 3
+CLASSES = 10
+SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the checks are.
+
+    Attributes:
+        width: of a layer.
+        samples: of a minibatch whose results are compared.
+        minibatches: of a run whose results are compared.
+        many_minibatches: of a run whose memory must not grow.
+        side: of the square matrices that are multiplied.
+        copied_bytes: of a copy that is timed.
+        microbatch_s: seconds of a microbatch's forward and backward at a stage, for the throughput.
+        repeats: of a measurement.
+    """
+
+    width: int
+    samples: int
+    minibatches: int
+    many_minibatches: int
+    side: int
+    copied_bytes: int
+    microbatch_s: tuple[float, ...]
+    repeats: int
+
+
+FULL = Scale(512, 64, 20, 2000, 8192, 1 << 30, (5e-3, 30e-3), 100)
+TINY = Scale(8, 8, 4, 64, 32, 1 << 16, (1e-4,), 3)  # for tests: shows that the code runs, not how fast
+
+Batch = tuple[Tensor, Tensor]
+
+
+def dense(width: int, layers: int = 8, dropout: float = 0.0) -> nn.Sequential:
+    """Returns linear layers with tanh, the same each time; four stages can be cut from it."""
+    torch.manual_seed(SEED)
+    parts: list[nn.Module] = []
+    for _ in range(layers - 1):
+        parts += [nn.Linear(width, width), nn.Tanh(), *([nn.Dropout(dropout)] if dropout else [])]
+    return nn.Sequential(*parts, nn.Linear(width, CLASSES))
+
+
+def batches_of(width: int, samples: int, count: int) -> list[Batch]:
+    """Returns minibatches on the CPU, as a loader gives them."""
+    made = torch.Generator().manual_seed(SEED)
+    return [
+        (torch.randn(samples, width, generator=made), torch.randint(CLASSES, (samples,), generator=made))
+        for _ in range(count)
+    ]
+
+
+def summed_loss(output: Tensor, batch: Any) -> tuple[Tensor, float]:
+    """Returns a microbatch's (sum, weight)."""
+    targets = batch[1] if isinstance(batch, (tuple, list)) else batch
+    return F.cross_entropy(output.float().flatten(0, -2), targets.to(output.device).flatten(), reduction="sum"), len(
+        targets
+    )
+
+
+def plan_of(
+    model: nn.Module, sample: Any, stages: int, method: str = "1f1b", *, recompute: bool = False, workers: int = 0
+) -> Plan:
+    """Returns a plan of stages with the same number of layers; nothing is timed."""
+    graph = capture(model, (sample,)).graph
+    count = len(graph.layers)
+    profile = Profile(type(model).__name__, graph, (LayerProfile(1.0, 2.0, 8, 8),) * count, len(sample))
+    layout = LAYOUTS.get(method)
+    replicas = (1 if layout is None else layout.replicas,) * stages
+    cuts = tuple(stage * count // stages for stage in range(1, stages))
+    plan = manual_plan(profile, Cluster.flat(sum(replicas)), cuts, replicas)
+    if layout is not None:
+        workers = workers or max(1, sum(replicas) // 2)
+        plan = replace(plan, order=layout.order(workers, sum(replicas) // workers))
+    return replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
+
+
+@dataclass
+class Trained:
+    """What a run left.
+
+    Attributes:
+        state: on the CPU.
+        at_drains: allocated bytes.
+        scale: of the loss, at the end.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    at_drains: list[int] = field(default_factory=list)
+    skipped: int = 0
+    scale: float = 1.0
+    seconds: float = 0.0
+
+
+def train(
+    model: nn.Module,
+    plan: Plan,
+    batches: Iterable[Any],
+    device: torch.device,
+    *,
+    on_done: Callable[[pd.Pipeline, Any], None] = lambda pipeline, done: None,
+    **options: Any,
+) -> Trained:
+    """Trains a copy of the model through a pipeline.
+
+    Args:
+        on_done: called after each minibatch.
+        options: of the pipeline.
+    """
+    options = {"loss": summed_loss, "optimizer": partial(torch.optim.SGD, **SGD), "seed": SEED} | options
+    found = Trained()
+    with pd.Pipeline(copy.deepcopy(model), plan, device=str(device), **options) as pipeline:
+        wait_for(device)
+        began = time.perf_counter()
+        for done in pipeline.train(batches):
+            found.losses.append(done.loss)
+            on_done(pipeline, done)
+        wait_for(device)
+        found.seconds = time.perf_counter() - began
+        found.at_drains.append(allocated_bytes(device))
+        found.skipped = max(pipeline.skipped_updates())
+        found.scale = next(
+            state.optimizer.scale for worker in pipeline._session.workers for state in worker.stage_states.values()
+        )
+        found.state = {name: tensor.detach().cpu().clone() for name, tensor in pipeline.state_dict().items()}
+    return found
+
+
+def plain_loop(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    *,
+    microbatches: int = 1,
+    holders: int = 1,
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Trained:
+    """Trains a copy of the model without this library, but by its rule for seeds.
+
+    Args:
+        holders: of each stage, which take the microbatches by turns and add up their gradients by themselves.
+    """
+    model = copy.deepcopy(model).to(device).train()
+    parameters = list(model.parameters())
+    stepper = torch.optim.SGD(parameters, **SGD)
+    found, number = Trained(), [0]
+    hooks = []
+    for name, layer in model.named_children():
+        if any(isinstance(m, nn.Dropout) or getattr(m, "dropout", 0.0) for m in layer.modules()):
+            hooks.append(layer.register_forward_pre_hook(partial(_seed, name, number)))
+    wait_for(device)
+    began = time.perf_counter()
+    for k, (x, y) in enumerate(batches):
+        parts = list(zip(torch.tensor_split(x, microbatches), torch.tensor_split(y, microbatches), strict=True))
+        gradients: list[list[Tensor] | None] = [None] * holders
+        losses, weight = [], 0.0
+        for part, (xs, ys) in enumerate(parts):
+            number[0] = k * microbatches + part
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                loss, amount = summed_loss(model(xs.to(device)), ys)
+            # A loss scale is of the mean over the minibatch.
+            own = torch.autograd.grad(loss if scaler is None else scaler.scale(loss / len(y)), parameters)
+            held = gradients[part % holders]
+            gradients[part % holders] = list(own) if held is None else [a + b for a, b in zip(held, own, strict=True)]
+            losses.append(loss.detach())
+            weight += amount
+        sums = [held for held in gradients if held is not None]
+        for index, parameter in enumerate(parameters):
+            parameter.grad = sum((held[index] for held in sums[1:]), start=sums[0][index])
+            if scaler is None:
+                parameter.grad /= weight
+        if scaler is None:
+            stepper.step()
+        else:
+            before = scaler.get_scale()
+            scaler.step(stepper)
+            scaler.update()
+            found.skipped += scaler.get_scale() < before
+            found.scale = scaler.get_scale()
+        found.losses.append(sum(float(one) for one in losses) / weight)
+    wait_for(device)
+    found.seconds = time.perf_counter() - began
+    found.state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _seed(name: str, number: Sequence[int], layer: nn.Module, inputs: Any) -> None:
+    torch.manual_seed(layer_seed(SEED, number[0], name))
+
+
+def differing_bits(found: Trained, wanted: Trained) -> int:
+    """Returns how many elements of the weights are not the same."""
+    assert set(found.state) == set(wanted.state)
+    return sum(int((found.state[name] != tensor).sum()) for name, tensor in wanted.state.items())
+
+
+def distance(found: Trained, wanted: Trained) -> float:
+    """Returns the largest distance of a tensor of the weights, as a share of its norm."""
+    return max(
+        float((found.state[name].double() - tensor.double()).norm() / tensor.double().norm().clamp_min(1e-30))
+        for name, tensor in wanted.state.items()
+    )
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Every operation gives the same bits each time, without TF32.
+
+    cuBLAS also asks for CUBLAS_WORKSPACE_CONFIG in the environment, before its first use.
+    """
+    was = (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = was[:2]
+        torch.use_deterministic_algorithms(was[2])
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Returns the bytes of all tensors on the device; of the CPU, those that the garbage collector knows."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    storages = {}
+    for one in gc.get_objects():
+        if type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu" and one.layout is torch.strided:
+            storage = one.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def wait_for(device: torch.device) -> None:
+    """Waits until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Returns the seconds of one call, of many in a row after one that does not count."""
+    work()
+    wait_for(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    wait_for(device)
+    return (time.perf_counter() - began) / repeats

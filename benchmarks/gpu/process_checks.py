@@ -1,0 +1,151 @@
+"""Checks over several processes on one card; their payloads go through pinned memory and gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from findings import Finding, need_card
+from loops import Scale, Trained, batches_of, dense, deterministic, differing_bits, plan_of, train
+
+__all__ = ["Job", "host_of_processes", "processes", "run_job", "start_job"]
+
+PATIENCE_S = 120.0
+WORKER = Path(__file__).with_name("worker.py")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the processes train.
+
+    Attributes:
+        folder: for what they write.
+        waits: for the whole device, at random minibatches.
+    """
+
+    folder: str
+    device: str
+    stages: int
+    width: int
+    samples: int
+    minibatches: int
+    method: str = "1f1b"
+    microbatches: int = 4
+    dropout: float = 0.0
+    waits: int = 0
+    do: str = "train"
+
+
+def start_job(job: Job) -> list[subprocess.Popen[str]]:
+    """Starts one process for each stage; their errors go to files in the job's folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(job.stages), "LOCAL_RANK": "0"}
+    started = []
+    for rank in range(job.stages):
+        with (Path(job.folder) / f"{rank}.said").open("w", encoding="utf-8") as said:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(WORKER), json.dumps(asdict(job))],
+                    env=os.environ | world | {"RANK": str(rank)},
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+    return started
+
+
+def wait_for_all(started: list[subprocess.Popen[str]], seconds: float) -> float:
+    """Returns the seconds until the last has ended; those that have not by then are killed."""
+    began = time.monotonic()
+    try:
+        for process in started:
+            process.wait(max(0.1, began + seconds - time.monotonic()))
+        return time.monotonic() - began
+    except subprocess.TimeoutExpired:
+        return float("inf")
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def run_job(job: Job) -> list[dict[str, list[float]]]:
+    """Returns what each rank wrote. Raises RuntimeError with the end of a failed one's output."""
+    started = start_job(job)
+    wait_for_all(started, PATIENCE_S)
+    for rank, process in enumerate(started):
+        if process.returncode:
+            said = (Path(job.folder) / f"{rank}.said").read_text(encoding="utf-8")[-600:]
+            raise RuntimeError(f"rank {rank} of {job.stages} ended with status {process.returncode}: {said}")
+    return [json.loads((Path(job.folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(job.stages)]
+
+
+def processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """Two and four processes against one, their memory, waits, and the death of one."""
+    for stages in (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            minibatches = scale.many_minibatches // 4
+            job = Job(
+                folder, str(device), stages, scale.width, scale.samples, minibatches, dropout=0.1,
+                waits=50 if stages == 2 else 0,
+            )  # fmt: skip
+            found = run_job(job)
+            state = torch.load(Path(folder) / "state.pt", weights_only=True)
+            model = dense(scale.width, dropout=0.1)
+            few = batches_of(scale.width, scale.samples, 4)
+            plan = plan_of(model, few[0][0], stages)
+            # The same two streams, of which each begins with the first batch.
+            counts = (minibatches // 4, minibatches - minibatches // 4)
+            batches = [few[k % len(few)] for count in counts for k in range(count)]
+            with deterministic():
+                alone = train(model, plan, batches, device, schedule="1f1b", microbatches=job.microbatches)
+            name = f"{stages}_processes"
+            yield Finding(f"{name}_differing_weights", differing_bits(Trained(state=state), alone), "==", 0)
+            growth = max(abs(one["at_drains"][1] - one["at_drains"][0]) for one in found)
+            yield Finding(f"{name}_growth_bytes", growth, "==", 0, f"{minibatches} minibatches")
+            if job.waits:
+                longest = max((wait for one in found for wait in one["waits_s"]), default=0.0)
+                count = sum(len(one["waits_s"]) for one in found)
+                yield Finding("longest_wait_for_the_device_s", longest, "<=", 1.0, f"of {count}")
+    yield from _death(device, scale)
+
+
+def _death(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(folder, str(device), 2, scale.width, scale.samples, 1_000_000)
+        started = start_job(job)
+        limit = time.monotonic() + PATIENCE_S
+        while not (Path(folder) / "1.started").exists() and time.monotonic() < limit and started[1].poll() is None:
+            time.sleep(0.1)
+        started[1].send_signal(signal.SIGKILL)
+        seconds = wait_for_all(started, 30)
+        said = (Path(folder) / "0.said").read_text(encoding="utf-8")
+    lines = said.strip().splitlines()
+    yield Finding("seconds_until_all_are_gone", seconds, "<=", 15, lines[-1][:300] if lines else "")
+    need_card(device)
+    missing = free_bytes - torch.cuda.mem_get_info(device)[0]
+    yield Finding("missing_bytes_after_death", missing, "<=", 64 << 20)
+
+
+def host_of_processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """Seconds of a microbatch at a stage of two processes, with layers of no work."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(folder, str(device), 2, 8, 32, max(8, 2 * scale.repeats), microbatches=8)
+        found = run_job(job)
+    us = max(one["seconds"] for one in found) / job.microbatches * 1e6
+    yield Finding("two_processes_us_of_a_microbatch", us, "<=", 350, "with the layers and waits for the other")

@@ -1,0 +1,352 @@
+"""Checks of what comes out: results, waits, memory, checkpoints, compiled layers, a full card."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import pipedream as pd
+from pipedream.core.errors import WorkerError
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "oracles"))
+import delayed
+import reference
+from findings import Finding, need_card
+from loops import (
+    CLASSES,
+    SEED,
+    SGD,
+    Scale,
+    Trained,
+    batches_of,
+    dense,
+    deterministic,
+    differing_bits,
+    distance,
+    plain_loop,
+    plan_of,
+    seconds_of,
+    summed_loss,
+    train,
+    wait_for,
+)
+
+__all__ = ["checkpoint", "compiled", "equality", "precision", "waits"]
+
+STAGES, MICROBATCHES = 4, 4
+LATE_VERSIONS = {
+    "pipedream": lambda stage, k: max(0, k - (STAGES - 1 - stage)),
+    "pipedream_2bw": lambda stage, k: max(0, k - 1),
+}
+"""(stage, minibatch) -> the version of the weights that it reads, as the papers write it."""
+
+
+def equality(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """Four workers in one process against a plain loop, float32."""
+    batches = batches_of(scale.width, scale.samples, scale.minibatches)
+    x = batches[0][0]
+    with deterministic():
+        for name, method, dropout, recompute in (
+            ("gpipe", "gpipe", 0.0, False),
+            ("1f1b", "1f1b", 0.0, False),
+            ("interleaved_1f1b", "interleaved_1f1b", 0.0, False),
+            ("chimera", "chimera", 0.0, False),
+            ("recompute", "1f1b", 0.0, True),
+            ("dropout", "1f1b", 0.2, False),
+            ("zb_h1", "zb_h1", 0.0, False),
+        ):
+            model = dense(scale.width, dropout=dropout)
+            plan = plan_of(model, x, STAGES, method, recompute=recompute)
+            found = train(model, plan, batches, device, schedule=method, microbatches=MICROBATCHES)
+            holders = 2 if method == "chimera" else 1
+            wanted = plain_loop(model, batches, device, microbatches=MICROBATCHES, holders=holders)
+            if name == "zb_h1":  # the gradients of the weights come from other operations
+                yield Finding("zb_h1_distance", distance(found, wanted), "<=", 1e-6)
+            else:
+                yield Finding(f"{name}_differing_weights", differing_bits(found, wanted), "==", 0)
+        for method in ("pipedream", "pipedream_2bw", "pipemare", "spectrain"):
+            parts = 1 if method in ("pipedream", "spectrain") else MICROBATCHES
+            model = dense(scale.width)
+            plan = plan_of(model, x, STAGES)
+            found = train(model, plan, batches, device, schedule=method, microbatches=parts)
+            late = _late_answer(
+                method, parts, model.to(device), [stage.names for stage in plan.stages], batches, device
+            )
+            yield Finding(f"{method}_distance", distance(found, late), "<=", 1e-5)
+
+
+def _late_answer(
+    method: str, parts: int, model: nn.Module, stages: list[Any], batches: list[Any], device: torch.device
+) -> Trained:
+    """Trains by the method's rule, one minibatch after the other."""
+    moved = [(x.to(device), y.to(device)) for x, y in batches]
+    common: dict[str, Any] = {"microbatches": parts, "seed": SEED}
+    if method in LATE_VERSIONS:
+        owned = [[name for name, _ in model.named_parameters() if name.rpartition(".")[0] in names] for names in stages]
+        answer = reference.delayed(
+            model,
+            [],  # nothing draws random numbers
+            moved,
+            _total,
+            partial(_sgd_of_named, **SGD),
+            stages=owned,
+            version=LATE_VERSIONS[method],
+            **common,
+        )
+    else:
+        paper = delayed.PAPERS[method](len(stages), parts)
+        answer = delayed.train(model, stages, moved, _total, paper, lambda: delayed.Sgd(**SGD), **common)
+    return Trained(answer.losses, {name: tensor.cpu() for name, tensor in answer.state.items()})
+
+
+def _total(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    return summed_loss(output, targets)
+
+
+def _sgd_of_named(named: list[tuple[str, nn.Parameter]], **options: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], **options)
+
+
+class Recurrent(nn.Module):
+    """An LSTM with dropout that flattens its weights in every forward, as many models do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, num_layers=2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lstm.flatten_parameters()
+        return self.head(self.lstm(x.unsqueeze(1).repeat(1, 3, 1))[0][:, -1])
+
+
+def precision(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """bfloat16, float16 with a loss scale, and recurrent layers with dropout."""
+    batches = batches_of(scale.width, scale.samples, scale.minibatches)
+    model = dense(scale.width)
+    plan = plan_of(model, batches[0][0], STAGES)
+    how: dict[str, Any] = {"microbatches": MICROBATCHES, "autocast": torch.bfloat16}
+    found, wanted = (
+        train(model, plan, batches, device, schedule="1f1b", **how),
+        plain_loop(model, batches, device, **how),
+    )
+    yield Finding("bf16_loss_distance", _most_apart(found.losses, wanted.losses), "<=", 2e-2)
+
+    def scaler() -> torch.amp.GradScaler:
+        # The gradient of the mean overflows at first, and again when the scale has grown.
+        return torch.amp.GradScaler(device.type, init_scale=scale.samples * 2.0**17, growth_interval=3)
+
+    how["autocast"] = torch.float16
+    found = train(model, plan, batches, device, schedule="1f1b", grad_scaler=scaler(), **how)
+    wanted = plain_loop(model, batches, device, scaler=scaler(), **how)
+    yield Finding("fp16_skipped_updates", found.skipped, "==", wanted.skipped)
+    yield Finding("fp16_last_scale", found.scale, "==", wanted.scale)
+
+    model = nn.Sequential(nn.Linear(scale.width, scale.width), Recurrent(scale.width))
+    plan = plan_of(model, batches[0][0], 2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        # pipedream keeps several versions of the weights.
+        train(model, plan, batches, device, schedule="pipedream")
+        found = train(model, plan, batches, device, schedule="1f1b", microbatches=MICROBATCHES)
+    wanted = plain_loop(model, batches, device, microbatches=MICROBATCHES)
+    chunks = [one for one in said if "contiguous chunk" in str(one.message)]
+    yield Finding("lstm_distance", distance(found, wanted), "<=", 1e-4)
+    yield Finding("lstm_contiguous_chunk_warnings", len(chunks), "==", 0)
+    start = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    still = [name for name, tensor in found.state.items() if torch.equal(tensor, start[name])]
+    yield Finding("lstm_weights_that_did_not_move", len(still), "==", 0, ", ".join(still))
+    need_card(device)
+    one_stage = plan_of(model, batches[0][0], 1)
+    longer = batches * 5
+    piped_s, plain_s = (
+        min(run().seconds for _ in range(3))
+        for run in (
+            lambda: train(model, one_stage, longer, device, schedule="1f1b", microbatches=1),
+            lambda: plain_loop(model, longer, device),
+        )
+    )
+    yield Finding("lstm_seconds_by_plain", piped_s / plain_s, "<=", 1.1)
+
+
+def _most_apart(found: list[float], wanted: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+
+
+def waits(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """How often the host waits for the device in steady training, by torch's own debugging mode."""
+    model = dense(scale.width, dropout=0.1)
+    for method, parts in (("1f1b", MICROBATCHES), ("pipedream", 1)):
+        minibatches = scale.repeats // parts + 4
+        batches = batches_of(scale.width, scale.samples, minibatches)
+        plan = plan_of(model, batches[0][0], STAGES)
+        places: Counter[str] = Counter()
+        with ExitStack() as watched:
+
+            def begin(
+                pipeline: pd.Pipeline,
+                done: Any,
+                watched: ExitStack = watched,
+                places: Counter[str] = places,
+                last: int = minibatches - 2,
+            ) -> None:
+                if done.number == 1:  # libraries are loaded, and optimizers have their state
+                    watched.enter_context(_waits_noted(device, places))
+                if done.number == last:  # the end of the stream may wait
+                    watched.close()
+
+            train(model, plan, batches, device, schedule=method, microbatches=parts, on_done=begin)
+        events = {place: count for place, count in places.items() if place.startswith("event ")}
+        note = "; ".join(f"{count} x {place}" for place, count in places.most_common(6))
+        yield Finding(f"{method}_waits", places.total() - sum(events.values()), "==", 0, note)
+        yield Finding(f"{method}_waits_for_one_event", sum(events.values()))
+    need_card(device)  # a CPU has nothing to wait for: only that the code runs was seen
+
+
+@contextmanager
+def _waits_noted(device: torch.device, places: Counter[str]) -> Iterator[None]:
+    """Counts waits by place. torch's mode does not see waits for events and for the whole device."""
+
+    def noted(what: str, waits: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **rest: Any) -> Any:
+            caller = sys._getframe(1)
+            places[f"{what} {Path(caller.f_code.co_filename).name}:{caller.f_lineno}"] += 1
+            return waits(*args, **rest)
+
+        return wait
+
+    with ExitStack() as stack:
+        said = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        for what, owner, name in (
+            ("event", torch.cuda.Event, "synchronize"),
+            ("stream", torch.cuda.Stream, "synchronize"),
+            ("device", torch.cuda, "synchronize"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, noted(what, getattr(owner, name))))
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+            stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        yield
+    for one in said:
+        if "synchronizing CUDA operation" in str(one.message):
+            places[f"{Path(one.filename).name}:{one.lineno}"] += 1
+
+
+def checkpoint(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """Saves in the background, trains on, and continues from the checkpoint in another pipeline."""
+    batches = batches_of(scale.width, scale.samples, scale.minibatches)
+    model = dense(scale.width, dropout=0.2)
+    plan = plan_of(model, batches[0][0], STAGES)
+    devices: set[int] = set()
+    write = FileSystemWriter.write_data
+
+    def noted(self: Any, *args: Any, **rest: Any) -> Any:
+        if device.type == "cuda":
+            devices.add(torch.cuda.current_device())
+        return write(self, *args, **rest)
+
+    def pipeline() -> pd.Pipeline:
+        return pd.Pipeline(
+            copy.deepcopy(model),
+            plan,
+            schedule="pipedream",
+            loss=summed_loss,
+            optimizer=partial(torch.optim.AdamW, lr=1e-3),
+            seed=SEED,
+            device=str(device),
+        )
+
+    def state_of(trained: pd.Pipeline) -> Trained:
+        return Trained(state={name: tensor.detach().cpu().clone() for name, tensor in trained.state_dict().items()})
+
+    loader = _Listed(batches)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(FileSystemWriter, "write_data", noted):
+        with pipeline() as first, deterministic():
+            for done in first.train(loader, epochs=2):
+                if done.number == scale.minibatches // 2:
+                    first.save(folder, wait=False)
+            whole = state_of(first)
+        with pipeline() as second, deterministic():
+            epoch, _ = second.load(folder)
+            for _ in second.train(loader, epochs=2 - epoch):
+                pass
+            resumed = state_of(second)
+    yield Finding("differing_weights", differing_bits(resumed, whole), "==", 0)
+    need_card(device)
+    wrong = devices - {device.index or 0}
+    yield Finding("writers_on_another_device", len(wrong), "==", 0, f"current devices: {sorted(devices)}")
+
+
+class _Listed:
+    """A loader with a length, which finds a position by iterating to it."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def compiled(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """Compiled layers over four sets of weights; then a card without room."""
+    batches = batches_of(scale.width, scale.samples, scale.minibatches)
+    model = dense(scale.width)
+    plan = plan_of(model, batches[0][0], STAGES)
+    inner = torch._dynamo.lookup_backend("inductor" if device.type == "cuda" else "eager")
+    counts = {"compiled": 0, "early": 0}
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        counts["compiled"] += 1
+        return inner(graph, inputs)
+
+    def note(pipeline: pd.Pipeline, done: Any) -> None:
+        if done.number == 0:
+            counts["early"] = counts["compiled"]
+
+    found = train(model, plan, batches, device, schedule="pipedream", compile={"backend": counting}, on_done=note)
+    wanted = train(model, plan, batches, device, schedule="pipedream")
+    yield Finding("compilations_before_the_first_update", counts["early"], ">=", 1)
+    yield Finding("recompilations", counts["compiled"] - counts["early"], "<=", 2)
+    yield Finding("distance", distance(found, wanted), "<=", 1e-3)
+    need_card(device)
+    yield from _full_card(device, scale)
+
+
+def _full_card(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    filler = torch.empty(int(free_bytes * 0.95), dtype=torch.uint8, device=device)
+    # The output of one layer takes half of what is left.
+    samples = max(8, int((free_bytes - filler.nbytes) / (4 * scale.width) / 2))
+    model = dense(scale.width)
+    batches = batches_of(scale.width, samples, 2)
+    plan = plan_of(model, batches[0][0][:8], 2)
+    began, said = time.perf_counter(), ""
+    try:
+        train(model, plan, batches, device, schedule="pipedream")
+    except WorkerError as error:
+        said = str(error)
+    yield Finding("full_card_names_the_op", float("stage" in said), "==", 1, said[:300])
+    yield Finding("full_card_seconds", time.perf_counter() - began if said else math.inf, "<=", 15)
+    del filler
+    wait_for(device)
+    yield Finding("full_card_seconds_of_a_sum_after", seconds_of(lambda: torch.ones(8, device=device).sum(), device, 1))

@@ -1,0 +1,275 @@
+"""Checks of speed and memory in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from findings import Finding, need_card
+from loops import (
+    SGD,
+    Scale,
+    allocated_bytes,
+    batches_of,
+    dense,
+    plain_loop,
+    plan_of,
+    seconds_of,
+    summed_loss,
+    train,
+    wait_for,
+)
+from torch import nn
+from torch.nn import functional as F
+
+import pipedream as pd
+from pipedream.core.errors import ProfileError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.hardware.devices import device_named
+from pipedream.core.schedule.timeline import WORK
+from pipedream.planner import single_stage_plan
+from pipedream.profiler import measure_device
+from pipedream.profiler.allocations import Allocations
+from pipedream.profiler.environment import device_text
+from pipedream.runtime.results import recorder
+
+__all__ = ["clock", "facts", "host", "memory", "throughput"]
+
+STAGES, MICROBATCHES = 4, 8
+
+
+def facts(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """What the card does without this library. The bounds are those of an H200."""
+    a, b = (torch.randn(scale.side, scale.side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product_s = seconds_of(lambda: a @ b, device, scale.repeats)
+    yield Finding("bf16_product_flops_per_s", 2 * scale.side**3 / product_s, ">=", 600e12)
+    source = torch.ones(scale.copied_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = seconds_of(lambda: target.copy_(source), device, scale.repeats)
+    yield Finding("copy_bytes_per_s", 2 * source.nbytes / copy_s, ">=", 4.0e12, "read and written")
+    few = torch.zeros(1, device=device)
+    began = time.perf_counter()
+    for _ in range(20 * scale.repeats):
+        few.add_(1.0)
+    yield Finding("launch_s", (time.perf_counter() - began) / (20 * scale.repeats), "<=", 6e-6, "of the host")
+    wait_for(device)
+    mark = recorder.GpuTimer().mark if device.type == "cuda" else time.perf_counter
+    mark()
+    began = time.perf_counter()
+    marks = [mark() for _ in range(20 * scale.repeats)]
+    yield Finding("mark_s", (time.perf_counter() - began) / len(marks), "<=", 4e-6, "of the host")
+    measured = measure_device(device, seconds=0.01 * scale.repeats)
+    try:
+        known = device_named(device_text(device))
+    except ProfileError:
+        known = None  # a device that the table does not have
+    if known is not None:
+        wanted = known.flops_per_s["bfloat16"] * known.flop_share
+        yield Finding("measured_by_table_bf16", abs(measured.flops_per_s["bfloat16"] / wanted - 1), "<=", 0.15)
+        wanted = known.bytes_per_s * known.byte_share
+        yield Finding("measured_by_table_bytes", abs(measured.bytes_per_s / wanted - 1), "<=", 0.15)
+    need_card(device)
+    pinned = torch.empty(scale.copied_bytes, dtype=torch.uint8, pin_memory=True)
+    copy_s = seconds_of(lambda: target.copy_(pinned, non_blocking=True), device, scale.repeats // 4)
+    yield Finding("pinned_to_card_bytes_per_s", pinned.nbytes / copy_s, ">=", 45e9)
+
+
+def host(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """The host's seconds per microbatch and stage, beyond those of the plain loop, with layers of no work."""
+    minibatches = max(4, scale.repeats)
+    model = dense(8)
+    batches = batches_of(8, 4 * MICROBATCHES, minibatches)
+    plan = plan_of(model, batches[0][0], STAGES)
+    for method in ("1f1b", "pipedream"):
+        parts = MICROBATCHES if method == "1f1b" else 1
+        runs = {"plain": [], "piped": []}
+        for _ in range(3):
+            runs["plain"].append(plain_loop(model, batches, device, microbatches=parts).seconds)
+            runs["piped"].append(train(model, plan, batches, device, schedule=method, microbatches=parts).seconds)
+        own_s = (min(runs["piped"]) - min(runs["plain"])) / (minibatches * parts * STAGES)
+        yield Finding(f"{method}_us_of_a_microbatch_and_stage", own_s * 1e6, "<=", 150)
+
+
+class Blocks(nn.Sequential):
+    """Equal large layers, two for each stage."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(*(nn.Linear(width, width, bias=False) for _ in range(2 * STAGES)))
+
+
+def _mean_square(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, float]:
+    return output.float().square().mean(1).sum(), len(output)
+
+
+def throughput(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """Samples per second of four workers on one device, which computes all the time, by those of the plain loop."""
+    width = 8 * scale.width
+    torch.manual_seed(0)
+    model = Blocks(width)
+    optimizer = partial(torch.optim.SGD, lr=1e-3)
+    for wanted_s, bound in zip(scale.microbatch_s, (0.97, 0.995), strict=False):
+        stage = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2))).to(device)
+
+        def microbatch_s(rows: int, stage: nn.Module = stage) -> float:
+            x = torch.randn(rows, width, device=device, requires_grad=True)
+            return seconds_of(lambda: stage(x).sum().backward(), device, 3)
+
+        rows = 256 if device.type == "cuda" else 4
+        while microbatch_s(rows) < wanted_s:
+            rows *= 2
+        rows = max(4, int(rows * wanted_s / microbatch_s(rows)))
+        minibatches = max(2, int(3.0 / (wanted_s * STAGES * MICROBATCHES)) if device.type == "cuda" else 2)
+        x = torch.randn(rows * MICROBATCHES, width, device=device)
+        batches = [x] * minibatches
+        plan = plan_of(model, x[:1].cpu(), STAGES)
+        plain, piped = [], []
+        for _ in range(3):
+            plain.append(_plain_seconds(model, batches, device))
+            piped.append(
+                train(
+                    model, plan, batches, device, schedule="1f1b", microbatches=MICROBATCHES,
+                    loss=_mean_square, optimizer=optimizer,
+                ).seconds
+            )  # fmt: skip
+        name = f"rate_by_plain_at_{wanted_s * 1e3:g}_ms"
+        yield Finding(name, median(plain) / median(piped), ">=", bound, f"{rows} samples a microbatch")
+
+
+def _plain_seconds(model: nn.Module, batches: list[torch.Tensor], device: torch.device) -> float:
+    model.to(device)
+    stepper = torch.optim.SGD(model.parameters(), lr=1e-3)
+    wait_for(device)
+    began = time.perf_counter()
+    for x in batches:
+        for part in x.chunk(MICROBATCHES):
+            loss, _ = _mean_square(model(part), None)
+            loss.backward()
+        torch._foreach_div_([p.grad for p in model.parameters()], float(len(x)))
+        stepper.step()
+        stepper.zero_grad()
+    wait_for(device)
+    return time.perf_counter() - began
+
+
+def memory(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """What a long run leaves, and what the plan said."""
+    model = dense(scale.width, dropout=0.1)
+    count = scale.many_minibatches
+    few = batches_of(scale.width, scale.samples, 4)
+    plan = plan_of(model, few[0][0], STAGES)
+    for method, parts in (("1f1b", MICROBATCHES), ("pipedream", 1)):
+        held: list[int] = []
+        with pd.Pipeline(
+            dense(scale.width, dropout=0.1),
+            plan,
+            schedule=method,
+            microbatches=parts,
+            loss=summed_loss,
+            optimizer=partial(torch.optim.SGD, **SGD),
+            device=str(device),
+        ) as pipeline:
+            for minibatches in (count // 4, count - count // 4):
+                for _ in pipeline.train([few[k % len(few)] for k in range(minibatches)]):
+                    pass
+                held.append(allocated_bytes(device))
+        yield Finding(f"{method}_growth_bytes", held[1] - held[0], "==", 0, f"{count} minibatches")
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) / max(1, torch.cuda.max_memory_allocated(device))
+        yield Finding("reserved_by_allocated", reserved, "<=", 1.15, "at most allocated")
+    yield from _planned_peak(device, scale)
+
+
+def _planned_peak(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """The peak of one stage with all of the model, as one process cannot tell several stages apart."""
+    samples = 8 * scale.samples
+    model = dense(scale.width)
+    batches = batches_of(scale.width, samples, 4)
+    targets = batches[0][1].to(device)
+    profile = pd.profile(
+        model,
+        batches[0][0],
+        loss=lambda output: F.cross_entropy(output, targets),
+        optimizer=partial(torch.optim.SGD, **SGD),
+        device=str(device),
+        warmup=1,
+        runs=2,
+    )
+    plan = single_stage_plan(profile, Cluster.flat(1))
+    with Allocations(device) as watch:
+        train(model, plan, batches, device, schedule="pipedream", loss=F.cross_entropy)
+    live = max(section.peak_bytes for section in watch.sections)
+    note = f"planned {plan.stages[0].peak_bytes}, measured {live}"
+    yield Finding("peak_by_plan", abs(live / plan.stages[0].peak_bytes - 1), "<=", 0.10, note)
+
+
+def clock(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """Measured spans against torch's profiler, and profiles against the time of the whole model."""
+    for name, model, x in (
+        ("large", dense(8 * scale.width), torch.randn(64 * scale.samples, 8 * scale.width)),
+        ("200_small", dense(scale.width, layers=100), torch.randn(scale.samples, scale.width)),
+    ):
+        model, x = model.to(device), x.to(device).requires_grad_()
+        profile = pd.profile(model, x.detach(), device=str(device), warmup=2, runs=max(3, scale.repeats // 10))
+        stage = single_stage_plan(profile, Cluster.flat(1)).stages[0]
+
+        def whole(model: nn.Module = model, x: torch.Tensor = x) -> None:
+            output = model(x)
+            torch.autograd.grad(output, [x, *model.parameters()], torch.ones_like(output))
+
+        whole_s = min(seconds_of(whole, device, max(2, scale.repeats // 10)) for _ in range(3))
+        share = abs((stage.forward_s + stage.backward_s) / whole_s - 1)
+        note = f"profiled {stage.forward_s + stage.backward_s:.6f} s, measured {whole_s:.6f} s"
+        yield Finding(f"{name}_profile_by_whole_model", share, "<=", 0.10, note)
+    need_card(device)
+    yield _drift(scale)
+    width, minibatches = 8 * scale.width, 12
+    model = Blocks(width)
+    x = torch.randn(64 * scale.samples, width, device=device)
+    plan = plan_of(model, x[:1].cpu(), STAGES)
+    seconds: dict[str, float] = {}
+
+    def profiled(pipeline: pd.Pipeline, done: Any) -> None:
+        if done.number == 1:
+            wait_for(device)
+            watch.start()
+        if done.number == minibatches - 1:
+            wait_for(device)
+            watch.stop()
+            seconds["spans"] = sum(
+                span.end_s - span.start_s
+                for span in pipeline.timeline().spans
+                if span.kind in WORK and span.index >= 2 * MICROBATCHES
+            )
+
+    watch = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    train(
+        model, plan, [x] * minibatches, device, schedule="1f1b", microbatches=MICROBATCHES,
+        loss=_mean_square, optimizer=partial(torch.optim.SGD, lr=1e-3), on_done=profiled,
+    )  # fmt: skip
+    kernels_s = sum(row.self_device_time_total for row in watch.key_averages()) * 1e-6
+    note = f"spans {seconds['spans']:.6f} s, kernels {kernels_s:.6f} s"
+    yield Finding("spans_by_kernels", abs(seconds["spans"] / kernels_s - 1), "<=", 0.02, note)
+
+
+def _drift(scale: Scale) -> Finding:
+    """Marks whose origin moves on as often as within a day, against the two events at the ends."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with mock.patch.object(recorder, "_ORIGIN_S", 1e-4):
+        timer = recorder.GpuTimer()
+        timer.mark()
+        first.record()
+        moments = [timer.mark()]
+        for _ in range(100 * scale.repeats):  # a day has 8,640 origins
+            torch.cuda._sleep(200_000)
+            moments.append(timer.mark())
+        last.record()
+        timer.settle(wait=True)
+    last.synchronize()
+    seconds = first.elapsed_time(last) * 1e-3
+    off = abs(moments[-1].seconds - moments[0].seconds - seconds)
+    return Finding("drift_of_a_days_origins_s", off, "<=", 1e-3, f"in {seconds:.3f} s")
