@@ -1,4 +1,4 @@
-"""The two clocks that a worker can run on (as in SimPy: one program, two environments)."""
+"""The clock of workers in one process, by which they take turns. On several processes each runs by itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from pipedream.core.errors import DeadlockError
 from pipedream.runtime.comm.channel import Pending
 
-__all__ = ["run_distributed", "run_in_process"]
+__all__ = ["run_in_process"]
 
 
 def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: Sequence[int]) -> Iterator[Any]:
@@ -47,9 +47,3 @@ def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: S
         if not moved:
             raise DeadlockError(f"workers {sorted(waiting)} wait for each other")
 
-
-def run_distributed(worker: Generator[Any, None, None]) -> Iterator[Any]:
-    """Runs one worker, which waits inside each `Pending.result`; yields its results."""
-    for event in worker:
-        if not isinstance(event, Pending):
-            yield event

@@ -36,7 +36,7 @@ from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.files import fit_names, open_weights
 from pipedream.runtime.checkpoint.initial_values import materialise, named_state
 from pipedream.runtime.checkpointing import Checkpointer, share_with_replicas
-from pipedream.runtime.clock import run_distributed, run_in_process
+from pipedream.runtime.clock import run_in_process
 from pipedream.runtime.comm.channel import Receiver, Sender, drain
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import (
@@ -306,11 +306,9 @@ class Session:
             self._data.close_evaluation()
 
     def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
-        events = (
-            run_distributed(streams[0])
-            if len(streams) == 1
-            else run_in_process(streams, self.program.placement.readers)
-        )
+        events: Iterator[Any] = streams[0]
+        if len(streams) > 1:
+            events = run_in_process(streams, self.program.placement.readers)
         self._activity.place = None
         try:
             for event in events:

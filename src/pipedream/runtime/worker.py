@@ -1,7 +1,7 @@
 """The worker: the loop of one rank, which executes a program instruction by instruction.
 
 A worker is a generator: it yields a `Pending` where it would wait, and a `Done` for each minibatch whose gradients are
-in its weights. The clock decides how to wait. The worker decides nothing: order, messages and versions are in the
+in its weights. The worker decides nothing: order, messages and versions are in the
 verified program. Each instruction is resolved to a method and its numbers before the run (`_Step`).
 """
 
@@ -139,6 +139,15 @@ class Worker:
         self.program = program
         self._steps[True] = self._resolved(program)
         self._update_completed_by = program.update_completed_by(self.rank)
+        self._replicas = program.placement.replicas
+        self._waits_for_others = {
+            stage
+            for stage, replicas in enumerate(self._replicas)
+            if replicas > 1
+            or any(stage in one.stages for one in program.plan.tied)
+            or (program.couples_updates and not program.norm_delay)
+        }
+        self._is_remote = [program.placement.is_remote(stage) for stage in range(len(self._replicas))]
         self.recorder.switch_to(phase)
         self._scorer.switch_to(program)
         self.update_barrier.switch_to(program)
@@ -288,7 +297,7 @@ class Worker:
         else:
             self._mailbox.drop("input", stage, index)
         self.activity.end()
-        stage_state.next_forward = index + self.program.placement.replicas[stage]
+        stage_state.next_forward = index + self._replicas[stage]
         self.recorder.note("F", stage, self._stream.number(index), start)
         if stage == self._last and trains:
             minibatch = self._stream.minibatch(index)
@@ -332,7 +341,7 @@ class Worker:
 
     def _admit(self, index: int) -> Message | None:
         """Takes the next microbatch from the data; ends the stream after the last one."""
-        if self._stream.trains and self.program.placement.replicas[0] == 1 and self.stop_requested():
+        if self._stream.trains and self._replicas[0] == 1 and self.stop_requested():
             self._stop_feed(Ending.INTERRUPT)
         assert self._data is not None
         self.activity.begin("loading data")
@@ -352,7 +361,7 @@ class Worker:
     ) -> None:
         self.activity.begin(_BACKWARDS[kind])
         stage_state = self.stage_states[stage]
-        if self.program.placement.is_remote(stage):
+        if self._is_remote[stage]:
             self._saved_forwards[stage, index] = self._forwards.recompute(
                 stage, index, stage_state, self._mailbox.take("stage_input", stage, index)
             )
@@ -452,11 +461,9 @@ class Worker:
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
         stage_state = self.stage_states[stage]
         before = self.recorder.mark()
-        is_replicated = self.program.placement.replicas[stage] > 1
-        stop_request = is_replicated and self.stop_requested()
+        stop_request = self._replicas[stage] > 1 and self.stop_requested()
         present_share, stop_requests = yield from self.update_barrier.prepare(stage, float(stop_request))
-        is_tied = any(stage in one.stages for one in self.program.plan.tied)
-        if is_replicated or is_tied or (self.program.couples_updates and not self.program.norm_delay):
+        if stage in self._waits_for_others:
             self.recorder.note("wait", stage, index, before)
         start = self.recorder.mark()
         self.activity.begin("an update")
@@ -476,7 +483,7 @@ class Worker:
             members = self.program.updates.members(stage, index, self._total)
             if self.program.updates.mean_of_rounds and self._total is None:
                 # A round may be the last, and incomplete, before this worker has received the end.
-                members = members[: round(present_share * self.program.placement.replicas[stage])]
+                members = members[: round(present_share * self._replicas[stage])]
             self._updated += ((minibatch, self.rate) for minibatch in range(members.start // m, -(-members.stop // m)))
             yield from self._collect(self.results.delay)
 

@@ -1,7 +1,7 @@
 """Channels: messages one way between two workers, first in, first out.
 
-A worker never blocks in a channel's method. `receive` returns a `Pending`, and the clock decides how to wait for it: in
-one process another worker runs, on several processes it blocks. `Group` is the same for sums.
+`receive` returns a `Pending`. Over a network its result waits. In one process it cannot: a worker yields it, so that
+another worker runs (`runtime.clock`). `Group` is the same for sums.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Pending(ABC, Generic[Result]):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Returns at once; False may also mean unknown."""
+        """Returns whether `result` can be called; over a network always, since there it waits."""
 
     @abstractmethod
     def result(self) -> Result:
-        """Waits if the implementation can."""
+        """Call it once, when `ready`."""
 
 
 Waiting = Generator[Pending[Any], None, Result]

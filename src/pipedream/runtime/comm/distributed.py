@@ -237,7 +237,7 @@ class DistributedReceiver(Receiver, Pending[Message]):
         return self
 
     def ready(self) -> bool:
-        return False  # gloo reports it only to those who wait
+        return True
 
     def result(self) -> Message:
         return self.take()[0]
@@ -338,7 +338,7 @@ class _Sum(Pending[torch.Tensor]):
         self._tensor = tensor
 
     def ready(self) -> bool:
-        return False  # gloo reports it only to those who wait
+        return True
 
     def result(self) -> torch.Tensor:
         self._work.wait()
