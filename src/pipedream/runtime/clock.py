@@ -46,4 +46,3 @@ def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: S
                 del waiting[number]
         if not moved:
             raise DeadlockError(f"workers {sorted(waiting)} wait for each other")
-
