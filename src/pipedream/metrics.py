@@ -218,7 +218,7 @@ def _metrics(timeline: Timeline, start_s: float, end_s: float, throughput_per_s:
                 peak_in_flight=_in_flight(spans, timeline, apart),
                 peak_versions=timeline.peak_versions[rank] if timeline.peak_versions else None,
                 staleness=max((stalest[s] for s in stages if s in stalest), default=None),
-                peak_bytes=timeline.peak_bytes[rank] if timeline.peak_bytes else None,
+                peak_bytes=timeline.peak_bytes[rank] if timeline.peak_bytes and not timeline.shares_memory else None,
             )
         )
     length_s = end_s - start_s

@@ -366,7 +366,7 @@ class Pipeline:
         return self._session.timeline(number, self.plan.batch)
 
     def status(self) -> dict[int, dict[str, float]]:
-        """Returns rank -> recent busy share and peak bytes, as far as this process knows; does not wait."""
+        """Returns rank -> recent busy share, and peak bytes of its process, as far as known here; does not wait."""
         return self._session.status()
 
     def sent_bytes(self) -> dict[int, int]:

@@ -167,7 +167,8 @@ def test_summary_of_each_stage(trained: Path) -> None:
     assert (first["staleness"], second["staleness"]) == (1, 0)
     for row in (first, second):
         assert row["bytes_sent"] > 0
-        assert row["peak_bytes"] > row["predicted_peak_bytes"] > 0
+        assert 0.2 < row["peak_bytes"] / row["predicted_peak_bytes"] < 5, "both are of tensors"
+        assert row["reserved_bytes"] > 1e8, "of the process, with its libraries"
         assert 0 < row["busy_share"] <= 1
     names = {name for name, module in load_recipe(DIGITS).model.named_modules() if name and not list(module.children())}
     assert set(first["layers"] + second["layers"]) == names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from pipedream.core.errors import PipelineError
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.runtime.comm.process_group import gather_texts
-from pipedream.runtime.results.recorder import peak_bytes
+from pipedream.runtime.results.memory import tensor_bytes
 from pipedream.runtime.worker import Worker
 
 __all__ = ["ClockOffset", "status", "timeline"]
@@ -75,7 +75,6 @@ def timeline(
     phase: int,
     workers: Sequence[Worker],
     group: dist.ProcessGroup | None,
-    device: torch.device,
     batch: int,
     clock: ClockOffset,
 ) -> Timeline:
@@ -96,8 +95,9 @@ def timeline(
     program = programs[phase]
     clock.measure()
     rows: list[Any] = []
+    peak_bytes, reserved_bytes = _peaks(workers, phase)
     for worker in workers:
-        versions, most_bytes = worker.recorder.peaks.get(phase, (1, peak_bytes(device)))
+        versions, _ = worker.recorder.peaks.get(phase, (1, None))
         spans, began_s = worker.recorder.spans(phase), worker.recorder.began_s
         starts, ends = (clock.to_rank_0(at) for at in ([s.start_s for s in spans], [s.end_s for s in spans]))
         rows.append(
@@ -109,7 +109,8 @@ def timeline(
                     for span, start, end in zip(spans, starts, ends, strict=True)
                 ],
                 "gradient_versions": [list(row) for row in worker.recorder.gradient_versions(phase)],
-                "peak_bytes": most_bytes,
+                "peak_bytes": peak_bytes,
+                "reserved_bytes": reserved_bytes,
                 "versions": versions,
             }
         )
@@ -130,16 +131,34 @@ def timeline(
         minibatch_microbatches=program.microbatches,
         batch=batch,
         gradient_versions=tuple(GradientVersions(*row) for part in parts for row in part["gradient_versions"]),
-        peak_bytes=tuple(part["peak_bytes"] for part in parts),
+        peak_bytes=_known(part["peak_bytes"] for part in parts),
+        reserved_bytes=_known(part["reserved_bytes"] for part in parts),
+        shares_memory=len(workers) > 1,
         peak_versions=tuple(part["versions"] for part in parts),
     )
 
 
-def status(
-    workers: Sequence[Worker], count: int, device: torch.device, distributed: bool
-) -> dict[int, dict[str, float]]:
+def _peaks(workers: Sequence[Worker], phase: int) -> tuple[int | None, int | None]:
+    """Returns the most bytes of tensors, and the most reserved, of all workers of this process."""
+    peaks = [worker.recorder.peaks[phase][1] for worker in workers if phase in worker.recorder.peaks]
+    rises = [peak.rise_bytes for peak in peaks if peak.rise_bytes is not None]
+    held = tensor_bytes(*([*worker.stage_states.values(), *worker.remote_forwards.values()] for worker in workers))
+    return held + max(rises) if rises else None, max((peak.reserved_bytes for peak in peaks), default=None)
+
+
+def _known(sizes: Iterable[int | None]) -> tuple[int, ...]:
+    """Returns the bytes of each rank, or () if one does not know them."""
+    found = list(sizes)
+    return tuple(size for size in found if size is not None) if None not in found else ()
+
+
+def status(workers: Sequence[Worker], count: int, distributed: bool) -> dict[int, dict[str, float]]:
     """Returns rank -> busy share since the last call and peak bytes; rank 0 has those of other processes too."""
-    mine = {w.rank: {"busy_share": w.recorder.busy_share(), "peak_bytes": float(peak_bytes(device))} for w in workers}
+    recorders = {worker.rank: worker.recorder for worker in workers}
+    mine = {
+        rank: {"busy_share": recorder.busy_share(), "peak_bytes": float(recorder.memory.reserved_bytes)}
+        for rank, recorder in recorders.items()
+    }
     if not distributed:
         return mine
     store = dist.distributed_c10d._get_default_store()

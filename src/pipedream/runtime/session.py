@@ -418,9 +418,7 @@ class Session:
     # -- what happened ------------------------------------------------------------------------------
 
     def timeline(self, phase: int, batch: int) -> Timeline:
-        return measured.timeline(
-            self._blueprint.programs, phase, self.workers, self._group, self._blueprint.device, batch, self._clock
-        )
+        return measured.timeline(self._blueprint.programs, phase, self.workers, self._group, batch, self._clock)
 
     def _gathered(self, counts: Mapping[int, int]) -> dict[int, int]:
         rows = [json.loads(text) for text in gather_texts(json.dumps(counts), self._group)]
@@ -443,7 +441,7 @@ class Session:
         return self.lead.rate, self.lead.stage_states[min(self.lead.stage_states)].optimizer.rounds
 
     def status(self) -> dict[int, dict[str, float]]:
-        return measured.status(self.workers, self.program.placement.workers, self._blueprint.device, self.distributed)
+        return measured.status(self.workers, self.program.placement.workers, self.distributed)
 
     def abort(self, error: BaseException) -> None:
         """Reports an error of the user's own code to the other ranks."""

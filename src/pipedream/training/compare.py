@@ -52,7 +52,7 @@ def compare_recipe(
                 "samples_per_s": summary["throughput"]["measured_per_s"],
                 "predicted_per_s": summary["throughput"]["predicted_per_s"],
                 "bubble": summary["bubble"]["measured"],
-                "peak_bytes": max(stage["peak_bytes"] for stage in summary["stages"]),
+                "peak_bytes": max(stage["peak_bytes"] or 0 for stage in summary["stages"]),
                 "bytes_sent": sum(stage["bytes_sent"] for stage in summary["stages"]),
                 "metrics": summary["metrics"],
             }

@@ -53,7 +53,7 @@ class Progress:
         if self._live is None:
             return
         table = Table(box=None, pad_edge=False)
-        for name in ("rank", "busy", "peak"):
+        for name in ("rank", "busy", "process peak"):
             table.add_column(name, justify="right")
         for rank in range(self._workers):
             row = status.get(rank)

@@ -73,6 +73,7 @@ def summarise(
     """
     before, after = _steady(predicted), _steady(measured)
     stages = []
+    together = measured.shares_memory and measured.peak_bytes
     placement = plan.placement
     for index, stage in enumerate(plan.stages):
         for rank in placement.ranks[index]:
@@ -90,7 +91,8 @@ def summarise(
                     "predicted_wait_share": then.wait_s / before.makespan_s if before.makespan_s else None,
                     "predicted_send_share": then.send_s / before.makespan_s if before.makespan_s else None,
                     "bytes_sent": sent_bytes.get(rank, 0),
-                    "peak_bytes": measured.peak_bytes[rank] if measured.peak_bytes else None,
+                    "peak_bytes": now.peak_bytes,
+                    "reserved_bytes": measured.reserved_bytes[rank] if measured.reserved_bytes else None,
                     "predicted_peak_bytes": stage.peak_bytes,
                     "versions": measured.peak_versions[rank] if measured.peak_versions else None,
                     "staleness": now.staleness,
@@ -102,6 +104,7 @@ def summarise(
         "workers": plan.workers,
         "plan": json.loads(plan.to_json()),
         "stages": stages,
+        "peak_bytes_together": measured.peak_bytes[0] if together else None,
         "throughput": {
             "predicted_per_s": before.samples_per_s,
             "measured_per_s": median(samples_per_s) if samples_per_s else after.samples_per_s,

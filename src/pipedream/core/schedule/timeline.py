@@ -68,7 +68,10 @@ class Timeline(Artifact):
         minibatch_microbatches: m, in one minibatch.
         batch: samples in a minibatch.
         gradient_versions: one for each gradient; () if unknown.
-        peak_bytes, peak_versions: for each rank, the latter distinct weight sets alive at once; () if unknown.
+        peak_bytes: of tensors, for each rank; () if unknown.
+        peak_versions: distinct weight sets alive at once, for each rank; () if unknown.
+        reserved_bytes: for each rank, what the GPU's allocator, or the process on a CPU, took for these; measured only.
+        shares_memory: the ranks were workers of one process; each figure of bytes is of all of them.
         memory: for each rank, the bytes held at the start, and at most during each of its ops; () if unknown.
     """
 
@@ -85,6 +88,8 @@ class Timeline(Artifact):
     gradient_versions: tuple[GradientVersions, ...] = ()
     peak_bytes: tuple[int, ...] = ()
     peak_versions: tuple[int, ...] = ()
+    reserved_bytes: tuple[int, ...] = ()
+    shares_memory: bool = False
     memory: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:

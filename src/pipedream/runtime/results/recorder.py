@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,8 +9,9 @@ from collections.abc import Callable
 import torch
 
 from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
+from pipedream.runtime.results.memory import MemoryMeter, Peak
 
-__all__ = ["GpuMoment", "GpuTimer", "Moment", "Recorder", "peak_bytes"]
+__all__ = ["GpuMoment", "GpuTimer", "Moment", "Recorder"]
 
 _MOST_KEPT = 200_000
 """Spans, and gradient versions; the oldest are dropped first, so that a long run needs no more memory."""
@@ -43,13 +43,12 @@ Moment = float | GpuMoment
 class Recorder:
     """Records one worker's spans and gradient versions.
 
-    `mark` returns the present moment, to be given to `note`. `peaks`: phase -> (most versions that a stage held,
-    `peak_bytes`).
+    `mark` returns the present moment, to be given to `note`. `peaks`: phase -> (most versions of a stage, memory).
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
-        self._device = device
+        self.memory = MemoryMeter(device)
         self._gpu = GpuTimer() if device.type == "cuda" else None
         self.mark: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.begin
         self._end: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.mark
@@ -57,22 +56,24 @@ class Recorder:
         self._busy_since_s, self._busy_share = time.perf_counter(), 0.0
         self._gradient_versions: deque[tuple[int, GradientVersions]] = deque(maxlen=_MOST_KEPT)
         self.phase = 0
-        self.peaks: dict[int, tuple[int, int]] = {}
+        self.peaks: dict[int, tuple[int, Peak]] = {}
 
     def switch_to(self, phase: int) -> None:
-        if phase != self.phase and self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if phase != self.phase:
+            self.memory.reset()
         self.phase = phase
 
     def note_peak(self, versions: int) -> None:
         """Called at the end of a stream."""
         if self._gpu is not None:
             self._gpu.reset()
-        self.peaks[self.phase] = versions, peak_bytes(self._device)
+        self.peaks[self.phase] = versions, self.memory.at_drain()
 
     def note(self, kind: str, stage: int, index: int, start: Moment) -> None:
         """Records an op that began at `start` and ends now."""
         self._spans.append((self.phase, kind, stage, index, start, self._end()))
+        if kind in WORK:
+            self.memory.sample()
 
     def note_gradient_versions(self, row: GradientVersions) -> None:
         self._gradient_versions.append((self.phase, row))
@@ -181,10 +182,3 @@ class GpuTimer:
 
 def _seconds(moment: Moment) -> float:
     return moment.seconds if isinstance(moment, GpuMoment) else moment
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Returns the peak on the GPU since the phase began, else resident since the process began."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

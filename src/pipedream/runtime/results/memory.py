@@ -1,0 +1,129 @@
+"""The memory that the workers of a process need."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from collections import deque
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+__all__ = ["MemoryMeter", "Peak", "tensor_bytes"]
+
+_FIRST_OPS = 32  # whose peak does not count if there are more: modules are imported, kernels set up
+_SAMPLED_OPS = 512
+_LATER = 16  # only each such op is sampled after these
+
+
+class Peak(NamedTuple):
+    """Bytes in a phase.
+
+    Attributes:
+        rise_bytes: from what is in use when the pipeline is drained to the most; None if not known.
+        reserved_bytes: the most that the allocator took; on a CPU, that the process ever had.
+    """
+
+    rise_bytes: int | None
+    reserved_bytes: int
+
+
+class MemoryMeter:
+    """Measures a phase's peak: on a GPU what tensors took, on a CPU what malloc gave out at the ends of ops.
+
+    The heap has more than tensors: modules that were imported, caches of kernels, the user's data. What is there when
+    the pipeline is drained is therefore counted by `tensor_bytes`, and only the rise to the peak is read from the heap.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins a phase, at a drain."""
+        self._ops = self._most_bytes = 0
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def sample(self) -> None:
+        """Reads the heap of a CPU, in 2 us and more; called at the end of an op."""
+        self._ops += 1
+        if self._device is None and (self._ops <= _SAMPLED_OPS or self._ops % _LATER == 0):
+            self._most_bytes = max(self._most_bytes if self._ops != _FIRST_OPS else 0, _heap_bytes())
+
+    def at_drain(self) -> Peak:
+        if self._device is not None:
+            now = torch.cuda.memory_allocated(self._device)
+            return Peak(torch.cuda.max_memory_allocated(self._device) - now, self.reserved_bytes)
+        rise_bytes = max(0, self._most_bytes - _heap_bytes()) if _heap_has_tensors() else None
+        return Peak(rise_bytes, self.reserved_bytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        if self._device is not None:
+            return torch.cuda.max_memory_reserved(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def tensor_bytes(*roots: Any) -> int:
+    """Returns the bytes of the tensors that objects of the runtime, their modules and optimizers hold."""
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    left = deque(roots)
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+            left.append(one.grad if one.is_leaf else None)
+        elif isinstance(one, nn.Module):
+            left.extend((*one.parameters(), *one.buffers()))
+        elif isinstance(one, torch.optim.Optimizer):
+            left.extend((one.state, one.param_groups))
+        elif isinstance(one, Mapping):
+            left.extend(one.values())
+        elif isinstance(one, (list, tuple, set, deque)):
+            left.extend(one)
+        elif type(one).__module__.startswith("pipedream.runtime."):
+            left.extend(getattr(one, "__dict__", {}).values())
+            left.extend(getattr(one, name, None) for name in getattr(type(one), "__slots__", ()))
+    return sum(storages.values())
+
+
+class _Heap(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "blocks", "small", "maps", "map_bytes", "peak", "fast", "used_bytes", "free_bytes", "top")
+    )
+
+
+def _heap_bytes() -> int:
+    """Returns the bytes that malloc has given out, from its heaps and as maps of their own; 0 without glibc 2.33."""
+    read = _heap_reader()
+    if read is None:
+        return 0
+    found = read()
+    return int(found.used_bytes + found.map_bytes)
+
+
+@cache
+def _heap_reader() -> Any:
+    read = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if read is not None:
+        read.restype = _Heap
+    return read
+
+
+@cache
+def _heap_has_tensors() -> bool:
+    """Returns whether torch's memory is in the heap that is read; not if another malloc was loaded first."""
+    before = _heap_bytes()
+    block = torch.empty(1 << 24, dtype=torch.uint8)
+    return _heap_bytes() - before >= block.numel()

@@ -1,0 +1,85 @@
+"""The measured peak is of the same thing as the predicted one: tensors, and not libraries or other ranks' models."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import processes
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from torch import nn
+
+import pipedream as pd
+from pipedream import metrics
+from pipedream.core.schedule.timeline import Timeline
+from pipedream.runtime.results.memory import MemoryMeter, tensor_bytes
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+MB = 1 << 20
+
+
+def test_tensors_count_once_with_their_gradients_and_state() -> None:
+    layer = nn.Linear(100, 100, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    layer(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    assert tensor_bytes(layer) == 2 * 40_000
+    assert tensor_bytes({"a": [layer, layer.weight[:2]]}, (optimizer,)) == 3 * 40_000
+    assert tensor_bytes(None, "text", 3.5) == 0
+
+
+def test_heap_rises_with_tensors_and_not_with_what_stays() -> None:
+    meter = MemoryMeter(CPU)
+    stays = torch.ones(MB)
+    block = torch.ones(4 * MB)
+    meter.sample()
+    del block
+    rise_bytes = meter.at_drain().rise_bytes
+    assert rise_bytes is not None
+    assert 16 * MB <= rise_bytes < 17 * MB, "not the 4 MiB that stay"
+    meter.reset()
+    meter.sample()
+    assert 0 <= (meter.at_drain().rise_bytes or 0) < MB, f"of a new phase, with {len(stays)} numbers"
+
+
+def test_a_gpus_peak_is_not_that_of_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda().install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60)
+    meter = MemoryMeter(GPU)
+    assert cuda.resets == 1, "in the first phase too"
+    meter.sample()
+    assert meter.at_drain() == (40, 200), "100 at most, 60 now; 200 reserved"
+    meter.reset()
+    assert cuda.resets == 2
+
+
+def _train(width: int) -> tuple[Timeline, tuple[int, ...], int]:
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())))
+    x, y = torch.randn(64, width), torch.randn(64, width)
+    optimizer: Any = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+    plan = pd.plan(pd.profile(model, x, runs=2, optimizer=optimizer), pd.Cluster.flat(2), shape="straight")
+    with pd.Pipeline(model, plan, schedule="gpipe", microbatches=4, loss=nn.MSELoss(), optimizer=optimizer) as pipeline:
+        for _ in pipeline.train([(x, y)] * 10):
+            pass
+        return pipeline.timeline(), tuple(stage.parameter_bytes for stage in plan.stages), pipeline.rank
+
+
+@pytest.mark.processes
+def test_peaks_of_processes_are_of_their_own_stages() -> None:
+    (timeline, weights, _), _ = processes.results(_train, 2, 512)
+    assert not timeline.shares_memory
+    for rank in (0, 1):
+        # Weights, momentum, gradients; the activations of four small microbatches; a temporary set of gradients.
+        assert 2 * weights[rank] < timeline.peak_bytes[rank] < 6 * weights[rank]
+        assert timeline.reserved_bytes[rank] > 1e8
+    assert metrics.run_metrics(timeline).per_rank[0].peak_bytes == timeline.peak_bytes[0]
+
+
+def test_workers_of_one_process_share_a_figure() -> None:
+    timeline, weights, _ = _train(512)
+    assert timeline.shares_memory
+    assert len(set(timeline.peak_bytes)) == len(set(timeline.reserved_bytes)) == 1
+    assert 2 * sum(weights) < timeline.peak_bytes[0] < 6 * sum(weights)
+    assert metrics.run_metrics(timeline).per_rank[0].peak_bytes is None, "it is not that rank's"
