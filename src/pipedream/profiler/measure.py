@@ -16,9 +16,10 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.profiler.environment import device_text, versions
 from pipedream.profiler.fixed_seconds import fixed_s, half_of
+from pipedream.profiler.host_seconds import host_seconds
 from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, shapes_of
 from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
-from pipedream.profiler.stopwatch import Stopwatch
+from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
 from pipedream.profiler.update import (
     OptimizerFactory,
     UpdateCost,
@@ -79,7 +80,7 @@ def measure(
     _check_places(layers, graph, place)
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
     indices = [_cuda_index(place)] if place.type == "cuda" else []
-    watch = Stopwatch(place)
+    watch = Stopwatch(place, without_launches=True)
     passes = Passes(layers, graph, loss, watch, place, autocast)
     with preserve_state(layers, indices, seed):
         choose_mode(layers)
@@ -95,16 +96,21 @@ def measure(
         laps_s = laps_s[warmup:]
         timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "half_of": half_of}
         fixed = _fixed_seconds(layers, graph, sample, samples, laps_s, place, autocast, **timing)
+        hosts = [0.0] * len(laps_s[0])
+        if place.type == "cuda":
+            host = HostStopwatch(place)
+            hosts = host_seconds(Passes(layers, graph, loss, host, place, autocast), host, sample, place, runs)
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
-            update = measure_update(optimizer, parameters, watch, warmup=warmup, runs=runs)
+            update = measure_update(optimizer, parameters, Stopwatch(place), warmup=warmup, runs=runs)
     laps = _laps_of_layers(laps_s)
     loss_laps = laps.pop() if loss is not None else None
+    loss_host_s = sum(hosts[2 * len(layers) :])
     return Profile(
         model=model_name,
         graph=graph,
-        layers=_layer_profiles(layers, laps, sizes, needs, fixed),
+        layers=_layer_profiles(layers, laps, sizes, needs, fixed, hosts[: 2 * len(layers)]),
         batch=samples,
         input_shapes=shapes_of(sample),
         dtype=dtype_name(layers, autocast),
@@ -114,7 +120,7 @@ def measure(
         copy_s=update.copy_s,
         optimizer=update.name,
         optimizer_bytes=update.state_bytes,
-        loss_s=0.0 if loss_laps is None else median(f + b for f, b in zip(*loss_laps, strict=True)),
+        loss_s=max(loss_host_s, 0.0 if loss_laps is None else median(map(sum, zip(*loss_laps, strict=True)))),
         loss_bytes=loss_bytes,
         loss_working_bytes=needs[-1].working_bytes,
         update_working_bytes=update.working_bytes,
@@ -135,7 +141,9 @@ def _layer_profiles(
     sizes: Sequence[Sizes],
     needs: Sequence[Need],
     fixed: Sequence[float],
+    hosts: Sequence[float],
 ) -> tuple[LayerProfile, ...]:
+    rows = zip(laps, sizes, needs[: len(layers)], parameter_bytes(layers), largest_parameter_bytes(layers), strict=True)
     return tuple(
         LayerProfile(
             forward_s=median(forward),
@@ -150,19 +158,12 @@ def _layer_profiles(
             working_bytes=need.working_bytes,
             backward_bytes=need.backward_bytes,
             largest_parameter_bytes=largest,
-            forward_fixed_s=forward_fixed_s,
-            backward_fixed_s=backward_fixed_s,
+            forward_fixed_s=fixed[2 * index],
+            backward_fixed_s=fixed[2 * index + 1],
+            forward_host_s=hosts[2 * index],
+            backward_host_s=hosts[2 * index + 1],
         )
-        for (forward, backward), size, need, own, largest, forward_fixed_s, backward_fixed_s in zip(
-            laps,
-            sizes,
-            needs[: len(layers)],
-            parameter_bytes(layers),
-            largest_parameter_bytes(layers),
-            fixed[::2],
-            fixed[1::2],
-            strict=True,
-        )
+        for index, ((forward, backward), size, need, own, largest) in enumerate(rows)
     )
 
 
@@ -180,7 +181,7 @@ def _fixed_seconds(
     half_of: Callable[[Any, int], Any],
 ) -> list[float]:
     """The fixed seconds of the layers; not of the loss, which takes the whole batch."""
-    watch = Stopwatch(device)  # its own, because a failed run leaves laps in it
+    watch = Stopwatch(device, without_launches=True)  # its own, because a failed run leaves laps in it
     passes = Passes(layers, graph, None, watch, device, autocast)
 
     def laps_of(part: Sample) -> list[float]:

@@ -7,7 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Stopwatch", "Watch"]
+__all__ = ["HostStopwatch", "Stopwatch", "Watch"]
+
+_FILLER_CYCLES = 4_000_000
+"""About 2 ms of a GPU: longer than the host needs to launch a layer."""
 
 
 class Watch(Protocol):
@@ -24,14 +27,25 @@ class Watch(Protocol):
 
 
 class Stopwatch:
-    """Takes laps. On CUDA they are events, read in `laps_s`, so that timing synchronises with the device only once."""
+    """Takes laps. On CUDA they are events, read in `laps_s`.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        without_launches: a GPU is kept busy until the host has launched the lap, whose seconds are then those of its
+            kernels alone. Otherwise a lap of small kernels takes as long as their launches.
+    """
+
+    def __init__(self, device: torch.device, *, without_launches: bool = False) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
+        self._fills = self._cuda and without_launches
         self._marks: list[Any] = []
 
     def start(self) -> None:
+        if self._fills:
+            if self._marks:
+                self._marks[-1].synchronize()  # a queue that is full would stop the host in the middle of a lap
+            with torch.cuda.device(self._device):
+                torch.cuda._sleep(_FILLER_CYCLES)  # type: ignore[no-untyped-call]
         self._mark()
 
     def stop(self) -> None:
@@ -52,3 +66,23 @@ class Stopwatch:
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())
+
+
+class HostStopwatch:
+    """Takes laps of the host, which begin when the device is idle and end when the host has launched everything."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[float] = []
+
+    def start(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._marks.append(time.perf_counter())
+
+    def stop(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def laps_s(self) -> list[float]:
+        marks, self._marks = self._marks, []
+        return [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=True)]

@@ -1,0 +1,109 @@
+"""Laps on a made-up GPU, which runs kernels in order while a made-up host launches the next."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from pipedream.profiler.host_seconds import host_seconds
+from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
+
+LAUNCH_S, KERNEL_S, KERNELS = 10e-6, 1e-6, 10
+
+
+class Gpu:
+    """Keeps the time of both in `host_s` and `free_s`, when the GPU has done all that it was given."""
+
+    host_s = free_s = 0.0
+
+    def launch(self, seconds: float) -> None:
+        self.host_s += LAUNCH_S
+        self.free_s = max(self.free_s, self.host_s) + seconds
+
+    def synchronize(self, device: Any = None) -> None:
+        self.host_s = max(self.host_s, self.free_s)
+
+    def event(self, enable_timing: bool) -> Event:
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    """Known when the GPU gets there."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def record(self, stream: Any = None) -> None:
+        self.at_s = max(self._gpu.free_s, self._gpu.host_s)
+
+    def synchronize(self) -> None:
+        self._gpu.host_s = max(self._gpu.host_s, self.at_s)
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at_s - self.at_s) * 1e3
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.launch(cycles / 2e9))
+    monkeypatch.setattr(time, "perf_counter", lambda: gpu.host_s)
+    return gpu
+
+
+def _laps_s(gpu: Gpu, watch: Stopwatch | HostStopwatch, laps: int = 3) -> list[float]:
+    for _ in range(laps):
+        watch.start()
+        for _ in range(KERNELS):
+            gpu.launch(KERNEL_S)
+        watch.stop()
+    return watch.laps_s()
+
+
+def test_small_kernels_take_as_long_as_their_launches(gpu: Gpu) -> None:
+    watch = Stopwatch(torch.device("cuda"))
+    assert _laps_s(gpu, watch) == pytest.approx([KERNELS * LAUNCH_S] * 3, rel=0.02)
+
+
+def test_launches_do_not_count_while_the_gpu_is_busy(gpu: Gpu) -> None:
+    watch = Stopwatch(torch.device("cuda"), without_launches=True)
+    assert _laps_s(gpu, watch) == pytest.approx([KERNELS * KERNEL_S] * 3)
+    # Never more than a lap ahead: a GPU's queue has room for a thousand kernels.
+    assert gpu.free_s - gpu.host_s < 3e-3
+
+
+def test_the_host_counts_its_launches_alone(gpu: Gpu) -> None:
+    gpu.launch(1.0)
+    watch = HostStopwatch(torch.device("cuda"))
+    assert _laps_s(gpu, watch) == pytest.approx([KERNELS * LAUNCH_S] * 3)
+
+
+def test_autograds_start_is_taken_off_the_backwards() -> None:
+    class Scripted:
+        """Gives laps: of two layers, of which the first run is slower, then of autograd alone."""
+
+        rows = iter([[9.0] * 4, [3.0, 5.0, 2.0, 1.0], [3.0, 5.0, 2.0, 1.0], [9.0, 1.5, 1.5]])
+
+        def start(self) -> None:
+            pass
+
+        def stop(self) -> None:
+            pass
+
+        def laps_s(self) -> list[float]:
+            return next(self.rows)
+
+        def timed_run(self, sample: Any) -> None:
+            pass
+
+    watch: Any = Scripted()
+    assert host_seconds(watch, watch, (), torch.device("cpu"), 2) == [3.0, 3.5, 2.0, 0.0]
