@@ -6,13 +6,13 @@ planning knows neither schedules nor a clock.
 Candidates are tried by increasing *bound*, seconds per minibatch that a candidate cannot beat, until the next bound is
 above the best simulated time. With f, b the forward and backward of a minibatch at a stage, u its update with the part
 of the all-reduce that the last backward cannot hide, r its replicas and m microbatches, the bound of a flushing method
-is the maximum over stages s of its own work and update, and of
+is the maximum over stages s of its own work and update, with what the runtime adds to them, and of
 
     sum over t < s of (f_t + b_t) / m  +  ceil(m / r_s) / m (f_s + b_s)  +  u_0
 
 because stage 0 updates after the last microbatch has come back from s, and runs no forward of the next minibatch
-before. The bound of any other method is the compute of its slowest stage, (f + b + u) / r (`Site.compute_s`); if its
-updates are delayed, without the all-reduce.
+before. The bound of any other method is the compute of its slowest stage, (f + b + u) / r (`Site.compute_s`), with
+what the runtime adds; if its updates are delayed, without the all-reduce.
 """
 
 from __future__ import annotations
@@ -316,11 +316,11 @@ def _bound_s(plan: Plan, flushes: bool) -> float:
                 site.compute_s(
                     stage.forward_s,
                     stage.redone_s,
-                    stage.update_s + tied_s,
+                    stage.update_s + added_s,
                     0 if update_delay else stage.parameter_bytes,
                 )
             )
-            for stage, site, tied_s, update_delay in zip(stages, sites, plan.tied_s, plan.update_delay, strict=True)
+            for stage, site, added_s, update_delay in zip(stages, sites, plan.added_s, plan.update_delay, strict=True)
         )
     ends = [
         (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.parameter_bytes, stage.redone_s / m))
@@ -328,7 +328,9 @@ def _bound_s(plan: Plan, flushes: bool) -> float:
     ]
     own = [-(-m // r) / m * seconds for r, seconds in zip(plan.replicas, passes, strict=True)]
     ahead = accumulate((seconds / m for seconds in passes[:-1]), initial=0.0)
-    return max(max(a + b for a, b in zip(ahead, own, strict=True)) + ends[0], *map(sum, zip(own, ends, strict=True)))
+    added = [seconds / site.speed for seconds, site in zip(plan.runtime_s, sites, strict=True)]
+    alone = map(sum, zip(own, ends, added, strict=True))
+    return max(max(a + b for a, b in zip(ahead, own, strict=True)) + ends[0], *alone)
 
 
 def _note(candidates: Sequence[Candidate], simulated: int) -> str:

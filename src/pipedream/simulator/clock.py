@@ -1,7 +1,8 @@
 """The clock: runs a Program in simulated time, instruction by instruction, as the runtime would.
 
-- A send never blocks its rank. Its message flows when its receive is posted (`simulator.messages`); receive i of a
-  channel of depth d is posted when the consumer of receive i - d, the op after it, is done.
+- A send never blocks its rank, though it and a receive keep it from computing for a while (`Costs.end_s`). A message
+  flows when its receive is posted (`simulator.messages`); receive i of a channel of depth d is posted when the consumer
+  of receive i - d, the op after it, is done.
 - A sum over replicas begins inside the last backward before it (`costs`), or, for a replica without one, when it
   reaches its update, where it blocks its ranks. A coupled update waits for all ranks to reach it, one of tied weights
   for the sum over their holders, which begins when all have reached it.
@@ -85,6 +86,7 @@ class _Rank:
     Attributes:
         instructions: the text with wires instead of channels, and with seconds.
         missing: ops not yet done; `before` is the number one turn ago.
+        slowness: factor on its seconds.
         brought: stage -> newest update for which it has its gradients ready.
         coupled: newest update for which it has waited for all ranks.
     """
@@ -95,6 +97,7 @@ class _Rank:
     draw: Callable[[str], float] | None
     missing: int
     before: int = -1
+    slowness: float = 1.0
     position: int = 0
     turn: int = 0
     now: float = 0.0
@@ -135,9 +138,8 @@ class _Clock:
         self.messages = Messages(program, costs, [rank.sends for rank in self.ranks], self.ready)
         for rank in self.ranks:
             instructions = list(rank.text.instructions) if rank.missing else rank.text.sends_left(0, 0)
-            rank.instructions = self._with_seconds(
-                instructions, stragglers.slowness(rank.number) / costs.speed(rank.number)
-            )
+            rank.slowness = stragglers.slowness(rank.number) / costs.speed(rank.number)
+            rank.instructions = self._with_seconds(instructions, rank.slowness)
         self.members = [*placement.replicas, *(len(one.ranks(placement)) for one in program.plan.tied)]
         self.meetings: dict[tuple[int, int], _Meeting] = {}
         self.last_updates = [
@@ -148,8 +150,12 @@ class _Clock:
     def _with_seconds(self, instructions: list[CompiledInstruction], slowness: float) -> list[_Work]:
         done = []
         for code, what, first, stride, limit, letter, _ in instructions:
-            seconds = self.costs.op_s(Kind(letter), what) * slowness if code == OP else 0.0
-            place = self.messages.wires[what] if code in (SEND, RECEIVE) else what
+            place, seconds = what, 0.0
+            if code == OP:
+                seconds = self.costs.op_s(Kind(letter), what) * slowness
+            elif code in (SEND, RECEIVE):
+                place = self.messages.wires[what]
+                seconds = self.costs.end_s(place.channel) * slowness
             done.append((code, place, first, stride, limit, letter, seconds))
         return done
 
@@ -178,6 +184,7 @@ class _Clock:
             rank.draw,
         )
         send, post = self.messages.send, self.messages.post
+        load_s, microbatches = self.costs.load_s * rank.slowness, self.program.microbatches
         position, turn, missing, now = rank.position, rank.turn, rank.missing, rank.now
         while True:
             code, what, first, stride, limit, letter, seconds = instructions[position]
@@ -195,6 +202,8 @@ class _Clock:
                     rank.ended = True
                     break
             elif code == OP:
+                if load_s and not what and letter == "F" and not index % microbatches:
+                    now += load_s
                 end = now + (seconds if draw is None else seconds * draw(letter))
                 spans.append(_new(Span, (number, letter, what, index, now, end)))
                 now = end
@@ -204,7 +213,9 @@ class _Clock:
                     received.clear()
                 missing -= 1
                 if not missing:
-                    instructions = rank.instructions = self._with_seconds(rank.text.sends_left(position + 1, turn), 1.0)
+                    instructions = rank.instructions = self._with_seconds(
+                        rank.text.sends_left(position + 1, turn), rank.slowness
+                    )
                     position = turn = 0
                     continue
             elif code == RECEIVE:
@@ -217,8 +228,10 @@ class _Clock:
                 if arrival > now:
                     spans.append(_new(Span, (number, "wait", what.channel.target, index, now, arrival)))
                     now = arrival
+                now += seconds
                 received.append(what)
             elif code == SEND:
+                now += seconds
                 send(what, index, now)
             elif code == FREE:
                 for wire in received:

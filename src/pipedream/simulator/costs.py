@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import all_reduce_bytes, sum_buckets
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind
@@ -32,6 +33,7 @@ class Costs:
             all later ones. () for the classic model: nothing hides sums, and they take `sync_s`.
         sum_bytes: that each stage's sum moves through a port, one way.
         tied: the seconds and bytes through a port of each sum over the holders of tied weights (`Plan.tied`).
+        runtime: what the runtime adds; on a worker of speed 1, like the seconds of ops.
     """
 
     forward_s: tuple[float, ...]
@@ -47,6 +49,7 @@ class Costs:
     sum_bytes: tuple[float, ...] = ()
     weight_bytes: tuple[float, ...] = ()
     tied: tuple[tuple[float, float], ...] = ()
+    runtime: RuntimeCosts = RuntimeCosts()
 
     def __post_init__(self) -> None:
         vectors = {
@@ -85,6 +88,28 @@ class Costs:
         """Returns the seconds on a worker of speed 1."""
         if not kind.is_work:
             return 0.0
+        seconds = self._device_s(kind, stage)
+        return seconds + float(self.runtime.added_s(seconds, self._host_s(kind, stage)))
+
+    def _host_s(self, kind: Kind, stage: int) -> float:
+        """The seconds that an op keeps the host busy; messages are part of them where the device computes meanwhile."""
+        if kind is Kind.UPDATE:
+            return self.runtime.update_s
+        if not self.runtime.overlap_device or kind is Kind.WEIGHT_GRADIENT:
+            return self.runtime.op_s
+        neighbours = (stage > 0) + (stage < len(self.forward_s) - 1)
+        return self.runtime.op_s + neighbours * self.runtime.message_s
+
+    def end_s(self, channel: Channel) -> float:
+        """Returns the seconds that a message keeps its sender, and its receiver, from computing."""
+        return 0.0 if self.runtime.overlap_device else float(self.runtime.end_s(self.channel_bytes(channel)))
+
+    @property
+    def load_s(self) -> float:
+        """Seconds that the input stage reads a minibatch before its first forward."""
+        return 0.0 if self.runtime.overlap_device else self.runtime.load_s
+
+    def _device_s(self, kind: Kind, stage: int) -> float:
         if kind is Kind.INPUT_GRADIENT:
             return self.backward_s[stage] - self.weight_s[stage]
         by_kind = {
@@ -205,4 +230,5 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
             )
             for one, seconds in zip(plan.tied, plan.tied_sums_s, strict=True)
         ),
+        runtime=plan.runtime,
     )

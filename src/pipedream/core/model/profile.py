@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.model.graph import Layer, LayerGraph
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.units import format_bytes, format_seconds
 
 __all__ = ["LayerProfile", "Profile", "TiedParameters"]
@@ -108,6 +109,7 @@ class Profile(Artifact):
         versions: of python, torch and this library.
         notes: what was assumed or not checked.
         tied: parameters that several layers use; in separate stages each has a copy.
+        runtime: what the runtime adds on the machine that measured.
     """
 
     FORMAT = 1
@@ -131,6 +133,7 @@ class Profile(Artifact):
     notes: tuple[str, ...] = ()
     copy_s: float = 0.0
     tied: tuple[TiedParameters, ...] = ()
+    runtime: RuntimeCosts = RuntimeCosts()
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.graph.layers):
@@ -231,6 +234,8 @@ class Profile(Artifact):
                 f"update ({self.optimizer}): {format_seconds(self.update_s)}, state "
                 f"{format_bytes(self.optimizer_bytes)}; loss: {format_seconds(self.loss_s)}"
             )
+        if self.runtime:
+            rows.append(str(self.runtime))
         if self.flops:
             rows.append(f"{self.flops * 1e-12:.4g} Tflop, {format_bytes(self.moved_bytes)} read and written")
         rows += [f"note: {note}" for note in self.notes]

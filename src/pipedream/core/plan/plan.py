@@ -14,6 +14,7 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.cost import all_reduce_s, transfer_s
 from pipedream.core.plan.placement import Placement
@@ -47,6 +48,7 @@ class Plan(Artifact):
         microbatches: parts of a minibatch.
         tied: weights that several stages hold.
         graph: of a model that runs by its own forward, to find its layers again; None for a chain of modules.
+        runtime: what the runtime adds to the stages' seconds.
 
     Raises:
         ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.
@@ -70,6 +72,7 @@ class Plan(Artifact):
     microbatches: int = 1
     tied: tuple[TiedWeights, ...] = ()
     graph: LayerGraph | None = None
+    runtime: RuntimeCosts = RuntimeCosts()
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -239,6 +242,24 @@ class Plan(Artifact):
         return tuple(sum(sum_s for one, sum_s in seconds if s in one.stages) for s in range(len(self.stages)))
 
     @property
+    def runtime_s(self) -> tuple[float, ...]:
+        """Seconds that the runtime adds to each stage, for one unit (`RuntimeCosts.stage_s`)."""
+        edges, last = (0, *(stage.output_bytes for stage in self.stages[:-1]), 0), len(self.stages) - 1
+        return tuple(
+            float(
+                self.runtime.stage_s(
+                    stage.forward_s + stage.backward_s + stage.update_s, *edges[s : s + 2], s == 0, s == last
+                )
+            )
+            for s, stage in enumerate(self.stages)
+        )
+
+    @property
+    def added_s(self) -> tuple[float, ...]:
+        """`tied_s` and `runtime_s` of each stage."""
+        return tuple(map(sum, zip(self.tied_s, self.runtime_s, strict=True)))
+
+    @property
     def tied_sums_s(self) -> tuple[float, ...]:
         """Seconds of each of the sums over all holders of `tied`, on idle links."""
         workers = [{w for s in one.stages for w in self.workers_of(s)} for one in self.tied]
@@ -263,14 +284,14 @@ class Plan(Artifact):
                 site.period_s(
                     stage.forward_s,
                     stage.redone_s,
-                    stage.update_s + tied_s,
+                    stage.update_s + added_s,
                     stage.parameter_bytes,
                     before_bytes,
                     after_bytes,
                 )
             )
-            for stage, site, tied_s, before_bytes, after_bytes in zip(
-                self.stages, self.sites, self.tied_s, edges[:-1], edges[1:], strict=True
+            for stage, site, added_s, before_bytes, after_bytes in zip(
+                self.stages, self.sites, self.added_s, edges[:-1], edges[1:], strict=True
             )
         )
 
@@ -293,8 +314,8 @@ class Plan(Artifact):
             return self.slowest_stage_s
         taken = [self.workers_of(stage) for stage in range(len(self.stages))]
         compute_s = (
-            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s + tied_s, stage.parameter_bytes))
-            for site, stage, tied_s in zip(self.sites, self.stages, self.tied_s, strict=True)
+            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s + added_s, stage.parameter_bytes))
+            for site, stage, added_s in zip(self.sites, self.stages, self.added_s, strict=True)
         )
         sent, summed = zip(*((stage.output_bytes, stage.parameter_bytes) for stage in self.stages), strict=True)
         return max(*compute_s, *ports_s(self.cluster, taken, sent, summed).values())
@@ -411,6 +432,8 @@ class Plan(Artifact):
             f"tied: {one}, {format_bytes(one.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
             for one, seconds in zip(self.tied, self.tied_sums_s, strict=True)
         ]
+        if self.runtime:
+            rows.append(str(self.runtime))
         return "\n".join(
             [head, *rows, *([self.note] if self.note else []), *([] if self.gap is None else [self._proof(self.gap)])]
         )

@@ -211,11 +211,21 @@ class SearchSpace:
         """Returns the seconds of one update of a stage: its share of the optimizer's step, by parameter bytes.
 
         With several versions, weights that a forward in flight still reads are copied first. At the output there is
-        none, unless updates are delayed. With tied weights, the update waits for the sums over their holders.
+        none, unless updates are delayed. With tied weights, the update waits for the sums over their holders. What the
+        runtime adds to a stage counts here too.
         """
         copy_s = self._copies(last, update_delay) * self._share(self.profile.copy_s, first, last)
         update_s: Seconds = self._share(self.profile.update_s, first, last) + copy_s
-        return update_s + self.tied_s(first, last) if self._tied else update_s
+        if self._tied:
+            update_s = update_s + self.tied_s(first, last)
+        return update_s + self.runtime_s(first, last, update_s) if self.profile.runtime else update_s
+
+    def runtime_s(self, first: Place, last: Place, update_s: Seconds) -> Seconds:
+        device_s = sum(self.passes_s(first, last)) + update_s if self.profile.runtime.overlap_device else 0.0
+        _, received, sent = self.bytes_of(first, last)
+        ends = np.asarray(first) == 0, np.asarray(last) == len(self.profile.layers)
+        seconds: Seconds = self.profile.runtime.stage_s(device_s, received, sent, *ends)
+        return seconds
 
     def _copies(self, last: Place, update_delay: int) -> bool | BoolArray:
         is_output = np.asarray(last) == len(self.profile.layers)
@@ -387,6 +397,7 @@ class SearchSpace:
             order=order,
             tied=self.tied_weights(spans),
             graph=self.profile.graph if self.profile.graph.calls else None,
+            runtime=self.profile.runtime,
         )
 
     def tied_weights(self, spans: Sequence[tuple[int, int]]) -> tuple[TiedWeights, ...]:

@@ -1,0 +1,78 @@
+"""What the runtime itself costs a worker: seconds of its host for each op, message and update, beyond the layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipedream.core.units import format_seconds
+
+__all__ = ["RuntimeCosts"]
+
+_Numbers = float | NDArray[Any]
+
+
+@dataclass(frozen=True)
+class RuntimeCosts:
+    """Seconds of a worker's host, beyond the layers and the optimizer's step; 0 where unknown.
+
+    Attributes:
+        op_s: of each forward and each backward.
+        message_s, message_s_per_byte: of each message, at its sender and again at its receiver.
+        update_s: of each update.
+        load_s: of reading a minibatch, at the input stage.
+        overlap_device: the device, a GPU, computes meanwhile; otherwise these seconds are added to the layers'.
+    """
+
+    op_s: float = 0.0
+    message_s: float = 0.0
+    message_s_per_byte: float = 0.0
+    update_s: float = 0.0
+    load_s: float = 0.0
+    overlap_device: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("op_s", "message_s", "message_s_per_byte", "update_s", "load_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
+
+    def __bool__(self) -> bool:
+        return any((self.op_s, self.message_s, self.message_s_per_byte, self.update_s, self.load_s))
+
+    def __str__(self) -> str:
+        per_mb = f" and {format_seconds(self.message_s_per_byte * 1e6)} per MB" if self.message_s_per_byte else ""
+        return (
+            f"the runtime adds {format_seconds(self.op_s)} to an op, {format_seconds(self.message_s)}{per_mb} to each "
+            f"end of a message, {format_seconds(self.update_s)} to an update"
+            f"{f'; a minibatch is read in {format_seconds(self.load_s)}' if self.load_s else ''}"
+        )
+
+    def added_s(self, device_s: _Numbers, host_s: _Numbers) -> _Numbers:
+        """Returns how much longer than its `device_s` seconds something takes that keeps the host busy for `host_s`."""
+        return np.maximum(host_s - device_s, 0.0) if self.overlap_device else host_s
+
+    def end_s(self, size_bytes: _Numbers) -> _Numbers:
+        """Returns the seconds of a message at one of its ends."""
+        return self.message_s + self.message_s_per_byte * size_bytes
+
+    def stage_s(
+        self, device_s: _Numbers, before_bytes: _Numbers, after_bytes: _Numbers, is_first: Any, is_last: Any
+    ) -> _Numbers:
+        """Returns the seconds that a stage takes beyond those of its device, for a minibatch in one piece.
+
+        Args:
+            device_s: of its passes and its update.
+            before_bytes, after_bytes: of what it receives and sends on; 0 at the model's ends.
+            is_first, is_last: bools, or arrays of them.
+        """
+        if not self:
+            return 0.0
+        first, last = np.asarray(is_first), np.asarray(is_last)
+        # Each neighbour takes an activation one way and its gradient the other; the targets go from the first stage to
+        # the last.
+        messages_s = 2 * (~first * self.end_s(before_bytes) + ~last * self.end_s(after_bytes))
+        messages_s = messages_s + (first != last) * self.message_s
+        return self.added_s(device_s, 2 * self.op_s + self.update_s + first * self.load_s + messages_s)
