@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pipedream.core.errors import PipelineError, RecipeError, ScheduleError
@@ -27,6 +29,8 @@ from pipedream.core.moved import moved_import
 from pipedream.options import ModelOptions
 
 __all__ = ["Recipe", "blaming", "load_recipe", "make_recipe"]
+
+_LOADS = 5  # batches made to time the loader
 
 
 @dataclass(frozen=True)
@@ -92,14 +96,34 @@ class Recipe(ModelOptions):
         with preserved_rng(self.train):
             return self._first_batch()
 
-    def _first_batch(self) -> Any:
+    def load_s(self) -> float:
+        """Returns the seconds of making a batch; 0 if unknown, or if the loader has processes of its own for it."""
+        from pipedream.runtime.data.rng import preserved_rng
+
+        if getattr(self.train, "num_workers", 0) or (make := self._maker()) is None:
+            return 0.0
+        seconds = []
+        with preserved_rng(self.train):
+            for _ in range(_LOADS):
+                start = time.perf_counter()
+                make()
+                seconds.append(time.perf_counter() - start)
+        return median(seconds)
+
+    def _maker(self) -> Callable[[], Any] | None:
+        """How a map-style DataLoader makes its first batch, without its sampler."""
         loader: Any = self.train
         dataset: Any = getattr(loader, "dataset", None)
         collate = getattr(loader, "collate_fn", None)
         size = getattr(loader, "batch_size", None)
         if size and collate is not None and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            return collate([dataset[i] for i in range(min(size, len(dataset)))])
-        batch = next(iter(loader), None)
+            return lambda: collate([dataset[i] for i in range(min(size, len(dataset)))])
+        return None
+
+    def _first_batch(self) -> Any:
+        if (make := self._maker()) is not None:
+            return make()
+        batch = next(iter(self.train), None)
         if batch is None:
             raise RecipeError("the recipe's training loader yields nothing; give one with at least one batch")
         return batch

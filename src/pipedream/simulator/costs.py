@@ -6,7 +6,7 @@ Sums over replicas begin inside the backward, bucket by bucket (`core.plan.cost.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.runtime_costs import RuntimeCosts
@@ -49,7 +49,7 @@ class Costs:
     sum_bytes: tuple[float, ...] = ()
     weight_bytes: tuple[float, ...] = ()
     tied: tuple[tuple[float, float], ...] = ()
-    runtime: RuntimeCosts = RuntimeCosts()
+    runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
 
     def __post_init__(self) -> None:
         vectors = {

@@ -15,6 +15,7 @@ from pipedream.capture import Captured, capture_with_values
 from pipedream.core.errors import PlanError, RecipeError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.options import TrainingOptions
@@ -31,6 +32,7 @@ from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.prepare import all_flush, check_phases_fit, compensated, phases_of, planned_for
 from pipedream.workflows.profile import profile as profile_model
+from pipedream.workflows.runtime_costs import measure_runtime
 
 __all__ = ["Job", "PlannedJob", "Process", "capture_recipe", "model_input", "plan_job", "profile_recipe", "resolve"]
 
@@ -156,6 +158,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     """Plans a job: the given plan, the checkpoint's, or a new one for a profile. Raises a `PlanError` if none fits."""
     options, recipe = job.options, job.recipe
     plan, profile = options.plan, None
+    runtime = _runtime_costs(recipe, str(process.device))
     if job.resumed is not None:
         profile, saved = job.resumed.profile, job.resumed.manifest.plan
         if plan is None and saved.workers == job.workers and options.shape == "pipeline" and not options.update_delay:
@@ -164,8 +167,8 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         with blaming("while its model was profiled on its first batch"):
             profile = profile or profile_recipe(recipe, device=str(process.device), seed=job.seed)
         plan = make_plan(
-            profile,
-            options.cluster or Cluster.here(job.workers),
+            replace(profile, runtime=runtime),
+            options.cluster or measure_runtime(str(process.device)).on_links(Cluster.here(job.workers)),
             schedule=job.schedule,
             microbatches=job.microbatches,
             in_flight=options.in_flight,
@@ -180,6 +183,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         plan = plan.with_depth(options.in_flight)
     if options.recompute:
         plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    plan = replace(plan, runtime=runtime)
     schedule, microbatches, compensation = job.schedule, job.microbatches, job.compensation
     if schedule == "auto":
         schedule, microbatches = plan.method(None, microbatches)
@@ -201,12 +205,12 @@ def profile_recipe(
     runs: int = 10,
     finest: bool = False,
 ) -> Profile:
-    """Profiles a recipe's model on its first training batch, with loss and optimizer."""
+    """Profiles a recipe's model on its first training batch, with loss, optimizer and loader."""
     batch = recipe.first_batch()
     loss = Loss(recipe.loss, recipe.weight)
     adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
     _, targets = adapt(batch)
-    return profile_model(
+    found = profile_model(
         recipe.model,
         model_input(recipe, batch),
         loss=None if recipe.loss is None else lambda output: loss.value(output, targets),
@@ -220,6 +224,14 @@ def profile_recipe(
         batch_dim=recipe.batch_dim,
         finest=finest,
     )
+    return found if device == "meta" else replace(found, runtime=_runtime_costs(recipe, device))
+
+
+def _runtime_costs(recipe: Recipe, device: str) -> RuntimeCosts:
+    """What the runtime and the recipe's loader cost these workers."""
+    with blaming("while its training batches were made"):
+        load_s = float(process_group.run_on_rank_0(lambda: str(recipe.load_s()), device))
+    return replace(measure_runtime(device).costs, load_s=load_s)
 
 
 def capture_recipe(recipe: Recipe, *, device: str = "cpu", finest: bool = False) -> Captured:

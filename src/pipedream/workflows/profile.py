@@ -32,6 +32,7 @@ from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batches import BatchDim, first_half, known_samples
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.workflows.exclusions import check_options
+from pipedream.workflows.runtime_costs import measure_runtime
 
 __all__ = ["layers_of", "profile"]
 
@@ -55,7 +56,7 @@ def profile(
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
 
     On the device 'meta' nothing is computed or allocated: seconds follow from flops and bytes by the roofline of
-    `as_device`. The notes of the profile list the assumptions.
+    `as_device`. The notes of the profile list the assumptions. Otherwise what the runtime itself costs is measured too.
 
     Args:
         sample: one minibatch: the model's only input, a tuple of positional or a mapping of keyword arguments.
@@ -111,7 +112,8 @@ def profile(
         return profiler.measure(captured.layers, captured.graph, arguments, **timing, **described).to_json()
 
     make, where = (estimated, profiler.here()) if device == "meta" else (measured, device)
-    return Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
+    found = Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
+    return found if device == "meta" else replace(found, runtime=measure_runtime(device).costs)
 
 
 def _loss_weight(model: Any, inputs: Any) -> str:

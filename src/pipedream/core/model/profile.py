@@ -133,7 +133,7 @@ class Profile(Artifact):
     notes: tuple[str, ...] = ()
     copy_s: float = 0.0
     tied: tuple[TiedParameters, ...] = ()
-    runtime: RuntimeCosts = RuntimeCosts()
+    runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.graph.layers):

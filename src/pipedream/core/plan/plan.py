@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from pipedream.core.artifact import Artifact
@@ -72,7 +72,7 @@ class Plan(Artifact):
     microbatches: int = 1
     tied: tuple[TiedWeights, ...] = ()
     graph: LayerGraph | None = None
-    runtime: RuntimeCosts = RuntimeCosts()
+    runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
 
     def __post_init__(self) -> None:
         if not self.stages:

@@ -1,0 +1,85 @@
+"""Measuring what the runtime itself costs on these workers, for predictions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from pipedream import schedules
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.runtime.calibration import calibrate
+from pipedream.runtime.comm import process_group
+from pipedream.verifier import verify
+
+__all__ = ["MeasuredRuntime", "measure_runtime"]
+
+
+@dataclass(frozen=True)
+class MeasuredRuntime:
+    """What the runtime costs a worker, and the link between two of them as its messages see it.
+
+    Attributes:
+        bandwidth_bytes_per_s, latency_s: None if unknown; within a single process a message arrives at once.
+    """
+
+    costs: RuntimeCosts
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float | None = None
+
+    def on_links(self, cluster: Cluster) -> Cluster:
+        """Returns a cluster of one level with the measured link."""
+        (level,) = cluster.levels
+        bandwidth = self.bandwidth_bytes_per_s or level.bandwidth_bytes_per_s
+        latency_s = level.latency_s if self.latency_s is None else self.latency_s
+        return replace(cluster, levels=(replace(level, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s),))
+
+
+def measure_runtime(device: str = "cpu") -> MeasuredRuntime:
+    """Runs the runtime on layers that do next to nothing: in this process, or over the processes of this group.
+
+    It takes some tenths of a second, once for each process. Every rank calls it and gets the same answer. A GPU's
+    workers are measured on their CPUs: what keeps a host busy is the same, but its messages' bytes do not.
+    """
+    place = process_group.process_device(device)
+    _, processes = process_group.join_group(place)
+    found = _measured(processes)
+    if place.type == "cpu":
+        return found
+    return MeasuredRuntime(replace(found.costs, message_s_per_byte=0.0, overlap_device=True))
+
+
+@cache
+def _measured(processes: int) -> MeasuredRuntime:
+    stages = max(2, processes)
+    plan = Plan.uniform(stages)
+    schedule = schedules.build("pipedream", plan)
+    program, evaluation = lower(schedule), lower(schedules.evaluation(plan, schedule.placement))
+    verify(program)
+    verify(evaluation)
+    found = calibrate(program, evaluation)
+    small_bytes, large_bytes = found.message_bytes
+    # Each boundary has an activation and its gradient, and one of the targets goes from the first to the last stage.
+    ends = 2 * (2 * (stages - 1) + 1)
+    rest = [
+        host - passes - update
+        for host, passes, update in zip(found.host_s, found.passes_s, found.updates_s, strict=True)
+    ]
+    per_byte = max(0.0, rest[1] - rest[0]) / ends / (large_bytes - small_bytes)
+    message_s = max(0.0, rest[0]) / ends
+    costs = RuntimeCosts(
+        op_s=max(0.0, found.passes_s[0] - found.layers_s[0]) / (2 * stages),
+        message_s=message_s,
+        message_s_per_byte=per_byte,
+        update_s=found.updates_s[0] / stages,
+    )
+    arrivals = [
+        max(0.0, seconds - float(costs.end_s(size)))
+        for seconds, size in zip(found.arrival_s, found.message_bytes, strict=True)
+    ]
+    if processes == 1:
+        return MeasuredRuntime(costs, 1e30, 0.0)
+    slope = (arrivals[1] - arrivals[0]) / (large_bytes - small_bytes)
+    return MeasuredRuntime(costs, 1 / slope if slope > 0 else None, arrivals[0])
