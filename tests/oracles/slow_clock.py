@@ -84,11 +84,19 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
             done.spans[rank].append(Span(rank, "wait", stage, index, now[rank], until))
             now[rank] = until
 
+    def end_s(number: int) -> float:
+        size = costs.channel_bytes(program.channels[number])
+        host = costs.runtime
+        return 0.0 if host.overlap_device else host.message_s + host.message_s_per_byte * size
+
     def can(rank: int) -> bool:
         """Does the next instruction of a rank, if it can."""
-        one = texts[rank][at[rank]]
+        one, slowness = texts[rank][at[rank]], 1.0 / costs.speed(rank)
+        host = costs.runtime  # what keeps a GPU's host busy is in the seconds of its ops
         if isinstance(one, Op):
-            end = now[rank] + costs.op_s(one.kind, one.stage) * (1.0 / costs.speed(rank))
+            if one.kind is Kind.FORWARD and one.stage == 0 and one.index % program.microbatches == 0:
+                now[rank] += 0.0 if host.overlap_device else host.load_s * slowness
+            end = now[rank] + costs.op_s(one.kind, one.stage) * slowness
             if one.kind is not Kind.FETCH:
                 done.spans[rank].append(Span(rank, one.kind.value, one.stage, one.index, now[rank], end))
             backward = one.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
@@ -110,6 +118,7 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
             closed = sum_end(program, costs, one.channel, times) if alone else over
             wait(rank, one.channel, one.index, closed)
         elif one.kind is Move.SEND:
+            now[rank] += end_s(one.channel) * slowness
             done.sent[one.channel, one.index] = now[rank]
         else:
             message = one.channel, one.index
@@ -122,6 +131,7 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
                 one.index,
                 arrivals.get(("message", *message), (0.0, first_guess))[1],
             )
+            now[rank] += end_s(one.channel) * slowness
             received[rank].append(message)
         at[rank] += 1
         return True

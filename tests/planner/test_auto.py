@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn import runtime_costs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from pipedream import cli, schedules
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import methods_of, score
@@ -45,7 +47,12 @@ def profiles(draw: st.DrawFn) -> Profile:
         activation_bytes=st.integers(0, 100),
     )
     layers = tuple(draw(st.lists(layer, min_size=2, max_size=5)))
-    return Profile.of_chain(layers, batch=draw(st.sampled_from([1, 4, 6])), update_s=draw(st.sampled_from([0.0, 0.5])))
+    return Profile.of_chain(
+        layers,
+        batch=draw(st.sampled_from([1, 4, 6])),
+        update_s=draw(st.sampled_from([0.0, 0.5])),
+        runtime=draw(runtime_costs(1.0)),
+    )
 
 
 def periods(profile: Profile, cluster: Cluster, names: tuple[str, ...]) -> dict[tuple[Any, ...], float]:
@@ -125,6 +132,14 @@ def test_a_late_method_is_taken_only_if_allowed() -> None:
     assert not schedules.build(two.schedule, two).flushes
     assert "learn differently" in two.note
     assert "learn differently" not in one.note
+
+
+def test_what_the_runtime_costs_makes_for_fewer_microbatches() -> None:
+    cluster = Cluster.flat(3, 1e6)
+    free = planning.choose(CHAIN, cluster, shape="straight").plan
+    dear = planning.choose(replace(CHAIN, runtime=RuntimeCosts(op_s=0.5)), cluster, shape="straight").plan
+    assert free.microbatches > dear.microbatches
+    assert score(dear).period_s < score(replace(free, runtime=dear.runtime)).period_s
 
 
 def test_memory_decides_between_methods() -> None:

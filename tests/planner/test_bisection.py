@@ -12,6 +12,7 @@ import pytest
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.planner import DynamicProgram, SearchSpace, pipeline_search, plan, stash
 from pipedream.planner.bisection.bisection import TOLERANCE, Bisection
 from pipedream.planner.bisection.feasibility import StageNeeds
@@ -36,6 +37,9 @@ def random_chain(draw: random.Random, layers: int) -> Profile:
         input_shapes=((draw.choice([0, 1000]),),),
         update_s=draw.choice([0.0, 0.01]),
         optimizer_bytes=draw.choice([0, 10**8]),
+        runtime=RuntimeCosts(
+            *(draw.choice([0.0, 1e-3]) * draw.random() for _ in range(2)), 0.0, draw.choice([0.0, 1e-3])
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import DynamicProgram, SearchSpace, VersionsRule, every_plan, exhaustive, plan, stash
@@ -73,7 +74,15 @@ def random_profile(draw: random.Random, most: int = 8) -> Profile:
         optimizer_bytes=draw.choice([0, 7, 20]),
         loss_s=draw.choice([0.0, 1.0]),
         tied=tied,
+        runtime=random_runtime(draw),
     )
+
+
+def random_runtime(draw: random.Random) -> RuntimeCosts:
+    if draw.random() < 0.6:
+        return RuntimeCosts()
+    some = [0.0, 0.1, 1.0, 2.0]
+    return RuntimeCosts(*(draw.choice(some) for _ in range(5)), overlap_device=draw.random() < 0.3)
 
 
 def random_cluster(draw: random.Random, workers: int) -> Cluster:

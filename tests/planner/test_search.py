@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from drawn import runtime_costs
 from exactly import best_plans
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,13 @@ EIGHT = Profile.of_chain((LAYER,) * 8)
 def chains(draw: st.DrawFn) -> Profile:
     cost, size = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0]), st.integers(0, 20)
     layers = draw(st.lists(st.builds(LayerProfile, cost, cost, size, size, size), min_size=1, max_size=7))
-    return Profile.of_chain(tuple(layers), update_s=draw(cost), optimizer_bytes=draw(size), loss_s=draw(cost))
+    return Profile.of_chain(
+        tuple(layers),
+        update_s=draw(cost),
+        optimizer_bytes=draw(size),
+        loss_s=draw(cost),
+        runtime=draw(runtime_costs(1.0)),
+    )
 
 
 @given(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.depth import raise_to_legal
 from pipedream.core.plan.plan import Plan, Stage
@@ -102,6 +103,15 @@ def clusters(draw: st.DrawFn, workers: int) -> Cluster:
     return Cluster(tuple(levels), kinds=kinds, sums=draw(st.sampled_from(["ring", "tree"])))
 
 
+def runtime_costs(most: float = 5.0) -> st.SearchStrategy[RuntimeCosts]:
+    """Draws what the runtime adds, on a CPU or a GPU: often nothing, otherwise of the order of `most` seconds."""
+    some = st.sampled_from([0.0, 0.02 * most, 0.1 * most, most])
+    return st.one_of(
+        st.just(RuntimeCosts()),
+        st.builds(RuntimeCosts, some, some, some.map(lambda s: s / 10), some, some, st.booleans()),
+    )
+
+
 @st.composite
 def some_costs(draw: st.DrawFn, stages: int, workers: int) -> Costs:
     def vector() -> tuple[float, ...]:
@@ -121,6 +131,7 @@ def some_costs(draw: st.DrawFn, stages: int, workers: int) -> Costs:
         input_bytes=draw(SECONDS),
         sum_bytes=vector(),
         weight_bytes=vector(),
+        runtime=draw(runtime_costs()),
     )
 
 

@@ -216,9 +216,10 @@ class SearchSpace:
         """
         copy_s = self._copies(last, update_delay) * self._share(self.profile.copy_s, first, last)
         update_s: Seconds = self._share(self.profile.update_s, first, last) + copy_s
-        if self._tied:
-            update_s = update_s + self.tied_s(first, last)
-        return update_s + self.runtime_s(first, last, update_s) if self.profile.runtime else update_s
+        added_s: Seconds = self.tied_s(first, last) if self._tied else 0.0
+        if self.profile.runtime:
+            added_s = added_s + self.runtime_s(first, last, update_s)
+        return update_s + added_s
 
     def runtime_s(self, first: Place, last: Place, update_s: Seconds) -> Seconds:
         device_s = sum(self.passes_s(first, last)) + update_s if self.profile.runtime.overlap_device else 0.0

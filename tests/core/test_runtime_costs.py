@@ -1,0 +1,99 @@
+"""What the runtime adds: the record, and what a plan and a simulation make of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from drawn import runtime_costs
+from hypothesis import given
+
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.op import Kind
+from pipedream.core.schedule.program import Channel
+from pipedream.schedules import build
+from pipedream.simulator import costs, simulate
+
+COSTS = RuntimeCosts(op_s=0.5, message_s=0.25, message_s_per_byte=0.01, update_s=2.0, load_s=3.0)
+PLAN = Plan(
+    tuple(Stage(s, s + 1, 1, 4.0, 8.0, 1.0, output_bytes=100) for s in range(3)), (3, 2, 1), Cluster.flat(3, 1e9)
+)
+
+
+@given(runtime_costs())
+def test_is_saved_with_profiles_and_plans(found: RuntimeCosts) -> None:
+    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),), runtime=found)
+    plan = replace(PLAN, runtime=found)
+    assert Profile.from_json(profile.to_json()) == profile
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("one", [Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),)), PLAN], ids=["profile", "plan"])
+def test_earlier_files_have_none(one: Profile | Plan) -> None:
+    before = json.loads(one.to_json())
+    del before["runtime"]
+    assert type(one).from_json(json.dumps(before)) == one
+    assert not one.runtime
+    assert "runtime" not in str(one)
+
+
+def test_no_costs_are_negative() -> None:
+    with pytest.raises(ValueError, match="load_s cannot be negative, found -1"):
+        RuntimeCosts(load_s=-1.0)
+
+
+def test_is_shown() -> None:
+    assert str(COSTS) == (
+        "the runtime adds 500 ms to an op, 250 ms and 10000 s per MB to each end of a message, 2.00 s to an update; a "
+        "minibatch is read in 3.00 s"
+    )
+    assert str(COSTS) in str(replace(PLAN, runtime=COSTS))
+    assert str(COSTS) in str(Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),), runtime=COSTS))
+
+
+def test_a_stage_takes_longer_by_its_ops_messages_update_and_reads() -> None:
+    """Activation and gradient at each boundary, and the targets from the first to the last stage."""
+    plan = replace(PLAN, runtime=COSTS)
+    passes, ends = 2 * 0.5 + 2.0, 2 * (0.25 + 100 * 0.01)
+    assert plan.runtime_s == pytest.approx((passes + ends + 0.25 + 3.0, passes + 2 * ends, passes + ends + 0.25))
+    assert plan.periods_s == pytest.approx([13.0 + seconds for seconds in plan.runtime_s])
+    assert PLAN.runtime_s == (0.0, 0.0, 0.0)
+
+
+def test_a_gpu_computes_meanwhile() -> None:
+    """A stage takes the longer of what its device and what its host does."""
+    busy = replace(COSTS, overlap_device=True)
+    assert replace(PLAN, runtime=busy).runtime_s == (0.0, 0.0, 0.0)
+    slow_host = replace(busy, op_s=10.0)
+    assert replace(PLAN, runtime=slow_host).runtime_s[1] == pytest.approx(20.0 + 2.0 + 4 * (0.25 + 1.0) - 13.0)
+    found = costs(replace(PLAN, runtime=slow_host))
+    assert found.op_s(Kind.FORWARD, 1) == 10.0 + 2 * 0.25
+    assert found.op_s(Kind.BACKWARD, 2) == 10.0 + 0.25
+    assert found.op_s(Kind.UPDATE, 0) == 2.0
+    assert (found.load_s, found.end_s(Channel(0, 1, "activation", 0, 1))) == (0.0, 0.0)
+
+
+def test_each_op_is_longer_by_exactly_that() -> None:
+    without, found = costs(PLAN), costs(replace(PLAN, runtime=COSTS))
+    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT):
+        assert found.op_s(kind, 1) == without.op_s(kind, 1) + 0.5
+    assert found.op_s(Kind.UPDATE, 1) == without.op_s(Kind.UPDATE, 1) + 2.0
+    assert found.end_s(Channel(0, 1, "activation", 0, 1)) == 1.25
+    assert found.end_s(Channel(0, 2, "input", 0, 2)) == 0.25
+
+
+def test_an_unbroken_run_by_hand() -> None:
+    """One minibatch through two stages: read, forward, send, receive, both passes of the last stage, and back."""
+    plan = Plan(PLAN.stages[:2], (2, 1), Cluster.flat(2, 1e30), runtime=COSTS)
+    program = lower(build("1f1b", plan, 1))
+    spans = {(one.kind, one.stage): one for one in simulate(program, costs(plan), 1).spans if one.kind in "FBU"}
+    assert (spans["F", 0].start_s, spans["F", 0].end_s) == (3.0, 7.5)
+    received_s = 7.5 + 2 * 1.25 + 0.25  # the targets are sent while the activation is received
+    assert spans["F", 1].start_s == pytest.approx(received_s)
+    assert spans["B", 0].start_s == pytest.approx(received_s + 4.5 + 8.5 + 2 * 1.25)
+    assert spans["U", 0].end_s == pytest.approx(spans["B", 0].start_s + 8.5 + 3.0)
