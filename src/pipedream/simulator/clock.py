@@ -52,11 +52,14 @@ _Work = tuple[int, Any, int, int, int, str, float]
 _ALL = -1  # the meeting before a coupled update
 
 
-def simulate(program: Program, costs: Costs, total: int, stragglers: Stragglers | None = None) -> Timeline:
+def simulate(
+    program: Program, costs: Costs, total: int, stragglers: Stragglers | None = None, *, in_turns: bool = False
+) -> Timeline:
     """Returns the timeline of `total` microbatches, from an empty pipeline to an empty one.
 
     Args:
         stragglers: how the seconds of ops differ from the costs.
+        in_turns: the ranks share a thread, so that only one works at a time.
 
     Raises:
         DeadlockError: ranks wait for each other for ever; the message lists each with its instruction.
@@ -64,7 +67,7 @@ def simulate(program: Program, costs: Costs, total: int, stragglers: Stragglers 
         ValueError: a slow rank that does not exist.
     """
     with _uncollected():
-        return _Clock(program, costs, total, stragglers or Stragglers()).run()
+        return _Clock(program, costs, total, stragglers or Stragglers(), in_turns).run()
 
 
 @contextmanager
@@ -125,9 +128,10 @@ class _Meeting:
 
 
 class _Clock:
-    def __init__(self, program: Program, costs: Costs, total: int, stragglers: Stragglers) -> None:
+    def __init__(self, program: Program, costs: Costs, total: int, stragglers: Stragglers, in_turns: bool) -> None:
         self.program = program
         self.total = total
+        self.in_turns = in_turns
         self.costs = costs
         placement = program.placement
         stragglers.check_ranks(placement.workers)
@@ -161,9 +165,14 @@ class _Clock:
 
     def run(self) -> Timeline:
         self.ready += self.ranks[::-1]
+        free_s = 0.0  # when a shared thread is free again
         while self.ready:
             while self.ready:
-                self._advance(self.ready.pop())
+                rank = self.ready.pop()
+                if self.in_turns:
+                    rank.now = max(rank.now, free_s)
+                self._advance(rank)
+                free_s = rank.now
             self.messages.go_on()
         waiting = [rank for rank in self.ranks if not rank.ended]
         if waiting:

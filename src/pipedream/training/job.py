@@ -231,7 +231,8 @@ def _runtime_costs(recipe: Recipe, device: str) -> RuntimeCosts:
     """What the runtime and the recipe's loader cost these workers."""
     with blaming("while its training batches were made"):
         load_s = float(process_group.run_on_rank_0(lambda: str(recipe.load_s()), device))
-    return replace(measure_runtime(device).costs, load_s=load_s)
+    costs = measure_runtime(device).costs
+    return replace(costs, load_s=costs.load_s + load_s)
 
 
 def capture_recipe(recipe: Recipe, *, device: str = "cpu", finest: bool = False) -> Captured:

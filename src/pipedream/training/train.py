@@ -191,7 +191,11 @@ def _outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Pl
         average=average,
         program=program,
         steady=steady,
-        predicted=simulate_program(program, max(steady.microbatches, 4 * program.cycle * max(plan.in_flight))),
+        predicted=simulate_program(
+            program,
+            max(steady.microbatches, 4 * program.cycle * max(plan.in_flight)),
+            in_turns=not pipeline.distributed,
+        ),
     )
 
 

@@ -16,6 +16,8 @@ from pipedream.verifier import verify
 
 __all__ = ["MeasuredRuntime", "measure_runtime"]
 
+_AT_ONCE_BYTES_PER_S = 1e30
+
 
 @dataclass(frozen=True)
 class MeasuredRuntime:
@@ -61,25 +63,25 @@ def _measured(processes: int) -> MeasuredRuntime:
     verify(evaluation)
     found = calibrate(program, evaluation)
     small_bytes, large_bytes = found.message_bytes
-    # Each boundary has an activation and its gradient, and one of the targets goes from the first to the last stage.
-    ends = 2 * (2 * (stages - 1) + 1)
-    rest = [
-        host - passes - update
-        for host, passes, update in zip(found.host_s, found.passes_s, found.updates_s, strict=True)
-    ]
-    per_byte = max(0.0, rest[1] - rest[0]) / ends / (large_bytes - small_bytes)
-    message_s = max(0.0, rest[0]) / ends
+    small_s, large_s = (rest[1:] or rest for rest in found.other_s)  # the first of several workers also reads the data
+    middle = max(0, len(small_s) - 1) * 4
+    # An activation and its gradient at each boundary, and the targets from the first to the last stage, at both ends.
+    large_ends = middle + 2 if processes > 1 else 4
+    ends = large_ends + (1 if processes > 1 else 2)
+    message_s = max(0.0, sum(small_s)) / ends
+    per_byte = max(0.0, sum(large_s) - sum(small_s)) / large_ends / (large_bytes - small_bytes)
     costs = RuntimeCosts(
         op_s=max(0.0, found.passes_s[0] - found.layers_s[0]) / (2 * stages),
         message_s=message_s,
         message_s_per_byte=per_byte,
         update_s=found.updates_s[0] / stages,
+        load_s=max(0.0, found.other_s[0][0] - 3 * message_s) if processes > 1 else 0.0,
     )
+    if processes == 1:
+        return MeasuredRuntime(costs, _AT_ONCE_BYTES_PER_S, 0.0)
     arrivals = [
-        max(0.0, seconds - float(costs.end_s(size)))
+        max(0.0, seconds - 2 * float(costs.end_s(size)))
         for seconds, size in zip(found.arrival_s, found.message_bytes, strict=True)
     ]
-    if processes == 1:
-        return MeasuredRuntime(costs, 1e30, 0.0)
-    slope = (arrivals[1] - arrivals[0]) / (large_bytes - small_bytes)
-    return MeasuredRuntime(costs, 1 / slope if slope > 0 else None, arrivals[0])
+    rise_s = arrivals[1] - arrivals[0]
+    return MeasuredRuntime(costs, (large_bytes - small_bytes) / rise_s if rise_s > 0 else None, arrivals[0])

@@ -67,10 +67,14 @@ def simulate_program(
     weight_s: float | None = None,
     stragglers: clock.Stragglers | None = None,
     overlap: bool = True,
+    in_turns: bool = False,
 ) -> Timeline:
-    """Predicts a run of `total` microbatches of a program; see `simulate`."""
+    """Predicts a run of `total` microbatches of a program; see `simulate`.
+
+    `in_turns`: all ranks share a thread, as in a single process.
+    """
     try:
         seconds = clock.costs(program.plan, split=program.microbatches, weight_s=weight_s, overlap=overlap)
     except ValueError as error:
         raise PlanError(f"the seconds of the ops are not valid: {error}") from None
-    return clock.simulate(program, seconds, total, stragglers)
+    return clock.simulate(program, seconds, total, stragglers, in_turns=in_turns)

@@ -245,13 +245,10 @@ class Plan(Artifact):
     def runtime_s(self) -> tuple[float, ...]:
         """Seconds that the runtime adds to each stage, for one unit (`RuntimeCosts.stage_s`)."""
         edges, last = (0, *(stage.output_bytes for stage in self.stages[:-1]), 0), len(self.stages) - 1
+        device_s = [stage.forward_s + stage.backward_s + stage.update_s for stage in self.stages]
         return tuple(
-            float(
-                self.runtime.stage_s(
-                    stage.forward_s + stage.backward_s + stage.update_s, *edges[s : s + 2], s == 0, s == last
-                )
-            )
-            for s, stage in enumerate(self.stages)
+            float(self.runtime.stage_s(seconds, edges[s], edges[s + 1], s == 0, s == last))
+            for s, seconds in enumerate(device_s)
         )
 
     @property
