@@ -1,0 +1,96 @@
+"""What the runtime costs is measured by its own run: in one process, over several, and for a profile."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from processes import results
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pipedream as pd
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.training.job import profile_recipe
+from pipedream.workflows.runtime_costs import MeasuredRuntime, measure_runtime
+
+
+def drawn() -> tuple[float, float, float]:
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+def test_a_single_process_measures_itself_once() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    expected = drawn()
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    found = measure_runtime()
+    assert drawn() == expected, "the user's generators were drawn from"
+    assert measure_runtime() is found
+    assert min(found.costs.op_s, found.costs.message_s, found.costs.update_s) > 0
+    assert found.costs.load_s == 0
+    here = found.on_links(Cluster.here(2))
+    assert here.link(0)[1] == 0.0
+    assert here.memory_bytes == Cluster.here(2).memory_bytes
+
+
+def measured() -> tuple[RuntimeCosts, tuple[float, float]]:
+    found = measure_runtime()
+    return found.costs, found.on_links(Cluster.flat(2)).link(0)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_processes_measure_their_messages_and_agree(workers: int) -> None:
+    first, *others = results(measured, workers)
+    assert others == [first] * (workers - 1)
+    costs, (bandwidth, latency_s) = first
+    assert min(costs.op_s, costs.message_s, costs.update_s) > 0
+    assert bandwidth > 0
+    assert latency_s >= 0
+
+
+def test_an_unknown_link_stays_as_it_was() -> None:
+    assert MeasuredRuntime(RuntimeCosts()).on_links(Cluster.flat(2, 5.0, 0.5)) == Cluster.flat(2, 5.0, 0.5)
+
+
+def test_a_profile_has_the_runtimes_costs_unless_nothing_was_run() -> None:
+    model, sample = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.rand(8, 4)
+    assert pd.profile(model, sample, runs=1).runtime == measure_runtime().costs
+    assert pd.profile(model, sample, device="meta").runtime == RuntimeCosts()
+
+
+class Slow(TensorDataset):
+    """Counts what is read, and draws for each sample."""
+
+    read = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        self.read += 1
+        image, label = super().__getitem__(index)
+        return image + torch.rand(4), label
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_recipe_adds_the_time_of_its_loader(processes: int) -> None:
+    data = Slow(torch.rand(16, 4), torch.rand(16, 4))
+    recipe = pd.Recipe(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+        nn.functional.mse_loss,
+        partial(torch.optim.SGD, lr=0.1),
+        DataLoader(data, batch_size=8, num_workers=processes),
+    )
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    load_s = recipe.load_s()
+    assert torch.equal(torch.rand(()), expected)
+    assert (load_s > 0) == (processes == 0), "processes of its own load ahead"
+    assert (profile_recipe(recipe, runs=1).runtime.load_s > 0) == (processes == 0)
+    assert data.read % 8 == 0
