@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipedream.core.plan.placement import Placement
@@ -17,7 +16,9 @@ from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Receiver, Sender
+from pipedream.runtime.comm.connections import Connections, connect_groups
 from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedGroup, DistributedReceiver, DistributedSender
+from pipedream.runtime.comm.link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
 from pipedream.runtime.data.batches import BatchDim
 from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
@@ -35,7 +36,6 @@ from pipedream.runtime.worker import Worker
 
 __all__ = [
     "Blueprint",
-    "Connections",
     "Settings",
     "WorkerChannels",
     "connect",
@@ -103,21 +103,6 @@ class Blueprint:
 
 
 @dataclass(frozen=True)
-class Connections:
-    """Process groups of a run.
-
-    Attributes:
-        everyone: gloo group of all ranks: messages, sums of small numbers.
-        stages: each stage's replicas; None for one.
-        holders: for each tied weight; None if this rank has none.
-    """
-
-    everyone: dist.ProcessGroup
-    stages: tuple[dist.ProcessGroup | None, ...]
-    holders: tuple[dist.ProcessGroup | None, ...]
-
-
-@dataclass(frozen=True)
 class WorkerChannels:
     """One worker's channel ends by number; for results, by the other rank."""
 
@@ -128,17 +113,10 @@ class WorkerChannels:
 
 
 def connect(program: Program, device: torch.device, shared: Sequence[TiedWeights] = ()) -> Connections:
-    """Makes the process groups of programs with the same channels; every rank calls it."""
-    world = dist.group.WORLD
-    assert world is not None
-    everyone = world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo")
-    # Numbers that the host reads stay on the CPU, and go over gloo.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    stages = tuple(
-        dist.new_group(list(row), backend=backend) if len(row) > 1 else None for row in program.placement.ranks
-    )
-    holders = tuple(dist.new_group(list(one.ranks(program.placement)), backend=backend) for one in shared)
-    return Connections(everyone, stages, holders)
+    """Makes and connects the process groups of programs with the same channels; every rank calls it."""
+    placement = program.placement
+    pairs = dict.fromkeys((c.sender, c.receiver) for c in program.channels)
+    return connect_groups(list(pairs), placement.ranks, [list(one.ranks(placement)) for one in shared], device)
 
 
 def local_workers(blueprint: Blueprint, handles: Sequence[dict[str, nn.Parameter]]) -> list[Worker]:
@@ -217,20 +195,39 @@ def _distributed_channels(blueprint: Blueprint, rank: int, connections: Connecti
     program, placement, everyone = blueprint.program, blueprint.placement, connections.everyone
     in_flight = [max(counts) for counts in zip(*map(most_in_flight, blueprint.programs), strict=True)]
     ends = WorkerChannels({}, {}, {}, {})
+    linked: dict[tuple[int, int], list[int]] = {}
+    max_unread: dict[int, int] = {}
     for number, channel in enumerate(program.channels):
-        if rank not in (channel.sender, channel.receiver):
+        pair = channel.sender, channel.receiver
+        if rank not in pair:
             continue
-        peer = channel.receiver if rank == channel.sender else channel.sender
-        end = ChannelEndpoint(peer, number, channel.depth, everyone, blueprint.device)
+        # A replica that begins a forward has finished all backwards except those in flight, so the next stage has
+        # received their activations. The end of a stream is one more message. So waiting for an older message never
+        # waits for work still to be done. Of weights two messages may be unread: those of an update that was not made,
+        # and the end.
+        most = 1 if channel.carries == "weights" else in_flight[min(channel.source, channel.target)]
+        max_unread[number] = most + 1
+        if pair in connections.links and channel.carries != "input":  # the targets stay in the memory of the CPU
+            linked.setdefault(pair, []).append(number)
+            continue
+        end = ChannelEndpoint(sum(pair) - rank, number, channel.depth, everyone, blueprint.device)
         if rank == channel.sender:
-            # A replica that begins a forward has finished all backwards except those in flight, so the next stage has
-            # received their activations. The end of a stream is one more message. So waiting for an older message never
-            # waits for work still to be done. Of weights two messages may be unread: those of an update that was not
-            # made, and the end.
-            most = 1 if channel.carries == "weights" else in_flight[min(channel.source, channel.target)]
-            ends.senders[number] = DistributedSender(end, most + 1)
+            ends.senders[number] = DistributedSender(end, max_unread[number])
         else:
             ends.receivers[number] = DistributedReceiver(end)
+    for pair, numbers in linked.items():
+        depth, communicator = sum(program.channels[n].depth for n in numbers), connections.links[pair]
+        end = ChannelEndpoint(
+            sum(pair) - rank, numbers[0], depth, everyone, blueprint.device, apart=blueprint.device.type
+        )
+        if rank == pair[0]:
+            # Of more messages than all channels may have unread, one channel has too many; the receiver has read its
+            # oldest, and with it all that were sent before.
+            sending = SendingLink(end, communicator, sum(max_unread[n] for n in numbers))
+            ends.senders.update({n: LinkSender(sending, n) for n in numbers})
+        else:
+            receiving = ReceivingLink(end, communicator)
+            ends.receivers.update({n: LinkReceiver(receiving, n) for n in numbers})
     for owner in placement.ranks[-1]:
         for other in range(placement.workers):
             if owner == other or rank not in (owner, other):

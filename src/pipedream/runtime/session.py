@@ -25,7 +25,6 @@ from pipedream.core.user_code import with_place
 from pipedream.runtime import measured
 from pipedream.runtime.assemble import (
     Blueprint,
-    Connections,
     connect,
     data_channels,
     distributed_worker,
@@ -38,12 +37,14 @@ from pipedream.runtime.checkpoint.initial_values import materialise, named_state
 from pipedream.runtime.checkpointing import Checkpointer, share_with_replicas
 from pipedream.runtime.clock import run_in_process
 from pipedream.runtime.comm.channel import Receiver, Sender, drain
+from pipedream.runtime.comm.connections import Connections
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import (
     broadcast_text,
     check_same_on_all_ranks,
     gather_texts,
     join_group,
+    leave_group,
 )
 from pipedream.runtime.data.batch_adapter import AdaptBatch
 from pipedream.runtime.data.microbatches import Microbatches
@@ -99,21 +100,22 @@ class Session:
         self._guard: Guard | None = None
         self._activity = Activity()
         self._group: dist.ProcessGroup | None = None
+        self._connections: Connections | None = None
         self._microbatches: dict[int, Microbatches] = {}
         self._data_channels: list[Sender | Receiver] = []
         if processes == 1:
             self.workers = self._build_all(weights)
             self._data = DataSource(blueprint.programs, range(blueprint.placement.workers), batch_dim=batch_dim)
         else:
-            connections = self._connect(processes, stuck_after_s)
+            connections = self._connections = self._connect(processes, stuck_after_s)
             self.workers = [self._build_own(connections, weights)]
             senders, receiver = data_channels(blueprint, self.rank, connections)
             self._data_channels = [*senders.values(), *([] if receiver is None else [receiver])]
             self._data = DataSource(blueprint.programs, [self.rank], self._group, senders, receiver, batch_dim)
         self._clock = measured.ClockOffset(self._group)
-        writer_group = dist.new_group(backend="gloo") if self.distributed else None
+        self._writer_group = dist.new_group(backend="gloo") if self.distributed else None
         self.checkpointer = Checkpointer(
-            model, self.workers, self._stage_names, self._group, writer_group, blueprint.device
+            model, self.workers, self._stage_names, self._group, self._writer_group, blueprint.device
         )
         self.interrupts = Interrupts(patient=self.distributed)
         for worker in self.workers:
@@ -456,7 +458,10 @@ class Session:
         self._data.close()
         if not failed:
             self.check_saved(wait=True)
-            if self._group is not None:
-                dist.barrier(group=self._group)
+            if self._connections is not None:
+                gather_texts("", self._group)  # all ranks are here
+                self._connections.close()
+                leave_group(self._writer_group)
+                self._connections = None
         if self._guard is not None:
             self._guard.end()

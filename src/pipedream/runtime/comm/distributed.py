@@ -43,7 +43,7 @@ class ChannelEndpoint:
         number: distinct for each channel of the run.
         depth: receives posted ahead.
         device: to which received tensors return that were not in the memory of the CPU.
-        apart: such tensors are not sent here; None arrives in their place.
+        apart: type of device whose tensors are not sent here; None arrives in their place.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ChannelEndpoint:
         depth: int,
         group: dist.ProcessGroup,
         device: torch.device | None = None,
-        apart: bool = False,
+        apart: str = "",
     ) -> None:
         self.peer = peer
         self.number = number

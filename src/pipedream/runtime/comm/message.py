@@ -163,11 +163,11 @@ class Layout:
         self.sent_bytes = sum(_bytes_of(spec) for spec in self.specs if spec is not None)
 
     @classmethod
-    def of(cls, message: Message, apart: bool = False) -> Layout:
+    def of(cls, message: Message, apart: str = "") -> Layout:
         """Returns a message's layout.
 
         Args:
-            apart: tensors on a device are sent by themselves.
+            apart: type of device whose tensors are sent by themselves.
 
         Raises:
             TypeError: a tensor of a type that cannot be sent.
@@ -181,9 +181,8 @@ class Layout:
             strides = _dense_strides(tuple(tensor.shape), dimension_order(tensor))
             if tensor.dtype not in _DTYPE_CODE:
                 raise TypeError(f"a tensor of {tensor.dtype} cannot be sent between stages; convert it to a plain type")
-            on_device = not tensor.is_cpu
-            begin = None if apart and on_device else aligned(end)
-            specs.append(TensorSpec(tensor.dtype, tuple(tensor.shape), strides, on_device, begin))
+            begin = None if tensor.device.type == apart else aligned(end)
+            specs.append(TensorSpec(tensor.dtype, tuple(tensor.shape), strides, not tensor.is_cpu, begin))
             if begin is not None:
                 end = begin + tensor.numel() * tensor.element_size()
         return cls(specs, end, message.structure, message.gradients)
@@ -224,7 +223,7 @@ def write(tensors: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor
 class KnownLayouts:
     """The layouts that were sent on a channel, by number; when all numbers are taken, a new one takes the oldest's."""
 
-    def __init__(self, apart: bool = False, most: int = 1024) -> None:
+    def __init__(self, apart: str = "", most: int = 1024) -> None:
         self._apart = apart
         self._most = most
         self._found: dict[Any, tuple[int, Layout]] = {}

@@ -181,6 +181,8 @@ def process_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise PlanError(f"device {name!r} is not known: {error}; choose cpu or cuda") from None
     if device.type == "cuda":
+        # Read when CUDA starts: with the default of 8 queues, computation would wait in one with a receive.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             remedy = f"choose one of cuda:0 to cuda:{count - 1}, or start fewer processes" if count else "use cpu"

@@ -1,0 +1,218 @@
+"""The process groups of a run, connected before its first message.
+
+NCCL connects two ranks at their first exchange, for which each host waits. In the middle of a program both may wait
+for something else first, so every group is used once here, in an order that all ranks share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipedream.core.errors import WorkerError
+from pipedream.runtime.comm.process_group import gather_texts, leave_group, world_group
+
+__all__ = ["CONNECT_TIMEOUT_S", "Connections", "connect_groups"]
+
+CONNECT_TIMEOUT_S = 60.0
+"""How long the ranks of a group may take to connect, once all ranks are there."""
+_NCCL_TIMEOUT = timedelta(days=30)  # a user may pause a run, as in a notebook; failures are found by the guard
+_LINK_CTAS = 4  # of a message; they share no SM with compute
+
+
+@dataclass(frozen=True)
+class Connections:
+    """Process groups of a run.
+
+    Attributes:
+        everyone: gloo group of all ranks: messages, sums of small numbers.
+        stages: each stage's replicas; None for one.
+        holders: for each tied weight; None if this rank has none.
+        links: (sender, receiver) -> NCCL group of the two, for tensors on GPUs. Empty on CPUs, and where NCCL cannot
+            be used; tensors then travel through the memory of the CPU.
+    """
+
+    everyone: dist.ProcessGroup
+    stages: tuple[dist.ProcessGroup | None, ...]
+    holders: tuple[dist.ProcessGroup | None, ...]
+    links: Mapping[tuple[int, int], dist.ProcessGroup]
+
+    def close(self) -> None:
+        """Destroys the groups that were made here; every rank calls it."""
+        for group in (*self.stages, *self.holders, *self.links.values()):
+            if isinstance(group, dist.ProcessGroup):
+                leave_group(group)
+
+
+def connect_groups(
+    pairs: Sequence[tuple[int, int]],
+    stages: Sequence[Sequence[int]],
+    holders: Sequence[Sequence[int]],
+    device: torch.device,
+) -> Connections:
+    """Makes the groups and uses each once; every rank calls it with the same ranks.
+
+    Args:
+        pairs: (sender, receiver) of messages that may hold tensors on GPUs.
+
+    Raises:
+        WorkerError: ranks do not connect in time.
+    """
+    everyone = world_group()
+    assert everyone is not None
+    rank = dist.get_rank()
+    texts = gather_texts(json.dumps([_address(), _card(device)]), everyone)  # also waits until all ranks are here
+    addresses, cards = zip(*map(json.loads, texts), strict=True)
+    connecting = _Connecting(rank, addresses, device)
+    for pair in pairs:
+        connecting.run(pair, partial(_exchange, everyone, pair, pair, torch.device("cpu")))
+    uses_nccl = _has_nccl(device, cards)
+    on = device if uses_nccl else torch.device("cpu")
+
+    def sums(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        return connecting.group(ranks, lambda: _new_group(ranks, on), lambda group: _add(group, on))
+
+    def link(pair: tuple[int, int]) -> dist.ProcessGroup | None:
+        return connecting.group(
+            pair, lambda: _new_group(pair, on, _LINK_CTAS), lambda group: _exchange(group, pair, (0, 1), on)
+        )
+
+    found = {pair: link(pair) for pair in pairs} if uses_nccl else {}
+    return Connections(
+        everyone,
+        tuple(sums(row) if len(row) > 1 else None for row in stages),
+        tuple(sums(ranks) for ranks in holders),
+        {pair: group for pair, group in found.items() if group is not None},
+    )
+
+
+class _Connecting:
+    """Runs what may wait for another host in a thread of its own, so that the wait can end."""
+
+    def __init__(self, rank: int, addresses: Sequence[str], device: torch.device) -> None:
+        self._rank = rank
+        self._addresses = addresses
+        self._device = device
+
+    def group(
+        self,
+        ranks: Sequence[int],
+        make: Callable[[], dist.ProcessGroup | None],
+        use: Callable[[dist.ProcessGroup], None],
+    ) -> dist.ProcessGroup | None:
+        """Returns the group that `make` makes, on every rank, once its own ranks have used it; None on others."""
+        if self._rank not in ranks:
+            make()
+            return None
+        made: list[dist.ProcessGroup] = []
+
+        def begin() -> None:
+            group = make()
+            assert group is not None
+            use(group)
+            made.append(group)
+
+        self.run(ranks, begin)
+        return made[0]
+
+    def run(self, ranks: Sequence[int], function: Callable[[], Any]) -> None:
+        """Runs a function at these ranks.
+
+        Raises:
+            WorkerError: it failed, or took longer than `CONNECT_TIMEOUT_S`.
+        """
+        if self._rank not in ranks:
+            return
+        failures: list[Exception] = []
+
+        def guarded() -> None:
+            try:
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)  # a new thread's is 0
+                function()
+            except Exception as error:
+                failures.append(error)
+
+        thread = Thread(target=guarded, daemon=True, name="pipedream-connect")
+        thread.start()
+        thread.join(CONNECT_TIMEOUT_S)
+        if thread.is_alive() or failures:
+            others = " and ".join(f"rank {rank} at {self._addresses[rank]}" for rank in ranks if rank != self._rank)
+            why = f"torch's error: {failures[0]}" if failures else f"nothing came within {CONNECT_TIMEOUT_S:g} s"
+            raise WorkerError(
+                self._rank,
+                "connecting",
+                f"no connection from rank {self._rank} at {self._addresses[self._rank]} to {others}; {why}",
+                "let the machines reach each other on all ports, and name the interface that joins them on each of "
+                "them (GLOO_SOCKET_IFNAME, on GPUs also NCCL_SOCKET_IFNAME)",
+            ) from (failures[0] if failures else None)
+
+
+def _exchange(group: dist.ProcessGroup, pair: tuple[int, int], places: tuple[int, int], device: torch.device) -> None:
+    """Sends one byte from a rank to another, whose places in the group are given, and waits for it."""
+    byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
+    sends = dist.get_rank() == pair[0]
+    _finish(group.send(byte, places[1], 0) if sends else group.recv(byte, places[0], 0))
+
+
+def _add(group: dist.ProcessGroup, device: torch.device) -> None:
+    work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+    assert work is not None
+    _finish(work)
+
+
+def _finish(work: dist.Work) -> None:
+    work.wait()
+    while not work.is_completed():  # NCCL's wait only makes the stream wait
+        time.sleep(0.001)
+
+
+def _new_group(ranks: Sequence[int], device: torch.device, ctas: int | None = None) -> dist.ProcessGroup | None:
+    """`ctas` makes a group for messages, which has no gloo."""
+    made: dist.ProcessGroup | None
+    if device.type != "cuda":
+        made = dist.new_group(list(ranks), backend="gloo")
+    elif ctas is None:  # numbers that the host reads stay in the memory of the CPU, and go over gloo
+        made = dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl", timeout=_NCCL_TIMEOUT, device_id=device)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = ctas
+        made = dist.new_group(
+            list(ranks), backend="nccl", timeout=_NCCL_TIMEOUT, pg_options=options, device_id=device, sort_ranks=False
+        )
+    return made
+
+
+def _has_nccl(device: torch.device, cards: Sequence[str]) -> bool:
+    """Returns whether the user's process group has NCCL, which refuses ranks that share a card."""
+    if device.type != "cuda" or len(set(cards)) < len(cards):
+        return False
+    return "nccl" in dist.get_backend_config()
+
+
+def _card(device: torch.device) -> str:
+    """Returns a name of a GPU that no other GPU has; "" for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _address() -> str:
+    """Returns the name and address of this machine."""
+    name = socket.gethostname()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return f"{name} ({interface})"
+    try:
+        return f"{name} ({socket.gethostbyname(name)})"
+    except OSError:
+        return name

@@ -1,0 +1,149 @@
+"""Links: all channels from one rank to another over one communicator, as NCCL needs.
+
+A communicator runs its messages in one order, each in a kernel that waits for the other end. So the channels share one
+stream of headers, over gloo, in the order of the sends; and the receiver starts to receive a tensor only once it has
+read the header: no receive is under way whose send is not. It does so in the order of the headers, also of messages
+that other channels carry, and on a stream of its own, so that it does not wait for what the GPU computes.
+
+Tensors in the memory of the CPU travel with the header. The structure of a message does too: no worker waits for its
+GPU to read it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipedream.runtime.comm.channel import Pending, Receiver, Sender
+from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedReceiver, DistributedSender
+from pipedream.runtime.comm.message import Layout, Message, in_memory_order
+
+__all__ = ["LinkReceiver", "LinkSender", "ReceivingLink", "SendingLink"]
+
+_SENDER, _RECEIVER = 0, 1
+"""Their ranks in the communicator."""
+
+
+class SendingLink:
+    """The sending end of a link.
+
+    Args:
+        headers: an endpoint that sends tensors on a device apart.
+        max_unread: messages of all channels.
+    """
+
+    def __init__(self, headers: ChannelEndpoint, communicator: dist.ProcessGroup, max_unread: int) -> None:
+        self._headers = DistributedSender(headers, max_unread)
+        self._communicator = communicator
+        self._out: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def send(self, message: Message, channel: int) -> int:
+        """Returns the bytes of the tensors."""
+        layout = self._headers.send_on(message, channel)
+        for tensor, spec in zip(message.tensors, layout.specs, strict=True):
+            if tensor is not None and spec is not None and spec.begin is None:
+                sent = in_memory_order(tensor)
+                self._out.append((self._communicator.send([sent], _RECEIVER, 0), sent))
+        while self._out and self._out[0][0].is_completed():
+            self._out.popleft()
+        return layout.sent_bytes
+
+    def drain_begin(self) -> None:
+        self._headers.drain_begin()
+
+    def drain(self) -> None:
+        self._headers.drain()
+        while self._out:
+            self._out.popleft()[0].wait()
+
+
+class ReceivingLink:
+    """The receiving end of a link."""
+
+    def __init__(self, headers: ChannelEndpoint, communicator: dist.ProcessGroup) -> None:
+        self._headers = DistributedReceiver(headers)
+        self._communicator = communicator
+        self._device = headers.device
+        self._stream = (
+            torch.cuda.Stream(headers.device) if headers.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        )
+        self._arrived: dict[int, deque[tuple[Message, list[tuple[dist.Work, torch.Tensor]]]]] = {}
+
+    def receive(self, channel: int) -> Message:
+        """Returns the next message of a channel; starts to receive those that were sent before it."""
+        arrived = self._arrived.setdefault(channel, deque())
+        while not arrived:
+            message, layout, number = self._headers.take()
+            self._arrived.setdefault(number, deque()).append(self._started(message, layout))
+        message, receives = arrived.popleft()
+        for work, tensor in receives:
+            work.wait()  # on a GPU, the stream of the computation waits
+            if self._stream is not None:
+                tensor.record_stream(torch.cuda.current_stream(self._device))
+        return message
+
+    def _started(self, message: Message, layout: Layout) -> tuple[Message, list[tuple[dist.Work, torch.Tensor]]]:
+        receives = []
+        tensors = list(message.tensors)
+        with self._on_own_stream():
+            for i, spec in enumerate(layout.specs):
+                if spec is not None and spec.begin is None:
+                    tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self._device)
+                    receives.append((self._communicator.recv([in_memory_order(tensor)], _SENDER, 0), tensor))
+                    tensors[i] = tensor
+        message.tensors = tuple(tensors)  # nobody else has seen it
+        return message, receives
+
+    def _on_own_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def drain(self) -> None:
+        left = [channel for channel, arrived in self._arrived.items() if arrived]
+        assert not left, f"messages were left on the channels {left}"
+        self._headers.drain()
+
+
+class LinkSender(Sender):
+    """The sending end of one of the channels of a link."""
+
+    def __init__(self, link: SendingLink, number: int) -> None:
+        self._link = link
+        self._number = number
+        self._sent_bytes = 0
+
+    def send(self, message: Message) -> None:
+        self._sent_bytes += self._link.send(message, self._number)
+
+    def drain_begin(self) -> None:
+        self._link.drain_begin()
+
+    def drain(self) -> None:
+        self._link.drain()
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+
+class LinkReceiver(Receiver, Pending[Message]):
+    """The receiving end of one of the channels of a link."""
+
+    def __init__(self, link: ReceivingLink, number: int) -> None:
+        self._link = link
+        self._number = number
+
+    def receive(self) -> Pending[Message]:
+        return self
+
+    def ready(self) -> bool:
+        return False  # gloo reports it only to those who wait
+
+    def result(self) -> Message:
+        return self._link.receive(self._number)
+
+    def drain(self) -> None:
+        self._link.drain()
