@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 
 import pytest
+import strict
 import torch
 import zoo
 from cases import ASYNCHRONOUS, FLUSHING, LAYOUTS, Case, check, check_processes, in_both_lengths, run
@@ -193,6 +194,31 @@ IN_PROCESSES = {
 @pytest.mark.parametrize("workers", [2, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (3, 4))])
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     check_processes(workers, IN_PROCESSES[workers])
+
+
+LINKED = {
+    2: [
+        *(_case("mlp", name, 2) for name in ("naive", "gpipe", "1f1b", "pipedream", "pipedream_2bw", "zb_h1")),
+        *(replace(case, epochs=1) for case in IN_PROCESSES[2] if case.schedule in LAYOUTS and case.animal == "mlp"),
+    ],
+    4: [_case("cnn", "chimera", 4), _case("transformer", "pipedream", 4)],
+}
+"""What is trained over links, as on GPUs, in the default run; the slow one adds all that runs over processes."""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", LINKED)
+def test_links_as_between_gpus_give_to_the_bit_what_one_process_gives(workers: int) -> None:
+    check_processes(workers, LINKED[workers], strict.run_all)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", IN_PROCESSES)
+def test_every_method_runs_over_links_as_between_gpus(workers: int) -> None:
+    others = [import_module(f"tests.end_to_end.{name}") for name in ("test_delayed", "test_compensation")]
+    chosen = [case for one in others for case in one.IN_PROCESSES.get(workers, [])]
+    check_processes(workers, [*IN_PROCESSES[workers], *chosen], strict.run_all)
 
 
 def test_every_method_runs_in_several_processes() -> None:

@@ -425,10 +425,12 @@ class Fresh:
         return len(self._batches)
 
 
-def check_processes(workers: int, chosen: Sequence[Case]) -> None:
+def check_processes(
+    workers: int, chosen: Sequence[Case], run_cases: Callable[[list[Case]], list[Outcome]] = run_all
+) -> None:
     """Checks that so many processes, started once for all cases, give to the bit what one gives."""
     short = [per_worker(case) for case in chosen]
-    of_ranks = processes.results(run_all, workers, short)
+    of_ranks = processes.results(run_cases, workers, short)
     for number, case in enumerate(short):
         alone = run(case)
         for rank, outcomes in enumerate(of_ranks):

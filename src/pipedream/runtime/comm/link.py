@@ -45,7 +45,7 @@ class SendingLink:
         """Returns the bytes of the tensors."""
         layout = self._headers.send_on(message, channel)
         for tensor, spec in zip(message.tensors, layout.specs, strict=True):
-            if tensor is not None and spec is not None and spec.begin is None:
+            if tensor is not None and spec is not None and spec.begin is None and tensor.numel():
                 sent = in_memory_order(tensor)
                 self._out.append((self._communicator.send([sent], _RECEIVER, 0), sent))
         while self._out and self._out[0][0].is_completed():
@@ -93,8 +93,9 @@ class ReceivingLink:
             for i, spec in enumerate(layout.specs):
                 if spec is not None and spec.begin is None:
                     tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self._device)
-                    receives.append((self._communicator.recv([in_memory_order(tensor)], _SENDER, 0), tensor))
                     tensors[i] = tensor
+                    if tensor.numel():
+                        receives.append((self._communicator.recv([in_memory_order(tensor)], _SENDER, 0), tensor))
         message.tensors = tuple(tensors)  # nobody else has seen it
         return message, receives
 
@@ -140,7 +141,7 @@ class LinkReceiver(Receiver, Pending[Message]):
         return self
 
     def ready(self) -> bool:
-        return False  # gloo reports it only to those who wait
+        return True
 
     def result(self) -> Message:
         return self._link.receive(self._number)

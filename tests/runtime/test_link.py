@@ -1,0 +1,227 @@
+"""Links over the strict stand-in for NCCL: what is right passes, and each way to stand still is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import processes
+import pytest
+import strict
+import torch
+import torch.distributed as dist
+
+from pipedream.runtime.comm.channel import drain
+from pipedream.runtime.comm.distributed import ChannelEndpoint
+from pipedream.runtime.comm.link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
+from pipedream.runtime.comm.message import Message
+
+CPU = torch.device("cpu")
+ACTIVATIONS, WEIGHTS = 3, 8
+COUNT = 40
+
+
+def ends(number: int, device: str = "cpu", **options: Any) -> tuple[SendingLink, ReceivingLink]:
+    """Returns this rank's end of a link each way."""
+    rank = dist.get_rank()
+    found: list[Any] = []
+    for pair in ((0, 1), (1, 0)):
+        communicator: Any = strict.StrictCommunicator(pair, torch.device(device), 2 * number + pair[0], **options)
+        end = ChannelEndpoint(1 - rank, 2 * number + pair[0], 4, dist.group.WORLD, torch.device(device), apart=device)
+        found.append(SendingLink(end, communicator, 2 * COUNT) if rank == pair[0] else ReceivingLink(end, communicator))
+    return (found[0], found[1]) if rank == 0 else (found[1], found[0])
+
+
+def numbers(value: float, size: int = 2) -> Message:
+    return Message(int(value), tensors=(torch.full((size,), value),))
+
+
+def messages_arrive() -> list[int]:
+    """Two channels of one link, both ways, read in another order than they were sent; returns how many are kept."""
+    out, back = ends(0)
+    senders = {n: LinkSender(out, n) for n in (ACTIVATIONS, WEIGHTS)}
+    receivers = {n: LinkReceiver(back, n) for n in (ACTIVATIONS, WEIGHTS)}
+    kept = []
+    for stream in range(2):
+        for i in range(COUNT):
+            senders[ACTIVATIONS].send(numbers(i, 3 + 4 * i))
+            if i % 4 == 0:
+                mixed = (torch.zeros(0, 2), None, torch.arange(12.0).reshape(3, 4).t(), torch.tensor(i))
+                senders[WEIGHTS].send(Message(-i, tensors=mixed, structure=f'{{"v":{i}}}'))
+        for i in range(0, COUNT, 4):
+            message = receivers[WEIGHTS].receive().result()
+            empty, missing, transposed, number = message.tensors
+            assert (message.microbatch, message.structure, missing) == (-i, f'{{"v":{i}}}', None)
+            assert empty is not None
+            assert transposed is not None
+            assert empty.shape == (0, 2)
+            assert torch.equal(transposed, torch.arange(12.0).reshape(3, 4).t())
+            assert transposed.stride() == (1, 4)
+            assert number == i
+        for i in range(COUNT):
+            (tensor,) = receivers[ACTIVATIONS].receive().result().tensors
+            assert tensor is not None
+            assert torch.equal(tensor, torch.full((3 + 4 * i,), float(i)))
+        dist.barrier()
+        senders[ACTIVATIONS].send(numbers(stream))
+        kept.append(len(out._out))
+        receivers[ACTIVATIONS].receive().result()
+        drain([*senders.values(), *receivers.values()])
+        strict.check_drained()
+        strict.synchronize()
+        assert not out._out
+        assert not out._headers._out
+    return kept
+
+
+def refused(scenario: Callable[[], Any]) -> str:
+    try:
+        scenario()
+    except strict.StrictError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def in_the_order_of_1f1b(number: int, **options: Any) -> None:
+    """Rank 0 sends an activation and waits for its gradient before it sends the next one."""
+    out, back = ends(number, **options)
+    sender, receiver = LinkSender(out, 0), LinkReceiver(back, 0)
+    for i in range(3):
+        if dist.get_rank() == 0:
+            sender.send(numbers(i))
+        (tensor,) = receiver.receive().result().tensors
+        assert tensor is not None
+        assert float(tensor.sum()) == 2 * i
+        if dist.get_rank() == 1:
+            sender.send(numbers(i))
+    drain([sender, receiver])
+
+
+def word_to(rank: int) -> None:
+    """Sends a word to a rank, which waits for it."""
+    word, world = [torch.zeros(1)], dist.group.WORLD
+    (world.recv(word, 1 - rank, 2) if dist.get_rank() == rank else world.send(word, rank, 2)).wait()
+
+
+def first_use_in_the_program() -> None:
+    """The same order; rank 1 posts the receive of the second activation when it has the first one's header."""
+    communicator = strict.StrictCommunicator((0, 1), CPU, 1000, connects=False, timeout_s=1.0)
+    word_to(1)  # the header of the first activation
+    try:
+        if dist.get_rank() == 1:
+            communicator.recv([torch.empty(2)], 0, 0)
+    finally:
+        word_to(0)  # its gradient
+        if dist.get_rank() == 0:
+            communicator.send([torch.ones(2)], 1, 0)
+
+
+def with_a_receive_ahead(function: Callable[[], None], number: int) -> None:
+    """Calls a function at rank 1 while a receive is posted whose send is not issued."""
+    communicator = strict.StrictCommunicator((0, 1), CPU, number)
+    try:
+        if dist.get_rank() == 1:
+            communicator.recv([torch.empty(2)], 0, 0)
+            function()
+    finally:
+        word_to(0)
+        if dist.get_rank() == 0:
+            communicator.send([torch.ones(2)], 1, 0)
+
+
+def device_wide_wait() -> None:
+    with_a_receive_ahead(torch.cuda.synchronize, 1001)
+
+
+def drain_with_a_receive() -> None:
+    with_a_receive_ahead(strict.check_drained, 1002)
+
+
+def tensor_of_another_device() -> None:
+    communicator = strict.StrictCommunicator((0, 1), torch.device("meta"), 2000)
+    place = 1 - dist.get_rank()
+    (communicator.send if place else communicator.recv)([torch.ones(2)], place, 0)
+
+
+def orders_that_differ() -> None:
+    communicator = strict.StrictCommunicator((0, 1), CPU, 2001, timeout_s=3.0)
+    sizes = (2, 3) if dist.get_rank() == 0 else (3, 2)
+    for size in sizes:
+        if dist.get_rank() == 0:
+            communicator.send([torch.ones(size)], 1, 0)
+        else:
+            communicator.recv([torch.ones(size)], 0, 0).wait()
+
+
+def one_end_alone() -> None:
+    try:
+        if dist.get_rank() == 1:
+            strict.StrictCommunicator((0, 1), CPU, 2002, timeout_s=0.5)
+    finally:
+        word_to(0)
+    if dist.get_rank() == 0:
+        strict.StrictCommunicator((0, 1), CPU, 2002)
+
+
+def completion() -> list[bool]:
+    """Returns whether a send is said to have ended before its receive was issued, and after."""
+    communicator, said = strict.StrictCommunicator((0, 1), CPU, 2003), []
+    if dist.get_rank() == 0:
+        work = communicator.send([torch.ones(2)], 1, 0)
+        said.append(work.is_completed())
+        dist.barrier()
+        work.wait()
+        said.append(work.is_completed())
+        header = dist.group.WORLD.send([torch.ones(2)], 1, 2)
+        dist.barrier()
+        said.append(header.is_completed())
+        header.wait()
+    else:
+        dist.barrier()
+        communicator.recv([torch.ones(2)], 0, 0).wait()
+        header = dist.group.WORLD.recv([torch.ones(2)], 0, 2)
+        header.wait()
+        dist.barrier()
+    return said
+
+
+def tensors_on_a_device_travel_apart() -> tuple[str, float]:
+    """A message with a tensor on the device, here meta, and one in the memory of the CPU."""
+    out, back = ends(5, device="meta")
+    out.send(Message(0, tensors=(torch.empty(4, device="meta"), torch.full((3,), 7.0))), 0)
+    on_device, target = back.receive(0).tensors
+    assert on_device is not None
+    assert target is not None
+    assert on_device.is_meta
+    out.drain()
+    assert out._communicator.issued == back._communicator.issued == 1  # type: ignore[attr-defined]
+    return str(target.device), float(target.sum())
+
+
+def all_scenarios() -> dict[str, Any]:
+    torch.cuda.synchronize = strict.synchronize
+    found: dict[str, Any] = {"kept": messages_arrive(), "right order": refused(lambda: in_the_order_of_1f1b(2))}
+    found["lazy"] = refused(lambda: in_the_order_of_1f1b(3, connects=False))
+    scenarios = (tensor_of_another_device, one_end_alone, device_wide_wait, drain_with_a_receive, orders_that_differ)
+    for scenario in (*scenarios, first_use_in_the_program):
+        found[scenario.__name__] = refused(scenario)
+        dist.barrier()
+    found["completion"] = completion()
+    found["apart"] = tensors_on_a_device_travel_apart()
+    return found
+
+
+@pytest.mark.processes
+def test_a_link_does_what_nccl_needs_and_the_stand_in_refuses_the_rest() -> None:
+    first, second = processes.results(all_scenarios, 2)
+    for found in (first, second):
+        assert found["right order"] == found["lazy"] == "nothing was refused"
+        assert max(found["kept"]) <= 3, "what was sent is let go, although gloo does not say that its header was"
+        assert "a tensor on cpu was issued on a communicator of meta" in found["tensor_of_another_device"]
+        assert found["apart"] == ("cpu", 21.0)
+    assert first["completion"] == [False, True, False], "gloo does not say that a send has ended; NCCL does"
+    assert "waits at rank 1 for rank 0, which waits for something else" in second["one_end_alone"]
+    assert second["device_wide_wait"].startswith("a wait for the whole device, while a receive")
+    assert second["drain_with_a_receive"].startswith("a drain, while a receive")
+    assert "a receive of [12, 4] bytes meets a send of [8, 4]" in second["orders_that_differ"]
+    assert "waits at rank 1 for rank 0, which waits for something else" in second["first_use_in_the_program"]
