@@ -124,3 +124,15 @@ def test_a_metric_is_a_mean_over_samples_or_a_pair() -> None:
     metrics = {"mean": lambda output, y: output.mean(), "pair": lambda output, y: (torch.tensor(6), 4)}
     scores = metric_scores(metrics, torch.full((3,), 2.0), None, 3)
     assert [float(value) * factor for value, factor in scores] == [6.0, 3.0, 6.0, 4.0]
+
+
+def test_class_weights_are_copied_to_the_targets_device_once() -> None:
+    weights = CLASSES.clone()
+    loss, elsewhere = Loss(nn.CrossEntropyLoss(weights)), torch.device("meta")
+    copy = loss._class_weights(elsewhere)
+    assert copy is not None
+    assert copy.device == elsewhere
+    assert loss._class_weights(elsewhere) is copy
+    assert loss._class_weights(weights.device) is weights
+    weights.mul_(2.0)
+    assert loss._class_weights(elsewhere) is not copy

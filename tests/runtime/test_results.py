@@ -18,7 +18,7 @@ from pipedream.core.errors import WorkerError
 from pipedream.runtime import assemble
 from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.message import Message
-from pipedream.runtime.results.results import Results
+from pipedream.runtime.results.results import Results, _HostCopies
 
 CASES = tuple(
     replace(case, drain_at=-1)
@@ -98,3 +98,16 @@ def test_a_loss_that_is_nan_is_an_error_also_when_it_is_read_late(monkeypatch: p
 
     with pytest.raises(WorkerError, match="the loss of minibatch 3 is nan"), pipeline(loss, 2) as trained:
         list(trained.train(zoo.make("mlp").batches))
+
+
+@pytest.mark.gpu
+def test_numbers_on_both_devices_are_read_late() -> None:
+    copies = _HostCopies([torch.tensor(1.5, device="cuda"), torch.tensor([2.5]), torch.tensor(3.5, device="cuda")])
+    assert copies.read() == [1.5, 2.5, 3.5]
+
+
+def test_a_number_on_the_cpu_is_read_before_its_metric_changes_it() -> None:
+    total = torch.tensor(1.0, dtype=torch.float64)
+    copies = _HostCopies([total])
+    total += 1.0
+    assert copies.read() == [1.0]

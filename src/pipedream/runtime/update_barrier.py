@@ -84,7 +84,8 @@ class UpdateBarrier:
             return
         square = stage_state.optimizer.norm_square
         if self._limit is None or self._skips or square.device.type == "cpu":
-            self._decide(stage_state, float(square), float(square))
+            norm_square = float(square)  # a GPU is waited for
+            self._decide(stage_state, norm_square, norm_square)
         else:  # the host has nothing to decide, and does not wait for the GPU
             stage_state.optimizer.finite = True
             stage_state.optimizer.clip(self._limit, square.sqrt())

@@ -79,6 +79,7 @@ class Loss:
         self._calls = LossCalls() if watches else None
         self._is_watched = False
         self._first_part: tuple[int, Amounts] | None = None  # of the minibatch
+        self._copied_weights: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
     def check_split(self) -> None:
         """Raises a PipelineError if the loss of a minibatch does not follow from the losses of its parts."""
@@ -207,7 +208,17 @@ class Loss:
         count = self._torch_count(output, targets, reduction)
         if count is None or not self._is_of_classes or targets.is_floating_point():
             return None if count is None else float(count)
-        return class_amount(targets, self._option("ignore_index", -100), self._option("weight", None))
+        return class_amount(targets, self._option("ignore_index", -100), self._class_weights(targets.device))
+
+    def _class_weights(self, device: torch.device) -> torch.Tensor | None:
+        """The loss's weights of classes on the targets' device, to which they are copied once."""
+        weights: torch.Tensor | None = self._option("weight", None)
+        if weights is None or weights.device == device:
+            return weights
+        known = self._copied_weights
+        if known is None or known[0] is not weights or known[1] != weights._version:
+            known = self._copied_weights = weights, weights._version, weights.to(device)
+        return known[2]
 
     def _torch_count(self, output: Any, targets: Any, reduction: str) -> int | None:
         function = self._function

@@ -112,19 +112,20 @@ class _HostCopies:
     def __init__(self, values: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         self._numbers = torch.empty(0, dtype=torch.float64)
-        if not values:
-            return
-        self._numbers = torch.stack([value.detach().reshape(()).double() for value in values])
-        if self._numbers.is_cuda:
-            there, self._numbers = self._numbers, torch.empty(len(values), dtype=torch.float64, pin_memory=True)
-            self._numbers.copy_(there, non_blocking=True)
+        # A metric may give a number on the CPU beside a loss on a GPU.
+        self._here = [None if value.is_cuda else float(value) for value in values]
+        on_gpu = [value.detach().double().reshape(()) for value in values if value.is_cuda]
+        if on_gpu:
+            self._numbers = torch.empty(len(on_gpu), dtype=torch.float64, pin_memory=True)
+            self._numbers.copy_(torch.stack(on_gpu), non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def read(self) -> list[float]:
         if self._event is not None:
             self._event.synchronize()
-        return self._numbers.tolist()
+        copies = iter(self._numbers.tolist())
+        return [next(copies) if value is None else value for value in self._here]
 
 
 class Results:
