@@ -28,7 +28,8 @@ EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {LLAMA})
 SUMMARY_KEYS = {
     *("format", "recipe", "seed", "versions", "configuration", "plan", "schedule", "workers", "stages", "drains"),
     *("epochs", "minibatches", "metrics", "evaluations", "accuracy", "target", "seconds_to_target"),
-    *("throughput", "bubble", "seconds", "train_seconds", "interrupted", "resumed_from", "phases", "skipped_updates"),
+    *("throughput", "bubble", "memory", "seconds", "train_seconds", "interrupted", "resumed_from", "phases"),
+    "skipped_updates",
 }
 
 

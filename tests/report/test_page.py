@@ -35,10 +35,12 @@ SUMMARY: dict[str, Any] = {
     "stages": [
         {"layers": ["conv1", "pool"], "rank": [0, 1], "learning_rate": 0.1, "busy_share": 0.913, "wait_share": 0.07,
          "send_share": 0.017, "predicted_busy_share": 0.98, "bytes_sent": 123_456_789, "peak_bytes": 81_000_000,
-         "versions": 2, "staleness": 1},
+         "predicted_peak_bytes": 79_000_000, "reserved_bytes": 455_000_000, "versions": 2, "staleness": 1},
         {"layers": ["fc1", "fc<2>"], "rank": 2, "learning_rate": 0.05, "busy_share": 0.871},
     ],
     "bubble": {"predicted": 0.031, "measured": 0.104},
+    "memory": {"of": "the fullest worker", "measured_bytes": 81_000_000, "predicted_bytes": 79_000_000,
+               "reserved_bytes": 455_000_000},
     "drains": [40, 80],
     "configuration": {"optimizer": "SGD", "momentum": 0.9, "paths": ["https://example.invalid/<data>"], "in": {"a": 1}},
     "versions": {"torch": "2.13.0"},
@@ -169,6 +171,13 @@ def test_a_page_that_says_none(digits_plan: Plan) -> None:
     """Values that the run could not know arrive as null."""
     summary = {key: None for key in SUMMARY} | {"throughput": {"measured_per_s": None}, "stages": [{"rank": None}]}
     assert "None" not in " ".join(_read(page(summary, plan=digits_plan)).words)
+
+
+def test_memory_is_compared_with_the_same_tensors() -> None:
+    words = _read(page(SUMMARY)).words
+    assert "tensors of the fullest worker; predicted 79.0 MB; the process reserved 455 MB" in words
+    heads = words[words.index("peak memory", words.index("sent")) :]
+    assert heads[:3] == ["peak memory", "predicted", "reserved"]
 
 
 def test_it_is_saved(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pipedream.core.artifact import write_text
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.core.units import format_seconds
+from pipedream.core.units import format_bytes, format_seconds
 from pipedream.report.axis import figure
 from pipedream.report.curve import curve_svg
 from pipedream.report.html_tables import (
@@ -120,6 +120,13 @@ def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     bubble = _mapping(summary.get("bubble"))
     note = f"predicted {percent(bubble['predicted'])}" if "predicted" in bubble else ""
     found.append(("bubble", percent(bubble.get("measured")), note))
+    memory = _mapping(summary.get("memory"))
+    if memory:
+        sizes = {name: _bytes(memory.get(f"{name}_bytes")) for name in ("measured", "predicted", "reserved")}
+        note = (
+            f"tensors of {memory.get('of')}; predicted {sizes['predicted']}; the process reserved {sizes['reserved']}"
+        )
+        found.append(("peak memory", sizes["measured"], note))
     found.append(("wall time", _seconds(summary.get("seconds")), ""))
     if target or "seconds_to_target" in summary:
         note = f"{target['metric']} {_metric(str(target['metric']), target.get('value'))}" if "metric" in target else ""
@@ -215,6 +222,11 @@ def _seconds(value: Any) -> str:
         hours, minutes = divmod(minutes, 60)
         return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
     return format_seconds(number)
+
+
+def _bytes(value: Any) -> str:
+    number = _number(value)
+    return NOTHING if number is None else format_bytes(int(number))
 
 
 def _number(value: Any) -> float | None:

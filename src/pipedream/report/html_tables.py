@@ -186,15 +186,16 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
                 ranks,
                 *shares,
                 _bytes(stage.get("bytes_sent")),
-                _bytes(stage.get("peak_bytes")),
+                *(_bytes(stage.get(f"{word}_bytes")) for word in ("peak", "predicted_peak", "reserved")),
                 amount(stage.get("versions")),
                 amount(stage.get("staleness")),
                 amount(stage.get("learning_rate")),
             )
         )
     shares_of = ("busy", "predicted", "waiting", "predicted", "sending", "predicted")
-    heads = ("stage", "layers", "rank", *shares_of, "sent", "peak memory", "versions", "staleness", "rate")
-    return table("Stages: shares of the time, measured and predicted", heads, rows, words=2)
+    memory_of = ("peak memory", "predicted", "reserved")
+    heads = ("stage", "layers", "rank", *shares_of, "sent", *memory_of, "versions", "staleness", "rate")
+    return table("Stages: shares of the time and memory of tensors, measured and predicted", heads, rows, words=2)
 
 
 def _layers(names: tuple[str, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -51,6 +52,12 @@ class Process:
     device: Any
     console: Console
     began_s: float
+
+    @property
+    def shares_cores(self) -> str:
+        """How the processes of this machine share its cores, in words; '' if each has its own, or a GPU."""
+        cores, here = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
+        return f"{here} workers share {cores} cores" if here > cores and self.device.type == "cpu" else ""
 
     @classmethod
     def join(cls, options: TrainingOptions) -> Process:

@@ -63,7 +63,7 @@ def summarise(
     learning_rates: Sequence[float],
     samples_per_s: Sequence[float],
 ) -> dict[str, Any]:
-    """Returns what follows from timelines in a summary: stages, throughput, bubble.
+    """Returns what follows from timelines in a summary: stages, throughput, bubble, memory.
 
     Args:
         predicted, measured: the same part of the run.
@@ -73,7 +73,6 @@ def summarise(
     """
     before, after = _steady(predicted), _steady(measured)
     stages = []
-    together = measured.shares_memory and measured.peak_bytes
     placement = plan.placement
     for index, stage in enumerate(plan.stages):
         for rank in placement.ranks[index]:
@@ -104,12 +103,24 @@ def summarise(
         "workers": plan.workers,
         "plan": json.loads(plan.to_json()),
         "stages": stages,
-        "peak_bytes_together": measured.peak_bytes[0] if together else None,
+        "memory": _memory(plan, measured),
         "throughput": {
             "predicted_per_s": before.samples_per_s,
             "measured_per_s": median(samples_per_s) if samples_per_s else after.samples_per_s,
         },
         "bubble": {"predicted": before.bubble, "measured": after.bubble},
+    }
+
+
+def _memory(plan: Plan, measured: Timeline) -> dict[str, Any]:
+    """Peak bytes of tensors, measured and predicted: of the fullest worker, or of all workers of a single process."""
+    needs = plan.worker_bytes.values()
+    together = measured.shares_memory
+    return {
+        "of": "all workers" if together else "the fullest worker",
+        "measured_bytes": max(measured.peak_bytes, default=None),
+        "predicted_bytes": (sum(needs) if together else max(needs)) or None,
+        "reserved_bytes": max(measured.reserved_bytes, default=None),
     }
 
 

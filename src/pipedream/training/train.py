@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.core.units import format_bytes
 from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe, blaming, make_recipe
@@ -251,21 +250,27 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
             average=outcome.average,
         )
         write_run(job.folder, files)
-        _print_result(process.console, summary, job.folder)
+        _print_result(process, summary, job.folder)
     return summary
 
 
-def _print_result(console: Console, summary: dict[str, Any], folder: Path) -> None:
+def _print_result(process: Process, summary: dict[str, Any], folder: Path) -> None:
     results = ", ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items())
     rate, bubble, target = summary["throughput"], summary["bubble"], ""
     if summary["seconds_to_target"] is not None:
         target = f", to the target {summary['seconds_to_target']:.1f}"
     elif summary.get("target"):
         target = ", target not reached"
-    console.print(
+    memory = summary["memory"]
+    peaks = {name: "?" if size is None else format_bytes(size) for name, size in memory.items() if name != "of"}
+    crowded = f" (for a core each, but {process.shares_cores})" if process.shares_cores else ""
+    process.console.print(
         f"\ntest: {results or 'not evaluated'}"
         f"\nthroughput: {rate['measured_per_s']:.4g} samples/s measured, {rate['predicted_per_s']:.4g} predicted"
+        f"{crowded}"
         f"\nbubble: {bubble['measured']:.1%} measured, {bubble['predicted']:.1%} predicted"
+        f"\npeak memory of {memory['of']}: {peaks['measured_bytes']} of tensors measured, {peaks['predicted_bytes']} "
+        f"predicted; the process reserved {peaks['reserved_bytes']}"
         f"\nseconds: {summary['seconds']:.1f}{target}"
         f"\nrun folder: {folder} (open report.html in a browser, trace.json in Perfetto)"
     )
