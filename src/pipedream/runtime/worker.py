@@ -41,12 +41,6 @@ _IN_PLACE_ADVICE = (
     "with one microbatch in flight"
 )
 
-_BACKWARDS = {
-    Kind.BACKWARD: "a backward",
-    Kind.INPUT_GRADIENT: "an input gradient",
-    Kind.WEIGHT_GRADIENT: "a weight gradient",
-}
-
 
 class _Step(NamedTuple):
     """An instruction of a program's text, resolved.
@@ -120,9 +114,13 @@ class Worker:
         self._turn = 0
         self._actions: dict[Kind | Move, Callable[[int, int], Waiting[Any] | None]] = {
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: partial(self._timed_backward, Kind.BACKWARD, self._whole_backward),
-            Kind.INPUT_GRADIENT: partial(self._timed_backward, Kind.INPUT_GRADIENT, self._input_gradients),
-            Kind.WEIGHT_GRADIENT: partial(self._timed_backward, Kind.WEIGHT_GRADIENT, self._weight_gradients),
+            Kind.BACKWARD: partial(self._timed_backward, Kind.BACKWARD.value, "a backward", self._whole_backward),
+            Kind.INPUT_GRADIENT: partial(
+                self._timed_backward, Kind.INPUT_GRADIENT.value, "an input gradient", self._input_gradients
+            ),
+            Kind.WEIGHT_GRADIENT: partial(
+                self._timed_backward, Kind.WEIGHT_GRADIENT.value, "a weight gradient", self._weight_gradients
+            ),
             Kind.UPDATE: self._update,
             Kind.FETCH: self._fetch,
             Move.RECEIVE: self._receive,
@@ -357,9 +355,9 @@ class Worker:
     # -- backward and update ------------------------------------------------------------------------
 
     def _timed_backward(
-        self, kind: Kind, backward: Callable[[int, int, StageState], None], stage: int, index: int
+        self, kind: str, task: str, backward: Callable[[int, int, StageState], None], stage: int, index: int
     ) -> None:
-        self.activity.begin(_BACKWARDS[kind])
+        self.activity.begin(task)
         stage_state = self.stage_states[stage]
         if self._is_remote[stage]:
             self._saved_forwards[stage, index] = self._forwards.recompute(
@@ -367,7 +365,7 @@ class Worker:
             )
         start = self.recorder.mark()
         backward(stage, index, stage_state)
-        self.recorder.note(kind.value, stage, self._stream.number(index), start)
+        self.recorder.note(kind, stage, self._stream.number(index), start)
         self.activity.end()
 
     def _whole_backward(self, stage: int, index: int, stage_state: StageState) -> None:
