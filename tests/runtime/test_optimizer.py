@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from fractions import Fraction
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import ErrorFeedback
@@ -21,6 +23,7 @@ from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.runtime.comm.channel import LocalGroup
 from pipedream.runtime.stage.velocity import add_velocity
+from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update_barrier import UpdateBarrier
 
@@ -239,3 +242,33 @@ def test_the_velocity_of_a_fused_optimizer_is_not_waited_for() -> None:
         found.append(target.detach())
     assert found[1].is_meta
     torch.testing.assert_close(found[0], torch.full((4,), -0.2 / (1 - 0.9) / (1 / (1 - 0.999)) ** 0.5))
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_and_gradients_of_autocast_are_cast_together() -> None:
+    handles = {str(i): nn.Parameter(torch.randn(3)) for i in range(20)}
+    versions = Versions(handles, dict.fromkeys(handles, torch.bfloat16))
+    gradients = Gradients([torch.float32] * 20)
+    with Kernels() as casting:
+        versions.cast()
+    assert casting.count["_foreach_copy_"] == 1
+    assert not casting.count["copy_"]
+    found = [torch.randn(3).bfloat16() for _ in handles]
+    with Kernels() as adding:
+        gradients.add([*found], 1.0)
+    assert adding.count["_foreach_copy_"] == 1
+    assert not adding.count["_to_copy"] + adding.count["copy_"]
+    gradients.add([*found], 1.0)
+    sums, _, _ = gradients.take()
+    assert all(torch.equal(total, 2 * part.float()) for total, part in zip(sums, found, strict=True))

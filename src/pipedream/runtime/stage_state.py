@@ -28,6 +28,8 @@ from pipedream.runtime.update.optimizer import Gradients, Optimizer
 
 __all__ = ["StageState", "evaluating"]
 
+_NOTHING = nullcontext()
+
 
 @dataclass
 class StageState:
@@ -155,16 +157,18 @@ class StageState:
         return self._backward_weights(saved.weights)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.predictions is None else self.predictions.forward()
+        return _NOTHING if self.predictions is None else self.predictions.forward()
 
     def backward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
         if self.saved_tensor_hooks is not None and self.saved_tensor_hooks.redirects:
             return self.saved_tensor_hooks.redirected_to(self._newer(saved))
-        return nullcontext() if self.predictions is None else self.predictions.backward()
+        return _NOTHING if self.predictions is None else self.predictions.backward()
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
+        if self.saved_tensor_hooks is None:
+            return self.module.forward(value, read.leaves, microbatch, first)
         layers = partial(self.module.forward, value, read.leaves, microbatch, first)
-        return layers() if self.saved_tensor_hooks is None else self.saved_tensor_hooks.run(layers, value, read)
+        return self.saved_tensor_hooks.run(layers, value, read)
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient while the last backward before an update still runs."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.core.errors import CaptureError
@@ -250,7 +250,8 @@ class StageModule:
         try:
             if outputs:
                 weights.ready = ready
-                torch.autograd.backward(outputs, arrived)
+                # As torch.autograd.backward, which takes 8 us for checks: the next stage's messages have their shapes.
+                _engine_run_backward(outputs, arrived, False, False, (), allow_unreachable=True, accumulate_grad=True)
             back = [getattr(node, "gradient", None) for node in saved.graph_inputs]
             return [leaf.grad for leaf in leaves], back
         finally:
@@ -357,13 +358,13 @@ def _compiled(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., A
 
 def _with_gradients(
     saved: SavedForward, gradients: Sequence[torch.Tensor | None]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    pairs = [
-        (output, gradient)
-        for output, gradient in zip(saved.outputs, gradients, strict=True)
-        if gradient is not None and output.requires_grad
-    ]
-    return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    outputs, arrived = [], []
+    for output, gradient in zip(saved.outputs, gradients, strict=True):
+        if gradient is not None and output.requires_grad:
+            outputs.append(output)
+            arrived.append(gradient)
+    return tuple(outputs), tuple(arrived)
 
 
 def low_precision_weights(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,14 +48,24 @@ class Gradients:
         """
         self.loss_weight += loss_weight
         self.count += 1
-        for i, gradient in enumerate(gradients):
+        for i, gradient in enumerate(self._in_full(gradients)):
             total = self._sums[i]
-            if gradient is None or gradient is total:
-                continue
             if total is None:
-                self._sums[i] = gradient.to(self._dtypes[i])
-            else:
-                total += gradient.to(self._dtypes[i])
+                self._sums[i] = gradient
+            elif gradient is not None and gradient is not total:
+                total.add_(gradient)
+
+    def _in_full(self, gradients: list[Any]) -> list[torch.Tensor | None]:
+        """Casts low-precision gradients, on a GPU by one kernel for all."""
+        kinds = zip(gradients, self._dtypes, strict=True)
+        low = [i for i, (gradient, dtype) in enumerate(kinds) if gradient is not None and gradient.dtype != dtype]
+        if not low:
+            return gradients
+        full = list(gradients)
+        for i in low:
+            full[i] = torch.empty_like(gradients[i], dtype=self._dtypes[i])
+        torch._foreach_copy_([full[i] for i in low], [gradients[i] for i in low])
+        return full
 
     def complete(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Removes a handle's sum, and returns it with the last microbatch's gradient added.
@@ -66,7 +75,7 @@ class Gradients:
         total, self._sums[index] = self._sums[index], None
         if total is None or gradient is total:
             return gradient.to(self._dtypes[index])
-        return total.add_(gradient.to(self._dtypes[index]))
+        return total.add_(gradient)
 
     def take(self) -> tuple[list[torch.Tensor | None], float, int]:
         """Returns the sums, the summed loss weight and the number of microbatches; empties itself."""
@@ -138,7 +147,7 @@ class Optimizer:
             )
         self.compensator = Compensator((), 0, self.optimizer, handles)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
-        self._clock_rate = Fraction(1)
+        self._clock_rate = 1, 1
         self._rate_factor: Callable[[int], float] = lambda rounds: 1.0
         self.replicas = replicas
         self.replica_group = replica_group
@@ -179,7 +188,7 @@ class Optimizer:
         self.step_scheduler(input_updates - self.scheduled)
         self.rounds_before += input_updates
         self.updates = self.scheduled = 0
-        self._clock_rate = Fraction(updates.per_update[stage], updates.per_update[0])
+        self._clock_rate = updates.per_update[stage], updates.per_update[0]
         self._mean_of_rounds = updates.mean_of_rounds
         self._rate_factor = partial(updates.rate_factor, stage, staleness if mean_staleness is None else mean_staleness)
         before = self.compensator.state
@@ -256,7 +265,8 @@ class Optimizer:
 
         A skipped update counts only for the schedule.
         """
-        self.step_scheduler(self.scheduler_steps_due)
+        if self.scheduler is not None:
+            self.step_scheduler(self.scheduler_steps_due)
         if self.finite:
             self._step(present_share)
         else:
@@ -269,15 +279,17 @@ class Optimizer:
 
     def _step(self, present_share: float) -> None:
         factor = self.rate_factor * present_share
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        if factor != 1.0:
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+        if factor == 1.0:
+            self.compensator.step()
+        else:
+            groups = self.optimizer.param_groups
+            rates = [group["lr"] for group in groups]
+            for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * factor
-        self.compensator.step()
-        self._has_stepped = True
-        if factor != 1.0:
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            self.compensator.step()
+            for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
+        self._has_stepped = True
         if self._decay is not None and self._handles:
             averages = [self.ema[name] for name in self._names]
             torch._foreach_lerp_(averages, [handle.detach() for handle in self._handles], 1.0 - self._decay)
@@ -285,7 +297,7 @@ class Optimizer:
     @property
     def rounds(self) -> int:
         """Rounds of the input stage before the coming update."""
-        return self.rounds_before + int(self.updates * self._clock_rate)
+        return self.rounds_before + self._rounds_made
 
     @property
     def scheduler_steps_due(self) -> int:
@@ -293,7 +305,12 @@ class Optimizer:
 
         One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input stage.
         """
-        return int(self.updates * self._clock_rate) - self.scheduled
+        return self._rounds_made - self.scheduled
+
+    @property
+    def _rounds_made(self) -> int:
+        own, first = self._clock_rate
+        return self.updates * own // first
 
     def unpredicted(self) -> dict[str, torch.Tensor]:
         return self.compensator.unpredicted(self.rate_factor)
