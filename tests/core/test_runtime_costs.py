@@ -16,6 +16,8 @@ from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel
+from pipedream.planner import plan as plan_of
+from pipedream.planner import single_stage_plan
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
@@ -97,3 +99,41 @@ def test_an_unbroken_run_by_hand() -> None:
     assert spans["F", 1].start_s == pytest.approx(received_s)
     assert spans["B", 0].start_s == pytest.approx(received_s + 4.5 + 8.5 + 2 * 1.25)
     assert spans["U", 0].end_s == pytest.approx(spans["B", 0].start_s + 8.5 + 3.0)
+
+
+def test_a_stage_takes_the_longer_of_its_kernels_and_their_launches() -> None:
+    """The sums of its layers, not the longer of each."""
+    small = LayerProfile(1.0, 2.0, 1, 1, forward_launch_s=3.0, backward_launch_s=4.0)
+    large = LayerProfile(10.0, 20.0, 1, 1, forward_launch_s=3.0, backward_launch_s=4.0)
+    cluster = Cluster.flat(1, 1e9)
+    assert [
+        single_stage_plan(Profile.of_chain(layers), cluster).slowest_stage_s
+        for layers in ((small,) * 2, (large,) * 2, (small, large))
+    ] == [14.0, 60.0, 33.0]
+    plan = single_stage_plan(Profile.of_chain((small,) * 2), cluster)
+    found = costs(plan, split=2)  # each microbatch is launched alone
+    assert [found.op_s(kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT)] == [6.0, 8.0, 4.0]
+    again = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    assert costs(again).op_s(Kind.BACKWARD, 0) == 14.0
+    busy = replace(plan, runtime=RuntimeCosts(op_s=1.0, overlap_device=True))
+    assert busy.slowest_stage_s == 16.0
+    assert costs(busy).op_s(Kind.FORWARD, 0) == 7.0
+
+
+def test_the_planner_counts_launches() -> None:
+    """By their kernels alone the eight small layers are one stage."""
+    small, large = LayerProfile(0.1, 0.1, 1, 1), LayerProfile(3.0, 5.0, 1, 1)
+    launched = replace(small, forward_launch_s=1.0, backward_launch_s=1.0)
+    cuts = []
+    for layer in (small, launched):
+        plan = plan_of(Profile.of_chain((layer,) * 8 + (large,)), Cluster.flat(2, 1e12), shape="straight")
+        cuts.append((plan.stages[1].first, plan.slowest_stage_s))
+    assert cuts == [(8, 8.0), (4, pytest.approx(8.8))]
+
+
+def test_earlier_files_have_no_launches() -> None:
+    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),))
+    found = json.loads(profile.to_json())
+    for name in ("forward_launch_s", "backward_launch_s"):
+        del found["layers"][0][name]
+    assert Profile.from_json(json.dumps(found)) == profile

@@ -23,6 +23,7 @@ from pipedream.planner.workers.worker_line import WorkerLine
 
 
 def random_chain(draw: random.Random, layers: int) -> Profile:
+    launches = draw.choice([[0.0], [0.0, 1e-2, 4e-2]])
     return Profile.of_chain(
         tuple(
             LayerProfile(
@@ -31,6 +32,7 @@ def random_chain(draw: random.Random, layers: int) -> Profile:
                 draw.choice([0, 10**6, 10**7]) * draw.randrange(1, 5),
                 draw.choice([0, 10**6, 10**8]),
                 draw.randrange(10**8),
+                forward_launch_s=draw.choice(launches),
             )
             for _ in range(layers)
         ),

@@ -42,6 +42,7 @@ def random_profile(draw: random.Random, most: int = 8) -> Profile:
     count = draw.randint(1, most)
     tenths = draw.random() < 0.5  # seconds that are not sums of powers of two: equal sums must still be equal
     seconds = [0, 1, 1, 2, 3] if not tenths else [0.0, 0.1, 0.1, 0.2, 0.7]
+    launches = draw.choice([[0.0], [0.0], [0.0, 0.5, 4.0]])  # of a GPU
     layers = tuple(
         LayerProfile(
             forward_s=draw.choice(seconds),
@@ -49,6 +50,7 @@ def random_profile(draw: random.Random, most: int = 8) -> Profile:
             output_bytes=draw.choice([0, 1, 1, 2, 5]),
             parameter_bytes=draw.choice([0, 0, 1, 4, 9]),
             activation_bytes=draw.choice([0, 1, 3, 8]),
+            forward_launch_s=draw.choice(launches),
         )
         for _ in range(count)
     )

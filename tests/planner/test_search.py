@@ -26,7 +26,9 @@ EIGHT = Profile.of_chain((LAYER,) * 8)
 @st.composite
 def chains(draw: st.DrawFn) -> Profile:
     cost, size = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0]), st.integers(0, 20)
-    layers = draw(st.lists(st.builds(LayerProfile, cost, cost, size, size, size), min_size=1, max_size=7))
+    launch = st.sampled_from(draw(st.sampled_from([[0.0], [0.0, 0.5, 4.0]])))
+    layer = st.builds(LayerProfile, cost, cost, size, size, size, forward_launch_s=launch, backward_launch_s=launch)
+    layers = draw(st.lists(layer, min_size=1, max_size=7))
     return Profile.of_chain(
         tuple(layers),
         update_s=draw(cost),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipedream.profiler.host_seconds import host_seconds
+from pipedream.profiler.launch_seconds import launch_seconds
 from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
 
 LAUNCH_S, KERNEL_S, KERNELS = 10e-6, 1e-6, 10
@@ -106,4 +106,4 @@ def test_autograds_start_is_taken_off_the_backwards() -> None:
             pass
 
     watch: Any = Scripted()
-    assert host_seconds(watch, watch, (), torch.device("cpu"), 2) == [3.0, 3.5, 2.0, 0.0]
+    assert launch_seconds(watch, watch, (), torch.device("cpu"), 2) == [3.0, 3.5, 2.0, 0.0]

@@ -16,7 +16,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.profiler.environment import device_text, versions
 from pipedream.profiler.fixed_seconds import fixed_s, half_of
-from pipedream.profiler.host_seconds import host_seconds
+from pipedream.profiler.launch_seconds import launch_seconds
 from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, shapes_of
 from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
@@ -96,21 +96,21 @@ def measure(
         laps_s = laps_s[warmup:]
         timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "half_of": half_of}
         fixed = _fixed_seconds(layers, graph, sample, samples, laps_s, place, autocast, **timing)
-        hosts = [0.0] * len(laps_s[0])
+        launches = [0.0] * len(laps_s[0])
         if place.type == "cuda":
             host = HostStopwatch(place)
-            hosts = host_seconds(Passes(layers, graph, loss, host, place, autocast), host, sample, place, runs)
+            launches = launch_seconds(Passes(layers, graph, loss, host, place, autocast), host, sample, place, runs)
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
             update = measure_update(optimizer, parameters, Stopwatch(place), warmup=warmup, runs=runs)
     laps = _laps_of_layers(laps_s)
     loss_laps = laps.pop() if loss is not None else None
-    loss_host_s = sum(hosts[2 * len(layers) :])
+    loss_launch_s = sum(launches[2 * len(layers) :])
     return Profile(
         model=model_name,
         graph=graph,
-        layers=_layer_profiles(layers, laps, sizes, needs, fixed, hosts[: 2 * len(layers)]),
+        layers=_layer_profiles(layers, laps, sizes, needs, fixed, launches[: 2 * len(layers)]),
         batch=samples,
         input_shapes=shapes_of(sample),
         dtype=dtype_name(layers, autocast),
@@ -120,7 +120,7 @@ def measure(
         copy_s=update.copy_s,
         optimizer=update.name,
         optimizer_bytes=update.state_bytes,
-        loss_s=max(loss_host_s, 0.0 if loss_laps is None else median(map(sum, zip(*loss_laps, strict=True)))),
+        loss_s=max(loss_launch_s, 0.0 if loss_laps is None else median(map(sum, zip(*loss_laps, strict=True)))),
         loss_bytes=loss_bytes,
         loss_working_bytes=needs[-1].working_bytes,
         update_working_bytes=update.working_bytes,
@@ -141,7 +141,7 @@ def _layer_profiles(
     sizes: Sequence[Sizes],
     needs: Sequence[Need],
     fixed: Sequence[float],
-    hosts: Sequence[float],
+    launches: Sequence[float],
 ) -> tuple[LayerProfile, ...]:
     rows = zip(laps, sizes, needs[: len(layers)], parameter_bytes(layers), largest_parameter_bytes(layers), strict=True)
     return tuple(
@@ -160,8 +160,8 @@ def _layer_profiles(
             largest_parameter_bytes=largest,
             forward_fixed_s=fixed[2 * index],
             backward_fixed_s=fixed[2 * index + 1],
-            forward_host_s=hosts[2 * index],
-            backward_host_s=hosts[2 * index + 1],
+            forward_launch_s=launches[2 * index],
+            backward_launch_s=launches[2 * index + 1],
         )
         for index, ((forward, backward), size, need, own, largest) in enumerate(rows)
     )

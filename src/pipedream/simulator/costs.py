@@ -34,6 +34,8 @@ class Costs:
         sum_bytes: that each stage's sum moves through a port, one way.
         tied: the seconds and bytes through a port of each sum over the holders of tied weights (`Plan.tied`).
         runtime: what the runtime adds; on a worker of speed 1, like the seconds of ops.
+        launch_s: that the host needs to launch both passes of a microbatch at each stage, while a GPU computes; () if
+            unknown.
     """
 
     forward_s: tuple[float, ...]
@@ -50,6 +52,7 @@ class Costs:
     weight_bytes: tuple[float, ...] = ()
     tied: tuple[tuple[float, float], ...] = ()
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
+    launch_s: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         vectors = {
@@ -89,7 +92,7 @@ class Costs:
         if not kind.is_work:
             return 0.0
         seconds = self._device_s(kind, stage)
-        return seconds + float(self.runtime.added_s(seconds, self._host_s(kind, stage)))
+        return seconds + float(self.runtime.added_s(seconds, self._host_s(kind, stage), self._launch_s(kind, stage)))
 
     def _host_s(self, kind: Kind, stage: int) -> float:
         """The seconds that an op keeps the host busy; messages are part of them where the device computes meanwhile."""
@@ -108,6 +111,13 @@ class Costs:
     def load_s(self) -> float:
         """Seconds that the input stage reads a minibatch before its first forward."""
         return 0.0 if self.runtime.overlap_device else self.runtime.load_s
+
+    def _launch_s(self, kind: Kind, stage: int) -> float:
+        if not self.launch_s or kind is Kind.UPDATE:
+            return 0.0
+        forward_s, backward_s = self.launch_s[stage]
+        halves = kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+        return forward_s if kind is Kind.FORWARD else backward_s / 2 if halves else backward_s
 
     def _device_s(self, kind: Kind, stage: int) -> float:
         if kind is Kind.INPUT_GRADIENT:
@@ -231,4 +241,8 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
             for one, seconds in zip(plan.tied, plan.tied_sums_s, strict=True)
         ),
         runtime=plan.runtime,
+        launch_s=tuple(
+            (stage.forward_launch_s, stage.backward_launch_s + stage.forward_launch_s * stage.recompute)
+            for stage in stages
+        ),
     )

@@ -24,8 +24,8 @@ class LayerProfile:
         forward_spread_s, backward_spread_s: distance between the first and third quartile.
         activation_bytes: that autograd keeps for its backward, without parameters.
         forward_fixed_s, backward_fixed_s: the part that a smaller batch does not save; 0 if unknown.
-        forward_host_s, backward_host_s: that the host needs to launch the pass on a GPU, which computes meanwhile; the
-            same for any batch. 0 if the host itself computes.
+        forward_launch_s, backward_launch_s: that the host needs to launch the pass on a GPU, which computes meanwhile;
+            the same for any batch. 0 if the host itself computes.
         parameter_bytes: a tied parameter counts in the layer that uses it first (`Profile.tied`).
         arriving_bytes: kept by earlier layers and also from here on: a stage that begins here holds its own copy.
         leaving_bytes: of its output, kept neither by it nor by an earlier layer: a stage that ends here holds them
@@ -56,8 +56,8 @@ class LayerProfile:
     moved_bytes: int = 0
     forward_fixed_s: float = 0.0
     backward_fixed_s: float = 0.0
-    forward_host_s: float = 0.0
-    backward_host_s: float = 0.0
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

@@ -50,16 +50,28 @@ class RuntimeCosts:
             f"{f'; a minibatch is read in {format_seconds(self.load_s)}' if self.load_s else ''}"
         )
 
-    def added_s(self, device_s: _Numbers, host_s: _Numbers) -> _Numbers:
-        """Returns how much longer than its `device_s` seconds something takes that keeps the host busy for `host_s`."""
-        return np.maximum(host_s - device_s, 0.0) if self.overlap_device else host_s
+    def added_s(self, device_s: _Numbers, host_s: _Numbers, launch_s: _Numbers = 0.0) -> _Numbers:
+        """Returns how much longer than its `device_s` seconds something takes that keeps the host busy for `host_s`.
+
+        Args:
+            launch_s: that the host also needs to launch layers on a GPU, which always computes meanwhile.
+        """
+        if self.overlap_device:
+            return np.maximum(host_s + launch_s - device_s, 0.0)
+        return host_s + np.maximum(launch_s - device_s, 0.0)
 
     def end_s(self, size_bytes: _Numbers) -> _Numbers:
         """Returns the seconds of a message at one of its ends."""
         return self.message_s + self.message_s_per_byte * size_bytes
 
     def stage_s(
-        self, device_s: _Numbers, before_bytes: _Numbers, after_bytes: _Numbers, is_first: Any, is_last: Any
+        self,
+        device_s: _Numbers,
+        before_bytes: _Numbers,
+        after_bytes: _Numbers,
+        is_first: Any,
+        is_last: Any,
+        launch_s: _Numbers = 0.0,
     ) -> _Numbers:
         """Returns the seconds that a stage takes beyond those of its device, for a minibatch in one piece.
 
@@ -67,12 +79,13 @@ class RuntimeCosts:
             device_s: of its passes and its update.
             before_bytes, after_bytes: of what it receives and sends on; 0 at the model's ends.
             is_first, is_last: bools, or arrays of them.
+            launch_s: of its layers' passes, see `added_s`.
         """
         if not self:
-            return 0.0
+            return self.added_s(device_s, 0.0, launch_s)
         first, last = np.asarray(is_first), np.asarray(is_last)
         # Each neighbour takes an activation one way and its gradient the other; the targets go from the first stage to
         # the last.
         messages_s = 2 * (~first * self.end_s(before_bytes) + ~last * self.end_s(after_bytes))
         messages_s = messages_s + (first != last) * self.message_s
-        return self.added_s(device_s, 2 * self.op_s + self.update_s + first * self.load_s + messages_s)
+        return self.added_s(device_s, 2 * self.op_s + self.update_s + first * self.load_s + messages_s, launch_s)

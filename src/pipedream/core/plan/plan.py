@@ -247,8 +247,8 @@ class Plan(Artifact):
         edges, last = (0, *(stage.output_bytes for stage in self.stages[:-1]), 0), len(self.stages) - 1
         device_s = [stage.forward_s + stage.backward_s + stage.update_s for stage in self.stages]
         return tuple(
-            float(self.runtime.stage_s(seconds, edges[s], edges[s + 1], s == 0, s == last))
-            for s, seconds in enumerate(device_s)
+            float(self.runtime.stage_s(seconds, edges[s], edges[s + 1], s == 0, s == last, stage.launch_s))
+            for s, (stage, seconds) in enumerate(zip(self.stages, device_s, strict=True))
         )
 
     @property

@@ -26,6 +26,7 @@ class Stage:
         peak_bytes: predicted, under the plan's schedule; 0 if unknown.
         names: of the layers.
         forward_fixed_s, backward_fixed_s: the part that each microbatch takes, however small.
+        forward_launch_s, backward_launch_s: that the host needs to launch a pass on a GPU (`LayerProfile`).
         recompute: only its input is kept, and the backward repeats the forward.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the parts of its peak.
@@ -52,6 +53,8 @@ class Stage:
     forward_fixed_s: float = 0.0
     backward_fixed_s: float = 0.0
     copy_s: float = 0.0
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last:
@@ -59,7 +62,8 @@ class Stage:
         if not 1 <= self.replicas <= MOST_WORKERS:
             raise ValueError(f"a stage needs between 1 and {MOST_WORKERS} workers, found {self.replicas}")
         sizes = ("output_bytes", "activation_bytes", "working_bytes", "parameter_bytes")
-        for name in ("forward_s", "backward_s", "update_s", "forward_fixed_s", "backward_fixed_s", "copy_s", *sizes):
+        passes = ("forward_s", "backward_s", "forward_fixed_s", "backward_fixed_s")
+        for name in (*passes, "forward_launch_s", "backward_launch_s", "update_s", "copy_s", *sizes):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
 
@@ -88,6 +92,10 @@ class Stage:
             self.forward_fixed_s + (self.forward_s - self.forward_fixed_s) / microbatches,
             self.backward_fixed_s + (self.backward_s - self.backward_fixed_s) / microbatches,
         )
+
+    @property
+    def launch_s(self) -> float:
+        return self.forward_launch_s + self.backward_launch_s
 
     @property
     def redone_s(self) -> float:

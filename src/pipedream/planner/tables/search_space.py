@@ -53,9 +53,10 @@ class SearchSpace:
     Attributes:
         versions: the weight versions alive at once, given the in-flight count and the update delay.
         update_delay: of a pipeline's replicated stages.
-        scale: `forward` and `backward` are integers over this power of two.
+        scale: `forward`, `backward` and `launch` are integers over this power of two.
         forward, backward: seconds of all layers before each place, times `scale`; the loss is part of the last
             layer's backward.
+        launch: the same of the host's launches for both passes.
         parameters, optimizer: bytes of all layers before each place.
         crossing: bytes that cross a cut at each place; at 0 the model's input, at n its output.
         downsets: the layers before each place, as bit sets.
@@ -73,6 +74,7 @@ class SearchSpace:
     scale: int
     forward: WholeArray
     backward: WholeArray
+    launch: WholeArray
     parameters: IntArray
     optimizer: IntArray
     peaks: StagePeaks
@@ -125,8 +127,9 @@ class SearchSpace:
         ]
         forward = [layer.forward_s.as_integer_ratio() for layer in layers]
         backward = [layer.backward_s.as_integer_ratio() for layer in layers]
+        launch = [(layer.forward_launch_s + layer.backward_launch_s).as_integer_ratio() for layer in layers]
         loss = profile.loss_s.as_integer_ratio()
-        scale = max(below for _, below in (*forward, *backward, loss))
+        scale = max(below for _, below in (*forward, *backward, *launch, loss))
         backward_parts = _scaled(backward, scale)
         backward_parts[-1] += loss[0] * (scale // loss[1])
         parameters = _prefix_sums([layer.parameter_bytes for layer in layers], steps)
@@ -146,6 +149,7 @@ class SearchSpace:
             scale=scale,
             forward=np.array(_prefix_sums(_scaled(forward, scale), steps), dtype=object),
             backward=np.array(_prefix_sums(backward_parts, steps), dtype=object),
+            launch=np.array(_prefix_sums(_scaled(launch, scale), steps), dtype=object),
             parameters=np.array(parameters),
             optimizer=np.array(optimizer),
             peaks=StagePeaks.of(profile, tuple(known), place_bytes),
@@ -217,16 +221,22 @@ class SearchSpace:
         copy_s = self._copies(last, update_delay) * self._share(self.profile.copy_s, first, last)
         update_s: Seconds = self._share(self.profile.update_s, first, last) + copy_s
         added_s: Seconds = self.tied_s(first, last) if self._tied else 0.0
-        if self.profile.runtime:
+        if self.profile.runtime or self._launches:
             added_s = added_s + self.runtime_s(first, last, update_s)
         return update_s + added_s
 
     def runtime_s(self, first: Place, last: Place, update_s: Seconds) -> Seconds:
-        device_s = sum(self.passes_s(first, last)) + update_s if self.profile.runtime.overlap_device else 0.0
+        has_gpu = self.profile.runtime.overlap_device or self._launches
+        device_s = sum(self.passes_s(first, last)) + update_s if has_gpu else 0.0
+        launch_s = (self.launch[last] - self.launch[first]) / self.scale if self._launches else 0.0
         _, received, sent = self.bytes_of(first, last)
         ends = np.asarray(first) == 0, np.asarray(last) == len(self.profile.layers)
-        seconds: Seconds = self.profile.runtime.stage_s(device_s, received, sent, *ends)
+        seconds: Seconds = self.profile.runtime.stage_s(device_s, received, sent, *ends, launch_s)
         return seconds
+
+    @property
+    def _launches(self) -> bool:
+        return bool(self.launch[len(self.profile.layers)])
 
     def _copies(self, last: Place, update_delay: int) -> bool | BoolArray:
         is_output = np.asarray(last) == len(self.profile.layers)
@@ -355,6 +365,8 @@ class SearchSpace:
             backward_s=(self.backward[last] - self.backward[first]) / self.scale,
             forward_fixed_s=sum(layer.forward_fixed_s for layer in inside),
             backward_fixed_s=sum(layer.backward_fixed_s for layer in inside),
+            forward_launch_s=sum(layer.forward_launch_s for layer in inside),
+            backward_launch_s=sum(layer.backward_launch_s for layer in inside),
             output_bytes=int(self.crossing[last]),
             activation_bytes=int(self.peaks.activation_bytes(first, last)),
             parameter_bytes=int(self.parameter_bytes(first, last)),

@@ -9,10 +9,10 @@ import torch
 from pipedream.profiler.passes import Passes, Sample
 from pipedream.profiler.stopwatch import Watch
 
-__all__ = ["host_seconds"]
+__all__ = ["launch_seconds"]
 
 
-def host_seconds(passes: Passes, watch: Watch, sample: Sample, device: torch.device, runs: int) -> list[float]:
+def launch_seconds(passes: Passes, watch: Watch, sample: Sample, device: torch.device, runs: int) -> list[float]:
     """Returns the medians of the laps of `passes`, which take theirs with `watch`, a `HostStopwatch`.
 
     A stage starts autograd once, not for each layer, so that is taken off the backwards.
