@@ -5,11 +5,27 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby, permutations
 from pathlib import Path
 
 import torch
 
-__all__ = ["available_bytes", "machine_name", "memory_name", "work_s"]
+from pipedream.core.errors import PlanError, ProfileError
+from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.hardware.devices import PORTS, Device, Port, device_named
+
+__all__ = ["available_bytes", "gpu_cluster", "machine_name", "memory_name", "work_s"]
+
+_CONTEXT_BYTES = 1_500_000_000
+"""What CUDA, its libraries and kernels take of a GPU in each process: an estimate."""
+
+_COMMUNICATORS_BYTES = 500_000_000
+"""What NCCL's buffers take of a GPU in each process: an estimate for four neighbours."""
+
+_OTHER_PORT = Port(None, 15.75e9)  # PCIe 3.0 x16
+_ETHERNET_BYTES_PER_S, _ETHERNET_S = 1.25e9, 50e-6
 
 _MATRIX = {"cpu": 384, "cuda": 4096}
 
@@ -20,15 +36,83 @@ def machine_name() -> str:
 
 
 def available_bytes(device: torch.device, sharing: int) -> int:
-    """Returns the memory of a worker: its GPU's, or its share of the machine's among `sharing` workers."""
+    """Returns the memory of a worker: its GPU's, or its share of the machine's among `sharing` workers.
+
+    Of a GPU's what this process may still take, without what NCCL will need.
+    """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return max(1, free - _COMMUNICATORS_BYTES)
     try:
         rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return free // sharing
+
+
+def gpu_cluster(workers: int | None, memory_bytes: int | None, device: str) -> Cluster:
+    """Returns this machine's GPUs; see `Cluster.here`."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    shared = torch.device(device).index
+    if count <= (shared or 0):
+        raise PlanError(f"the cluster of device {device!r} was asked for, but {count} GPUs were found; use the cpu")
+    if shared is not None:
+        known = _known(shared)
+        # Nothing is copied between workers of one process.
+        rate = known.bytes_per_s * known.byte_share if known is not None else 1e11
+        size = memory_bytes or max(1, _gpu_bytes(shared) // (workers or 1))
+        return Cluster.flat(workers or 1, rate, 0.0, size, _gpu_name(shared))
+    wanted = workers or count
+    width = min(count, wanted, int(os.environ.get("LOCAL_WORLD_SIZE", count)))
+    levels: tuple[Level, ...] = (_links(range(width)),)
+    machines, rest = divmod(wanted, width)
+    if machines > 1 or rest:
+        sizes = (*(width,) * machines, rest) if rest else ()
+        ethernet = Level(machines + bool(rest), _ETHERNET_BYTES_PER_S, _ETHERNET_S)
+        levels = (replace(levels[0], sizes=sizes), ethernet) if width > 1 else (ethernet,)
+    of_each = [memory_bytes or max(1, _gpu_bytes(gpu) - _COMMUNICATORS_BYTES) for gpu in range(width)]
+    kinds = _kinds(of_each, wanted)
+    return Cluster(levels, min(of_each), _gpu_name(0), kinds if len({kind.device for kind in kinds}) > 1 else ())
+
+
+def _links(gpus: range) -> Level:
+    """Returns the links among GPUs of this machine: NVLink, or else PCIe, as fast as the slowest has it."""
+    named = [_known(gpu) for gpu in gpus]
+    ports = [PORTS.get(device.name, _OTHER_PORT) if device is not None else _OTHER_PORT for device in named]
+    peers = all(torch.cuda.can_device_access_peer(one, other) for one, other in permutations(gpus, 2))
+    rates = [(port.nvlink_bytes_per_s if peers else None) or port.pcie_bytes_per_s for port in ports]
+    return Level(len(gpus), min(rates) * ports[0].share, ports[0].latency_s)
+
+
+def _kinds(memories: Sequence[int], workers: int) -> tuple[Workers, ...]:
+    """Returns all workers in order, those of each machine like those of this one, with speeds relative to GPU 0."""
+    first, kinds = _known(0), []
+    for name, group in groupby((worker % len(memories) for worker in range(workers)), _gpu_name):
+        gpus = list(group)
+        known = _known(gpus[0])
+        speed = known.speed_against(first) if known is not None and first is not None else 1.0
+        kinds.append(Workers(len(gpus), name, speed, min(memories[gpu] for gpu in gpus)))
+    return tuple(kinds)
+
+
+def _gpu_name(gpu: int) -> str:
+    return f"cuda: {torch.cuda.get_device_name(gpu)}"
+
+
+def _known(gpu: int) -> Device | None:
+    try:
+        return device_named(_gpu_name(gpu))
+    except ProfileError:
+        return None
+
+
+def _gpu_bytes(gpu: int) -> int:
+    """Returns what tensors may take; of the current GPU, without what other processes take."""
+    size = int(torch.cuda.get_device_properties(gpu).total_memory)
+    if gpu == torch.cuda.current_device():  # another would be given a context for the question
+        size = min(size, torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu))
+    return size - _CONTEXT_BYTES
 
 
 def work_s(device: torch.device, most_s: float) -> float:

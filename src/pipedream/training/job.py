@@ -175,7 +175,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
             profile = profile or profile_recipe(recipe, device=str(process.device), seed=job.seed)
         plan = make_plan(
             replace(profile, runtime=runtime),
-            options.cluster or measure_runtime(str(process.device)).on_links(Cluster.here(job.workers)),
+            options.cluster or _cluster_here(job.workers, process),
             schedule=job.schedule,
             microbatches=job.microbatches,
             in_flight=options.in_flight,
@@ -200,6 +200,15 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         compensation = recipe.compensation
     check_phases_fit(plan, compensated(plan, phases, compensation), profile)
     return PlannedJob(job, plan, profile, phases, compensation)
+
+
+def _cluster_here(workers: int, process: Process) -> Cluster:
+    """Returns this machine, with its measured link on a CPU; on GPUs as rank 0 sees it: all must make the same plan."""
+    if process.device.type == "cpu":
+        return measure_runtime("cpu").on_links(Cluster.here(workers))
+    device = "cuda" if process.count > 1 else str(process.device)
+    found = process_group.from_rank_0(lambda: Cluster.here(workers, device=device).to_json(), process.rank)
+    return Cluster.from_json(found, "rank 0's cluster")
 
 
 def profile_recipe(

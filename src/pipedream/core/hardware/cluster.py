@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from itertools import accumulate, pairwise
 
 from pipedream.core.artifact import Artifact
@@ -137,11 +138,24 @@ class Cluster(Artifact):
         return cls((Level(workers, bandwidth_bytes_per_s, latency_s),), memory_bytes, device)
 
     @classmethod
-    def here(cls, workers: int | None = None, memory_bytes: int | None = None) -> Cluster:
-        """Returns this machine: by default a worker for each core, with equal shares of the memory.
+    def here(cls, workers: int | None = None, memory_bytes: int | None = None, device: str = "cpu") -> Cluster:
+        """Returns this machine: by default a worker for each core or GPU, with equal shares of the memory.
 
-        Loopback is assumed to have 2 GB/s and 50 us per message (gloo: 1 MiB in 0.5 ms, 64 bytes in 40 to 56 us).
+        Loopback is assumed to have 2 GB/s and 50 us per message (gloo: 1 MiB in 0.5 ms, 64 bytes in 40 to 56 us), and
+        the links of GPUs what `devices.PORTS` says.
+
+        Args:
+            memory_bytes: of each worker; by default a share of what is there.
+            device: 'cpu'; 'cuda:N': the workers share this GPU, in one process; 'cuda': each has a GPU, and those for
+                whom there is none are on further machines like this one, over 10 Gbit/s Ethernet.
+
+        Raises:
+            PlanError: this machine has no such GPU.
         """
+        if device != "cpu":
+            gpus = import_module("pipedream.probe.machine")  # loads torch
+            found: Cluster = gpus.gpu_cluster(workers, memory_bytes, device)
+            return found
         count = workers or os.cpu_count() or 1
         if memory_bytes is None:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count

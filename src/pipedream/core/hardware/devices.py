@@ -36,7 +36,15 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.cluster import Workers
 
-__all__ = ["DEVICES", "Device", "Work", "device_named", "workers_of"]
+__all__ = [
+    "DEVICES",
+    "PORTS",
+    "Device",
+    "Port",
+    "Work",
+    "device_named",
+    "workers_of",
+]
 
 Work = Sequence[tuple[float, float]]
 """(flops, bytes moved) of each layer."""
@@ -128,6 +136,28 @@ DEVICES = {
     )
 }
 """Name -> device, from the table above."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """A GPU's links to the other GPUs of its machine, one way; `nvlink_bytes_per_s` is None without NVLink."""
+
+    nvlink_bytes_per_s: float | None
+    pcie_bytes_per_s: float
+    share: float = 0.8
+    latency_s: float = 15e-6
+
+
+PORTS = {
+    "V100-16GB": Port(150e9, 15.75e9),
+    "V100-32GB": Port(150e9, 15.75e9),
+    "A100-40GB": Port(300e9, 31.5e9),
+    "A100-80GB": Port(300e9, 31.5e9),
+    "H100-SXM": Port(450e9, 63e9),
+    "H200": Port(450e9, 63e9),
+    "RTX-4090": Port(None, 31.5e9),
+}
+"""Name -> links, for the devices above."""
 
 _SHORT = {"v100": "V100-16GB", "a100": "A100-40GB", "h100": "H100-SXM"}
 _CUDA_NAMES = {
