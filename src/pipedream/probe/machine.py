@@ -14,7 +14,7 @@ import torch
 
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
-from pipedream.core.hardware.devices import PORTS, Device, Port, device_named
+from pipedream.core.hardware.devices import GPU_LINKS, Device, GpuLinks, device_named
 
 __all__ = ["available_bytes", "gpu_cluster", "machine_name", "memory_name", "work_s"]
 
@@ -24,7 +24,7 @@ _CONTEXT_BYTES = 1_500_000_000
 _COMMUNICATORS_BYTES = 500_000_000
 """What NCCL's buffers take of a GPU in each process: an estimate for four neighbours."""
 
-_OTHER_PORT = Port(None, 15.75e9)  # PCIe 3.0 x16
+_OTHER_LINKS = GpuLinks(None, 15.75e9)  # PCIe 3.0 x16
 _ETHERNET_BYTES_PER_S, _ETHERNET_S = 1.25e9, 50e-6
 
 _MATRIX = {"cpu": 384, "cuda": 4096}
@@ -79,10 +79,10 @@ def gpu_cluster(workers: int | None, memory_bytes: int | None, device: str) -> C
 def _links(gpus: range) -> Level:
     """Returns the links among GPUs of this machine: NVLink, or else PCIe, as fast as the slowest has it."""
     named = [_known(gpu) for gpu in gpus]
-    ports = [PORTS.get(device.name, _OTHER_PORT) if device is not None else _OTHER_PORT for device in named]
+    links = [GPU_LINKS.get(device.name, _OTHER_LINKS) if device is not None else _OTHER_LINKS for device in named]
     peers = all(torch.cuda.can_device_access_peer(one, other) for one, other in permutations(gpus, 2))
-    rates = [(port.nvlink_bytes_per_s if peers else None) or port.pcie_bytes_per_s for port in ports]
-    return Level(len(gpus), min(rates) * ports[0].share, ports[0].latency_s)
+    rates = [(one.nvlink_bytes_per_s if peers else None) or one.pcie_bytes_per_s for one in links]
+    return Level(len(gpus), min(rates) * links[0].share, links[0].latency_s)
 
 
 def _kinds(memories: Sequence[int], workers: int) -> tuple[Workers, ...]:

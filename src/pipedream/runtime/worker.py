@@ -35,11 +35,18 @@ from pipedream.runtime.update_barrier import UpdateBarrier
 
 __all__ = ["Worker"]
 
-_IN_PLACE_ADVICE = (
-    "perhaps the forward of a later microbatch has changed a buffer or an attribute in place that this backward reads: "
-    "let the forward make a new tensor (self.steps = self.steps + 1), or use a method or a number of microbatches "
-    "with one microbatch in flight"
-)
+_ADVICE = {
+    "modified by an inplace operation": (
+        "perhaps the forward of a later microbatch has changed a buffer or an attribute in place that this backward "
+        "reads: let the forward make a new tensor (self.steps = self.steps + 1), or use a method or a number of "
+        "microbatches with one microbatch in flight"
+    ),
+    "CUDA out of memory": (
+        "if much memory is reserved but not allocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; otherwise "
+        "use recomputation (--recompute), smaller microbatches or more workers"
+    ),
+}
+"""What torch says -> what to do."""
 
 
 class _Step(NamedTuple):
@@ -261,7 +268,7 @@ class Worker:
         except PipelineError:
             raise
         except Exception as error:
-            advice = _IN_PLACE_ADVICE if "modified by an inplace operation" in str(error) else ""
+            advice = next((advice for words, advice in _ADVICE.items() if words in str(error)), "")
             raise WorkerError(self.rank, self.where, with_place(error), advice) from error
         # The end arrives once on each channel that serves forwards; receive those still unread.
         while unread := self._mailbox.unread(program.channels):

@@ -99,9 +99,10 @@ def profile(
             return found.to_json()
 
     def measured() -> str:
-        moved = to_device(inputs, process_group.process_device(device))
+        place = process_group.process_device(device)
+        moved = to_device(inputs, place)
         if not any(parameter.is_meta for parameter in model.parameters()):
-            model.to(process_group.process_device(device))
+            model.to(place)
         captured = capture(model, moved, finest=finest)
         if loss is None and batch_dim == 0:
             captured = replace(captured, graph=replace(captured.graph, loss_weight=_loss_weight(model, moved)))
@@ -109,7 +110,9 @@ def profile(
         arguments, is_chain = captured.arguments(moved), captured.model is None
         # The only argument of a slice is the whole input.
         timing["half_of"] = partial(first_half, batch_dim=batch_dim) if is_chain else partial(_half_of_only, batch_dim)
-        return profiler.measure(captured.layers, captured.graph, arguments, **timing, **described).to_json()
+        found = profiler.measure(captured.layers, captured.graph, arguments, **timing, **described).to_json()
+        profiler.release_cache(place)
+        return found
 
     make, where = (estimated, profiler.here()) if device == "meta" else (measured, device)
     found = Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")

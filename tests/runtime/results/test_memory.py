@@ -13,8 +13,11 @@ from torch import nn
 
 import pipedream as pd
 from pipedream import metrics
+from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.runtime.comm import process_group
 from pipedream.runtime.results.memory import MemoryMeter, tensor_bytes
+from pipedream.workflows import profile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MB = 1 << 20
@@ -55,6 +58,24 @@ def test_a_gpus_peak_is_not_that_of_the_profile(monkeypatch: pytest.MonkeyPatch)
     assert cuda.resets == 2
 
 
+def test_a_profile_on_a_gpu_leaves_no_cached_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    found = pd.profile(nn.Sequential(model), x, runs=1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
+    monkeypatch.setattr(process_group, "process_device", lambda name: torch.device(name))
+    monkeypatch.setattr(profile, "to_device", lambda inputs, place: inputs)
+    monkeypatch.setattr(nn.Module, "to", lambda module, place: module)
+
+    def measure(*args: Any, **options: Any) -> pd.Profile:
+        done.append(f"measured on {options['device']}")
+        return found
+
+    monkeypatch.setattr(profile.profiler, "measure", measure)
+    assert pd.profile(nn.Sequential(model), x, device="cuda:0").layers == found.layers
+    assert done == ["measured on cuda:0", "released"]
+
+
 def _train(width: int) -> tuple[Timeline, tuple[int, ...], int]:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())))
     x, y = torch.randn(64, width), torch.randn(64, width)
@@ -83,3 +104,23 @@ def test_workers_of_one_process_share_a_figure() -> None:
     assert len(set(timeline.peak_bytes)) == len(set(timeline.reserved_bytes)) == 1
     assert 2 * sum(weights) < timeline.peak_bytes[0] < 6 * sum(weights)
     assert metrics.run_metrics(timeline).per_rank[0].peak_bytes is None, "it is not that rank's"
+
+
+class _Full(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+        return x
+
+
+def test_out_of_memory_says_what_to_set() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    plan = pd.plan(pd.profile(model, x, runs=1), pd.Cluster.flat(2), shape="straight")
+    model[1].register_forward_pre_hook(lambda module, inputs: _Full().forward(*inputs))
+    optimizer: Any = partial(torch.optim.SGD, lr=0.1)
+    with (
+        pytest.raises(WorkerError, match=r"rank 1, stage 1, 1F0: .*CUDA out of memory(.|\n)*expandable_segments:True"),
+        pd.Pipeline(model, plan, loss=nn.MSELoss(), optimizer=optimizer) as pipeline,
+    ):
+        list(pipeline.train([(x, x)]))

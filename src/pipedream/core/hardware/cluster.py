@@ -142,7 +142,7 @@ class Cluster(Artifact):
         """Returns this machine: by default a worker for each core or GPU, with equal shares of the memory.
 
         Loopback is assumed to have 2 GB/s and 50 us per message (gloo: 1 MiB in 0.5 ms, 64 bytes in 40 to 56 us), and
-        the links of GPUs what `devices.PORTS` says.
+        the links of GPUs what `devices.GPU_LINKS` says.
 
         Args:
             memory_bytes: of each worker; by default a share of what is there.

@@ -38,9 +38,9 @@ from pipedream.core.hardware.cluster import Workers
 
 __all__ = [
     "DEVICES",
-    "PORTS",
+    "GPU_LINKS",
     "Device",
-    "Port",
+    "GpuLinks",
     "Work",
     "device_named",
     "workers_of",
@@ -139,7 +139,7 @@ DEVICES = {
 
 
 @dataclass(frozen=True)
-class Port:
+class GpuLinks:
     """A GPU's links to the other GPUs of its machine, one way; `nvlink_bytes_per_s` is None without NVLink."""
 
     nvlink_bytes_per_s: float | None
@@ -148,14 +148,14 @@ class Port:
     latency_s: float = 15e-6
 
 
-PORTS = {
-    "V100-16GB": Port(150e9, 15.75e9),
-    "V100-32GB": Port(150e9, 15.75e9),
-    "A100-40GB": Port(300e9, 31.5e9),
-    "A100-80GB": Port(300e9, 31.5e9),
-    "H100-SXM": Port(450e9, 63e9),
-    "H200": Port(450e9, 63e9),
-    "RTX-4090": Port(None, 31.5e9),
+GPU_LINKS = {
+    "V100-16GB": GpuLinks(150e9, 15.75e9),
+    "V100-32GB": GpuLinks(150e9, 15.75e9),
+    "A100-40GB": GpuLinks(300e9, 31.5e9),
+    "A100-80GB": GpuLinks(300e9, 31.5e9),
+    "H100-SXM": GpuLinks(450e9, 63e9),
+    "H200": GpuLinks(450e9, 63e9),
+    "RTX-4090": GpuLinks(None, 31.5e9),
 }
 """Name -> links, for the devices above."""
 
