@@ -57,7 +57,7 @@ class Gradients:
 
     def _in_full(self, gradients: list[Any]) -> list[torch.Tensor | None]:
         """Casts low-precision gradients, on a GPU by one kernel for all."""
-        kinds = zip(gradients, self._dtypes, strict=True)
+        kinds = zip(gradients, self._dtypes, strict=False)  # an empty microbatch has no gradients
         low = [i for i, (gradient, dtype) in enumerate(kinds) if gradient is not None and gradient.dtype != dtype]
         if not low:
             return gradients
