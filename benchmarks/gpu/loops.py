@@ -76,7 +76,7 @@ class Scale:
 
 
 FULL = Scale(512, 64, 20, 2000, 8192, 1 << 30, (5e-3, 30e-3), 100)
-TINY = Scale(8, 8, 4, 64, 32, 1 << 16, (1e-4,), 3)  # for tests: shows that the code runs, not how fast
+TINY = Scale(8, 8, 4, 64, 32, 1 << 16, (1e-4, 2e-4), 3)  # for tests: shows that the code runs, not how fast
 
 Batch = tuple[Tensor, Tensor]
 

@@ -46,7 +46,7 @@ from loops import (
     wait_for,
 )
 
-__all__ = ["checkpoint", "compiled", "equality", "precision", "waits"]
+__all__ = ["checkpoint", "compiled", "equality", "full_card", "precision", "waits"]
 
 STAGES, MICROBATCHES = 4, 4
 LATE_VERSIONS = {
@@ -307,7 +307,7 @@ class _Listed:
 
 
 def compiled(device: torch.device, scale: Scale) -> Iterator[Finding]:
-    """Compiled layers over four sets of weights; then a card without room."""
+    """Compiled layers over four sets of weights."""
     batches = batches_of(scale.width, scale.samples, scale.minibatches)
     model = dense(scale.width)
     plan = plan_of(model, batches[0][0], STAGES)
@@ -327,18 +327,18 @@ def compiled(device: torch.device, scale: Scale) -> Iterator[Finding]:
     yield Finding("compilations_before_the_first_update", counts["early"], ">=", 1)
     yield Finding("recompilations", counts["compiled"] - counts["early"], "<=", 2)
     yield Finding("distance", distance(found, wanted), "<=", 1e-3)
+
+
+def full_card(device: torch.device, scale: Scale) -> Iterator[Finding]:
+    """A pipeline that needs more than the 5% of the card that are left."""
     need_card(device)
-    yield from _full_card(device, scale)
-
-
-def _full_card(device: torch.device, scale: Scale) -> Iterator[Finding]:
     torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info(device)
     filler = torch.empty(int(free_bytes * 0.95), dtype=torch.uint8, device=device)
     # The output of one layer takes half of what is left.
     samples = max(8, int((free_bytes - filler.nbytes) / (4 * scale.width) / 2))
     model = dense(scale.width)
-    batches = batches_of(scale.width, samples, 2)
+    batches = batches_of(scale.width, samples, 1)
     plan = plan_of(model, batches[0][0][:8], 2)
     began, said = time.perf_counter(), ""
     try:

@@ -42,7 +42,7 @@ CHECKS = {
     "processes": "process_checks.processes",
     "nccl": "nccl_check.nccl",
     "checkpoint": "result_checks.checkpoint",
-    "compiled": "result_checks.compiled",
+    "compiled": "result_checks.full_card result_checks.compiled",
 }
 """Name -> the functions of the check, in the order in which they run."""
 
@@ -183,7 +183,7 @@ def _start(name: str, common: Sequence[str], limit_s: float) -> tuple[list[dict[
         out, said = child.communicate()
     finally:
         timer.cancel()
-    findings = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    findings = [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
     if late.is_set():
         return findings, f"stopped after {limit_s:.0f} s"
     if child.returncode:

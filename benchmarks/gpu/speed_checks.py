@@ -111,6 +111,7 @@ def throughput(device: torch.device, scale: Scale) -> Iterator[Finding]:
     width = 8 * scale.width
     torch.manual_seed(0)
     model = Blocks(width)
+    plan = plan_of(model, torch.randn(1, width), STAGES)
     optimizer = partial(torch.optim.SGD, lr=1e-3)
     for wanted_s, bound in zip(scale.microbatch_s, (0.97, 0.995), strict=False):
         stage = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2))).to(device)
@@ -126,7 +127,6 @@ def throughput(device: torch.device, scale: Scale) -> Iterator[Finding]:
         minibatches = max(2, int(3.0 / (wanted_s * STAGES * MICROBATCHES)) if device.type == "cuda" else 2)
         x = torch.randn(rows * MICROBATCHES, width, device=device)
         batches = [x] * minibatches
-        plan = plan_of(model, x[:1].cpu(), STAGES)
         plain, piped = [], []
         for _ in range(3):
             plain.append(_plain_seconds(model, batches, device))
@@ -213,13 +213,13 @@ def clock(device: torch.device, scale: Scale) -> Iterator[Finding]:
         ("large", dense(8 * scale.width), torch.randn(64 * scale.samples, 8 * scale.width)),
         ("200_small", dense(scale.width, layers=100), torch.randn(scale.samples, scale.width)),
     ):
-        model, x = model.to(device), x.to(device).requires_grad_()
-        profile = pd.profile(model, x.detach(), device=str(device), warmup=2, runs=max(3, scale.repeats // 10))
+        model, x = model.to(device), x.to(device)
+        profile = pd.profile(model, x, device=str(device), warmup=2, runs=max(3, scale.repeats // 10))
         stage = single_stage_plan(profile, Cluster.flat(1)).stages[0]
 
         def whole(model: nn.Module = model, x: torch.Tensor = x) -> None:
             output = model(x)
-            torch.autograd.grad(output, [x, *model.parameters()], torch.ones_like(output))
+            torch.autograd.grad(output, list(model.parameters()), torch.ones_like(output))
 
         whole_s = min(seconds_of(whole, device, max(2, scale.repeats // 10)) for _ in range(3))
         kernels_s = stage.forward_s + stage.backward_s
