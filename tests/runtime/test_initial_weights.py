@@ -111,6 +111,20 @@ def test_values_that_are_there_stay() -> None:
     assert not model[0].second.requires_grad
 
 
+def test_initial_values_leave_all_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(seed: int) -> None:
+        raise AssertionError("the generators of the GPUs are seeded, and not restored")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed", refuse)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
+    before = torch.default_generator.get_state()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 2), nn.LSTM(2, 2))
+    materialise(model, dict(model.named_parameters()), torch.device("cpu"), seed=3)
+    assert not model[0].weight.is_meta
+    assert torch.equal(before, torch.default_generator.get_state())
+
+
 def test_what_the_names_leave_out_stays_without_storage() -> None:
     model = on_meta(mixed)
     materialise(model, ["0.second", "1.running_mean"], CPU, 0)

@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.prediction import VELOCITY
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.weights import WeightRule
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
@@ -59,7 +58,9 @@ class StageState:
         next_forward: its microbatch.
         gradient_versions: (microbatch, forward version, backward version) of the coming update's gradients.
         _counts: batches that each BatchNorm had tracked when the stream began.
-        _rule, _backward_weights: set by `switch_to`; the latter maps the set that a forward read to the backward's.
+        _stashes: a backward reads the weights of its forward.
+        _until_forward: weights are kept until their forward only.
+        _backward_weights: maps the set that a forward read to the backward's.
     """
 
     module: StageModule
@@ -72,7 +73,8 @@ class StageState:
     next_forward: int = 0
     gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
-    _rule: WeightRule = field(init=False)
+    _stashes: bool = field(init=False)
+    _until_forward: bool = field(init=False)
     _backward_weights: Callable[[WeightSet], WeightSet] = field(init=False)
 
     def check(self, programs: Iterable[Program], stage: int) -> None:
@@ -88,7 +90,9 @@ class StageState:
         The state of predictions continues if the previous method kept it too. `input_updates` counts the input stage's
         updates with the previous program.
         """
-        rule = self._rule = program.weights
+        rule = program.weights
+        self._stashes = rule.backward_rule == "stash"
+        self._until_forward = rule.held_until is Kind.FORWARD
         late, mean = rule.staleness(stage), rule.mean_staleness(stage)
         self.optimizer.switch_to(program.updates, stage, late, input_updates, mean_staleness=mean)
         self.versions.switch_to(rule.held_until is None or rule.kept_until(stage) is not None)
@@ -140,14 +144,14 @@ class StageState:
 
         Weights that are kept for the backward are released by `add_gradients`.
         """
-        if self.predictions is not None and self._rule.held_until is not Kind.FORWARD:
+        if self.predictions is not None and not self._until_forward:
             return self.predictions.read(version)
-        found = (self.versions.peek if self._rule.held_until is Kind.FORWARD else self.versions.read)(version)
+        found = self.versions.peek(version) if self._until_forward else self.versions.read(version)
         return found, found.version
 
     def read_again(self, saved: SavedForward) -> WeightSet:
         assert saved.weights is not None
-        if self._rule.backward_rule == "stash":
+        if self._stashes:
             return saved.weights
         saved.recomputed_weights = self._newer(saved)
         return saved.recomputed_weights
@@ -178,10 +182,9 @@ class StageState:
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
         self.gradients.add(gradients, saved.loss_weight)
         if saved.weights is not None:
-            stashes = self._rule.backward_rule == "stash"
-            read = saved.weights.version if stashes else self.versions.newest
+            read = saved.weights.version if self._stashes else self.versions.newest
             self.gradient_versions.append((saved.microbatch, saved.version, read))
-            if self._rule.held_until is not Kind.FORWARD:
+            if not self._until_forward:
                 self.versions.release(saved.weights)
 
     def update(

@@ -8,6 +8,7 @@ Replicated stages, several chunks per rank, the V shape and two mirrored pipelin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ class Placement(Artifact):
     def workers(self) -> int:
         return 1 + max(max(row) for row in self.ranks)
 
-    @property
+    @cached_property
     def replicas(self) -> tuple[int, ...]:
         return tuple(len(row) for row in self.ranks)
 
