@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from datetime import timedelta
 
 import processes
@@ -112,3 +114,38 @@ def _texts_in_a_group_for_gpus() -> list[list[str]]:
 @pytest.mark.processes
 def test_texts_in_a_users_own_group_of_nccl() -> None:
     assert processes.results(_texts_in_a_group_for_gpus, 2) == [[["0 of 0", "0 of 1"], ["1 of 0", "1 of 1"]]] * 2
+
+
+def test_a_gpu_has_a_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    _machine(monkeypatch, 1)
+    process_group.process_device("cuda")
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (
+            1,
+            r"no connection from rank 1 at \S+ \(.*\) to rank 0 at 127.0.0.1:{port} within 1 s; look at what",
+        ),
+        (0, r"rank 0 at \S+ \(.*\) is not connected within 1 s: ranks 1, 2 did not come to 127.0.0.1:{port}; look at"),
+    ],
+)
+def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch, rank: int, message: str) -> None:
+    port = _free_port()
+    _machine(monkeypatch, 0, RANK=rank, WORLD_SIZE=3)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(process_group, "JOIN_TIMEOUT_S", 1.0)
+    with pytest.raises(PlanError, match=message.format(port=port)):
+        process_group.join_group("cpu")
+    assert not dist.is_initialized()

@@ -7,8 +7,6 @@ for something else first, so every group is used once here, in an order that all
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.comm.process_group import gather_texts, leave_group, world_group
+from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, world_group
 
 __all__ = ["CONNECT_TIMEOUT_S", "Connections", "connect_groups"]
 
@@ -72,7 +70,9 @@ def connect_groups(
     everyone = world_group()
     assert everyone is not None
     rank = dist.get_rank()
-    texts = gather_texts(json.dumps([_address(), _card(device)]), everyone)  # also waits until all ranks are here
+    texts = gather_texts(
+        json.dumps([machine_address(), _card(device)]), everyone
+    )  # also waits until all ranks are here
     addresses, cards = zip(*map(json.loads, texts), strict=True)
     connecting = _Connecting(rank, addresses, device)
     for pair in pairs:
@@ -204,15 +204,3 @@ def _has_nccl(device: torch.device, cards: Sequence[str]) -> bool:
 def _card(device: torch.device) -> str:
     """Returns a name of a GPU that no other GPU has; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-def _address() -> str:
-    """Returns the name and address of this machine."""
-    name = socket.gethostname()
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface:
-        return f"{name} ({interface})"
-    try:
-        return f"{name} ({socket.gethostbyname(name)})"
-    except OSError:
-        return name

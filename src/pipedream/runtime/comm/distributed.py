@@ -153,7 +153,7 @@ class DistributedSender(Sender):
         if is_short:
             if size:
                 write(message.tensors, buffer.tensors(layout, begin))
-                self._wait_for_copies()
+                self._wait_for_copies(layout)
             works = [end.send(buffer.cut(begin + size), end.head_tag)]
         else:
             works = [end.send(buffer.cut(min(begin, SHORT_BYTES)), end.head_tag)]
@@ -175,7 +175,7 @@ class DistributedSender(Sender):
         else:
             payload = torch.empty(size, dtype=torch.uint8, pin_memory=end.pinned)
             write(message.tensors, layout.tensors_in(payload))
-            self._wait_for_copies()
+            self._wait_for_copies(layout)
         posted = self._posted.take(size)
         works = []
         if posted:
@@ -184,9 +184,9 @@ class DistributedSender(Sender):
             works.append(end.send([payload[posted:]], end.rest_tag))
         return works  # each keeps its tensor
 
-    def _wait_for_copies(self) -> None:
-        if self._endpoint.pinned:
-            torch.cuda.current_stream(self._endpoint.device).record_event().synchronize()
+    def _wait_for_copies(self, layout: Layout) -> None:
+        if layout.staged:
+            torch.cuda.current_stream().record_event().synchronize()
 
     def _free_buffer(self, size: int) -> _Buffer:
         if size > self._buffer_bytes:
@@ -262,7 +262,7 @@ class DistributedReceiver(Receiver, Pending[Message]):
         else:
             tensors = [None if tensor is None else tensor.clone() for tensor in buffer.tensors(layout, begin)]
         self._post_head(buffer)
-        if self._endpoint.pinned:
+        if layout.staged and self._endpoint.pinned:
             tensors = [self._at_home(tensor, spec) for tensor, spec in zip(tensors, layout.specs, strict=True)]
         return header.message(layout, tuple(tensors), numbers), layout, header.channel
 

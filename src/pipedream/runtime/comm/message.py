@@ -148,10 +148,11 @@ class Layout:
         structure, wants: of the message, `wants` its `gradients`.
         specs: one for each tensor; None for a gradient that does not exist.
         payload_bytes: of the tensors that share a payload.
+        staged: some of these were not in the memory of the CPU.
         sent_bytes: of all tensors.
     """
 
-    __slots__ = ("payload_bytes", "sent_bytes", "specs", "structure", "wants")
+    __slots__ = ("payload_bytes", "sent_bytes", "specs", "staged", "structure", "wants")
 
     def __init__(
         self, specs: Sequence[TensorSpec | None], payload_bytes: int, structure: str = "", wants: Sequence[bool] = ()
@@ -160,6 +161,7 @@ class Layout:
         self.wants = tuple(wants)
         self.specs = tuple(specs)
         self.payload_bytes = payload_bytes
+        self.staged = any(spec is not None and spec.on_device and spec.begin is not None for spec in self.specs)
         self.sent_bytes = sum(_bytes_of(spec) for spec in self.specs if spec is not None)
 
     @classmethod

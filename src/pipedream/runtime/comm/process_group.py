@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it privately
+from torch.distributed import distributed_c10d
 
 from pipedream._version import __version__
 from pipedream.core.errors import PlanError
 
 __all__ = [
+    "JOIN_TIMEOUT_S",
     "broadcast_text",
     "check_same_on_all_ranks",
     "from_rank_0",
@@ -22,10 +26,14 @@ __all__ = [
     "is_distributed",
     "join_group",
     "leave_group",
+    "machine_address",
     "process_device",
     "run_on_rank_0",
     "world_group",
 ]
+
+JOIN_TIMEOUT_S = 300.0
+"""How long the ranks wait for each other; the slowest one may still import torch."""
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 """Variables with a process's number on its machine: torchrun's, and those of srun and mpirun."""
@@ -41,7 +49,7 @@ def is_distributed() -> bool:
 def join_group(device: str | torch.device) -> tuple[int, int]:
     """Returns (rank, workers); (0, 1) for a single process. Every rank calls it.
 
-    Raises PlanError if a launcher's variables are incomplete, or the ranks run different software.
+    Raises PlanError if a launcher's variables are incomplete, the ranks do not meet, or run different software.
     """
     if not is_distributed():
         return 0, 1
@@ -49,17 +57,53 @@ def join_group(device: str | torch.device) -> tuple[int, int]:
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
         if missing:
             raise PlanError(f"WORLD_SIZE is set, but {', '.join(missing)} is not; start the workers with torchrun")
-        backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if attempt == "0":
-            dist.init_process_group(backend)
-        else:
-            # torchrun's store outlives a restart, with the addresses of the previous attempt in it.
-            store, rank, processes = next(rendezvous("env://"))
-            own = dist.distributed_c10d.PrefixStore(f"pipedream/attempt/{attempt}", store)
-            dist.init_process_group(backend, store=own, rank=rank, world_size=processes)
+        _join("cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo")
     _check_same_software(world_group())
     return dist.get_rank(), dist.get_world_size()
+
+
+def _join(backend: str) -> None:
+    """Raises PlanError if the ranks do not meet within `JOIN_TIMEOUT_S`."""
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place, limit = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timedelta(seconds=JOIN_TIMEOUT_S)
+    advice = (
+        "look at what the other ranks printed, check that the machines reach each other on all ports, and name the "
+        "interface that joins them on each (GLOO_SOCKET_IFNAME)"
+    )
+    here = f"rank {rank} at {machine_address()}"
+    # torchrun's agent has the store. Without a wait for all, which could not say who is missing.
+    owns = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        everyones = TCPStore(host, port, None, owns, limit, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError as error:
+        raise PlanError(
+            f"no connection from {here} to rank 0 at {place} within {JOIN_TIMEOUT_S:g} s; {advice} ({error})"
+        ) from error
+    # torchrun's store outlives a restart, with the addresses of the previous attempt in it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = distributed_c10d.PrefixStore(f"pipedream/attempt/{attempt}", everyones)
+    keys = [f"address/{other}" for other in range(processes)]
+    store.set(keys[rank], machine_address())
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=limit)
+    except RuntimeError as error:
+        others = [other for other in range(processes) if other != rank]
+        if absent := [other for other in others if not store.check([keys[other]])]:
+            which = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not come to {place}"
+        else:
+            which = "it tried " + ", ".join(f"rank {other} at {store.get(keys[other]).decode()}" for other in others)
+        raise PlanError(f"{here} is not connected within {JOIN_TIMEOUT_S:g} s: {which}; {advice} ({error})") from error
+    distributed_c10d._set_pg_timeout(dist.default_pg_timeout)
+
+
+def machine_address() -> str:
+    """Returns the name of this machine, with its address or the interface that was chosen for messages."""
+    name, interface = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME")
+    try:
+        return f"{name} ({interface or socket.gethostbyname(name)})"
+    except OSError:
+        return name
 
 
 def world_group() -> dist.ProcessGroup | None:
@@ -70,7 +114,7 @@ def world_group() -> dist.ProcessGroup | None:
     if dist.get_backend() == "gloo" or "cpu:gloo" in dist.get_backend():
         return dist.group.WORLD
     # The user's own group, of NCCL. What was made for an earlier one is gone from torch's table.
-    if _texts not in dist.distributed_c10d._world.pg_map:
+    if _texts not in distributed_c10d._world.pg_map:
         _texts = dist.new_group(backend="gloo")
     return _texts
 

@@ -1,0 +1,91 @@
+"""Connecting: each group is used once before the first message, and ranks that do not connect are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipedream.core.errors import WorkerError
+from pipedream.runtime.comm import connections
+from pipedream.runtime.comm.connections import connect_groups
+
+CPU = torch.device("cpu")
+
+
+def connect_without_rank_2() -> str:
+    """Rank 2 does not answer what rank 0 sends it."""
+    connections.CONNECT_TIMEOUT_S = 1.0
+    exchange = connections._exchange
+    if dist.get_rank() == 2:
+        connections._exchange = lambda *of: None
+    try:
+        connect_groups([(0, 1), (0, 2)], [[0], [1], [2]], [], CPU)
+    except WorkerError as error:
+        found = str(error)
+    else:
+        found = "connected"
+    dist.barrier()
+    if dist.get_rank() == 2:
+        exchange(dist.group.WORLD, (0, 2), (0, 2), CPU)  # what rank 0 still waits for
+    dist.barrier()
+    return found
+
+
+@pytest.mark.processes
+def test_ranks_that_do_not_connect_are_named() -> None:
+    found = processes.results(connect_without_rank_2, 3)
+    assert found[1] == "connected"
+    assert found[0].startswith("rank 0, connecting: no connection from rank 0 at ")
+    assert " to rank 2 at " in found[0]
+    assert "nothing came within 1 s" in found[0]
+    assert "GLOO_SOCKET_IFNAME" in found[0]
+
+
+def test_an_error_of_a_connection_is_reported_with_both_ranks() -> None:
+    def refuse() -> None:
+        raise RuntimeError("connection refused")
+
+    connecting = connections._Connecting(0, ["first (10.0.0.1)", "second (10.0.0.2)", "third (10.0.0.3)"], CPU)
+    with pytest.raises(WorkerError, match=r"from rank 0 at first .* to rank 2 at third \(10.0.0.3\); torch's error"):
+        connecting.run((0, 2), refuse)
+    connecting.run((1, 2), refuse)  # does not concern this rank
+
+
+@pytest.mark.parametrize(
+    ("device", "backends", "cards", "uses_nccl"),
+    [
+        ("cpu", "cpu:gloo", ["", ""], False),
+        ("cuda", "cpu:gloo,cuda:nccl", ["a", "b"], True),
+        ("cuda", "cpu:gloo,cuda:nccl", ["a", "a"], False),
+        ("cuda", "cpu:gloo,cuda:gloo", ["a", "b"], False),
+    ],
+)
+def test_nccl_is_used_if_the_group_has_it_and_each_rank_a_card(
+    monkeypatch: pytest.MonkeyPatch, device: str, backends: str, cards: list[str], uses_nccl: bool
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    assert connections._has_nccl(torch.device(device), cards) is uses_nccl
+
+
+def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        class config:
+            max_ctas = -1
+
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Double", (), {"Options": Options}), raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: calls.append({"ranks": ranks} | options))
+    gpu = torch.device("cuda:1")
+    connections._new_group((1, 0), gpu, 4)
+    connections._new_group((0, 1), gpu)
+    link, sums = calls
+    assert link["ranks"] == [1, 0]
+    assert link["sort_ranks"] is False
+    assert link["backend"] == "nccl"
+    assert link["pg_options"].config.max_ctas == 4
+    assert sums["backend"] == "cpu:gloo,cuda:nccl"
+    assert all(call["device_id"] == gpu and call["timeout"].days >= 7 for call in calls)
