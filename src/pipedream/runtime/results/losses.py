@@ -74,6 +74,9 @@ class Loss:
         self._loss = loss
         self._weight = weight
         self._function, self._keywords = _unwrapped(loss)
+        self._is_torch_loss = is_torch_loss(loss)
+        self._is_of_classes = _is_one_of(self._function, _CLASS_LOSSES, _CLASS_MODULES)
+        self._is_of_elements = _is_one_of(self._function, _ELEMENT_LOSSES, _ELEMENT_MODULES)
         self._of_model = LossWeight(of_model)
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
         self._calls = LossCalls() if watches else None
@@ -132,7 +135,7 @@ class Loss:
         if self._weight is not None:
             return found, float(self._weight(received)), False
         reduction = self._option("reduction", "mean")
-        if reduction == "sum" and is_torch_loss(self._loss):
+        if reduction == "sum" and self._is_torch_loss:
             # The minibatch's loss is the sum of its parts: their weights sum to one.
             return found, share, True
         weight = self._torch_weight(output, received, reduction)
@@ -173,7 +176,7 @@ class Loss:
 
     def weight_from_shapes(self, output: Any, batch: Any, samples: int, share: float) -> float:
         """Returns the weight that follows from shapes alone, whatever the targets hold."""
-        if self._weight is not None or not is_torch_loss(self._loss):
+        if self._weight is not None or not self._is_torch_loss:
             return float(samples)
         reduction = self._option("reduction", "mean")
         if reduction == "sum":
@@ -202,7 +205,7 @@ class Loss:
                 f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
             )
             raise TypeError(f"the loss returned {what}; let it return a scalar tensor, or (sum, weight)")
-        return found.reshape(())
+        return found if not found.ndim else found.reshape(())
 
     def _torch_weight(self, output: Any, targets: Any, reduction: str) -> float | None:
         count = self._torch_count(output, targets, reduction)
@@ -221,20 +224,15 @@ class Loss:
         return known[2]
 
     def _torch_count(self, output: Any, targets: Any, reduction: str) -> int | None:
-        function = self._function
-        if not is_torch_loss(self._loss) or not isinstance(targets, torch.Tensor):
+        if not self._is_torch_loss or not isinstance(targets, torch.Tensor):
             return None
         if self._is_of_classes:
             if targets.is_floating_point():
                 return targets.numel() // targets.shape[1] if targets.ndim > 1 else 1
             return targets.numel()
-        if function in _ELEMENT_LOSSES or isinstance(function, _ELEMENT_MODULES):
+        if self._is_of_elements:
             return None if reduction == "batchmean" else max(output.numel(), targets.numel())
         return None
-
-    @property
-    def _is_of_classes(self) -> bool:
-        return self._function in _CLASS_LOSSES or isinstance(self._function, _CLASS_MODULES)
 
     def _option(self, name: str, default: Any) -> Any:
         if isinstance(self._function, nn.Module):
@@ -257,6 +255,10 @@ def metric_scores(
             )
             found += [total, weight]
     return found
+
+
+def _is_one_of(function: Any, functions: tuple[Any, ...], modules: tuple[type, ...]) -> bool:
+    return function in functions or isinstance(function, modules)
 
 
 def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
