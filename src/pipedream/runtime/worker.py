@@ -17,7 +17,6 @@ import torch
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, advanced
-from pipedream.core.schedule.timeline import GradientVersions
 from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
 from pipedream.runtime.comm.message import Content, Ending, Message
@@ -474,11 +473,8 @@ class Worker:
         self.activity.begin("an update")
         gradient_versions = stage_state.update(self.program, Op(Kind.UPDATE, stage, index), present_share, self._total)
         self.activity.end()
-        for microbatch, forward_version, backward_version, newest in gradient_versions:
-            number = self._stream.number(microbatch)
-            self.recorder.note_gradient_versions(
-                GradientVersions(stage, number, forward_version, backward_version, newest)
-            )
+        for microbatch, *versions in gradient_versions:
+            self.recorder.note_gradient_versions(stage, self._stream.number(microbatch), *versions)
         before_drain = self._stream.base * self.program.microbatches // self.program.updates.per_update[stage]
         self.recorder.note("U", stage, before_drain + index, start)
         if stop_requests:

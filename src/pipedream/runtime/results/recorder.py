@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
@@ -13,8 +15,16 @@ from pipedream.runtime.results.memory import MemoryMeter, Peak
 
 __all__ = ["GpuMoment", "GpuTimer", "Moment", "Recorder"]
 
-_MOST_KEPT = 200_000
-"""Spans, and gradient versions; the oldest are dropped first, so that a long run needs no more memory."""
+_MOST_KEPT = 1 << 16
+"""Spans, and gradient versions; the oldest are dropped first."""
+
+_MOST_LOOSE = 512
+"""Rows outside of their table, which takes many at a time with less work."""
+
+_KINDS = (*WORK, "wait", "send")
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+_SPAN = np.dtype([(n, "i4") for n in ("phase", "kind", "stage", "index")] + [("start_s", "f8"), ("end_s", "f8")])
+_VERSIONS = np.dtype([(name, "i4") for name in ("phase", *GradientVersions._fields)])
 
 _MOST_PENDING = 256
 """Events of the GPU whose time is not read yet, before those that are over are read."""
@@ -41,7 +51,7 @@ Moment = float | GpuMoment
 
 
 class Recorder:
-    """Records one worker's spans and gradient versions.
+    """Records one worker's spans and gradient versions, in memory that does not grow.
 
     `mark` returns the present moment, to be given to `note`. `peaks`: phase -> (most versions of a stage, memory).
     """
@@ -52,9 +62,11 @@ class Recorder:
         self._gpu = GpuTimer() if device.type == "cuda" else None
         self.mark: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.begin
         self._end: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.mark
-        self._spans: deque[tuple[int, str, int, int, Moment, Moment]] = deque(maxlen=_MOST_KEPT)
+        self._loose: deque[tuple[int, int, int, int, Moment, Moment]] = deque()
+        self._spans = _Newest(_SPAN)
+        self._loose_versions: list[tuple[int, ...]] = []
+        self._versions = _Newest(_VERSIONS)
         self._busy_since_s, self._busy_share = time.perf_counter(), 0.0
-        self._gradient_versions: deque[tuple[int, GradientVersions]] = deque(maxlen=_MOST_KEPT)
         self.phase = 0
         self.peaks: dict[int, tuple[int, Peak]] = {}
 
@@ -71,49 +83,89 @@ class Recorder:
 
     def note(self, kind: str, stage: int, index: int, start: Moment) -> None:
         """Records an op that began at `start` and ends now."""
-        self._spans.append((self.phase, kind, stage, index, start, self._end()))
-        if kind in WORK:
+        code = _CODES[kind]
+        self._loose.append((self.phase, code, stage, index, start, self._end()))
+        if code < len(WORK):
             self.memory.sample()
+        if len(self._loose) >= _MOST_LOOSE:
+            self._settle(wait=len(self._loose) >= _MOST_KEPT)
 
-    def note_gradient_versions(self, row: GradientVersions) -> None:
-        self._gradient_versions.append((self.phase, row))
+    def note_gradient_versions(
+        self, stage: int, microbatch: int, forward_version: int, backward_version: int, applied_to: int
+    ) -> None:
+        """Records a `GradientVersions`."""
+        row = self.phase, stage, microbatch, forward_version, backward_version, applied_to
+        self._loose_versions.append(row)
+        if len(self._loose_versions) >= _MOST_LOOSE:
+            self._settle_versions()
 
     @property
     def began_s(self) -> float | None:
         """By this machine's clock; None without spans."""
         self._settle(wait=True)
-        return _seconds(self._spans[0][4]) if self._spans else None
+        rows = self._spans.rows()
+        return float(rows["start_s"][0]) if len(rows) else None
 
     def spans(self, phase: int) -> list[Span]:
         """In seconds of this machine's clock; on a GPU, waits for the last op."""
         self._settle(wait=True)
-        return [
-            Span(self._rank, kind, stage, index, _seconds(start), _seconds(end))
-            for at, kind, stage, index, start, end in self._spans
-            if at == phase
-        ]
+        rows = self._spans.rows()
+        found = rows[rows["phase"] == phase].tolist()
+        return [Span(self._rank, _KINDS[code], stage, i, start, end) for _, code, stage, i, start, end in found]
 
     def gradient_versions(self, phase: int) -> list[GradientVersions]:
-        return [row for p, row in self._gradient_versions if p == phase]
+        self._settle_versions()
+        rows = self._versions.rows()
+        return [GradientVersions(*row[1:]) for row in rows[rows["phase"] == phase].tolist()]
 
     def busy_share(self) -> float:
         """Returns the computing share of the time since the last call, on a GPU up to the last op that is over."""
         begin, end = self._busy_since_s, self._settle(wait=False)
         if end <= begin:
             return self._busy_share  # all this time a GPU has run a single op
-        busy = 0.0
-        for _, kind, _, _, start, stop in reversed(self._spans):
-            stop_s = _seconds(stop)
-            if stop_s < begin:
-                break
-            if kind in WORK and stop_s <= end:  # nan, of an op that is not over, is not
-                busy += stop_s - max(_seconds(start), begin)
-        self._busy_since_s, self._busy_share = end, busy / (end - begin)
+        rows = self._spans.rows()
+        rows = rows[(rows["kind"] < len(WORK)) & (rows["end_s"] >= begin)]
+        busy_s = float((rows["end_s"] - np.maximum(rows["start_s"], begin)).sum())
+        self._busy_since_s, self._busy_share = end, busy_s / (end - begin)
         return self._busy_share
 
     def _settle(self, wait: bool) -> float:
-        """Returns the present moment in seconds; on a GPU that of the last mark that is over."""
-        return time.perf_counter() if self._gpu is None else self._gpu.settle(wait)
+        """Puts the loose spans that are over, or all, into the table.
+
+        Returns the present moment in seconds; on a GPU that of the last mark that is over.
+        """
+        now_s = time.perf_counter() if self._gpu is None else self._gpu.settle(wait)
+        over = []
+        while self._loose and (end_s := _seconds(self._loose[0][5])) == end_s:
+            *numbers, start, _ = self._loose.popleft()
+            over.append((*numbers, _seconds(start), end_s))
+        self._spans.add(over)
+        return now_s
+
+    def _settle_versions(self) -> None:
+        self._versions.add(self._loose_versions)
+        self._loose_versions.clear()
+
+
+class _Newest:
+    """The newest rows of a table of fixed size."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._table = np.empty(_MOST_KEPT, dtype)
+        self._table.fill(0)  # takes the memory now
+        self._count = 0
+
+    def add(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        rows = rows[-len(self._table) :]
+        places = np.arange(self._count, self._count + len(rows)) % len(self._table)
+        self._table[places] = np.array(rows, self._table.dtype)
+        self._count += len(rows)
+
+    def rows(self) -> np.ndarray[Any, np.dtype[Any]]:
+        """Returns the rows in the order in which they were added."""
+        if self._count <= len(self._table):
+            return self._table[: self._count]
+        return np.roll(self._table, -(self._count % len(self._table)))
 
 
 class GpuTimer:
