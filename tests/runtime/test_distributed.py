@@ -34,4 +34,5 @@ def test_a_receive_holds_the_largest_message_that_both_ends_know_of() -> None:
     # Message i was posted when message i - 2 had been read.
     assert [posted.take(size) for size in (4, 9, 2, 0, 7, 30, 1, 1)] == [0, 0, 4, 9, 9, 9, 9, 30]
     posted.begin()
-    assert [posted.take(size) for size in (1, 40, 1, 1)] == [30, 30, 30, 40]
+    # A new stream: what trains after an evaluation would otherwise keep its large receives until the backwards.
+    assert [posted.take(size) for size in (1, 4, 1, 1)] == [0, 0, 1, 4]

@@ -2,9 +2,9 @@
 
 A message is one gloo message if its header and its tensors fit into `SHORT_BYTES`. Larger tensors follow in a second
 one: copying them would take longer than its fixed cost. Receives are posted ahead without negotiating sizes, because
-gloo lets a message be shorter than its receive. Payload i finds a receive of as many bytes as the largest payload up to
-i - depth had, which both ends know. The rest of a larger one follows with a tag of its own, because receives for later
-messages are posted already.
+gloo lets a message be shorter than its receive. Payload i of a stream finds a receive of as many bytes as the stream's
+largest payload up to i - depth had, which both ends know. The rest of a larger one follows with a tag of its own,
+because receives for later messages are posted already.
 
 Receives are posted when a stream first uses a channel. At the stream's end the sender completes them with messages
 that say nothing (`drain_begin`), so nothing is under way between streams, however long that is.
@@ -85,7 +85,9 @@ class _Posted:
         self.sizes: deque[int] = deque()
 
     def begin(self) -> None:
-        self.sizes = deque([self._largest] * self._depth)
+        """Begins a stream: one that trains does not need the large receives of an evaluation."""
+        self._largest = 0
+        self.sizes = deque([0] * self._depth)
 
     def take(self, payload_bytes: int) -> int:
         """Returns the bytes of the receive for the next payload, whose size counts for the one that is posted then."""
