@@ -37,14 +37,25 @@ def test_heap_rises_with_tensors_and_not_with_what_stays() -> None:
     meter = MemoryMeter(CPU)
     stays = torch.ones(MB)
     block = torch.ones(4 * MB)
-    meter.sample()
+    meter.sample(False)
     del block
     rise_bytes = meter.at_drain().rise_bytes
     assert rise_bytes is not None
     assert 16 * MB <= rise_bytes < 17 * MB, "not the 4 MiB that stay"
     meter.reset()
-    meter.sample()
+    meter.sample(False)
     assert 0 <= (meter.at_drain().rise_bytes or 0) < MB, f"of a new phase, with {len(stays)} numbers"
+
+
+def test_an_evaluation_after_a_drain_does_not_count() -> None:
+    meter = MemoryMeter(CPU)
+    meter.sample(True)
+    assert (meter.at_drain().rise_bytes or 0) < MB
+    block = torch.ones(4 * MB)
+    meter.sample(True)
+    del block
+    meter.sample(False)
+    assert (meter.at_drain().rise_bytes or 0) < MB
 
 
 def test_a_gpus_peak_is_not_that_of_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +63,7 @@ def test_a_gpus_peak_is_not_that_of_the_profile(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60)
     meter = MemoryMeter(GPU)
     assert cuda.resets == 1, "in the first phase too"
-    meter.sample()
+    meter.sample(False)
     assert meter.at_drain() == (40, 200), "100 at most, 60 now; 200 reserved"
     meter.reset()
     assert cuda.resets == 2

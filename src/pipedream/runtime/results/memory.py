@@ -45,16 +45,22 @@ class MemoryMeter:
     def reset(self) -> None:
         """Begins a phase, at a drain."""
         self._ops = self._most_bytes = 0
+        self._trains = True
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def sample(self) -> None:
-        """Reads the heap of a CPU, in 2 us and more; called at the end of an op."""
+    def sample(self, is_forward: bool) -> None:
+        """Reads the heap of a CPU, in 2 us and more; called at the end of an op.
+
+        Between a drain and the next backward forwards do not count: they may be those of an evaluation.
+        """
         self._ops += 1
-        if self._device is None and (self._ops <= _SAMPLED_OPS or self._ops % _LATER == 0):
+        self._trains |= not is_forward
+        if self._device is None and self._trains and (self._ops <= _SAMPLED_OPS or self._ops % _LATER == 0):
             self._most_bytes = max(self._most_bytes if self._ops != _FIRST_OPS else 0, _heap_bytes())
 
     def at_drain(self) -> Peak:
+        self._trains = False
         if self._device is not None:
             now = torch.cuda.memory_allocated(self._device)
             return Peak(torch.cuda.max_memory_allocated(self._device) - now, self.reserved_bytes)

@@ -86,7 +86,7 @@ class Recorder:
         code = _CODES[kind]
         self._loose.append((self.phase, code, stage, index, start, self._end()))
         if code < len(WORK):
-            self.memory.sample()
+            self.memory.sample(kind == "F")
         if len(self._loose) >= _MOST_LOOSE:
             self._settle(wait=len(self._loose) >= _MOST_KEPT)
 
