@@ -1,12 +1,13 @@
-"""A short run over layers that do next to nothing, which shows what the runtime itself costs on these workers."""
+"""A short run over layers of known cost, which shows what the runtime itself costs on these workers."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -23,47 +24,60 @@ from pipedream.runtime.session import Session
 __all__ = ["Calibration", "calibrate"]
 
 _NUMBERS = (1 << 4, 1 << 15)  # in a small and in a large message: so few that torch computes them in one thread
-_COUNTED = (32, 12)  # minibatches of each size
+_COUNTED = (48, 24)  # minibatches of each size
 _WARM_UP = 8  # further ones, before them: buffers grow, caches fill
+_PASS_S = 3e-4
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a minibatch of small messages, and one of large messages, costs.
+    """What messages of one size cost: medians over minibatches.
 
     Attributes:
         message_bytes: of an activation, and of its gradient.
-        passes_s, updates_s: of the spans of all forwards and backwards, and of all updates.
-        layers_s: of the passes of all layers, and of the loss, alone.
-        other_s: CPU besides these spans: of each worker; or, in a single process, of all together.
+        op_s: of a forward or a backward, beyond its layers.
+        update_s: of an update.
+        other_s: of a minibatch, beyond forwards, backwards, updates, and waiting for others: of each worker; in a
+            single process of all together.
         arrival_s: from the beginning of a send to the end of its receive; 0 in a single process.
     """
 
-    message_bytes: tuple[int, int]
-    passes_s: tuple[float, float]
-    updates_s: tuple[float, float]
-    layers_s: tuple[float, float]
-    other_s: tuple[tuple[float, ...], tuple[float, ...]]
-    arrival_s: tuple[float, float]
+    message_bytes: int
+    op_s: float
+    update_s: float
+    other_s: tuple[float, ...]
+    arrival_s: float
 
 
-class _Scale(nn.Module):
+class _Layer(nn.Module):
+    """Keeps its core busy in both passes, as layers do while messages are on their way."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return values * self.weight
+        _spin()
+        result = values * self.weight
+        if result.requires_grad:
+            result.register_hook(lambda gradient: _spin())  # type: ignore[no-untyped-call]
+        return result
 
 
-def calibrate(program: Program, evaluation: Program) -> Calibration:
-    """Runs a program of one layer for each stage; every rank calls it and gets the same answer.
+def _spin() -> None:
+    end_s = time.perf_counter() + _PASS_S
+    while time.perf_counter() < end_s:
+        pass
 
-    Random generators are not read.
+
+def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calibration]:
+    """Runs a program of one layer for each stage, with small and then with large messages.
+
+    Every rank calls it and gets the same answer. Nothing draws random numbers.
     """
     count = program.placement.stages
-    layers = [_Scale() for _ in range(count)]
-    graph = LayerGraph.chain(tuple(Layer(str(i), "Scale", (f"{i}.weight",)) for i in range(count)))
+    layers = [_Layer() for _ in range(count)]
+    graph = LayerGraph.chain(tuple(Layer(str(i), "Layer", (f"{i}.weight",)) for i in range(count)))
     blueprint = Blueprint(
         programs=[program],
         evaluation=evaluation,
@@ -72,29 +86,34 @@ def calibrate(program: Program, evaluation: Program) -> Calibration:
         device=torch.device("cpu"),
     )
     samples = [torch.ones(1, size, dtype=torch.float64) for size in _NUMBERS]
-    layers_s = [_layers_s(count, *row) for row in zip(samples, _COUNTED, strict=True)]
+    alone_s = [_layers_s(count, *row) for row in zip(samples, _COUNTED, strict=True)]
     session = Session(nn.Sequential(*layers), graph, blueprint, stuck_after_s=0)
     failed = True
     try:
-        cpu_s = [_cpu_s(session, *row) for row in zip(samples, _COUNTED, strict=True)]
+        for sample, counted in zip(samples, _COUNTED, strict=True):
+            session.open_feed([(sample, torch.ones(1))] * (_WARM_UP + counted), lambda batch: batch)
+            for _ in session.train():
+                pass
         timeline = session.timeline(0, 1)
         failed = False
     finally:
         session.close(failed=failed)
     everyone = world_group() if session.distributed else None
-    rows = [json.loads(text) for text in gather_texts(json.dumps([cpu_s, layers_s]), everyone)]
-    ends = (_WARM_UP + _COUNTED[0], 2 * _WARM_UP + sum(_COUNTED))
-    found = []
-    for size, (count, end) in enumerate(zip(_COUNTED, ends, strict=True)):
-        passes = _spans_s(timeline, "FB", range(end - count, end))
-        updates = _spans_s(timeline, "U", range(end - count + 1, end + 1))
-        spans = [sum(pair) for pair in zip(passes, updates, strict=True)]
-        cpu = [row[0][size] for row in rows]
-        other = [a - b for a, b in zip(cpu, spans if session.distributed else [sum(spans)], strict=True)]
-        arrival = _arrival_s(timeline, range(end - count, end)) if session.distributed else 0.0
-        layers_alone = sum(row[1][size] for row in rows) / len(rows)
-        found.append((8 * _NUMBERS[size], sum(passes), sum(updates), layers_alone, tuple(other), arrival))
-    return Calibration(*zip(*found, strict=True))
+    rows = [json.loads(text) for text in gather_texts(json.dumps(alone_s), everyone)]
+    small = range(_WARM_UP, _WARM_UP + _COUNTED[0])
+    large = range(small.stop + _WARM_UP, small.stop + _WARM_UP + _COUNTED[1])
+
+    def found(number: int, part: range) -> Calibration:
+        layers_s = sum(row[number] for row in rows) / len(rows)
+        return Calibration(
+            message_bytes=8 * _NUMBERS[number],
+            op_s=(_spans_s(timeline, "FB", part) - layers_s) / (2 * count),
+            update_s=_spans_s(timeline, "U", range(part.start + 1, part.stop + 1)) / count,
+            other_s=_other_s(timeline, part, together=not session.distributed),
+            arrival_s=_arrival_s(timeline, part) if session.distributed else 0.0,
+        )
+
+    return found(0, small), found(1, large)
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -105,31 +124,19 @@ def _sgd(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
 
 
-def _cpu_s(session: Session, sample: torch.Tensor, counted: int) -> float:
-    """Trains on a sample; returns the CPU time that a minibatch takes from this process's core."""
-    cores, here = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # With a core to spare, the threads that send and receive take no time from the worker's.
-    clock = time.thread_time if here < cores else time.process_time
-    marks = []
-    session.open_feed([(sample, torch.ones(1))] * (_WARM_UP + counted), lambda batch: batch)
-    for _ in session.train():
-        marks.append(clock())
-    return (marks[-1] - marks[_WARM_UP - 1]) / counted
-
-
 def _layers_s(layers: int, sample: torch.Tensor, counted: int) -> float:
     """Returns the seconds of the layers and the loss, each run as it is when a model is profiled."""
 
-    def layer() -> None:
+    def passes() -> None:
         values = sample.detach().requires_grad_()
-        torch.autograd.grad(scale(values), [values, scale.weight], sample)
+        torch.autograd.grad(layer(values), [values, layer.weight], sample)
 
     def loss() -> None:
         values = sample.detach().requires_grad_()
         torch.autograd.grad(_loss(values, torch.ones(1)), values)
 
-    scale = _Scale()
-    return layers * _median_s(layer, counted) + _median_s(loss, counted)
+    layer = _Layer()
+    return layers * _median_s(passes, counted) + _median_s(loss, counted)
 
 
 def _median_s(run: Callable[[], None], counted: int) -> float:
@@ -141,13 +148,39 @@ def _median_s(run: Callable[[], None], counted: int) -> float:
     return median(seconds[_WARM_UP:])
 
 
-def _spans_s(timeline: Timeline, kinds: str, part: range) -> list[float]:
-    """Returns, for each rank, the sum over kinds of the median span in some minibatches."""
-    found: dict[tuple[int, str], list[float]] = {}
+def _spans_s(timeline: Timeline, kinds: str, part: range) -> float:
+    """Returns the sum over ranks and kinds of the median span in some minibatches."""
+    found: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for span in timeline.spans:
         if span.kind in kinds and span.index in part:
-            found.setdefault((span.rank, span.kind), []).append(span.end_s - span.start_s)
-    return [sum(median(found[rank, kind]) for kind in kinds) for rank in range(timeline.workers)]
+            found[span.rank, span.kind].append(span.end_s - span.start_s)
+    return sum(map(median, found.values()))
+
+
+def _other_s(timeline: Timeline, part: range, *, together: bool) -> tuple[float, ...]:
+    """Returns `Calibration.other_s`, of the time between the starts of two forwards.
+
+    What a receive takes when it need not wait is the shortest of its spans.
+    """
+    found = []
+    for ranks in [range(timeline.workers)] if together else [[rank] for rank in range(timeline.workers)]:
+        spans = [span for span in timeline.spans if span.rank in ranks]
+        starts = [span.start_s for span in spans if span.kind == "F" and span.index in part and span.rank == ranks[0]]
+        left = [
+            end_s - start_s - sum(_lasting_s(span) for span in spans if start_s <= span.start_s < end_s)
+            for start_s, end_s in pairwise(starts)
+        ]
+        receives: defaultdict[int, list[Span]] = defaultdict(list)
+        for span in spans:
+            if span.kind == "wait" and span.index in part and not together:
+                receives[span.index].append(span)
+        shortest = [min(span.end_s - span.start_s for span in row) for row in zip(*receives.values(), strict=False)]
+        found.append(max(0.0, median(left)) + sum(shortest))
+    return tuple(found)
+
+
+def _lasting_s(span: Span) -> float:
+    return 0.0 if span.kind == "send" else span.end_s - span.start_s
 
 
 def _arrival_s(timeline: Timeline, part: range) -> float:

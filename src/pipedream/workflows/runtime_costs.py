@@ -40,7 +40,7 @@ class MeasuredRuntime:
 
 
 def measure_runtime(device: str = "cpu") -> MeasuredRuntime:
-    """Runs the runtime on layers that do next to nothing: in this process, or over the processes of this group.
+    """Runs the runtime on small layers of known cost: in this process, or over the processes of this group.
 
     It takes some tenths of a second, once for each process. Every rank calls it and gets the same answer. A GPU's
     workers are measured on their CPUs: what keeps a host busy is the same, but its messages' bytes do not.
@@ -61,27 +61,23 @@ def _measured(processes: int) -> MeasuredRuntime:
     program, evaluation = lower(schedule), lower(schedules.evaluation(plan, schedule.placement))
     verify(program)
     verify(evaluation)
-    found = calibrate(program, evaluation)
-    small_bytes, large_bytes = found.message_bytes
-    small_s, large_s = (rest[1:] or rest for rest in found.other_s)  # the first of several workers also reads the data
-    middle = max(0, len(small_s) - 1) * 4
+    small, large = calibrate(program, evaluation)
+    # The first of several workers also reads the data.
+    small_s, large_s = (max(0.0, sum(one.other_s[1:] or one.other_s)) for one in (small, large))
     # An activation and its gradient at each boundary, and the targets from the first to the last stage, at both ends.
-    large_ends = middle + 2 if processes > 1 else 4
-    ends = large_ends + (1 if processes > 1 else 2)
-    message_s = max(0.0, sum(small_s)) / ends
-    per_byte = max(0.0, sum(large_s) - sum(small_s)) / large_ends / (large_bytes - small_bytes)
+    large_ends = 4 if processes == 1 else 4 * (stages - 2) + 2
+    ends = large_ends + (2 if processes == 1 else 1)
+    rise_bytes = large.message_bytes - small.message_bytes
+    message_s = small_s / ends
     costs = RuntimeCosts(
-        op_s=max(0.0, found.passes_s[0] - found.layers_s[0]) / (2 * stages),
+        op_s=max(0.0, small.op_s),
         message_s=message_s,
-        message_s_per_byte=per_byte,
-        update_s=found.updates_s[0] / stages,
-        load_s=max(0.0, found.other_s[0][0] - 3 * message_s) if processes > 1 else 0.0,
+        message_s_per_byte=max(0.0, large_s - small_s) / large_ends / rise_bytes,
+        update_s=small.update_s,
+        load_s=0.0 if processes == 1 else max(0.0, small.other_s[0] - 3 * message_s),
     )
     if processes == 1:
         return MeasuredRuntime(costs, _AT_ONCE_BYTES_PER_S, 0.0)
-    arrivals = [
-        max(0.0, seconds - 2 * float(costs.end_s(size)))
-        for seconds, size in zip(found.arrival_s, found.message_bytes, strict=True)
-    ]
-    rise_s = arrivals[1] - arrivals[0]
-    return MeasuredRuntime(costs, (large_bytes - small_bytes) / rise_s if rise_s > 0 else None, arrivals[0])
+    links_s = [max(0.0, one.arrival_s - 2 * float(costs.end_s(one.message_bytes))) for one in (small, large)]
+    rise_s = links_s[1] - links_s[0]
+    return MeasuredRuntime(costs, rise_bytes / rise_s if rise_s > 0 else None, links_s[0])
