@@ -9,15 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.comm.process_group import gather_texts, world_group
+from pipedream.runtime.data.rng import preserved_rng
 from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.session import Session
 
@@ -73,7 +76,7 @@ def _spin() -> None:
 def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calibration]:
     """Runs a program of one layer for each stage, with small and then with large messages.
 
-    Every rank calls it and gets the same answer. Nothing draws random numbers.
+    Every rank calls it and gets the same answer. The random generators are left as they were.
     """
     count = program.placement.stages
     layers = [_Layer() for _ in range(count)]
@@ -91,9 +94,12 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     failed = True
     try:
         for sample, counted in zip(samples, _COUNTED, strict=True):
-            session.open_feed([(sample, torch.ones(1))] * (_WARM_UP + counted), lambda batch: batch)
-            for _ in session.train():
-                pass
+            pairs: Any = [(sample[0], torch.ones(1))] * (_WARM_UP + counted)
+            loader = DataLoader(pairs, shuffle=True)
+            with preserved_rng(loader):
+                session.open_feed(loader, lambda batch: batch)
+                for _ in session.train():
+                    pass
         timeline = session.timeline(0, 1)
         failed = False
     finally:
