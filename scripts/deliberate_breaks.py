@@ -399,16 +399,30 @@ BREAKS = (
     Break(
         "wire: the header forgets which gradients come back",
         "runtime/comm/message.py",
-        "words += ((code + 1) * 2 + wants, layout, *shape)",
-        "words += ((code + 1) * 2, layout, *shape)",
-        ("runtime/test_message.py",),
+        "return cls(specs, end, message.structure, message.gradients)",
+        "return cls(specs, end, message.structure)",
+        ("runtime/comm/test_message.py",),
     ),
     Break(
         "wire: a transposed tensor arrives in the wrong order of memory",
         "runtime/comm/message.py",
-        "return sum(dimension << 4 * (i + 1) for i, dimension in enumerate(order)) | len(order)",
-        "return sum(i << 4 * (i + 1) for i, dimension in enumerate(order)) | len(order)",
-        ("runtime/test_message.py",),
+        "for dimension in reversed(order):",
+        "for dimension in reversed(range(len(order))):",
+        ("runtime/comm/test_message.py",),
+    ),
+    Break(
+        "wire: receives stay posted between two streams",
+        "runtime/comm/distributed.py",
+        "works = [end.send(filler.whole, end.head_tag) for _ in range(end.depth)]",
+        "works = [end.send(filler.whole, end.head_tag) for _ in range(end.depth - 1)]",
+        ("runtime/comm/test_distributed.py",),
+    ),
+    Break(
+        "wire: a link receives what no header has announced",
+        "runtime/comm/link.py",
+        "receives.append((self._communicator.recv([in_memory_order(tensor)], _SENDER, 0), tensor))",
+        "receives += [(self._communicator.recv([in_memory_order(tensor)], _SENDER, 0), tensor) for _ in range(2)]",
+        ("runtime/comm/test_link.py",),
     ),
     # Data and losses
     Break(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedream.runtime.comm import shared_memory
 from pipedream.runtime.comm.channel import drain
-from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedGroup, DistributedReceiver, DistributedSender
+from pipedream.runtime.comm.connections import connect_groups
+from pipedream.runtime.comm.distributed import DistributedGroup, DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.update.all_reduce import all_reduce_many
 
@@ -27,21 +31,31 @@ def message_of(number: int, size: int) -> Message:
     if number % 2:
         tensors = (numbers.to(torch.int32), None, numbers.reshape(-1, 1).expand(-1, 2), torch.tensor(number > 3))
     content = Content.DATA if size else Content.EMPTY
-    structure = '{"v":1}' if number % 3 == 2 else ""
+    structure = '{"v":1}' if number % 3 == 2 else f'"{"long" * 10_000}"' if number == 4 else ""
     return Message(number, content, tensors if size else (None,) * (number % 3), structure, loss_weight=number / 7)
 
 
-def exchange(depths: list[int]) -> dict[str, list[tuple[int, int, float, str, list[Tensor | None]]]]:
-    """Sends all lists of sizes both ways on channels of each depth; returns what arrived."""
+def exchange(
+    depths: list[int], region_bytes: int | None
+) -> dict[str, list[tuple[int, int, float, str, list[Tensor | None]]]]:
+    """Sends all lists of sizes both ways on channels of each depth; returns what arrived.
+
+    Args:
+        region_bytes: of the memory that both share; None uses gloo alone.
+    """
     group = dist.group.WORLD
-    peer = 1 - dist.get_rank()
+    os.environ["PIPEDREAM_SHARED_MEMORY"] = "1" if region_bytes else "0"
+    shared_memory.REGION_BYTES = region_bytes or 0
+    ways = (0, 1), (1, 0)
+    connections = connect_groups(ways, [[0], [1]], [], torch.device("cpu"))
+    assert set(connections.memory) == (set(ways) if region_bytes else set())
     arrived = {}
     for i, (name, sizes) in enumerate(SIZES.items()):
         for j, depth in enumerate(depths):
             # A channel each way; its number is the same at both ends.
             first = 2 * (i * len(depths) + j)
-            out = ChannelEndpoint(peer, first + dist.get_rank(), depth, group)
-            back = ChannelEndpoint(peer, first + peer, depth, group)
+            ends = [connections.endpoint(way, first + i, depth) for i, way in enumerate(ways)]
+            out, back = ends if dist.get_rank() == 0 else reversed(ends)
             sender, receiver = DistributedSender(out, max_unread=len(sizes)), DistributedReceiver(back)
             for stream in range(2):  # the second begins with what both ends know from the first
                 for number, size in enumerate(sizes):
@@ -59,5 +73,6 @@ def exchange(depths: list[int]) -> dict[str, list[tuple[int, int, float, str, li
             next(adding)
     except StopIteration as end:
         sums = end.value
+    connections.close()
     arrived["sums"] = [(0, 0, 0.0, "", list(sums))]
     return arrived

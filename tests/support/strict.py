@@ -14,6 +14,7 @@ It does what NCCL does, and refuses what would make NCCL wait for ever or return
 from __future__ import annotations
 
 import itertools
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -206,6 +207,7 @@ def installed() -> Iterator[None]:
         mock.patch.object(connections, "leave_group", leave_group),
         mock.patch.object(session, "drain", drained),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
+        mock.patch.dict(os.environ, PIPEDREAM_SHARED_MEMORY="0"),  # headers over gloo, as between machines
     ]
     with ExitStack() as stack:
         for change in changes:

@@ -210,16 +210,14 @@ def _distributed_channels(blueprint: Blueprint, rank: int, connections: Connecti
         if pair in connections.links and channel.carries != "input":  # the targets stay in the memory of the CPU
             linked.setdefault(pair, []).append(number)
             continue
-        end = ChannelEndpoint(sum(pair) - rank, number, channel.depth, everyone, blueprint.device)
+        end = connections.endpoint(pair, number, channel.depth, blueprint.device)
         if rank == channel.sender:
             ends.senders[number] = DistributedSender(end, max_unread[number])
         else:
             ends.receivers[number] = DistributedReceiver(end)
     for pair, numbers in linked.items():
         depth, communicator = sum(program.channels[n].depth for n in numbers), connections.links[pair]
-        end = ChannelEndpoint(
-            sum(pair) - rank, numbers[0], depth, everyone, blueprint.device, apart=blueprint.device.type
-        )
+        end = connections.endpoint(pair, numbers[0], depth, blueprint.device, apart=blueprint.device.type)
         if rank == pair[0]:
             # Of more messages than all channels may have unread, one channel has too many; the receiver has read its
             # oldest, and with it all that were sent before.

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from pipedream.core.errors import WorkerError
+from pipedream.runtime.comm.distributed import ChannelEndpoint
 from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, world_group
+from pipedream.runtime.comm.shared_memory import Listener, MemoryPair, SharedMemoryEndpoint
 
 __all__ = ["CONNECT_TIMEOUT_S", "Connections", "connect_groups"]
 
@@ -37,6 +39,7 @@ class Connections:
         everyone: gloo group of all ranks: messages, sums of small numbers.
         stages: each stage's replicas; None for one.
         holders: for each tied weight; None if this rank has none.
+        memory: (sender, receiver) -> memory that both share, where this rank is one and both are on one machine.
         links: (sender, receiver) -> NCCL group of the two, for tensors on GPUs. Empty on CPUs, and where NCCL cannot
             be used; tensors then travel through the memory of the CPU.
     """
@@ -44,13 +47,25 @@ class Connections:
     everyone: dist.ProcessGroup
     stages: tuple[dist.ProcessGroup | None, ...]
     holders: tuple[dist.ProcessGroup | None, ...]
+    memory: Mapping[tuple[int, int], MemoryPair]
     links: Mapping[tuple[int, int], dist.ProcessGroup]
+
+    def endpoint(
+        self, pair: tuple[int, int], number: int, depth: int, device: torch.device | None = None, apart: str = ""
+    ) -> ChannelEndpoint:
+        """Returns this rank's end of a channel; its ranks make their channels in one order."""
+        peer, memory = sum(pair) - dist.get_rank(), self.memory.get(pair)
+        if memory is None:
+            return ChannelEndpoint(peer, number, depth, self.everyone, device, apart)
+        return SharedMemoryEndpoint(memory, peer, number, depth, self.everyone, device, apart)
 
     def close(self) -> None:
         """Destroys the groups that were made here; every rank calls it."""
         for group in (*self.stages, *self.holders, *self.links.values()):
             if group is not None:
                 leave_group(group)
+        for memory in self.memory.values():
+            memory.close()
 
 
 def connect_groups(
@@ -62,7 +77,7 @@ def connect_groups(
     """Makes the groups and uses each once; every rank calls it with the same ranks.
 
     Args:
-        pairs: (sender, receiver) of messages that may hold tensors on GPUs.
+        pairs: (sender, receiver) of activations, gradients and the like.
 
     Raises:
         WorkerError: ranks do not connect in time.
@@ -70,13 +85,14 @@ def connect_groups(
     everyone = world_group()
     assert everyone is not None
     rank = dist.get_rank()
-    texts = gather_texts(
-        json.dumps([machine_address(), _card(device)]), everyone
-    )  # also waits until all ranks are here
-    addresses, cards = zip(*map(json.loads, texts), strict=True)
+    listener = Listener()
+    mine = json.dumps([machine_address(), _card(device), listener.name])
+    addresses, cards, names = zip(*map(json.loads, gather_texts(mine, everyone)), strict=True)  # waits for all ranks
     connecting = _Connecting(rank, addresses, device)
+    memory: dict[tuple[int, int], MemoryPair] = {}
     for pair in pairs:
-        connecting.run(pair, partial(_exchange, everyone, pair, pair, torch.device("cpu")))
+        connecting.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
+    listener.close()
     uses_nccl = _has_nccl(device, cards)
     on = device if uses_nccl else torch.device("cpu")
 
@@ -93,6 +109,7 @@ def connect_groups(
         everyone,
         tuple(sums(row) if len(row) > 1 else None for row in stages),
         tuple(sums(ranks) for ranks in holders),
+        memory,
         {pair: group for pair, group in found.items() if group is not None},
     )
 
@@ -157,6 +174,27 @@ class _Connecting:
                 "let the machines reach each other on all ports, and name the interface that joins them on each of "
                 "them (GLOO_SOCKET_IFNAME, on GPUs also NCCL_SOCKET_IFNAME)",
             ) from (failures[0] if failures else None)
+
+
+def _share_memory(
+    everyone: dist.ProcessGroup,
+    pair: tuple[int, int],
+    listener: Listener,
+    name: str,
+    memory: dict[tuple[int, int], MemoryPair],
+) -> None:
+    """The receiver tries to reach the sender within their machine, and answers it by gloo, which connects them too."""
+    sender, receiver = pair
+    key, answer = f"{sender}-{receiver}", torch.zeros(1, dtype=torch.uint8)
+    if dist.get_rank() == receiver:
+        found = listener.connect(name, key)
+        answer += found is not None
+        everyone.send([answer], sender, 0).wait()
+    else:
+        everyone.recv([answer], receiver, 0).wait()
+        found = listener.accept(key) if answer else None
+    if found is not None:
+        memory[pair] = MemoryPair(found, sends=dist.get_rank() == sender)
 
 
 def _exchange(group: dist.ProcessGroup, pair: tuple[int, int], places: tuple[int, int], device: torch.device) -> None:

@@ -24,7 +24,15 @@ import torch
 import torch.distributed as dist
 
 from pipedream.runtime.comm.channel import Group, Pending, Receiver, Sender
-from pipedream.runtime.comm.message import Header, KnownLayouts, Layout, Message, TensorSpec, in_memory_order, write
+from pipedream.runtime.comm.message import (
+    Header,
+    KnownLayouts,
+    Message,
+    MessageLayout,
+    TensorSpec,
+    in_memory_order,
+    write,
+)
 
 __all__ = ["SHORT_BYTES", "ChannelEndpoint", "DistributedGroup", "DistributedReceiver", "DistributedSender"]
 
@@ -105,7 +113,7 @@ class _Buffer:
         self.whole = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned)]
         self.bytes: Any = self.whole[0].numpy().data
         self._cut = self.whole
-        self._layout: Layout | None = None
+        self._layout: MessageLayout | None = None
         self._begin = 0
         self._tensors: list[torch.Tensor | None] = []
 
@@ -115,7 +123,7 @@ class _Buffer:
             self._cut = [self.whole[0][:size]]
         return self._cut
 
-    def tensors(self, layout: Layout, begin: int) -> list[torch.Tensor | None]:
+    def tensors(self, layout: MessageLayout, begin: int) -> list[torch.Tensor | None]:
         """Returns the tensors of a payload from byte `begin` on."""
         if self._layout is not layout or self._begin != begin:
             self._layout, self._begin = layout, begin
@@ -140,7 +148,7 @@ class DistributedSender(Sender):
     def send(self, message: Message) -> None:
         self.send_on(message, 0)
 
-    def send_on(self, message: Message, channel: int) -> Layout:
+    def send_on(self, message: Message, channel: int) -> MessageLayout:
         """Sends a message, with a number that is received with it."""
         if not self._streaming:
             self._streaming = True
@@ -169,7 +177,7 @@ class DistributedSender(Sender):
             self._wait_for_oldest()
         return layout
 
-    def _send_payload(self, message: Message, layout: Layout) -> list[dist.Work]:
+    def _send_payload(self, message: Message, layout: MessageLayout) -> list[dist.Work]:
         end, size = self._endpoint, layout.payload_bytes
         shared = [t for t, spec in zip(message.tensors, layout.specs, strict=True) if spec and spec.begin is not None]
         if len(shared) == 1 and shared[0] is not None and shared[0].is_cpu:
@@ -186,7 +194,7 @@ class DistributedSender(Sender):
             works.append(end.send([payload[posted:]], end.rest_tag))
         return works  # each keeps its tensor
 
-    def _wait_for_copies(self, layout: Layout) -> None:
+    def _wait_for_copies(self, layout: MessageLayout) -> None:
         if layout.staged:
             torch.cuda.current_stream().record_event().synchronize()
 
@@ -212,7 +220,7 @@ class DistributedSender(Sender):
         filler = _Buffer(header.head_bytes, pinned=False)
         header.write(filler.bytes, (), b"")
         works = [end.send(filler.whole, end.head_tag) for _ in range(end.depth)]
-        works += [end.send(filler.whole, end.payload_tag) for size in self._posted.sizes if size]
+        works += [end.send([filler.whole[0][:1]], end.payload_tag) for size in self._posted.sizes if size]
         self._out.append((works, None))
 
     def drain(self) -> None:
@@ -229,7 +237,7 @@ class DistributedReceiver(Receiver, Pending[Message]):
 
     def __init__(self, endpoint: ChannelEndpoint) -> None:
         self._endpoint = endpoint
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, MessageLayout] = {}
         self._heads: deque[tuple[dist.Work, _Buffer]] = deque()
         self._free: list[_Buffer] = []
         self._posted = _Posted(endpoint.depth)
@@ -244,7 +252,7 @@ class DistributedReceiver(Receiver, Pending[Message]):
     def result(self) -> Message:
         return self.take()[0]
 
-    def take(self) -> tuple[Message, Layout, int]:
+    def take(self) -> tuple[Message, MessageLayout, int]:
         """Returns the next message, its layout, and the number that was sent with it."""
         if not self._heads:
             self._begin()
@@ -257,7 +265,7 @@ class DistributedReceiver(Receiver, Pending[Message]):
         if begin > SHORT_BYTES:
             head = self._with_rest(buffer.whole[0], begin).numpy().data
         if header.description_bytes:
-            self._layouts[header.layout] = Layout.from_json(header.description_in(head))
+            self._layouts[header.layout] = MessageLayout.from_json(header.description_in(head))
         layout, numbers = self._layouts[header.layout], header.numbers_in(head)
         if begin + layout.payload_bytes > SHORT_BYTES:
             tensors = layout.tensors_in(self._payload(layout.payload_bytes))

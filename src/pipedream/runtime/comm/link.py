@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedReceiver, DistributedSender
-from pipedream.runtime.comm.message import Layout, Message, in_memory_order
+from pipedream.runtime.comm.message import Message, MessageLayout, in_memory_order
 
 __all__ = ["LinkReceiver", "LinkSender", "ReceivingLink", "SendingLink"]
 
@@ -86,7 +86,7 @@ class ReceivingLink:
                 tensor.record_stream(torch.cuda.current_stream(self._device))
         return message
 
-    def _started(self, message: Message, layout: Layout) -> tuple[Message, list[tuple[dist.Work, torch.Tensor]]]:
+    def _started(self, message: Message, layout: MessageLayout) -> tuple[Message, list[tuple[dist.Work, torch.Tensor]]]:
         receives = []
         tensors = list(message.tensors)
         with self._on_own_stream():

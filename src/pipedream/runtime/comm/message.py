@@ -24,8 +24,8 @@ __all__ = [
     "Ending",
     "Header",
     "KnownLayouts",
-    "Layout",
     "Message",
+    "MessageLayout",
     "TensorSpec",
     "aligned",
     "copy_as_received",
@@ -141,7 +141,7 @@ class TensorSpec(NamedTuple):
     begin: int | None
 
 
-class Layout:
+class MessageLayout:
     """What a message holds besides its numbers.
 
     Attributes:
@@ -165,7 +165,7 @@ class Layout:
         self.sent_bytes = sum(_bytes_of(spec) for spec in self.specs if spec is not None)
 
     @classmethod
-    def of(cls, message: Message, apart: str = "") -> Layout:
+    def of(cls, message: Message, apart: str = "") -> MessageLayout:
         """Returns a message's layout.
 
         Args:
@@ -194,7 +194,7 @@ class Layout:
         return json.dumps([specs, self.payload_bytes, self.structure, self.wants]).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> Layout:
+    def from_json(cls, text: bytes) -> MessageLayout:
         nodes, *others = json.loads(text)
         specs = [None if n is None else TensorSpec(_DTYPES[n[0]], tuple(n[1]), tuple(n[2]), n[3], n[4]) for n in nodes]
         return cls(specs, *others)
@@ -228,10 +228,10 @@ class KnownLayouts:
     def __init__(self, apart: str = "", most: int = 1024) -> None:
         self._apart = apart
         self._most = most
-        self._found: dict[Any, tuple[int, Layout]] = {}
+        self._found: dict[Any, tuple[int, MessageLayout]] = {}
         self._count = 0
 
-    def find(self, message: Message) -> tuple[int, Layout, bytes]:
+    def find(self, message: Message) -> tuple[int, MessageLayout, bytes]:
         """Returns number and layout of a message, and its description if it is new."""
         try:
             key = (
@@ -240,12 +240,12 @@ class KnownLayouts:
                 tuple([None if t is None else (t.dtype, t.shape, t.stride(), t.is_cpu) for t in message.tensors]),
             )
         except RuntimeError:  # a sparse tensor has no strides
-            Layout.of(message)
+            MessageLayout.of(message)
             raise
         known = self._found.get(key)
         if known is not None:
             return *known, b""
-        layout = Layout.of(message, self._apart)
+        layout = MessageLayout.of(message, self._apart)
         number = self._count % self._most
         if self._count >= self._most:
             del self._found[next(iter(self._found))]
@@ -315,7 +315,9 @@ class Header(NamedTuple):
         begin = HEADER_BYTES + 8 * self.numbers
         return bytes(head[begin : begin + self.description_bytes])
 
-    def message(self, layout: Layout, tensors: tuple[torch.Tensor | None, ...], numbers: tuple[float, ...]) -> Message:
+    def message(
+        self, layout: MessageLayout, tensors: tuple[torch.Tensor | None, ...], numbers: tuple[float, ...]
+    ) -> Message:
         return Message(
             self.microbatch, Content(self.content), tensors, layout.structure, layout.wants, self.minibatch, self.epoch,
             self.samples, self.version, self.flags, self.loss_weight, self.share, numbers,
@@ -357,6 +359,7 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def aligned(size: int) -> int:
+    """Returns the next place where a tensor of any dtype may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.runtime.comm.message import Layout, Message, write
+from pipedream.runtime.comm.message import Message, MessageLayout, write
 from pipedream.runtime.stage.recompute import ForwardFunction, without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
@@ -41,7 +41,9 @@ class WeightPacket:
                         slots.setdefault(id(tensor), []).append((held, name))
         self._slots = list(slots.values())
         sent = [_like(handle, low_precision.get(name)) for name, handle in module.handles.items()]
-        self._layout = Layout.of(Message(0, tensors=(*sent, *(_like(held[0][0][held[0][1]]) for held in self._slots))))
+        self._layout = MessageLayout.of(
+            Message(0, tensors=(*sent, *(_like(held[0][0][held[0][1]]) for held in self._slots)))
+        )
 
     def pack(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tensors = [leaves[name] for name in self._names] + [s[0][0][s[0][1]] for s in self._slots]

@@ -14,8 +14,8 @@ from pipedream.runtime.comm.message import (
     Content,
     Header,
     KnownLayouts,
-    Layout,
     Message,
+    MessageLayout,
     copy_as_received,
     dimension_order,
     in_memory_order,
@@ -59,7 +59,7 @@ MESSAGES = st.builds(
 )
 
 
-def through_bytes(message: Message, known: KnownLayouts, layouts: dict[int, Layout]) -> Message:
+def through_bytes(message: Message, known: KnownLayouts, layouts: dict[int, MessageLayout]) -> Message:
     """Writes a message and reads it again, as a channel's ends do."""
     number, layout, description = known.find(message)
     header = Header.of(message, number, 7, len(description))
@@ -72,7 +72,7 @@ def through_bytes(message: Message, known: KnownLayouts, layouts: dict[int, Layo
     header = Header.read(head)
     assert header.channel == 7
     if header.description_bytes:
-        layouts[header.layout] = Layout.from_json(header.description_in(head))
+        layouts[header.layout] = MessageLayout.from_json(header.description_in(head))
     there = layouts[header.layout]
     assert there.payload_bytes == layout.payload_bytes
     assert header.head_bytes == begin
@@ -100,7 +100,7 @@ def test_a_message_arrives_as_it_was(message: Message, wanted: list[bool]) -> No
 
 @given(tensor=tensors())
 def test_a_tensor_sent_alone_is_in_the_order_of_its_layout(tensor: torch.Tensor) -> None:
-    layout = Layout.of(Message(0, tensors=(tensor,)))
+    layout = MessageLayout.of(Message(0, tensors=(tensor,)))
     (found,) = layout.tensors_in(in_memory_order(tensor).view(torch.uint8).clone())
     assert found is not None
     assert torch.equal(found, tensor)
