@@ -1,6 +1,6 @@
 """In one process: this library against the plain loop, in slices of a few minibatches that take turns.
 
-Prints one JSON object: (plain, ours) seconds per minibatch of each slice.
+Prints one JSON object: (plain, by hand, ours) seconds per minibatch of each slice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def main(asked: dict[str, Any]) -> None:
     rows, width = (8, 8) if asked["model"] == "tiny" else asked["model"][:2]
     batch = torch.randn(rows, width), torch.zeros(rows, width)
     plan = pd.Plan.uniform(asked["stages"])
-    plain = _plain(made(), batch)
+    plain, by_hand = _plain(made(), batch), _by_hand(made(), batch)
     with pd.Pipeline(
         made(),
         plan,
@@ -45,13 +45,14 @@ def main(asked: dict[str, Any]) -> None:
         optimizer=optimizer,
         sample=batch[0],
     ) as pipeline:
-        # An endless stream, which rests while the plain loop runs.
-        ours = pipeline.train(repeat(batch))
         profiler = cProfile.Profile(time.thread_time)
         count, found = asked["slice"], []
+        # One stream, which rests while the others run.
+        ours = pipeline.train([batch] * (asked["slices"] + 2) * count)
+        streams = plain, by_hand, ours
         for number in range(asked["slices"] + 1):
             seconds = []
-            for stream in (plain, ours):
+            for stream in streams:
                 if asked["profile"] and stream is ours and number:
                     profiler.enable()
                 start = time.perf_counter()
@@ -84,6 +85,28 @@ def _plain(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Iterator[float]:
         loss = functional.mse_loss(model(inputs), targets)
         loss.backward()
         update.step()
+        yield loss.item()
+
+
+def _by_hand(model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> Iterator[float]:
+    """Each layer with a graph and an optimizer of its own, as separate stages have them."""
+    layers = list(model)
+    updates = [optimizer(layer.parameters()) for layer in layers]
+    inputs, targets = batch
+    while True:
+        kept, x = [], inputs
+        for update, layer in zip(updates, layers, strict=True):
+            update.zero_grad()
+            x = x.detach().requires_grad_(layer is not layers[0])
+            kept.append(x)
+            x = layer(x)
+            kept.append(x)
+        loss = functional.mse_loss(x, targets)
+        loss.backward()
+        updates[-1].step()
+        for number in reversed(range(len(layers) - 1)):
+            kept[2 * number + 1].backward(kept[2 * number + 2].grad)
+            updates[number].step()
         yield loss.item()
 
 
