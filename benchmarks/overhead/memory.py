@@ -39,8 +39,10 @@ def main(asked: dict[str, Any]) -> None:
     shape = Shape(**asked["shape"])
     run = _torch if asked["variant"] == "torch" else partial(_ours, schedule=asked["variant"])
     rows = []
+    stream = run(shape, asked["parts"])
+    next(stream)
     before = _look()["VmRSS"]
-    for _ in run(shape, asked["parts"]):
+    for _ in stream:
         highest = _status()["VmHWM"]
         now = _look()
         rows.append({"rise_bytes": highest - before, "resident_bytes": now["VmRSS"], "objects": len(gc.get_objects())})
@@ -67,6 +69,7 @@ def _status() -> dict[str, int]:
 
 
 def _ours(shape: Shape, parts: list[int], *, schedule: str) -> Iterator[None]:
+    """Yields before the first minibatch, and after each part."""
     plan = pd.Plan.uniform(shape.stages, transfer_s=1e-4)
     microbatches = 1 if schedule == "pipedream" else shape.microbatches
     batch = shape.batch(microbatches)
@@ -77,8 +80,9 @@ def _ours(shape: Shape, parts: list[int], *, schedule: str) -> Iterator[None]:
         microbatches=microbatches,
         loss=loss,
         optimizer=optimizer,
-        sample=batch[0],
+        sample=batch[0][:1],
     ) as pipeline:
+        yield
         for minibatches in parts:
             for _ in pipeline.train([batch] * minibatches):
                 pass
@@ -91,6 +95,7 @@ def _torch(shape: Shape, parts: list[int]) -> Iterator[None]:
     schedule = Schedule1F1B(PipelineStage(layer, rank, shape.stages, torch.device("cpu")), shape.microbatches, loss)
     update = optimizer(layer.parameters())
     inputs, targets = shape.batch(shape.microbatches)
+    yield
     for minibatches in parts:
         for _ in range(minibatches):
             update.zero_grad()
