@@ -9,7 +9,7 @@ import pytest
 from commands import Started
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "overhead" / "run.py"
-ROWS = {"waiting": (5, "ours"), "compute": (7, "of torch's"), "process": (3, "ours of plain"), "memory": (6, "objects")}
+ROWS = {"waiting": (5, "ours"), "compute": (7, "of torch's"), "process": (3, "in CPU time"), "memory": (6, "objects")}
 """Section -> rows of its table, and the heading of the last column."""
 
 
