@@ -183,14 +183,15 @@ def _compute(options: argparse.Namespace) -> Iterator[str]:
     found = _measured(shape, names, options, pinned=True, segment=8 if options.quick else 400)
     alone = statistics.median(_period_s(ranks) for ranks in found["stages alone"])
     yield f"### Stages that compute ({_ms(alone)} ms per microbatch), p = 2, m = 8\n"
-    yield "| variant | ms per step | bound, of torch's | of torch's |"
-    yield "| --- | ---: | ---: | ---: |"
+    yield "| variant | CPU of a rank, ms per step | ms per step | bound, of torch's | of torch's |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
     for name, rounds in found.items():
         steps = [_period_s(ranks) * shape.microbatches for ranks in rounds]
         # Round by round: what disturbs the machine for seconds disturbs both.
         ratios = [_period_s(mine) / _period_s(theirs) for mine, theirs in zip(rounds, found[TORCH], strict=True)]
         bound = "0.85" if name in (OURS, DEEP) else ""
-        yield f"| {name} | {_quartiles(steps, _ms)} | {bound} | {_quartiles(ratios, '{:.2f}'.format)} |"
+        cpu = _quartiles([max(rank.cpu_s for rank in ranks) * shape.microbatches for ranks in rounds], _ms)
+        yield f"| {name} | {cpu} | {_quartiles(steps, _ms)} | {bound} | {_quartiles(ratios, '{:.2f}'.format)} |"
     yield ""
 
 
