@@ -81,7 +81,8 @@ class Mailbox:
         if stays is None:
             stays = self._stays[route] = self._placement.ends(carries, target, target, index)[1] == self._rank
         if stays:
-            self._inbox[carries, target, index] = message.copy_as_received()
+            # What an op has made is copied, as over a network: the receiving stage may write into it.
+            self._inbox[carries, target, index] = message if carries == "input" else message.copy_as_received()
         else:
             self._outbox[carries, target, index] = message
 

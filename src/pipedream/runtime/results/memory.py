@@ -15,8 +15,8 @@ from torch import nn
 __all__ = ["MemoryMeter", "Peak", "tensor_bytes"]
 
 _FIRST_OPS = 32  # whose peak does not count if there are more: modules are imported, kernels set up
-_SAMPLED_OPS = 512
-_LATER = 16  # only each such op is sampled after these
+_SAMPLED_OPS = 128
+_LATER = 256  # only each such op is sampled after these: reading a large heap takes time
 
 
 class Peak(NamedTuple):
