@@ -90,9 +90,11 @@ def connect_groups(
     addresses, cards, names = zip(*map(json.loads, gather_texts(mine, everyone)), strict=True)  # waits for all ranks
     connecting = _Connecting(rank, addresses, device)
     memory: dict[tuple[int, int], MemoryPair] = {}
-    for pair in pairs:
-        connecting.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
-    listener.close()
+    try:
+        for pair in pairs:
+            connecting.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
+    finally:
+        listener.close()
     uses_nccl = _has_nccl(device, cards)
     on = device if uses_nccl else torch.device("cpu")
 
