@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice, takewhile
 
 import pytest
 from drawn import STRAIGHT, laid_out
@@ -48,6 +48,21 @@ def test_ops_are_those_of_the_schedule(schedule: Schedule, minibatches: int) -> 
     total = minibatches * schedule.microbatches
     for rank in range(schedule.placement.workers):
         assert ops_of(program, rank, total) == list(schedule.ops(rank, total))
+
+
+@given(schedules(), st.integers(1, 12), st.data())
+def test_a_rank_that_learns_the_total_on_the_way_goes_on_from_there(
+    schedule: Schedule, minibatches: int, data: st.DataObject
+) -> None:
+    """It may have executed any instructions that exist, and one more op, by which it found the end."""
+    program = lower(schedule)
+    total = minibatches * schedule.microbatches
+    exists = program.exists(total)
+    for rank in range(schedule.placement.workers):
+        known = sum(1 for _ in takewhile(exists, islice(program.stream(rank), 2000)))
+        executed = data.draw(st.integers(0, known + 1))
+        first = [i for i in islice(program.stream(rank), executed) if exists(i)]
+        assert [*first, *program.instructions(rank, total, executed)] == list(program.instructions(rank, total))
 
 
 @given(schedules())
