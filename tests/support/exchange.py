@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.runtime.comm import shared_memory
 from pipedream.runtime.comm.channel import drain
 from pipedream.runtime.comm.connections import connect_groups
-from pipedream.runtime.comm.distributed import DistributedGroup, DistributedReceiver, DistributedSender
+from pipedream.runtime.comm.distributed import DistributedGroup
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.update.all_reduce import all_reduce_many
 
@@ -36,27 +36,30 @@ def message_of(number: int, size: int) -> Message:
 
 
 def exchange(
-    depths: list[int], region_bytes: int | None
+    depths: list[int], shares_memory: bool
 ) -> dict[str, list[tuple[int, int, float, str, list[Tensor | None]]]]:
     """Sends all lists of sizes both ways on channels of each depth; returns what arrived.
 
     Args:
-        region_bytes: of the memory that both share; None uses gloo alone.
+        shares_memory: or uses gloo.
     """
     group = dist.group.WORLD
-    os.environ["PIPEDREAM_SHARED_MEMORY"] = "1" if region_bytes else "0"
-    shared_memory.REGION_BYTES = region_bytes or 0
+    os.environ["PIPEDREAM_SHARED_MEMORY"] = "1" if shares_memory else "0"
     ways = (0, 1), (1, 0)
     connections = connect_groups(ways, [[0], [1]], [], torch.device("cpu"))
-    assert set(connections.memory) == (set(ways) if region_bytes else set())
+    assert set(connections.memory) == (set(ways) if shares_memory else set())
     arrived = {}
     for i, (name, sizes) in enumerate(SIZES.items()):
         for j, depth in enumerate(depths):
             # A channel each way; its number is the same at both ends.
             first = 2 * (i * len(depths) + j)
-            ends = [connections.endpoint(way, first + i, depth) for i, way in enumerate(ways)]
-            out, back = ends if dist.get_rank() == 0 else reversed(ends)
-            sender, receiver = DistributedSender(out, max_unread=len(sizes)), DistributedReceiver(back)
+            rank, cpu = dist.get_rank(), torch.device("cpu")
+            how = depth, len(sizes), cpu
+            made: dict[int, Any] = {}
+            for i in ways[0]:  # in one order at both
+                end = connections.sender if i == rank else connections.receiver
+                made[i] = end(1 - rank, first + i, *how)
+            sender, receiver = made[rank], made[1 - rank]
             for stream in range(2):  # the second begins with what both ends know from the first
                 for number, size in enumerate(sizes):
                     sender.send(message_of(number, size))

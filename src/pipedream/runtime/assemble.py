@@ -210,21 +210,23 @@ def _distributed_channels(blueprint: Blueprint, rank: int, connections: Connecti
         if pair in connections.links and channel.carries != "input":  # the targets stay in the memory of the CPU
             linked.setdefault(pair, []).append(number)
             continue
-        end = connections.endpoint(pair, number, channel.depth, blueprint.device)
+        how = number, channel.depth, max_unread[number], blueprint.device
         if rank == channel.sender:
-            ends.senders[number] = DistributedSender(end, max_unread[number])
+            ends.senders[number] = connections.sender(channel.receiver, *how)
         else:
-            ends.receivers[number] = DistributedReceiver(end)
+            ends.receivers[number] = connections.receiver(channel.sender, *how)
     for pair, numbers in linked.items():
         depth, communicator = sum(program.channels[n].depth for n in numbers), connections.links[pair]
-        end = connections.endpoint(pair, numbers[0], depth, blueprint.device, apart=blueprint.device.type)
+        # Of more messages than all channels may have unread, one channel has too many; the receiver has read its
+        # oldest, and with it all that were sent before.
+        most = sum(max_unread[n] for n in numbers)
+        how = numbers[0], depth, most, blueprint.device
         if rank == pair[0]:
-            # Of more messages than all channels may have unread, one channel has too many; the receiver has read its
-            # oldest, and with it all that were sent before.
-            sending = SendingLink(end, communicator, sum(max_unread[n] for n in numbers))
+            sending = SendingLink(connections.sender(pair[1], *how, apart=blueprint.device.type), communicator)
             ends.senders.update({n: LinkSender(sending, n) for n in numbers})
         else:
-            receiving = ReceivingLink(end, communicator)
+            headers = connections.receiver(pair[0], *how, apart=blueprint.device.type)
+            receiving = ReceivingLink(headers, communicator, blueprint.device)
             ends.receivers.update({n: LinkReceiver(receiving, n) for n in numbers})
     for owner in placement.ranks[-1]:
         for other in range(placement.workers):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.runtime.comm.channel import drain
-from pipedream.runtime.comm.distributed import ChannelEndpoint
+from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
 from pipedream.runtime.comm.message import Message
 
@@ -28,7 +28,10 @@ def ends(number: int, device: str = "cpu", **options: Any) -> tuple[SendingLink,
     for pair in ((0, 1), (1, 0)):
         communicator: Any = strict.StrictCommunicator(pair, torch.device(device), 2 * number + pair[0], **options)
         end = ChannelEndpoint(1 - rank, 2 * number + pair[0], 4, dist.group.WORLD, torch.device(device), apart=device)
-        found.append(SendingLink(end, communicator, 2 * COUNT) if rank == pair[0] else ReceivingLink(end, communicator))
+        if rank == pair[0]:
+            found.append(SendingLink(DistributedSender(end, 2 * COUNT), communicator))
+        else:
+            found.append(ReceivingLink(DistributedReceiver(end), communicator, torch.device(device)))
     return (found[0], found[1]) if rank == 0 else (found[1], found[0])
 
 

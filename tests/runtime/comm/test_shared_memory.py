@@ -7,67 +7,114 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from exchange import message_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.runtime.comm.shared_memory import Listener, MemoryPair, SharedMemoryEndpoint, _Blocks
+from pipedream.runtime.comm.channel import drain
+from pipedream.runtime.comm.message import Content, Message
+from pipedream.runtime.comm.shared_memory import Listener, MemoryPair, SharedMemoryReceiver, SharedMemorySender
 
-Ends = tuple[MemoryPair, SharedMemoryEndpoint, MemoryPair, SharedMemoryEndpoint]
+Ends = tuple[SharedMemorySender, SharedMemoryReceiver]
+
+
+def ends_of(max_unread: int) -> tuple[tuple[MemoryPair, MemoryPair], Ends]:
+    """Returns both ends, of rank 0 that sends and of rank 1."""
+    here, there = (MemoryPair(end, sends) for end, sends in zip(socket.socketpair(), (True, False), strict=True))
+    sender = SharedMemorySender(here.open(), 1, max_unread)
+    return (here, there), (sender, SharedMemoryReceiver(there.open(), 0))
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """The pair and the endpoint of rank 0, which sends, and of rank 1."""
-    here, there = (MemoryPair(end, sends) for end, sends in zip(socket.socketpair(), (True, False), strict=True))
-    sending, receiving = (SharedMemoryEndpoint(pair, peer, 0, 2, None) for pair, peer in ((here, 1), (there, 0)))  # type: ignore[arg-type]
-    yield here, sending, there, receiving
-    here.close()
-    there.close()
+    pairs, both = ends_of(3)
+    yield both
+    for pair in pairs:
+        pair.close()
 
 
-def test_messages_arrive_in_order_in_blocks_that_are_used_again(ends: Ends) -> None:
-    _, sending, _, receiving = ends
-    for number in range(50):
-        sizes = (number * 100, 0, 5000)
-        works = [sending.send([torch.full((size,), number, dtype=torch.uint8)], 0) for size in sizes]
-        assert all(work.wait() for work in works)
-        for size in sizes:
-            found = torch.full((6000,), 255, dtype=torch.uint8)
-            receiving.receive([found], 0).wait()
-            assert found[:size].eq(number).all()
-            assert found[size:].eq(255).all(), "a message may be shorter than its receive"
-    assert sending._blocks._end <= 5 * 8192, "blocks that were read are used again"
+def check(number: int, size: int, found: Message) -> None:
+    sent = message_of(number, size)
+    assert (found.microbatch, found.content, found.loss_weight) == (number, sent.content, sent.loss_weight)
+    assert found.structure == sent.structure
+    for here, there in zip(sent.tensors, found.tensors, strict=True):
+        assert (here is None) == (there is None)
+        assert here is None or there is None or (here.dtype == there.dtype and torch.equal(here, there))
 
 
-def test_the_end_of_a_process_ends_the_wait_for_it(ends: Ends) -> None:
-    here, sending, there, receiving = ends
-    word = [torch.ones(4, dtype=torch.uint8)]
-    sending.send(word, 0)
-    here.close()
-    receiving.receive(word, 0).wait()  # what it had sent is there
-    with pytest.raises(RuntimeError, match="Connection closed by rank 0"):
-        receiving.receive(word, 0).wait()
-    there.close()
+@given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 9), st.sampled_from((0, 1, 7, 600, 5000))), max_size=30))
+def test_messages_of_any_size_arrive_whole_and_in_order(max_unread: int, turns: list[tuple[int, int]]) -> None:
+    """In each turn the receiver reads all but some, and one message is sent; memory grows while some are unread."""
+    pairs, (sender, receiver) = ends_of(max_unread)
+    unread: list[tuple[int, int]] = []
+    for number, (left, size) in enumerate(turns):
+        while len(unread) > min(left, max_unread):
+            check(*unread.pop(0), receiver.receive().result())
+        sender.send(message_of(number, size))
+        unread.append((number, size))
+    for one in unread:
+        check(*one, receiver.receive().result())
+    drain([sender, receiver])
+    for pair in pairs:
+        pair.close()
 
 
-def test_a_message_to_a_process_that_ended_is_refused(ends: Ends) -> None:
-    _, sending, there, _ = ends
+def test_a_received_tensor_belongs_to_the_receiver(ends: Ends) -> None:
+    sender, receiver = ends
+    for value in range(3):
+        sender.send(Message(value, tensors=(torch.full((4,), float(value)),)))
+    first = receiver.receive().result().tensors[0]
+    assert first is not None
+    first += 10.0
+    sender.send(Message(3, tensors=(torch.full((4,), 3.0),)))
+    assert [receiver.receive().result().tensors[0].tolist()[0] for _ in range(3)] == [1.0, 2.0, 3.0]  # type: ignore[union-attr]
+    assert first.tolist() == [10.0] * 4
+
+
+def test_memory_is_used_again(ends: Ends) -> None:
+    sender, receiver = ends
+    for number in range(20):
+        sender.send(message_of(number, 500))
+        memory = sender._slots
+        check(number, 500, receiver.receive().result())
+        assert sender._slots is memory
+    assert memory is not None
+    assert memory.slot_bytes == 3 << 12
+
+
+def test_dense_tensors_keep_their_order_of_dimensions(ends: Ends) -> None:
+    sender, receiver = ends
+    sent = torch.randn(3, 4, 5).permute(2, 0, 1)
+    sender.send(Message(0, tensors=(sent,)))
+    found = receiver.receive().result().tensors[0]
+    assert found is not None
+    assert found.stride() == sent.stride()
+    assert torch.equal(found, sent)
+
+
+def test_the_end_of_the_receiver_is_an_error() -> None:
+    (here, there), (sender, _) = ends_of(3)
+    sender.send(message_of(0, 10))
     there.close()
     with pytest.raises(RuntimeError, match="Connection closed by rank 1"):
-        sending.send([torch.ones(4, dtype=torch.uint8)], 0)
+        sender.send(message_of(1, 10))
+    here.close()
 
 
-@given(st.lists(st.integers(0, 40_000) | st.none(), max_size=60))
-def test_blocks_do_not_overlap(steps: list[int | None]) -> None:
-    blocks, out = _Blocks(1 << 17), []
-    for size in steps:
-        if size is None and out:
-            blocks.free(1)
-            out.pop(0)
-        elif size is not None and (place := blocks.take(size)) is not None:
-            assert 0 <= place <= place + size <= 1 << 17
-            assert all(place + size <= begin or end <= place for begin, end in out)
-            out.append((place, place + size))
+def test_the_end_of_the_sender_is_an_error_after_its_messages() -> None:
+    (here, there), (sender, receiver) = ends_of(3)
+    sender.send(message_of(0, 10))
+    here.close()
+    check(0, 10, receiver.receive().result())
+    with pytest.raises(RuntimeError, match="Connection closed by rank 0"):
+        receiver.receive().result()
+    there.close()
+
+
+def test_a_message_left_at_a_drain_is_an_error(ends: Ends) -> None:
+    ends[0].send(Message(0, Content.EMPTY))
+    with pytest.raises(AssertionError, match="left on a channel"):
+        drain(ends)
 
 
 def test_processes_find_each_other_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,15 @@ import torch
 import torch.distributed as dist
 
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.comm.distributed import ChannelEndpoint
+from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, world_group
-from pipedream.runtime.comm.shared_memory import Listener, MemoryPair, SharedMemoryEndpoint
+from pipedream.runtime.comm.shared_memory import (
+    MOST_UNREAD,
+    Listener,
+    MemoryPair,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+)
 
 __all__ = ["CONNECT_TIMEOUT_S", "Connections", "connect_groups"]
 
@@ -50,14 +56,26 @@ class Connections:
     memory: Mapping[tuple[int, int], MemoryPair]
     links: Mapping[tuple[int, int], dist.ProcessGroup]
 
-    def endpoint(
-        self, pair: tuple[int, int], number: int, depth: int, device: torch.device | None = None, apart: str = ""
-    ) -> ChannelEndpoint:
-        """Returns this rank's end of a channel; its ranks make their channels in one order."""
-        peer, memory = sum(pair) - dist.get_rank(), self.memory.get(pair)
-        if memory is None:
-            return ChannelEndpoint(peer, number, depth, self.everyone, device, apart)
-        return SharedMemoryEndpoint(memory, peer, number, depth, self.everyone, device, apart)
+    def sender(
+        self, receiver: int, number: int, depth: int, max_unread: int, device: torch.device, apart: str = ""
+    ) -> DistributedSender | SharedMemorySender:
+        """Returns the sending end of a channel; two ranks make their channels in one order."""
+        memory = self._shared_memory((dist.get_rank(), receiver), max_unread)
+        if memory is not None:
+            return SharedMemorySender(memory.open(), receiver, max_unread, apart)
+        return DistributedSender(ChannelEndpoint(receiver, number, depth, self.everyone, device, apart), max_unread)
+
+    def receiver(
+        self, sender: int, number: int, depth: int, max_unread: int, device: torch.device, apart: str = ""
+    ) -> DistributedReceiver | SharedMemoryReceiver:
+        """Returns the receiving end of a channel."""
+        memory = self._shared_memory((sender, dist.get_rank()), max_unread)
+        if memory is not None:
+            return SharedMemoryReceiver(memory.open(), sender, device)
+        return DistributedReceiver(ChannelEndpoint(sender, number, depth, self.everyone, device, apart))
+
+    def _shared_memory(self, pair: tuple[int, int], max_unread: int) -> MemoryPair | None:
+        return self.memory.get(pair) if max_unread <= MOST_UNREAD else None
 
     def close(self) -> None:
         """Destroys the groups that were made here; every rank calls it."""

@@ -25,12 +25,14 @@ import torch.distributed as dist
 
 from pipedream.runtime.comm.channel import Group, Pending, Receiver, Sender
 from pipedream.runtime.comm.message import (
+    FILLER,
     Header,
     KnownLayouts,
     Message,
     MessageLayout,
-    TensorSpec,
     in_memory_order,
+    restore_device,
+    wait_for_copies,
     write,
 )
 
@@ -38,8 +40,6 @@ __all__ = ["SHORT_BYTES", "ChannelEndpoint", "DistributedGroup", "DistributedRec
 
 SHORT_BYTES = 1 << 15
 """Of a message that is sent in one piece: copying it twice takes less than the 30 us of a second message."""
-_FILLER = 255
-"""The content of a message that only completes a receive."""
 _ROUNDED_BYTES = 1 << 10
 
 
@@ -163,7 +163,7 @@ class DistributedSender(Sender):
         if is_short:
             if size:
                 write(message.tensors, buffer.tensors(layout, begin))
-                self._wait_for_copies(layout)
+                wait_for_copies(layout)
             works = [end.send(buffer.cut(begin + size), end.head_tag)]
         else:
             works = [end.send(buffer.cut(min(begin, SHORT_BYTES)), end.head_tag)]
@@ -185,7 +185,7 @@ class DistributedSender(Sender):
         else:
             payload = torch.empty(size, dtype=torch.uint8, pin_memory=end.pinned)
             write(message.tensors, layout.tensors_in(payload))
-            self._wait_for_copies(layout)
+            wait_for_copies(layout)
         posted = self._posted.take(size)
         works = []
         if posted:
@@ -193,10 +193,6 @@ class DistributedSender(Sender):
         if size > posted:
             works.append(end.send([payload[posted:]], end.rest_tag))
         return works  # each keeps its tensor
-
-    def _wait_for_copies(self, layout: MessageLayout) -> None:
-        if layout.staged:
-            torch.cuda.current_stream().record_event().synchronize()
 
     def _free_buffer(self, size: int) -> _Buffer:
         if size > self._buffer_bytes:
@@ -216,7 +212,7 @@ class DistributedSender(Sender):
             return
         self._streaming = False
         end = self._endpoint
-        header = Header.of(Message(0), 0, 0, 0)._replace(content=_FILLER)
+        header = Header.of_filler()
         filler = _Buffer(header.head_bytes, pinned=False)
         header.write(filler.bytes, (), b"")
         works = [end.send(filler.whole, end.head_tag) for _ in range(end.depth)]
@@ -260,7 +256,7 @@ class DistributedReceiver(Receiver, Pending[Message]):
         work.wait()
         head = buffer.bytes
         header = Header.read(head)
-        assert header.content != _FILLER, "a message is expected on a channel whose sender drains"
+        assert header.content != FILLER, "a message is expected on a channel whose sender drains"
         begin = header.head_bytes
         if begin > SHORT_BYTES:
             head = self._with_rest(buffer.whole[0], begin).numpy().data
@@ -272,14 +268,8 @@ class DistributedReceiver(Receiver, Pending[Message]):
         else:
             tensors = [None if tensor is None else tensor.clone() for tensor in buffer.tensors(layout, begin)]
         self._post_head(buffer)
-        if layout.staged and self._endpoint.pinned:
-            tensors = [self._at_home(tensor, spec) for tensor, spec in zip(tensors, layout.specs, strict=True)]
+        tensors = restore_device(tensors, layout, self._endpoint.device)
         return header.message(layout, tuple(tensors), numbers), layout, header.channel
-
-    def _at_home(self, tensor: torch.Tensor | None, spec: TensorSpec | None) -> torch.Tensor | None:
-        if tensor is None or spec is None or not spec.on_device:
-            return tensor
-        return tensor.pin_memory().to(self._endpoint.device, non_blocking=True)
 
     def _payload(self, size: int) -> torch.Tensor:
         if not size:
@@ -322,7 +312,7 @@ class DistributedReceiver(Receiver, Pending[Message]):
             work, buffer = self._heads.popleft()
             work.wait()
             header = Header.read(buffer.bytes)
-            assert header.content == _FILLER, f"a message was left on a channel: {header}"
+            assert header.content == FILLER, f"a message was left on a channel: {header}"
             self._free.append(buffer)
         for receive in self._payloads:
             if receive is not None:

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
-from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedReceiver, DistributedSender
+from pipedream.runtime.comm.distributed import DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.message import Message, MessageLayout, in_memory_order
+from pipedream.runtime.comm.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 __all__ = ["LinkReceiver", "LinkSender", "ReceivingLink", "SendingLink"]
 
@@ -32,12 +33,11 @@ class SendingLink:
     """The sending end of a link.
 
     Args:
-        headers: an endpoint that sends tensors on a device apart.
-        max_unread: messages of all channels.
+        headers: sends all but the tensors on GPUs; for the messages of all channels.
     """
 
-    def __init__(self, headers: ChannelEndpoint, communicator: dist.ProcessGroup, max_unread: int) -> None:
-        self._headers = DistributedSender(headers, max_unread)
+    def __init__(self, headers: DistributedSender | SharedMemorySender, communicator: dist.ProcessGroup) -> None:
+        self._headers = headers
         self._communicator = communicator
         self._out: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
@@ -64,13 +64,16 @@ class SendingLink:
 class ReceivingLink:
     """The receiving end of a link."""
 
-    def __init__(self, headers: ChannelEndpoint, communicator: dist.ProcessGroup) -> None:
-        self._headers = DistributedReceiver(headers)
+    def __init__(
+        self,
+        headers: DistributedReceiver | SharedMemoryReceiver,
+        communicator: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._headers = headers
         self._communicator = communicator
-        self._device = headers.device
-        self._stream = (
-            torch.cuda.Stream(headers.device) if headers.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        )
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._arrived: dict[int, deque[tuple[Message, list[tuple[dist.Work, torch.Tensor]]]]] = {}
 
     def receive(self, channel: int) -> Message:

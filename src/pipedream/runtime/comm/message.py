@@ -19,6 +19,7 @@ import torch
 
 __all__ = [
     "ENDS_EPOCH",
+    "FILLER",
     "HEADER_BYTES",
     "Content",
     "Ending",
@@ -31,6 +32,8 @@ __all__ = [
     "copy_as_received",
     "dimension_order",
     "in_memory_order",
+    "restore_device",
+    "wait_for_copies",
     "write",
 ]
 
@@ -222,6 +225,24 @@ def write(tensors: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor
             target.copy_(tensor.detach(), non_blocking=True)
 
 
+def wait_for_copies(layout: MessageLayout) -> None:
+    """Waits until `write` has copied what was on a GPU."""
+    if layout.staged:
+        torch.cuda.current_stream().record_event().synchronize()
+
+
+def restore_device(
+    tensors: list[torch.Tensor | None], layout: MessageLayout, device: torch.device
+) -> list[torch.Tensor | None]:
+    """Moves received tensors that were on their sender's GPU to this one."""
+    if not layout.staged or device.type != "cuda":
+        return tensors
+    return [
+        t.pin_memory().to(device, non_blocking=True) if t is not None and spec is not None and spec.on_device else t
+        for t, spec in zip(tensors, layout.specs, strict=True)
+    ]
+
+
 class KnownLayouts:
     """The layouts that were sent on a channel, by number; when all numbers are taken, a new one takes the oldest's."""
 
@@ -254,6 +275,8 @@ class KnownLayouts:
         return number, layout, layout.to_json()
 
 
+FILLER = 255
+"""The content of a message that says nothing, at the end of a stream."""
 _HEADER = struct.Struct("=BxHIII6q2d")
 HEADER_BYTES = _HEADER.size
 
@@ -289,6 +312,10 @@ class Header(NamedTuple):
             message.minibatch, message.epoch, message.samples, message.version, message.flags, message.loss_weight,
             message.share,
         )  # fmt: skip
+
+    @classmethod
+    def of_filler(cls) -> Header:
+        return cls.of(Message(0), 0, 0, 0)._replace(content=FILLER)
 
     @property
     def head_bytes(self) -> int:

@@ -1,13 +1,16 @@
-"""Channels between two processes of one machine, through memory that both map.
+"""Channels between two processes of one machine: tensors in memory that both map, headers in a socket.
 
-Each channel has a region of memory and two pipes. The sender copies a message into a free block and writes its place
-to one pipe; the receiver copies it out and says so in the other. So a message takes a copy and a system call or two at
-each end, and wakes nobody but its receiver; gloo has a thread for that, and copies through the network's buffers. A
-process that ends closes its pipes, which ends the other's wait.
+A message is copied into a free slot of the sender's memory, and its header, with the slot's number, is sent over a
+Unix socket. The receiver copies the tensors out and sends the number back. So a message takes a copy and two system
+calls at each end, and wakes nobody but its receiver; gloo has a thread for that, which competes with the stages for
+the cores. A process that ends closes its sockets, which ends the other's wait.
 
 The memory is in no file system (`memfd_create`): nothing is left by a process that is killed, and the size of /dev/shm
-is no limit. Processes find each other by Unix sockets without a file, which reach as far as a network namespace does;
-so what is shaped like a network of several machines remains one.
+is no limit. It has as many slots as messages may be unread, and one more. A message that is too large for a slot gets
+new memory with larger ones; what was sent before is read from the old memory first, because messages keep their order.
+
+Processes find each other by Unix sockets without a file, which reach as far as a network namespace does; so what is
+shaped like a network of several machines remains one.
 """
 
 from __future__ import annotations
@@ -16,25 +19,32 @@ import mmap
 import os
 import socket
 import struct
-from collections import deque
 from contextlib import suppress
-from io import FileIO
-from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
-from pipedream.runtime.comm.distributed import ChannelEndpoint
+from pipedream.runtime.comm.channel import Pending, Receiver, Sender
+from pipedream.runtime.comm.message import (
+    FILLER,
+    Header,
+    KnownLayouts,
+    Message,
+    MessageLayout,
+    restore_device,
+    wait_for_copies,
+    write,
+)
 
-__all__ = ["REGION_BYTES", "Listener", "MemoryPair", "SharedMemoryEndpoint"]
+__all__ = ["MOST_UNREAD", "Listener", "MemoryPair", "SharedMemoryReceiver", "SharedMemorySender"]
 
-REGION_BYTES = 1 << 30
-"""Of each channel. Only blocks that were used take memory; a message that finds none travels over gloo."""
-_BLOCK_BYTES = 1 << 12
-_RECORD = struct.Struct("=qq")
-_ELSEWHERE = -1
+MOST_UNREAD = 256
+"""Messages of a channel whose headers and slot numbers fit into the buffers of its socket."""
+_SOCKET_BYTES = 1 << 18
+_PAGE_BYTES = 1 << 12
+_NO_SLOT = 0xFFFF
+_SLOT = struct.Struct("=H6x")
+_MEMORY = struct.Struct("=2q")
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -91,137 +101,217 @@ class MemoryPair:
     def __init__(self, connection: socket.socket, sends: bool) -> None:
         self._connection = connection
         self._sends = sends
-        self._files: list[FileIO] = []
+        self._opened: list[socket.socket] = []
 
-    def open(self) -> tuple[Any, FileIO, FileIO]:
-        """Returns the region, uint8[n] of NumPy, and this process's pipes of records and acknowledgements."""
+    def open(self) -> socket.socket:
+        """Returns this process's end of a new socket."""
         if self._sends:
-            memory = os.memfd_create("pipedream")
-            os.ftruncate(memory, REGION_BYTES)
-            (read, records), (acks, write) = os.pipe(), os.pipe()
-            os.set_blocking(acks, False)
-            socket.send_fds(self._connection, [b"\0"], [memory, read, write])
-            os.close(read)
-            os.close(write)
-            files = FileIO(records, "wb"), FileIO(acks, "rb")
+            made, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with other:
+                socket.send_fds(self._connection, [b"\0"], [other.fileno()])
         else:
-            _, (memory, read, write), _, _ = socket.recv_fds(self._connection, 1, 3)
-            for descriptor in (memory, read, write):
-                os.set_inheritable(descriptor, False)
-            files = FileIO(read, "rb"), FileIO(write, "wb")
-        self._files += files
-        region = np.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), dtype=np.uint8)
-        os.close(memory)
-        return region, *files
+            _, (descriptor,), _, _ = socket.recv_fds(self._connection, 1, 1)
+            made = socket.socket(fileno=descriptor)
+            made.set_inheritable(False)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        self._opened.append(made)
+        return made
 
     def close(self) -> None:
-        self._connection.close()
-        for file in self._files:
-            file.close()
+        for one in (self._connection, *self._opened):
+            one.close()
 
 
-class _Blocks:
-    """Which blocks of a region are free; those of a message are freed in the order of the messages."""
+class _Slots:
+    """Shared memory, cut into slots of equal size."""
 
-    def __init__(self, region_bytes: int) -> None:
-        self._most = region_bytes
-        self._end = 0
-        self._free: dict[int, list[int]] = {}
-        self._taken: deque[tuple[int, int]] = deque()
+    def __init__(self, file: int, count: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        whole = torch.frombuffer(mmap.mmap(file, count * slot_bytes), dtype=torch.uint8)
+        self._slots = [whole[i * slot_bytes : (i + 1) * slot_bytes] for i in range(count)]
+        self._tensors: list[tuple[MessageLayout | None, list[torch.Tensor | None]]] = [(None, [])] * count
 
-    def take(self, size: int) -> int | None:
-        """Returns the place of a block of at least `size` bytes; None if there is none."""
-        size = max(_BLOCK_BYTES, 1 << (size - 1).bit_length())
-        free = self._free.get(size)
-        if free:
-            place = free.pop()
-        elif self._end + size <= self._most:
-            place = self._end
-            self._end += size
+    def tensors(self, slot: int, layout: MessageLayout) -> list[torch.Tensor | None]:
+        """Returns the tensors of a payload in a slot."""
+        known, tensors = self._tensors[slot]
+        if known is not layout:
+            tensors = layout.tensors_in(self._slots[slot])
+            self._tensors[slot] = layout, tensors
+        return tensors
+
+
+class SharedMemorySender(Sender):
+    """The sending end, with room for `max_unread` messages and the next one.
+
+    Args:
+        peer: the other end's rank.
+        apart: type of device whose tensors are not sent here; None arrives in their place.
+    """
+
+    def __init__(self, connection: socket.socket, peer: int, max_unread: int, apart: str = "") -> None:
+        self._connection = connection
+        self._peer = peer
+        self._count = max_unread + 1
+        self._layouts = KnownLayouts(apart)
+        self._slots: _Slots | None = None
+        self._free: list[int] = []
+        self._read_from_old = 0  # slots of earlier memory whose numbers have yet to come back
+        self._packet = bytearray(_SOCKET_BYTES)
+        self._view = memoryview(self._packet)
+        self._head = self._view[_SLOT.size :]
+        self._number = bytearray(_SLOT.size)
+        self._sent_bytes = 0
+
+    def send(self, message: Message) -> None:
+        self.send_on(message, 0)
+
+    def send_on(self, message: Message, channel: int) -> MessageLayout:
+        """Sends a message, with a number that is received with it."""
+        number, layout, description = self._layouts.find(message)
+        slot, file = _NO_SLOT, None
+        if layout.payload_bytes:
+            if self._slots is None or layout.payload_bytes > self._slots.slot_bytes:
+                file = self._grow(layout.payload_bytes)
+            assert self._slots is not None
+            slot = self._free_slot()
+            write(message.tensors, self._slots.tensors(slot, layout))
+            wait_for_copies(layout)
+        header = Header.of(message, number, channel, len(description))
+        end = _SLOT.size + header.head_bytes
+        if end > _SOCKET_BYTES // 2:
+            raise ValueError(f"a value whose structure takes {len(description)} bytes cannot be sent; cut elsewhere")
+        _SLOT.pack_into(self._packet, 0, slot)
+        header.write(self._head, message.numbers, description)
+        if file is None:
+            self._send_packet(end)
         else:
-            return None
-        self._taken.append((size, place))
-        return place
+            assert self._slots is not None
+            _MEMORY.pack_into(self._packet, end, self._count, self._slots.slot_bytes)
+            self._send_packet(end + _MEMORY.size, file)
+        self._sent_bytes += layout.sent_bytes
+        return layout
 
-    def has(self, size: int) -> bool:
-        """Returns whether a block of this size was freed."""
-        return bool(self._free.get(max(_BLOCK_BYTES, 1 << (size - 1).bit_length())))
-
-    def free(self, count: int) -> None:
-        for _ in range(count):
-            size, place = self._taken.popleft()
-            self._free.setdefault(size, []).append(place)
-
-
-class SharedMemoryEndpoint(ChannelEndpoint):
-    """One end of a channel within a machine. What is sent is received in the same order, whatever the tags."""
-
-    def __init__(
-        self,
-        pair: MemoryPair,
-        peer: int,
-        number: int,
-        depth: int,
-        group: dist.ProcessGroup,
-        device: torch.device | None = None,
-        apart: str = "",
-    ) -> None:
-        super().__init__(peer, number, depth, group, device, apart)
-        self._region, self._records, self._acks = pair.open()
-        self._blocks = _Blocks(len(self._region))
-
-    def send(self, tensors: list[torch.Tensor], tag: int) -> Any:
-        source = tensors[0].numpy()
-        size = source.size
-        if not self._blocks.has(size):
-            self._blocks.free(len(self._acks.read(_BLOCK_BYTES) or b""))
-        place = self._blocks.take(size)
-        if place is not None:
-            self._region[place : place + size] = source
+    def _send_packet(self, size: int, file: int | None = None) -> None:
         try:
-            self._records.write(_RECORD.pack(_ELSEWHERE if place is None else place, size))
-        except BrokenPipeError:
-            raise self._lost() from None
-        return _SENT if place is not None else super().send(tensors, tag)
+            if file is None:
+                self._connection.send(self._view[:size])
+            else:
+                socket.send_fds(self._connection, [self._view[:size]], [file])
+                os.close(file)
+        except OSError as error:
+            raise _lost(self._peer) from error
 
-    def receive(self, tensors: list[torch.Tensor], tag: int) -> Any:
-        return _Arriving(self, tensors, tag)
+    def drain_begin(self) -> None:
+        header = Header.of_filler()
+        header.write(self._head, (), b"")
+        self._send_packet(_SLOT.size + header.head_bytes)
 
-    def take(self, tensors: list[torch.Tensor], tag: int) -> None:
-        """Waits for the next message, which may be shorter than its tensor."""
-        record = self._records.read(_RECORD.size)
-        if not record:
-            raise self._lost()
-        place, size = _RECORD.unpack(record)
-        if place == _ELSEWHERE:
-            super().receive(tensors, tag).wait()
-            return
-        tensors[0].numpy()[:size] = self._region[place : place + size]
-        with suppress(BrokenPipeError):  # the sender needs no block any more
-            self._acks.write(b"\0")
+    def _grow(self, payload_bytes: int) -> int:
+        """Takes new memory with larger slots; returns its file."""
+        if self._slots is not None:
+            self._read_from_old += self._count - len(self._free)
+        slot_bytes = -(-payload_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        file = os.memfd_create("pipedream")
+        os.ftruncate(file, self._count * slot_bytes)
+        self._slots = _Slots(file, self._count, slot_bytes)
+        self._free = list(range(self._count))
+        return file
 
-    def _lost(self) -> RuntimeError:
-        return RuntimeError(f"Connection closed by rank {self.peer}")
+    def _free_slot(self) -> int:
+        if not self._free:
+            while self._take_back(wait=not self._free):
+                pass
+        return self._free.pop()
 
-
-class _Sent:
-    """Of what was copied."""
-
-    def wait(self) -> bool:
+    def _take_back(self, wait: bool) -> bool:
+        """Takes the number of a slot that has been read; returns whether there was one."""
+        try:
+            if not self._connection.recv_into(self._number, 0, 0 if wait else socket.MSG_DONTWAIT):
+                raise _lost(self._peer)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise _lost(self._peer) from error
+        if self._read_from_old:
+            self._read_from_old -= 1
+        else:
+            self._free.append(_SLOT.unpack(self._number)[0])
         return True
 
-    def is_completed(self) -> bool:
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+
+class SharedMemoryReceiver(Receiver, Pending[Message]):
+    """The receiving end.
+
+    Args:
+        peer: the other end's rank.
+        device: to which tensors return that were not in the memory of the CPU.
+    """
+
+    def __init__(self, connection: socket.socket, peer: int, device: torch.device | None = None) -> None:
+        self._connection = connection
+        self._peer = peer
+        self.device = device or torch.device("cpu")
+        self._layouts: dict[int, MessageLayout] = {}
+        self._slots: _Slots | None = None
+        self._packets = [bytearray(_SOCKET_BYTES)]
+        self._head = memoryview(self._packets[0])[_SLOT.size :]
+        self._extra_bytes = socket.CMSG_SPACE(4)  # of a file descriptor
+
+    def receive(self) -> Pending[Message]:
+        return self
+
+    def ready(self) -> bool:
         return True
 
+    def result(self) -> Message:
+        return self.take()[0]
 
-_SENT = _Sent()
+    def take(self) -> tuple[Message, MessageLayout, int]:
+        """Returns the next message, its layout, and the number that was sent with it."""
+        header, extra = self._next_header()
+        head = self._head
+        if extra:
+            self._slots = self._mapped(extra[0][2], *_MEMORY.unpack_from(head, header.head_bytes))
+        if header.description_bytes:
+            self._layouts[header.layout] = MessageLayout.from_json(header.description_in(head))
+        layout = self._layouts[header.layout]
+        (slot,) = _SLOT.unpack_from(self._packets[0])
+        if slot == _NO_SLOT:
+            tensors = layout.tensors_in(torch.empty(0, dtype=torch.uint8))
+        else:
+            assert self._slots is not None
+            tensors = [None if t is None else t.clone() for t in self._slots.tensors(slot, layout)]
+            self._give_back(slot)
+        tensors = restore_device(tensors, layout, self.device)
+        return header.message(layout, tuple(tensors), header.numbers_in(head)), layout, header.channel
+
+    def _next_header(self) -> tuple[Header, list[tuple[int, int, bytes]]]:
+        try:
+            size, extra, _, _ = self._connection.recvmsg_into(self._packets, self._extra_bytes)
+        except OSError as error:
+            raise _lost(self._peer) from error
+        if not size:
+            raise _lost(self._peer)
+        return Header.read(self._head), extra
+
+    def _give_back(self, slot: int) -> None:
+        with suppress(OSError):  # of a sender that has ended, nobody needs it
+            self._connection.send(_SLOT.pack(slot))
+
+    def _mapped(self, descriptor: bytes, count: int, slot_bytes: int) -> _Slots:
+        (file,) = struct.unpack("=i", descriptor)
+        try:
+            return _Slots(file, count, slot_bytes)
+        finally:
+            os.close(file)
+
+    def drain(self) -> None:
+        assert self._next_header()[0].content == FILLER, "a message was left on a channel"
 
 
-class _Arriving:
-    def __init__(self, endpoint: SharedMemoryEndpoint, tensors: list[torch.Tensor], tag: int) -> None:
-        self._endpoint = endpoint
-        self._tensors = tensors
-        self._tag = tag
-
-    def wait(self) -> None:
-        self._endpoint.take(self._tensors, self._tag)
+def _lost(peer: int) -> RuntimeError:
+    return RuntimeError(f"Connection closed by rank {peer}")
