@@ -53,6 +53,7 @@ from pipedream.runtime.data.source import DataSource
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.failure.interrupts import Interrupts
+from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.results.results import Done, Output
 from pipedream.runtime.stage_state import evaluating
 from pipedream.runtime.update.tied_weights import broadcast_tied
@@ -93,6 +94,8 @@ class Session:
     ) -> None:
         self.model = model
         self._blueprint = blueprint
+        if blueprint.device.type == "cpu":
+            keep_freed_memory()
         self.rank, processes = join_group(blueprint.device)
         stages, batch_dim = blueprint.program.plan.stages, blueprint.settings.batch_dim
         self._stage_names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -135,3 +138,29 @@ def test_out_of_memory_says_what_to_set() -> None:
         pd.Pipeline(model, plan, loss=nn.MSELoss(), optimizer=optimizer) as pipeline,
     ):
         list(pipeline.train([(x, x)]))
+
+
+PAGES = """
+import resource, sys, torch
+from pipedream.runtime.results.memory import keep_freed_memory
+keep_freed_memory()
+def update():
+    del_me = [torch.ones(1 << 18) for _ in range(30)]
+for _ in range(5):
+    update()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    update()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_freed_memory_is_kept_unless_the_user_chose(chosen: bool) -> None:
+    """30 MiB that are freed and taken again are 7,680 pages."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("MALLOC_")}
+    if chosen:
+        environment["MALLOC_TRIM_THRESHOLD_"] = "0"
+    found = subprocess.run([sys.executable, "-c", PAGES], env=environment, capture_output=True, text=True, check=True)
+    pages = int(found.stdout)
+    assert pages > 10 * 5000 if chosen else pages < 1000
