@@ -146,5 +146,5 @@ def _heap_reader() -> Any:
 def _heap_has_tensors() -> bool:
     """Returns whether torch's memory is in the heap that is read; not if another malloc was loaded first."""
     before = _heap_bytes()
-    block = torch.empty(1 << 24, dtype=torch.uint8)
+    block = torch.empty(1 << 20, dtype=torch.uint8)
     return _heap_bytes() - before >= block.numel()
