@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -106,6 +107,8 @@ def plan_of(run: Living) -> Plan:
 def lived(run: Living, plan: Plan, minibatches: int = 10) -> tuple[int, int, int]:
     """Trains as one rank; returns its stage, the most bytes that lived, and those before the first minibatch."""
     rank = dist.get_rank() if dist.is_initialized() else 0
+    if dist.is_initialized():  # in a process of its own; shared memory is not that of torch's allocator
+        os.environ["PIPEDREAM_SHARED_MEMORY"] = "0"
     torch.manual_seed(0)
     with Allocations(torch.device("cpu")) as watch:
         gc.enable()
