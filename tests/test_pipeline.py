@@ -271,7 +271,15 @@ def test_a_loss_that_is_nan_can_be_passed_over() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("kind", "stages"), [("forward", 3), ("backward", 2), ("nan", 3), ("loop", 3)])
+@pytest.mark.parametrize(
+    ("kind", "stages"),
+    [
+        ("forward", 3),
+        pytest.param("backward", 2, marks=pytest.mark.slow),
+        pytest.param("nan", 3, marks=pytest.mark.slow),
+        ("loop", 3),
+    ],
+)
 def test_when_one_process_fails_all_end_and_say_why(kind: str, stages: int) -> None:
     ends = processes.launch(mishaps.train, stages, kind, stages, timeout_s=30.0)
     words = WHERE.get(kind, "rank 0, the training loop: ZeroDivisionError: a loop that fails")

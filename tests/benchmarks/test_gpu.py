@@ -18,7 +18,7 @@ sys.path.append(str(FOLDER))
 findings, loops, profiles = (importlib.import_module(name) for name in ("findings", "loops", "profiles"))
 
 SPEED = {"facts", "host", "throughput", "clock"}  # their bounds are a card's
-SLOW = {"equality", "precision", "memory", "clock", "compiled"}
+SLOW = {"throughput", "equality", "precision", "memory", "clock", "compiled"}
 LONG = {"host", "processes"}
 TINY = ["--device", "cpu", "--scale", "tiny"]
 

@@ -139,6 +139,7 @@ def test_an_error_of_the_model_names_the_line() -> None:
     has(text, "in forward: x = x.view(5, 77)")
 
 
+@pytest.mark.slow
 def test_an_error_of_a_module_names_module_and_line() -> None:
     text = text_of(lambda: trained(InModule, [*batches_of(1), *batches_of(1, size=2)]))
     has(text, "mat1 and mat2", "in the module 'blocks.1.a'", "in forward: x = self.a(x[:, :3])")
@@ -186,7 +187,7 @@ class Drops(Base):
         return self.ends(x)
 
 
-@pytest.mark.parametrize("cut", ["blocks.1.a", "blocks.1.b"])
+@pytest.mark.parametrize("cut", ["blocks.1.a", pytest.param("blocks.1.b", marks=pytest.mark.slow)])
 def test_another_path_is_an_error(cut: str) -> None:
     text = text_of(lambda: trained(ByLength, [*batches_of(1), *batches_of(1, size=2)], [cut]))
     has(text, "the forward of ", "(test_errors.py:", "took another path", f"without calling {cut!r}", "one module")
@@ -275,6 +276,7 @@ def test_a_missing_input() -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_input_that_is_none_now() -> None:
     text = masked({"x": X, "mask": X}, {"x": X, "mask": None})
     has(text, "reads the input 'mask'", "but it is None in this batch")
@@ -373,7 +375,12 @@ def test_an_output_inside_an_object_is_not_silently_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    "read", [lambda first: first.mean(), lambda first: F.mse_loss(first, first), lambda first: first.tolist()]
+    "read",
+    [
+        lambda first: first.mean(),
+        pytest.param(lambda first: F.mse_loss(first, first), marks=pytest.mark.slow),
+        pytest.param(lambda first: first.tolist(), marks=pytest.mark.slow),
+    ],
 )
 def test_an_output_that_no_stage_sends(read: Callable[[Tensor], Any]) -> None:
     def loss(output: Any, batch: Any) -> Tensor:
@@ -500,7 +507,15 @@ def test_a_forward_that_catches_everything_is_refused_with_the_remedy() -> None:
     has(found.refused["blocks.1.b"], "bare `except:`", "Write `except Exception:` there")
 
 
-@pytest.mark.parametrize("kind", [Finally, Suppresses, Generator, Tolerant, OwnCalls, Threads])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Finally,
+        Generator,
+        OwnCalls,
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Suppresses, Tolerant, Threads)),
+    ],
+)
 def test_unusual_forwards_train_as_in_one_process(kind: type[nn.Module]) -> None:
     graph = capture(made(kind), torch.randn(4, 4)).graph
     cuts = [layer.name for layer in graph.layers[1:]][-2:]
@@ -634,7 +649,15 @@ def test_a_buffer_that_is_changed_before_the_backward_reads_it() -> None:
     has(text, "stage 2, 2B0", "modified by an inplace operation", "self.steps = self.steps + 1")
 
 
-@pytest.mark.parametrize("kind", [Memory, LongMemory, Counts, CountsInBuffer, MovingMean])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Memory,
+        Counts,
+        MovingMean,
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (LongMemory, CountsInBuffer)),
+    ],
+)
 def test_state_between_batches_is_that_of_one_process(kind: type[nn.Module]) -> None:
     model = made(kind)
     names = [layer.name for layer in capture(model, torch.randn(4, 4)).graph.layers]

@@ -138,7 +138,7 @@ def recipe(seed: int) -> Recipe:
     ("options", "workers", "several"),
     [
         ({}, 2, True),
-        ({"workers": 3}, 3, True),
+        pytest.param({"workers": 3}, 3, True, marks=pytest.mark.slow),
         ({"workers": 1}, 1, False),
         pytest.param({"workers": 3, "shape": "data-parallel"}, 3, False, marks=pytest.mark.slow),
         pytest.param({"workers": 3, "shape": "any"}, 3, None, marks=pytest.mark.slow),

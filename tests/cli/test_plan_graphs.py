@@ -126,7 +126,13 @@ EXACT = ["alexnet", "densenet121", "gnmt", "gnmt_large", "resnet18", "resnet50",
 WIDE = ["inception_v3", "nasnetalarge", "nasnetamobile"]
 
 
-@pytest.mark.parametrize("name", [*EXACT, "squeezenet1_0", "vgg16", *WIDE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name.startswith("nasnet") else ())
+        for name in (*EXACT, "squeezenet1_0", "vgg16", *WIDE)
+    ],
+)
 def test_published_profiles(name: str) -> None:
     """At 16 workers: those with few cuts are solved, the three with very many nearly; each in seconds."""
     profile = GraphText.load(published(name)).profile(name)

@@ -61,9 +61,14 @@ def plain_order(kind: str, folder: Path, epochs: int = 3) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("replicas", [pytest.param((1, 1), marks=pytest.mark.slow), (2, 1), (3,)])
+@pytest.mark.parametrize("replicas", [(2, 1), *(pytest.param(r, marks=pytest.mark.slow) for r in ((1, 1), (3,)))])
 @pytest.mark.parametrize(
-    "rest", [{"leave_at": 6}, {"drain_at": 3}, {"schedule": "1f1b", "microbatches": 4, "leave_at": 4}]
+    "rest",
+    [
+        {"leave_at": 6},
+        {"drain_at": 3},
+        pytest.param({"schedule": "1f1b", "microbatches": 4, "leave_at": 4}, marks=pytest.mark.slow),
+    ],
 )
 def test_one_process_loads_what_a_plain_loop_loads(
     kind: str, replicas: tuple[int, ...], rest: dict[str, Any], tmp_path: Path
@@ -162,7 +167,7 @@ def test_processes_that_load_are_ended(kind: str, rest: dict[str, int], tmp_path
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["map", "iterable"])
+@pytest.mark.parametrize("kind", ["map", pytest.param("iterable", marks=pytest.mark.slow)])
 def test_a_sample_that_fails_ends_all_processes(kind: str, tmp_path: Path) -> None:
     ends = processes.launch(loading.run, 3, Job(kind, (2, 1), fails_at=3), str(tmp_path), timeout_s=30.0)
     assert any("a sample that fails" in str(end.error) for end in ends)
@@ -171,7 +176,7 @@ def test_a_sample_that_fails_ends_all_processes(kind: str, tmp_path: Path) -> No
         assert end.seconds < 15.0
 
 
-@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("replicas", [pytest.param((1, 1), marks=pytest.mark.slow), (2, 1)])
 def test_an_evaluation_does_not_move_the_order(replicas: tuple[int, ...], tmp_path: Path) -> None:
     """Not even where its loader draws from the same generator, in the middle of an epoch that draws as it goes."""
     loaded = []

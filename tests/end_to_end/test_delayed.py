@@ -184,7 +184,7 @@ def test_a_tag_is_not_what_is_newest() -> None:
         check(replace(between, options=_options(share=0.4)), outcome, BOUND)
 
 
-@pytest.mark.parametrize("rule", ["graph", "recompute"])
+@pytest.mark.parametrize("rule", ["graph", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_the_ends_of_an_interpolation(rule: str) -> None:
     """With no share of the stash it is V-TiMePReSt, to the bit; with all of it, stashing: true gradients."""
     none, whole, newest = (
@@ -282,7 +282,7 @@ def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     ("p", "m", "delays_updates"),
     [
         (3, 2, [2, 1, 0]),
-        (4, 3, [2, 2, 1, 0]),
+        pytest.param(4, 3, [2, 2, 1, 0], marks=pytest.mark.slow),
         pytest.param(3, 4, [1, 1, 0], marks=pytest.mark.slow),
         pytest.param(4, 8, [1, 1, 1, 0], marks=pytest.mark.slow),
     ],

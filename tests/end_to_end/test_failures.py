@@ -39,6 +39,7 @@ def check_words(ended: Ended, status: int, *words: str) -> None:
         assert word in ended.err, f"{word!r} is not in {ended.err!r}"
 
 
+@pytest.mark.slow
 def test_forward_of_a_layer_fails(tmp_path: Path) -> None:
     ended = commands.run(*written(tmp_path, second="Forward"), folder=tmp_path)
     check(ended, 1, "rank 1", "stage 1", "1F5", "ValueError: the ice is thin")

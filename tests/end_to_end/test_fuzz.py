@@ -139,7 +139,9 @@ COMMANDS: dict[str, Callable[[str, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", ["plan", *(pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS if name != "plan")]
+)
 @settings(max_examples=30, **QUIET)
 @given(data=st.data())
 def test_the_command_on_a_spoiled_file(

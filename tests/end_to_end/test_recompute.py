@@ -36,17 +36,23 @@ CASES = [
     Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), epochs=4, drain_at=9, microbatches=4),
     Case("mlp", "1f1b", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9, epochs=4, drain_at=9),
 ]
+TWICE = [one for one in CASES if one.animal == "lstm" and one.schedule in ("1f1b", "gpipe")]
+"""Those of which the default run has the method with an mlp, and the animal with other methods."""
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(one, id=str(one), marks=pytest.mark.slow if number % 2 else ()) for number, one in enumerate(CASES)],
+    [
+        pytest.param(one, id=str(one), marks=pytest.mark.slow if number % 2 or one in TWICE else ())
+        for number, one in enumerate(CASES)
+    ],
 )
 def test_recomputation_changes_no_bit(case: Case) -> None:
     check_same(run(replace(case, recompute=True)), run(case), 0)
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_nor_in_several_processes() -> None:
     chosen = [
         per_worker(replace(case, recompute=True))

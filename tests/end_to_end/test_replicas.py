@@ -66,7 +66,8 @@ def _matrix() -> list[object]:
             if method in ROUNDS:
                 update_delay, depth = LAGS[replicas]
                 case = _case(replicas, method, update_delay=update_delay, depth=depth)
-                marks = () if number % 3 == METHODS.index(method) else pytest.mark.long
+                marks = pytest.mark.slow if number > 2 else ()
+                marks = marks if number % 3 == METHODS.index(method) else pytest.mark.long
                 found.append(pytest.param(case, id=str(case), marks=marks))
     return found
 
@@ -163,7 +164,7 @@ IN_PROCESSES = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "workers", [3, 4, pytest.param(5, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.long)]
+    "workers", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5)), pytest.param(6, marks=pytest.mark.long)]
 )
 def test_several_processes_give_what_one_gives(workers: int) -> None:
     chosen = [per_worker(case) for case in IN_PROCESSES[workers]]

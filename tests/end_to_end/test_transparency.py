@@ -24,6 +24,11 @@ PARTS |= {"zb_h1": 4, "zb_h2": 5, "interleaved_1f1b": 4, "zbv": 4, "dualpipev": 
 BASIC = {"naive": 4, "gpipe": 3, "1f1b": 3, "pipedream": 4, "pipedream_vertical_sync": 3, "pipedream_2bw": 3}
 BASIC |= {"zb_h1": 3, "zb_h2": 4, "interleaved_1f1b": 4, "breadth_first": 4, "zbv": 4, "dualpipev": 4}
 BASIC |= {"chimera": 4, "chimera_doubled": 2, "roundpipe": 4}
+ELSEWHERE = {
+    "lstm": ("naive", "gpipe", "pipedream_2bw", "zb_h1", "chimera"),
+    "transformer": ("naive", "gpipe", "zb_h1", "zb_h2", *(name for name in LAYOUTS if name != "roundpipe")),
+}
+"""Methods by animal that the default run shows with another animal."""
 
 
 def _case(animal: str, schedule: str, stages: int) -> Case:
@@ -41,7 +46,11 @@ def _matrix() -> list[Case]:
                 quick = stages == BASIC.get(schedule, 4)
                 if schedule in LAYOUTS or schedule.startswith("zb"):
                     quick &= animal != "mlp" and (animal != "lstm" or schedule in ("zb_h1", "chimera", "roundpipe"))
-                if quick:
+                if quick and schedule in ELSEWHERE.get(animal, ()):
+                    found += [
+                        pytest.param(*one.values, id=one.id, marks=pytest.mark.slow) for one in in_both_lengths(case)
+                    ]
+                elif quick:
                     found += in_both_lengths(case)
                 else:
                     marks = pytest.mark.slow if animal == "cnn" and stages == 2 else pytest.mark.long
@@ -98,9 +107,15 @@ OTHERS = [
     Case("mlp", "1f1b", 3, depth=(2, 1, 1), microbatches=3),
     Case("mlp", "pipedream_2bw", 3, depth=(3, 2, 1), microbatches=2),
     # Replicas; the first one is data parallelism.
-    *(Case("mlp", "pipedream", len(r), replicas=r) for r in ((2,), (3,), (2, 1), (1, 2), (2, 2), (3, 1), (2, 1, 1))),
+    *(Case("mlp", "pipedream", len(r), replicas=r) for r in ((2,), (2, 1))),
     Case("cnn", "pipedream", 2, replicas=(2, 1)),
-    Case("cnn", "pipedream", 2, replicas=(1, 3), drain_at=-1),
+    *(
+        pytest.param(case, id=str(case), marks=pytest.mark.slow)
+        for case in (
+            *(Case("mlp", "pipedream", len(r), replicas=r) for r in ((3,), (1, 2), (2, 2), (3, 1), (2, 1, 1))),
+            Case("cnn", "pipedream", 2, replicas=(1, 3), drain_at=-1),
+        )
+    ),
     Case("mlp", "pipedream", 2, replicas=(2, 1), depth="full", scheduled=True, ema=0.9),
     Case("mlp", "pipedream_vertical_sync", 2, replicas=(2, 1)),
     Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=3),
@@ -116,8 +131,14 @@ OTHERS = [
     Case("mlp", "pipedream_2bw", 3, drain_at=-1, leave_at=17),
     Case("mlp", "gpipe", 2, microbatches=3, drain_at=-1, leave_at=19),
     # Single precision.
-    *(Case(a, "pipedream", 3, dtype=torch.float32) for a in zoo.NAMES),
-    *(Case(a, "1f1b", 2, dtype=torch.float32, microbatches=3) for a in zoo.NAMES),
+    *(
+        pytest.param(case, id=str(case), marks=pytest.mark.slow if case.animal != "mlp" else ())
+        for animal in zoo.NAMES
+        for case in (
+            Case(animal, "pipedream", 3, dtype=torch.float32),
+            Case(animal, "1f1b", 2, dtype=torch.float32, microbatches=3),
+        )
+    ),
 ]
 
 
@@ -196,20 +217,23 @@ def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     check_processes(workers, IN_PROCESSES[workers])
 
 
+ALSO_LINKED = ("naive", "pipedream_2bw", "interleaved_1f1b", "dualpipev")
+LINKED_BY_TWO = [
+    *(_case("mlp", name, 2) for name in ("naive", "gpipe", "1f1b", "pipedream", "pipedream_2bw", "zb_h1")),
+    *(replace(case, epochs=1) for case in IN_PROCESSES[2] if case.schedule in LAYOUTS and case.animal == "mlp"),
+]
 LINKED = {
-    2: [
-        *(_case("mlp", name, 2) for name in ("naive", "gpipe", "1f1b", "pipedream", "pipedream_2bw", "zb_h1")),
-        *(replace(case, epochs=1) for case in IN_PROCESSES[2] if case.schedule in LAYOUTS and case.animal == "mlp"),
-    ],
-    4: [_case("cnn", "chimera", 4), _case("transformer", "pipedream", 4)],
+    "2": [case for case in LINKED_BY_TWO if case.schedule not in ALSO_LINKED],
+    "2 also": [case for case in LINKED_BY_TWO if case.schedule in ALSO_LINKED],
+    "4": [_case("cnn", "chimera", 4), _case("transformer", "pipedream", 4)],
 }
-"""What is trained over links, as on GPUs, in the default run; the slow one adds all that runs over processes."""
+"""What is trained over links, as on GPUs, by so many: the first in the default run; a slow test adds IN_PROCESSES."""
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", LINKED)
-def test_links_as_between_gpus_give_to_the_bit_what_one_process_gives(workers: int) -> None:
-    check_processes(workers, LINKED[workers], strict.run_all)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "2" else pytest.mark.slow) for name in LINKED])
+def test_links_as_between_gpus_give_to_the_bit_what_one_process_gives(name: str) -> None:
+    check_processes(int(name[0]), LINKED[name], strict.run_all)
 
 
 @pytest.mark.slow

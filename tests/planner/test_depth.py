@@ -108,7 +108,7 @@ def test_auto_is_legal_and_as_deep_as_fits(case: tuple[SearchSpace, tuple[int, .
         assert found.in_flight != full.in_flight
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 4))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_auto_is_never_slower_than_noam(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(10):

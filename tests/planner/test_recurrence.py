@@ -123,9 +123,9 @@ def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[S
     return states_of_counts(counts), ((sum(counts), counts[0]),), True, lambda plan: plan.replicas == counts
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_equals_exhaustive_search(seed: int) -> None:
-    """In value and in plan, ties included, over 4,000 chains, 600 of them in the default run."""
+    """In value and in plan, ties included, over 4,000 chains, 200 of them in the default run."""
     draw = random.Random(seed)
     found = refused = several = 0
     for _ in range(200):
@@ -151,7 +151,7 @@ def test_equals_exhaustive_search(seed: int) -> None:
     assert several > 5
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))])
 def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):

@@ -92,7 +92,7 @@ def through_the_tree(cluster: Cluster) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_equals_exhaustive_search_over_levels(seed: int) -> None:
     """In value and in plan, ties broken: on trees of up to three levels."""
     check_against_every_plan(random.Random(seed), 20)
@@ -152,7 +152,7 @@ def check_against_every_plan(draw: random.Random, chains: int) -> None:
     assert crowded < chains // 4
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 4))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_no_order_of_unlike_workers_is_better(seed: int) -> None:
     """The classes of orders that are tried hold the best of all orders through the tree."""
     draw = random.Random(seed)
@@ -245,7 +245,7 @@ def test_recomputation_where_memory_is_short() -> None:
     assert found.slowest_stage_s == 8.0  # 2 + 4, and the forward's 2 again
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_recomputing_never_helps_what_fits(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):

@@ -67,7 +67,7 @@ def attention() -> nn.Module:
     ("make", "sample"),
     [
         (convolutions, torch.randn(4, 3, 8, 8)),
-        (attention, torch.zeros(2, 6, dtype=torch.long)),
+        pytest.param(attention, torch.zeros(2, 6, dtype=torch.long), marks=pytest.mark.slow),
         (
             lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 2)),
             torch.randn(3, 5, 8),

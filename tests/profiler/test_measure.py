@@ -35,6 +35,12 @@ def profile_of(*modules: nn.Module, sample: Any, **options: Any) -> Profile:
     )
 
 
+@pytest.mark.parametrize(("batch", "widths", "inplace"), [(5, [9, 4, 7], False), (2, [3, 6, 1], True)])
+def test_bytes_of_two_layers_are_exact(batch: int, widths: list[int], inplace: bool) -> None:
+    check_bytes(batch, widths, inplace)
+
+
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     batch=st.integers(1, 5),
@@ -42,6 +48,11 @@ def profile_of(*modules: nn.Module, sample: Any, **options: Any) -> Profile:
     inplace=st.booleans(),
 )
 def test_bytes_of_linear_and_relu_are_exact(batch: int, widths: list[int], inplace: bool) -> None:
+    check_bytes(batch, widths, inplace)
+
+
+def check_bytes(batch: int, widths: list[int], inplace: bool) -> None:
+    """Checks a profile of Linear and ReLU by turns against bytes that are counted here."""
     modules: list[nn.Module] = []
     parameters, outputs, kept = [], [], []
     for fan_in, fan_out in pairwise(widths):
@@ -83,8 +94,8 @@ def test_a_tied_weight_counts_where_it_is_first_used() -> None:
     ("factory", "name", "state_bytes"),
     [
         (partial(torch.optim.Adam, lr=0.1), "Adam", 2 * 4 * 12 + 2 * 4),  # two moments; one step count a parameter
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "SGD", 4 * 12),
-        (partial(torch.optim.SGD, lr=0.1), "SGD", 0),
+        pytest.param(partial(torch.optim.SGD, lr=0.1, momentum=0.9), "SGD", 4 * 12, marks=pytest.mark.slow),
+        pytest.param(partial(torch.optim.SGD, lr=0.1), "SGD", 0, marks=pytest.mark.slow),
     ],
 )
 def test_optimizer_state_is_measured_on_copies(factory: Any, name: str, state_bytes: int) -> None:
@@ -118,6 +129,7 @@ def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:
     assert profile.layers[2].parameter_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_large_layer_is_slower_than_a_small_one() -> None:
     small, narrow, large = nn.Linear(40, 40), nn.Linear(40, 400), nn.Linear(400, 400)
     profile = profile_of(small, narrow, large, sample=(torch.randn(256, 40),), warmup=2, runs=7)

@@ -123,7 +123,7 @@ def test_bubble_shrinks_with_the_stages_of_a_worker(name: str, p: int, chunks: i
         assert run_metrics(timeline).bubble == pytest.approx((p - 1) / (chunks * m + p - 1), abs=1e-9)
 
 
-@pytest.mark.parametrize("p", [2, 4, 6, 8, 16])
+@pytest.mark.parametrize("p", [2, 4, *(pytest.param(p, marks=pytest.mark.slow) for p in (6, 16)), 8])
 def test_two_pipelines_in_each_others_bubbles(p: int) -> None:
     """Chimera, SC 2021, sections 3.1 and 3.5: at m = p the makespan is 3p - 2 equal slots, of which p - 2 are idle."""
     equal, longer = (run(build("chimera", uniform("chimera", p, 1.0, b), p), p) for b in (1.0, 2.0))

@@ -127,7 +127,7 @@ def test_compensations_change_with_the_phase() -> None:
 RUNS = [
     # Synchronous, asynchronous, synchronous again; the middle one is PipeMare's warm-up and the hybrid's finish in one.
     Run("1f1b/4:13,pipedream:37,1f1b/4"),
-    Run("gpipe/3:1e,pipedream_2bw/3:31,naive/2", animal="cnn", optimizer="adamw"),
+    pytest.param(Run("gpipe/3:1e,pipedream_2bw/3:31,naive/2", animal="cnn", optimizer="adamw"), marks=pytest.mark.slow),
     pytest.param(
         Run("pipedream:20,pipedream_vertical_sync:40,pipedream_2bw/3", optimizer="adamw", clip=0.1),
         marks=pytest.mark.slow,
@@ -230,7 +230,10 @@ def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     [
         Run("1f1b/4:12,pipedream:20,1f1b/2", evaluate_at=(), optimizer="adamw"),
         pytest.param(Run("pipedream:12,pipedream_2bw/3:6e,pipedream", (2, 1), evaluate_at=()), marks=pytest.mark.slow),
-        Run("1f1b/4:12,pipemare/2+t1=40:20,pipedream+spike", (1, 1), evaluate_at=(), epochs=9),
+        pytest.param(
+            Run("1f1b/4:12,pipemare/2+t1=40:20,pipedream+spike", (1, 1), evaluate_at=(), epochs=9),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             Run("pipedream+error_feedback:12,pipedream_2bw/3+error_feedback:20,pb_lwp", evaluate_at=()),
             marks=pytest.mark.slow,

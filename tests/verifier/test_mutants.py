@@ -335,7 +335,16 @@ def test_an_update_too_early(name: str, which: int, more: int, data: st.DataObje
     assert re.search(rf"{stage}U\d+: needs {stage}[BW]\d+, which comes later", text)
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.slow if name in ("roundpipe", "dualpipev", "interleaved_1f1b", "breadth_first") else (),
+        )
+        for name in sorted(SCHEDULES)
+    ],
+)
 def test_an_update_too_late(name: str) -> None:
     """It is refused, or takes the same gradients and is in time for whoever reads it."""
     for which, late in product(range(len(REPLICAS)), (1, 2, 3)):
@@ -483,7 +492,13 @@ def check_run(case: Case, program: Program) -> None:
     assert len(outcome.drains) == 2
 
 
-@pytest.mark.parametrize("case", QUICK, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=pytest.mark.slow if case.schedule in ("gpipe", "pipedream_2bw") else ())
+        for case in QUICK
+    ],
+)
 @settings(max_examples=2)
 @given(data=st.data())
 def test_an_accepted_program_trains_as_it_should(case: Case, data: st.DataObject) -> None:

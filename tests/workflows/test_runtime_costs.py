@@ -46,7 +46,7 @@ def measured() -> tuple[RuntimeCosts, tuple[float, float]]:
     return found.costs, found.on_links(Cluster.flat(2)).link(0)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_processes_measure_their_messages_and_agree(workers: int) -> None:
     first, *others = results(measured, workers)
     assert others == [first] * (workers - 1)

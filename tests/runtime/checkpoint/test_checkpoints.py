@@ -232,8 +232,10 @@ def full_disk(folder: Path, asynchronous: bool) -> list[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "asynchronous"),
+    [(1, False), (2, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, True), (2, False)))],
+)
 def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
     tmp_path: Path, asynchronous: bool, workers: int
 ) -> None:

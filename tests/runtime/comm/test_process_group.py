@@ -133,9 +133,10 @@ def _free_port() -> int:
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (
+        pytest.param(
             1,
             r"no connection from rank 1 at \S+ \(.*\) to rank 0 at 127.0.0.1:{port} within 1 s; look at what",
+            marks=pytest.mark.slow,
         ),
         (0, r"rank 0 at \S+ \(.*\) is not connected within 1 s: ranks 1, 2 did not come to 127.0.0.1:{port}; look at"),
     ],

@@ -37,6 +37,11 @@ from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderRead
 from pipedream.runtime.data.rng import DataOrder
 from pipedream.runtime.data.sharded_loader import ShardedLoader, ShardedReader, can_be_sharded
 
+OTHERS_AHEAD = ("own batches, loaded ahead", "a generator, loaded ahead", "iterable, loaded ahead")
+"""Loaders whose kind and whose processes the default run has apart."""
+SLOW = {0: LOADERS, 3: (*WITH_PROCESSES, "iterable, loaded ahead"), "epoch": LOADERS, "epoch and 1": OTHERS_AHEAD}
+"""Loaders that only the slow tests leave after so many batches."""
+
 
 def reader_of(
     loader: Any, order: DataOrder, extent: EpochRange, state: Any = None, replica: int = 0, replicas: int = 1
@@ -58,7 +63,10 @@ def batches_of(reader: LoaderReader, most: int | None = None) -> list[tuple[int,
     return found
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in OTHERS_AHEAD else ()) for name in LOADERS],
+)
 def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
     epochs = plain_loop(LOADERS[name](), 3)
     seed_all(5)
@@ -81,9 +89,13 @@ def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
         reader._sharded.close()
 
 
-@pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize(
-    "done", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param("epoch", marks=pytest.mark.slow), "epoch and 1"]
+    ("done", "name"),
+    [
+        pytest.param(done, name, marks=pytest.mark.slow if name in slow else ())
+        for done, slow in SLOW.items()
+        for name in LOADERS
+    ],
 )
 def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) -> None:
     epochs = plain_loop(LOADERS[name](), 3)

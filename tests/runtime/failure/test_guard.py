@@ -123,7 +123,7 @@ def test_a_report_is_asked_for_now(store: Store, crew: list[Heartbeat]) -> None:
     assert found == (1, Verdict(1, "stage 1", "the ice is thin"))
 
 
-@pytest.mark.parametrize("gone", [True, False], ids=["gone", "stopped"])
+@pytest.mark.parametrize("gone", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["gone", "stopped"])
 def test_a_store_that_is_away_holds_nobody(store: Store, crew: list[Heartbeat], gone: bool) -> None:
     assert soon(lambda: crew[0].exchanges > 0)
     store.gone = gone

@@ -155,7 +155,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.parametrize("chosen", [False, True])
+@pytest.mark.parametrize("chosen", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_freed_memory_is_kept_unless_the_user_chose(chosen: bool) -> None:
     """30 MiB that are freed and taken again are 7,680 pages."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("MALLOC_")}

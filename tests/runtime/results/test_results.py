@@ -48,7 +48,13 @@ def outcome(case: Case, late: bool) -> Outcome:
         return run(case)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=pytest.mark.slow if case.replicas in ((3, 2), (1, 3)) else ())
+        for case in CASES
+    ],
+)
 def test_losses_that_are_read_later_are_the_same(case: Case) -> None:
     at_once, late = outcome(case, False), outcome(case, True)
     assert late.dones == at_once.dones
