@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from pipedream.runtime.comm import values
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
@@ -310,3 +310,11 @@ def test_classes_that_functions_have_made_are_told_apart() -> None:
 def test_a_message_makes_nothing_but_containers(node: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         unflatten(json.dumps(node), ())
+
+
+def test_a_packed_sequence_of_something_else_than_tensors_is_moved_as_it_is() -> None:
+    """A call that returns its argument as it is is recorded with a note in the tensors' place."""
+    packed = tuple.__new__(PackedSequence, ("a", "b", None, None))
+    found = to_device({"packed": packed}, torch.device("cpu"))["packed"]
+    assert type(found) is PackedSequence
+    assert tuple(found) == ("a", "b", None, None)

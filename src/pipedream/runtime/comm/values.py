@@ -158,9 +158,11 @@ def to_device(value: Any, device: torch.device) -> Any:
 def _moved(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, PackedSequence):
         data, sizes, *orders = leaf
-        return type(leaf)(
-            _moved(data, device), sizes, *[order if order is None else _moved(order, device) for order in orders]
-        )
+        moved = _moved(data, device), sizes, *[_moved(order, device) for order in orders]
+        # Not by its class, which looks at the tensors: what a call returns as it is has something in their place.
+        return tuple.__new__(type(leaf), moved)
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
     found = leaf.device
     if found == device or found.type == "meta":
         return leaf
@@ -496,7 +498,9 @@ def _container_builder(name: str, content: Any, names: list[str], *nodes: Any) -
     def build(tensors: Sequence[torch.Tensor]) -> Any:
         found = inside(tensors)
         if issubclass(kind, PackedSequence):
-            found = (found[0], found[1].cpu(), *found[2:])  # recurrent layers want the sizes on the CPU
+            # Recurrent layers want the sizes on the CPU. (While a model is recorded, they are no tensor.)
+            sizes = found[1].cpu() if isinstance(found[1], torch.Tensor) else found[1]
+            found = (found[0], sizes, *found[2:])
         made = {
             attribute: found.get(attribute) if build_part is None else build_part(tensors)
             for attribute, build_part in attributes
