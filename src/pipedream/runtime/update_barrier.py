@@ -17,7 +17,7 @@ import torch
 
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.channel import Group, Pending, Waiting
+from pipedream.runtime.comm.channel import Group, Pending, Waiting, wait_for
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update.tied_weights import TiedGradientSum
 
@@ -108,10 +108,7 @@ class UpdateBarrier:
                 self._decide(stage_state, own, max(own, self.norm_square))
 
     def _next_norm(self) -> Waiting[float]:
-        pending = self._norms.popleft()
-        if not pending.ready():
-            yield pending
-        square = float(pending.result())
+        square = float((yield from wait_for(self._norms.popleft())))
         if isfinite(square):
             self.norm_square = square
         return square

@@ -15,7 +15,18 @@ import torch
 
 from pipedream.runtime.comm.message import Message
 
-__all__ = ["Group", "LocalChannel", "LocalGroup", "Pending", "Receiver", "Sender", "Waiting", "drain"]
+__all__ = [
+    "Group",
+    "LocalChannel",
+    "LocalGroup",
+    "Pending",
+    "Receiver",
+    "RemoteReceiver",
+    "Sender",
+    "Waiting",
+    "drain",
+    "wait_for",
+]
 
 Result = TypeVar("Result")
 
@@ -34,6 +45,13 @@ class Pending(ABC, Generic[Result]):
 
 Waiting = Generator[Pending[Any], None, Result]
 """A generator that yields what it waits for, and returns the result."""
+
+
+def wait_for(pending: Pending[Result]) -> Waiting[Result]:
+    """Yields it if it is not ready."""
+    if not pending.ready():
+        yield pending
+    return pending.result()
 
 
 class Sender(ABC):
@@ -67,6 +85,16 @@ class Receiver(ABC):
     def drain(self) -> None:
         """Waits until no receive is posted; every message has been received before."""
         return
+
+
+class RemoteReceiver(Receiver, Pending[Message]):
+    """A receiving end whose `result` waits for another process's next message."""
+
+    def receive(self) -> Pending[Message]:
+        return self
+
+    def ready(self) -> bool:
+        return True
 
 
 def drain(ends: Sequence[Sender | Receiver]) -> None:

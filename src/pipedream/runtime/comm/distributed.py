@@ -23,13 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipedream.runtime.comm.channel import Group, Pending, Receiver, Sender
+from pipedream.runtime.comm.channel import Group, Pending, RemoteReceiver, Sender
 from pipedream.runtime.comm.message import (
     FILLER,
     Header,
     KnownLayouts,
     Message,
     MessageLayout,
+    ReceivedLayouts,
     in_memory_order,
     restore_device,
     wait_for_copies,
@@ -228,22 +229,16 @@ class DistributedSender(Sender):
         return self._sent_bytes
 
 
-class DistributedReceiver(Receiver, Pending[Message]):
+class DistributedReceiver(RemoteReceiver):
     """The receiving end."""
 
     def __init__(self, endpoint: ChannelEndpoint) -> None:
         self._endpoint = endpoint
-        self._layouts: dict[int, MessageLayout] = {}
+        self._layouts = ReceivedLayouts()
         self._heads: deque[tuple[dist.Work, _Buffer]] = deque()
         self._free: list[_Buffer] = []
         self._posted = _Posted(endpoint.depth)
         self._payloads: deque[tuple[dist.Work, torch.Tensor] | None] = deque()
-
-    def receive(self) -> Pending[Message]:
-        return self
-
-    def ready(self) -> bool:
-        return True
 
     def result(self) -> Message:
         return self.take()[0]
@@ -260,9 +255,7 @@ class DistributedReceiver(Receiver, Pending[Message]):
         begin = header.head_bytes
         if begin > SHORT_BYTES:
             head = self._with_rest(buffer.whole[0], begin).numpy().data
-        if header.description_bytes:
-            self._layouts[header.layout] = MessageLayout.from_json(header.description_in(head))
-        layout, numbers = self._layouts[header.layout], header.numbers_in(head)
+        layout, numbers = self._layouts.find(header, head), header.numbers_in(head)
         if begin + layout.payload_bytes > SHORT_BYTES:
             tensors = layout.tensors_in(self._payload(layout.payload_bytes))
         else:

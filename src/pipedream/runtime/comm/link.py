@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipedream.runtime.comm.channel import Pending, Receiver, Sender
+from pipedream.runtime.comm.channel import RemoteReceiver, Sender
 from pipedream.runtime.comm.distributed import DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.message import Message, MessageLayout, in_memory_order
 from pipedream.runtime.comm.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -133,18 +133,12 @@ class LinkSender(Sender):
         return self._sent_bytes
 
 
-class LinkReceiver(Receiver, Pending[Message]):
+class LinkReceiver(RemoteReceiver):
     """The receiving end of one of the channels of a link."""
 
     def __init__(self, link: ReceivingLink, number: int) -> None:
         self._link = link
         self._number = number
-
-    def receive(self) -> Pending[Message]:
-        return self
-
-    def ready(self) -> bool:
-        return True
 
     def result(self) -> Message:
         return self._link.receive(self._number)

@@ -27,6 +27,7 @@ __all__ = [
     "KnownLayouts",
     "Message",
     "MessageLayout",
+    "ReceivedLayouts",
     "TensorSpec",
     "aligned",
     "copy_as_received",
@@ -349,6 +350,19 @@ class Header(NamedTuple):
             self.microbatch, Content(self.content), tensors, layout.structure, layout.wants, self.minibatch, self.epoch,
             self.samples, self.version, self.flags, self.loss_weight, self.share, numbers,
         )  # fmt: skip
+
+
+class ReceivedLayouts:
+    """The layouts that were received on a channel, by number."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, MessageLayout] = {}
+
+    def find(self, header: Header, head: Any) -> MessageLayout:
+        """Returns a message's layout, which its head describes if it is new."""
+        if header.description_bytes:
+            self._found[header.layout] = MessageLayout.from_json(header.description_in(head))
+        return self._found[header.layout]
 
 
 def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -24,13 +24,14 @@ from uuid import uuid4
 
 import torch
 
-from pipedream.runtime.comm.channel import Pending, Receiver, Sender
+from pipedream.runtime.comm.channel import RemoteReceiver, Sender
 from pipedream.runtime.comm.message import (
     FILLER,
     Header,
     KnownLayouts,
     Message,
     MessageLayout,
+    ReceivedLayouts,
     restore_device,
     wait_for_copies,
     write,
@@ -243,7 +244,7 @@ class SharedMemorySender(Sender):
         return self._sent_bytes
 
 
-class SharedMemoryReceiver(Receiver, Pending[Message]):
+class SharedMemoryReceiver(RemoteReceiver):
     """The receiving end.
 
     Args:
@@ -254,18 +255,12 @@ class SharedMemoryReceiver(Receiver, Pending[Message]):
     def __init__(self, connection: socket.socket, peer: int, device: torch.device | None = None) -> None:
         self._connection = connection
         self._peer = peer
-        self.device = device or torch.device("cpu")
-        self._layouts: dict[int, MessageLayout] = {}
+        self._device = device or torch.device("cpu")
+        self._layouts = ReceivedLayouts()
         self._slots: _Slots | None = None
         self._packets = [bytearray(_SOCKET_BYTES)]
         self._head = memoryview(self._packets[0])[_SLOT.size :]
         self._extra_bytes = socket.CMSG_SPACE(4)  # of a file descriptor
-
-    def receive(self) -> Pending[Message]:
-        return self
-
-    def ready(self) -> bool:
-        return True
 
     def result(self) -> Message:
         return self.take()[0]
@@ -276,9 +271,7 @@ class SharedMemoryReceiver(Receiver, Pending[Message]):
         head = self._head
         if extra:
             self._slots = self._mapped(extra[0][2], *_MEMORY.unpack_from(head, header.head_bytes))
-        if header.description_bytes:
-            self._layouts[header.layout] = MessageLayout.from_json(header.description_in(head))
-        layout = self._layouts[header.layout]
+        layout = self._layouts.find(header, head)
         (slot,) = _SLOT.unpack_from(self._packets[0])
         if slot == _NO_SLOT:
             tensors = layout.tensors_in(torch.empty(0, dtype=torch.uint8))
@@ -286,7 +279,7 @@ class SharedMemoryReceiver(Receiver, Pending[Message]):
             assert self._slots is not None
             tensors = [None if t is None else t.clone() for t in self._slots.tensors(slot, layout)]
             self._give_back(slot)
-        tensors = restore_device(tensors, layout, self.device)
+        tensors = restore_device(tensors, layout, self._device)
         return header.message(layout, tuple(tensors), header.numbers_in(head)), layout, header.channel
 
     def _next_header(self) -> tuple[Header, list[tuple[int, int, bytes]]]:

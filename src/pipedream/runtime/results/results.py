@@ -17,7 +17,7 @@ import torch
 
 from pipedream.core.errors import WorkerError
 from pipedream.core.plan.placement import Placement
-from pipedream.runtime.comm.channel import Receiver, Sender, Waiting
+from pipedream.runtime.comm.channel import Receiver, Sender, Waiting, wait_for
 from pipedream.runtime.comm.message import ENDS_EPOCH, Message
 from pipedream.runtime.comm.values import unflatten
 
@@ -334,7 +334,4 @@ class Results:
         return Output(message.minibatch, unflatten(message.structure, message.tensors))  # type: ignore[arg-type]
 
     def _received(self, owner: int) -> Waiting[Message]:
-        pending = self.receivers[owner].receive()
-        if not pending.ready():
-            yield pending
-        return pending.result()
+        return (yield from wait_for(self.receivers[owner].receive()))

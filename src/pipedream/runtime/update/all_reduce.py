@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES
-from pipedream.runtime.comm.channel import Group, Pending, Waiting
+from pipedream.runtime.comm.channel import Group, Pending, Waiting, wait_for
 
 __all__ = ["GradientAllReduce", "all_reduce_many", "buckets_of"]
 
@@ -132,9 +132,7 @@ class GradientAllReduce:
         """
         assert self._amounts is not None
         for pending in (*self._running, self._amounts):
-            if not pending.ready():
-                yield pending
-            amounts = pending.result()
+            amounts = yield from wait_for(pending)
         loss_weight, count, stop_request, *there = amounts.tolist()
         sums: list[torch.Tensor | None] = [None] * len(self._handles)
         for bucket in self._buckets:
@@ -156,10 +154,8 @@ def all_reduce_many(group: Group, tensors: Sequence[torch.Tensor]) -> Waiting[li
     kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
     for kind in dict.fromkeys(kinds):
         members = [i for i, other in enumerate(kinds) if other == kind]
-        pending = group.all_reduce(torch.cat([tensors[i].detach().reshape(-1) for i in members]))
-        if not pending.ready():
-            yield pending
-        pieces = torch.split(pending.result(), [tensors[i].numel() for i in members])
+        total = yield from wait_for(group.all_reduce(torch.cat([tensors[i].detach().reshape(-1) for i in members])))
+        pieces = torch.split(total, [tensors[i].numel() for i in members])
         for i, piece in zip(members, pieces, strict=True):
             sums[i] = piece.view_as(tensors[i])
     return sums
