@@ -193,10 +193,9 @@ class Worker:
         """Yields at the end one `Done` with the means over all minibatches; the stages are in evaluation mode."""
         self._begin(DataStream(ema=ema), data)
         yield from self._run(self._evaluation)
-        owners = self.program.placement.ranks[self._last]
         if self._last in self.stage_states:
             self.results.complete(0)
-        yield (yield from self.results.collect(0, range(len(owners)), self.rate))
+        yield (yield from self.results.collect(0, self.rate))
 
     def predict(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Yields the outputs in order, at rank 0 only; the stages are in evaluation mode."""
@@ -259,9 +258,7 @@ class Worker:
                 for instruction in program.instructions(self.rank, self._total, executed):
                     self._instruction = instruction
                     step = self._step(program, instruction)
-                    waiting = step.run(step.at, step.index)
-                    if waiting is not None:
-                        yield from waiting
+                    yield from step.run(step.at, step.index) or ()
         except CaptureError as error:
             raise WorkerError(self.rank, self.where, str(error)) from error
         except PipelineError:
@@ -271,9 +268,7 @@ class Worker:
             raise WorkerError(self.rank, self.where, with_place(error), advice) from error
         # The end arrives once on each channel that serves forwards; receive those still unread.
         while unread := self._mailbox.unread(program.channels):
-            waiting = self._receive(unread[0], self._total or 0)
-            if waiting is not None:
-                yield from waiting
+            yield from self._receive(unread[0], self._total or 0) or ()
 
     # -- forward ------------------------------------------------------------------------------------
 
@@ -492,7 +487,7 @@ class Worker:
         """Yields the results of the minibatches that the weights contain, but for the last ones."""
         while self._updated and self._updated[0][0] + delay <= self._updated[-1][0]:
             minibatch, rate = self._updated.popleft()
-            yield (yield from self.results.collect(minibatch, self.results.replicas_of(minibatch), rate, self._total))
+            yield (yield from self.results.collect(minibatch, rate, self._total))
 
     # -- messages -----------------------------------------------------------------------------------
 

@@ -111,6 +111,11 @@ def test_the_end_of_the_sender_is_an_error_after_its_messages() -> None:
     there.close()
 
 
+def test_a_structure_that_no_packet_holds_is_refused(ends: Ends) -> None:
+    with pytest.raises(ValueError, match=r"structure takes 1[34]\d,\d+ bytes, and shared memory allows 131,072; cut"):
+        ends[0].send(Message(0, structure="x" * 140_000))
+
+
 def test_a_message_left_at_a_drain_is_an_error(ends: Ends) -> None:
     ends[0].send(Message(0, Content.EMPTY))
     with pytest.raises(AssertionError, match="left on a channel"):

@@ -277,7 +277,7 @@ class KnownLayouts:
 
 
 FILLER = 255
-"""The content of a message that says nothing, at the end of a stream."""
+"""The content of an empty message at the end of a stream."""
 _HEADER = struct.Struct("=BxHIII6q2d")
 HEADER_BYTES = _HEADER.size
 

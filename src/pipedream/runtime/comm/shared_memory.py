@@ -180,7 +180,10 @@ class SharedMemorySender(Sender):
         header = Header.of(message, number, channel, len(description))
         end = _SLOT.size + header.head_bytes
         if end > _SOCKET_BYTES // 2:
-            raise ValueError(f"a value whose structure takes {len(description)} bytes cannot be sent; cut elsewhere")
+            raise ValueError(
+                f"the value's structure takes {len(description):,} bytes, and shared memory allows "
+                f"{_SOCKET_BYTES // 2:,}; cut the model where less crosses, or set PIPEDREAM_SHARED_MEMORY=0"
+            )
         _SLOT.pack_into(self._packet, 0, slot)
         header.write(self._head, message.numbers, description)
         if file is None:

@@ -9,7 +9,7 @@ Losses on a GPU are read one minibatch of their rank later (`late`), so that no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ class Output:
 class MinibatchSums:
     """Sums over some microbatches: weighted loss, weight, then weighted value and weight of each metric.
 
-    `unread`: scores of further microbatches, read by `read`.
+    `unread`: scores of further microbatches (`read`).
     """
 
     minibatch: int = 0
@@ -74,22 +74,20 @@ class MinibatchSums:
     unread: list[Sequence[Score]] = field(default_factory=list)
     _copies: _HostCopies | None = None
 
-    def add(self, numbers: Sequence[float], samples: int) -> None:
+    def add(self, numbers: Sequence[float]) -> None:
         self.numbers = [a + b for a, b in zip(self.numbers, numbers, strict=True)] if self.numbers else list(numbers)
-        self.samples += samples
 
     def begin_reading(self) -> None:
         """Starts to copy the unread scores from the GPU."""
         self._copies = _HostCopies([v for row in self.unread for v, _ in row if isinstance(v, torch.Tensor)])
 
-    def read(self) -> None:
-        """Adds the unread scores."""
-        if self.unread:
-            assert self._copies is not None
-            values = iter(self._copies.read())
-            for row in self.unread:
-                self.add([(next(values) if isinstance(v, torch.Tensor) else v) * factor for v, factor in row], 0)
-            self.unread, self._copies = [], None
+    def read(self) -> Iterator[list[float]]:
+        """Yields the numbers of each microbatch whose scores are unread."""
+        assert self._copies is not None
+        values = iter(self._copies.read())
+        for row in self.unread:
+            yield [(next(values) if isinstance(v, torch.Tensor) else v) * factor for v, factor in row]
+        self.unread, self._copies = [], None
 
     @classmethod
     def of(cls, message: Message) -> MinibatchSums:
@@ -139,6 +137,7 @@ class Results:
 
     Attributes:
         where: describes the present op.
+        delay: how many minibatches later than its gradients a minibatch's results arrive in this stream.
     """
 
     def __init__(
@@ -162,22 +161,18 @@ class Results:
         self._raises_on_nan = raises_on_nan
         self._late = late
         self.where: Callable[[], str] = lambda: "the start"
-        self._passengers: dict[int, frozenset[int]] = {}
+        self._reached_ranks: dict[int, frozenset[int]] = {}
         self.begin()
 
     def begin(self, microbatches: int = 0) -> None:
         """Drops what is left of an earlier stream. `microbatches`: of a minibatch; 0 without backwards."""
         self._split = microbatches
+        self.delay = max(1, -(-len(self._owners) // microbatches)) if self._late and microbatches else 0
         self._open: dict[int, MinibatchSums] = {}
         self._unsent: tuple[int, MinibatchSums] | None = None
         self._parts: dict[tuple[int, int], MinibatchSums] = {}
         self._carried: dict[int, Message] = {}
         self._outputs: dict[int, Message] = {}
-
-    @property
-    def delay(self) -> int:
-        """How many minibatches later than its gradients a minibatch's results arrive in training."""
-        return max(1, -(-len(self._owners) // self._split)) if self._late and self._split else 0
 
     @property
     def zeros(self) -> list[Score]:
@@ -194,13 +189,11 @@ class Results:
         sums = self._open.get(key)
         if sums is None:
             sums = self._open[key] = MinibatchSums(message.minibatch, message.epoch, message.flags & ENDS_EPOCH)
-        if self._late and self._split:
+        sums.samples += message.samples
+        if self.delay:
             sums.unread.append(scores)
-            sums.samples += message.samples
         else:
-            numbers = [float(value) * factor for value, factor in scores]
-            self._check(sums.minibatch, numbers[0])
-            sums.add(numbers, message.samples)
+            self._add(sums, [float(value) * factor for value, factor in scores])
 
     def complete(self, key: int, index: int = 0) -> None:
         """Hands out the sums of a minibatch; its last forward here was that of microbatch `index`."""
@@ -220,8 +213,9 @@ class Results:
             self._unsent = None
 
     def _send(self, key: int, sums: MinibatchSums, index: int | None) -> None:
-        sums.read()
-        self._check(sums.minibatch, sums.numbers[0])
+        if sums.unread:
+            for numbers in sums.read():
+                self._add(sums, numbers)
         message = sums.message()
         by_gradients = frozenset() if index is None else self._reached(index)
         if by_gradients:
@@ -232,15 +226,16 @@ class Results:
                 sender.send(message)
         self._parts[self._owners.index(self._rank), key] = sums
 
-    def _check(self, minibatch: int, loss: float) -> None:
-        if loss != loss and self._raises_on_nan and self._split:
+    def _add(self, sums: MinibatchSums, numbers: Sequence[float]) -> None:
+        if numbers[0] != numbers[0] and self._raises_on_nan and self._split:
             raise WorkerError(
                 self._rank,
                 self.where(),
-                f"the loss of minibatch {minibatch} is nan",
+                f"the loss of minibatch {sums.minibatch} is nan",
                 "lower the learning rate, clip the gradients (clip_grad_norm=...), check that minibatch's data, or "
                 "continue regardless with on_nan='continue'",
             )
+        sums.add(numbers)
 
     # -- on the way ---------------------------------------------------------------------------------
 
@@ -262,11 +257,11 @@ class Results:
         if not self._split:
             return frozenset()
         turn = index % self._placement.cycle
-        found = self._passengers.get(turn)
+        found = self._reached_ranks.get(turn)
         if found is None:
             rank_of = self._placement.rank_of
             ranks = (rank for rank, stage in enumerate(self._first_stages) if rank_of(stage, turn) == rank)
-            found = self._passengers[turn] = frozenset(ranks) - {rank_of(-1, turn)}
+            found = self._reached_ranks[turn] = frozenset(ranks) - {rank_of(-1, turn)}
         return found
 
     def _first_of(self, replica: int, key: int) -> int:
@@ -284,19 +279,21 @@ class Results:
 
     # -- at every rank ------------------------------------------------------------------------------
 
-    def replicas_of(self, key: int) -> list[int]:
-        """Returns those that have a part of a minibatch."""
+    def _replicas_of(self, key: int) -> Sequence[int]:
+        """Returns the replicas of the last stage that have a part of a minibatch; in an evaluation all have."""
         count = len(self._owners)
+        if not self._split:
+            return range(count)
         return sorted({k % count for k in range(key * self._split, (key + 1) * self._split)})
 
-    def collect(self, key: int, replicas: Iterable[int], rate: float, total: int | None = None) -> Waiting[Done]:
+    def collect(self, key: int, rate: float, total: int | None = None) -> Waiting[Done]:
         """Adds in the order of the replicas, so that all ranks get the same.
 
         Args:
             total: microbatches of the stream, once it has ended.
         """
         sums: MinibatchSums | None = None
-        for replica in replicas:
+        for replica in self._replicas_of(key):
             part = self._parts.pop((replica, key), None)
             if part is None:
                 if self._split:
@@ -306,7 +303,8 @@ class Results:
             if sums is None:
                 sums = part
             else:
-                sums.add(part.numbers, part.samples)
+                sums.add(part.numbers)
+                sums.samples += part.samples
         assert sums is not None
         loss, weight, *rest = sums.numbers
         return Done(
