@@ -39,8 +39,11 @@ from pipedream.runtime.comm.message import (
 
 __all__ = ["SHORT_BYTES", "ChannelEndpoint", "DistributedGroup", "DistributedReceiver", "DistributedSender"]
 
-SHORT_BYTES = 1 << 15
-"""Of a message that is sent in one piece: copying it twice takes less than the 30 us of a second message."""
+SHORT_BYTES = 1 << 13
+"""Of a message that is sent in one piece: copying it twice takes less than the 30 us of a second message.
+
+Receives of this size are posted on every channel, so it is not larger.
+"""
 _ROUNDED_BYTES = 1 << 10
 
 
