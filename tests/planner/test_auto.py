@@ -50,7 +50,8 @@ def profiles(draw: st.DrawFn) -> Profile:
     return Profile.of_chain(
         layers,
         batch=draw(st.sampled_from([1, 4, 6])),
-        update_s=draw(st.sampled_from([0.0, 0.5])),
+        update_s=0.5,
+        update_fixed_s=draw(st.sampled_from([0.0, 0.3])),
         runtime=draw(runtime_costs(1.0)),
     )
 

@@ -37,7 +37,8 @@ def random_chain(draw: random.Random, layers: int) -> Profile:
             for _ in range(layers)
         ),
         input_shapes=((draw.choice([0, 1000]),),),
-        update_s=draw.choice([0.0, 0.01]),
+        update_s=0.01,
+        update_fixed_s=draw.choice([0.0, 0.0078125]),
         optimizer_bytes=draw.choice([0, 10**8]),
         runtime=RuntimeCosts(
             *(draw.choice([0.0, 1e-3]) * draw.random() for _ in range(2)), 0.0, draw.choice([0.0, 1e-3])

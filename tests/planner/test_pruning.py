@@ -21,7 +21,12 @@ def random_profile(draw: random.Random) -> Profile:
         LayerProfile(draw.random(), draw.random(), draw.randrange(9), draw.choice([0, draw.randrange(9)]), 3)
         for _ in range(count)
     )
-    chain = Profile.of_chain(layers, loss_s=draw.choice([0.0, 0.5]), update_s=draw.choice([0.0, 1.0]))
+    rest = {
+        "loss_s": draw.choice([0.0, 0.5]),
+        "update_s": draw.choice([0.5, 1.0]),
+        "update_fixed_s": draw.choice([0.0, 0.5]),
+    }
+    chain = Profile.of_chain(layers, **rest)
     if draw.random() < 0.3:
         return chain
     edges = {(max(0, j - draw.randint(1, 3)), j) for j in range(1, count) for _ in range(2)}

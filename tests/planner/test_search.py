@@ -31,7 +31,8 @@ def chains(draw: st.DrawFn) -> Profile:
     layers = draw(st.lists(layer, min_size=1, max_size=7))
     return Profile.of_chain(
         tuple(layers),
-        update_s=draw(cost),
+        update_s=(update_s := draw(cost)),
+        update_fixed_s=update_s * draw(st.sampled_from([0.0, 0.5, 1.0])),
         optimizer_bytes=draw(size),
         loss_s=draw(cost),
         runtime=draw(runtime_costs(1.0)),

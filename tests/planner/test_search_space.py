@@ -54,6 +54,15 @@ def test_every_field_of_every_stage() -> None:
     assert first.peak_bytes == first.memory.total_bytes == 574
 
 
+def test_each_stage_takes_the_fixed_part_of_an_update() -> None:
+    """The rest by bytes, 100 and 300, also of a stage without parameters."""
+    profile = replace(TINY, update_fixed_s=2.0)
+    stages = manual_plan(profile, Cluster.flat(3), (1, 2)).stages
+    assert [stage.update_s for stage in stages] == [2.5, 2.0, 3.5]
+    with pytest.raises(ValueError, match=r"update_fixed_s is a part of update_s = 4.0, found 5.0"):
+        replace(TINY, update_fixed_s=5.0)
+
+
 @pytest.mark.parametrize(("dtype", "each"), [("float32", 4), ("bfloat16", 2), ("torch.float64", 8), ("odd", 4)])
 def test_the_input_is_counted_in_the_dtype_of_the_profile(dtype: str, each: int) -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 0),), input_shapes=((3, 2),), dtype=dtype)

@@ -72,7 +72,8 @@ def random_chain(draw: random.Random, most: int = 5) -> Profile:
     return Profile.of_chain(
         layers,
         input_shapes=((draw.choice([0, 1]),),),
-        update_s=draw.choice([0.0, 1.0]),
+        update_s=1.0,
+        update_fixed_s=draw.choice([0.0, 0.5, 1.0]),
         copy_s=draw.choice([0.0, 2.0]),
         optimizer_bytes=draw.choice([0, 7]),
         loss_s=draw.choice([0.0, 1.0]),

@@ -20,6 +20,7 @@ from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.profiler import Stopwatch, measure
+from pipedream.profiler.update import measure_update
 
 
 def chain(*modules: nn.Module) -> LayerGraph:
@@ -105,6 +106,54 @@ def test_optimizer_state_is_measured_on_copies(factory: Any, name: str, state_by
     assert (profile.optimizer, profile.optimizer_bytes) == (name, state_bytes)
     assert profile.update_s > 0
     assert torch.equal(module.weight, weight)
+
+
+class Hands:
+    """A watch that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._marks: list[float] = []
+
+    def start(self) -> None:
+        self._marks.append(self.now_s)
+
+    stop = start
+
+    def laps_s(self) -> list[float]:
+        marks, self._marks = self._marks, []
+        return [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=True)]
+
+
+class Timed(torch.optim.SGD):
+    """Takes 3 seconds, and another for each byte that has a gradient."""
+
+    def __init__(self, named: Any, watch: Hands) -> None:
+        super().__init__([parameter for _, parameter in named], lr=0.1)
+        self.watch = watch
+
+    def step(self, closure: Any = None) -> None:
+        self.watch.now_s += 3 + sum(p.nbytes for p in self.param_groups[0]["params"] if p.grad is not None)
+
+
+class EndingSchedule(torch.optim.lr_scheduler.ConstantLR):
+    """Takes 10 seconds a step, and has only two."""
+
+    def step(self, epoch: Any = None) -> None:
+        super().step()
+        watch = getattr(self.optimizer, "watch", None)
+        assert self.last_epoch <= 2
+        watch.now_s += 10 * (self.last_epoch > 0)
+
+
+@pytest.mark.parametrize("widths", [(1,), (2, 5, 3)])
+def test_an_update_has_a_fixed_part_and_one_by_bytes(widths: tuple[int, ...]) -> None:
+    """What one parameter takes alone cannot be divided."""
+    watch = Hands()
+    parameters = [(str(width), nn.Parameter(torch.zeros(width))) for width in widths]
+    found = measure_update(partial(Timed, watch=watch), parameters, watch, scheduler=EndingSchedule, warmup=1, runs=5)
+    assert found.update_s == 13 + 4 * sum(widths)
+    assert found.fixed_s == pytest.approx(13 if len(widths) > 1 else 0.0)
 
 
 def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:

@@ -22,6 +22,7 @@ from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_siz
 from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
 from pipedream.profiler.update import (
     OptimizerFactory,
+    SchedulerFactory,
     UpdateCost,
     all_parameters,
     measure_update,
@@ -42,6 +43,7 @@ def measure(
     preserve_state: PreserveState,
     loss: LossFunction | None = None,
     optimizer: OptimizerFactory | None = None,
+    scheduler: SchedulerFactory | None = None,
     device: str | torch.device = "cpu",
     warmup: int = 3,
     runs: int = 10,
@@ -61,6 +63,7 @@ def measure(
         preserve_state: (modules, CUDA devices, seed) -> a context, see `pipedream.capture.preserve_state`.
         loss: from the last layer's output to a tensor of one number.
         optimizer: from (name, parameter) pairs to an optimizer, which is timed on copies.
+        scheduler: from the optimizer to a learning-rate schedule, which steps with it.
         warmup: runs that do not count.
         runs: runs that count; times are their medians.
         autocast: of the forwards; None: no autocast.
@@ -103,7 +106,9 @@ def measure(
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
-            update = measure_update(optimizer, parameters, Stopwatch(place), warmup=warmup, runs=runs)
+            update = measure_update(
+                optimizer, parameters, Stopwatch(place), scheduler=scheduler, warmup=warmup, runs=runs
+            )
     laps = _laps_of_layers(laps_s)
     loss_laps = laps.pop() if loss is not None else None
     loss_launch_s = sum(launches[2 * len(layers) :])
@@ -117,6 +122,7 @@ def measure(
         device=device_text(place),
         runs=runs,
         update_s=update.update_s,
+        update_fixed_s=update.fixed_s,
         copy_s=update.copy_s,
         optimizer=update.name,
         optimizer_bytes=update.state_bytes,

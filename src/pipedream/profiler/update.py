@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from pipedream.core.cold import compute_for
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.profiler.allocations import Allocations
@@ -21,6 +23,7 @@ from pipedream.profiler.stopwatch import Watch
 __all__ = [
     "NamedParameters",
     "OptimizerFactory",
+    "SchedulerFactory",
     "UpdateCost",
     "all_parameters",
     "estimate_update",
@@ -29,41 +32,63 @@ __all__ = [
 ]
 
 NamedParameters = list[tuple[str, nn.Parameter]]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """One optimizer step over all parameters; median seconds.
+    """One optimizer step over all parameters, with the learning-rate schedule's; median seconds.
 
     Attributes:
+        fixed_s: of `update_s`, what a step takes however few its parameters are.
         copy_s: of copying all parameters.
         working_bytes: in addition to state, weights and gradients.
     """
 
     name: str = ""
     update_s: float = 0.0
+    fixed_s: float = 0.0
     copy_s: float = 0.0
     state_bytes: int = 0
     working_bytes: int = 0
 
 
 def measure_update(
-    optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch, *, warmup: int, runs: int
+    optimizer: OptimizerFactory,
+    parameters: NamedParameters,
+    watch: Watch,
+    *,
+    scheduler: SchedulerFactory | None = None,
+    warmup: int,
+    runs: int,
 ) -> UpdateCost:
-    """Times an optimizer on copies of the parameters that require gradients (at least one). Raises ProfileError."""
+    """Times an optimizer on copies of the parameters that require gradients (at least one). Raises ProfileError.
+
+    The caches are cold, as they are after the passes of a stage: the host then takes up to twice as long.
+    """
     copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
     with _named_failure(len(copies)):
         stepper = optimizer(copies)
-        for run in range(warmup + runs):
-            if run == warmup:
-                watch.laps_s()
-            _step(stepper, [copy for _, copy in copies], watch)
-        laps_s, working = watch.laps_s(), 0
+        rates = None if scheduler is None else scheduler(stepper)
+        beginning = None if rates is None else deepcopy(rates.state_dict())
+
+        def step_s(some: Sequence[nn.Parameter]) -> float:
+            for _ in range(warmup + runs):
+                compute_for()
+                _step(stepper, some, watch, rates)
+                if rates is not None:  # some have an end
+                    rates.load_state_dict(deepcopy(beginning))
+            return median(watch.laps_s()[warmup:])
+
+        update_s, working = step_s([copy for _, copy in copies]), 0
         if Allocations.is_free():
             with Allocations(copies[0][1].device) as allocations:
                 stepper.step()
             working = allocations.sections[0].rise_bytes
+        stepper.zero_grad()
+        smallest = min((copy for _, copy in copies), key=lambda copy: copy.nbytes)
+        fixed_s = _fixed_s(update_s, step_s([smallest]), smallest.nbytes / sum(copy.nbytes for _, copy in copies))
     sources = [copy.detach() for _, copy in copies]
     targets = [torch.empty_like(source) for source in sources]
     for _ in range(warmup + runs):
@@ -71,7 +96,7 @@ def measure_update(
         torch._foreach_copy_(targets, sources)
         watch.stop()
     copy_s = median(watch.laps_s()[warmup:])
-    return UpdateCost(type(stepper).__name__, median(laps_s), copy_s, _state_bytes(dict(stepper.state)), working)
+    return UpdateCost(type(stepper).__name__, update_s, fixed_s, copy_s, _state_bytes(dict(stepper.state)), working)
 
 
 def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch) -> UpdateCost:
@@ -97,15 +122,22 @@ def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, wa
             watch.stop()
             copy_s += len(same) * watch.laps_s()[-1]
             state_bytes += len(same) * _state_bytes(stepper.state[same[0]])
-    return UpdateCost(type(stepper).__name__, update_s, copy_s, state_bytes)
+    return UpdateCost(type(stepper).__name__, update_s, copy_s=copy_s, state_bytes=state_bytes)
 
 
-def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], watch: Watch) -> None:
+def _fixed_s(whole_s: float, part_s: float, share: float) -> float:
+    """Returns f, where f + k s are the seconds of a step over a share s of all bytes: `part_s`, and `whole_s` for 1."""
+    return min(max((part_s - share * whole_s) / (1 - share), 0.0), whole_s) if share < 1 else 0.0
+
+
+def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], watch: Watch, rates: Any = None) -> None:
     for parameter in parameters:
         # Small, so that weights stay finite; renewed, because some optimizers write into it.
         parameter.grad = torch.full_like(parameter, 1e-4)
     watch.start()
     stepper.step()
+    if rates is not None:
+        rates.step()
     watch.stop()
 
 

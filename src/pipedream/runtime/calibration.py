@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from pipedream.core.cold import compute_for
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Span, Timeline
@@ -28,8 +29,7 @@ __all__ = ["Calibration", "calibrate"]
 
 _NUMBERS = (1 << 4, 1 << 15)  # in a small and in a large message: so few that torch computes them in one thread
 _COUNTED = (48, 24)  # minibatches of each size
-_WARM_UP = 8  # further ones, before them: buffers grow, caches fill
-_PASS_S = 3e-4
+_WARM_UP = 30  # further ones, before them: buffers grow, caches fill
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Calibration:
     Attributes:
         message_bytes: of an activation, and of its gradient.
         op_s: of a forward or a backward, beyond its layers.
-        update_s: of an update.
+        update_s: of an update, beyond the step of the optimizer.
         other_s: of a minibatch, beyond forwards, backwards, updates, and waiting for others: of each worker; in a
             single process of all together.
         arrival_s: from the beginning of a send to the end of its receive; 0 in a single process.
@@ -60,17 +60,11 @@ class _Layer(nn.Module):
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        _spin()
+        compute_for()
         result = values * self.weight
         if result.requires_grad:
-            result.register_hook(lambda gradient: _spin())  # type: ignore[no-untyped-call]
+            result.register_hook(lambda gradient: compute_for())  # type: ignore[no-untyped-call]
         return result
-
-
-def _spin() -> None:
-    end_s = time.perf_counter() + _PASS_S
-    while time.perf_counter() < end_s:
-        pass
 
 
 def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calibration]:
@@ -85,7 +79,7 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
         programs=[program],
         evaluation=evaluation,
         stages=[[(str(i), layer)] for i, layer in enumerate(layers)],
-        settings=Settings(Loss(_loss), _sgd, metrics={}),
+        settings=Settings(Loss(_loss), _no_step, metrics={}),
         device=torch.device("cpu"),
     )
     samples = [torch.ones(1, size, dtype=torch.float64) for size in _NUMBERS]
@@ -126,8 +120,17 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output * target).mean()
 
 
-def _sgd(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
+class _NoStep(torch.optim.SGD):
+    """A profile has the seconds of the optimizer's own step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Does nothing."""
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch then does not wrap it
+
+
+def _no_step(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return _NoStep([parameter for _, parameter in named], lr=0.0)
 
 
 def _layers_s(layers: int, sample: torch.Tensor, counted: int) -> float:

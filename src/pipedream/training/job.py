@@ -231,6 +231,7 @@ def profile_recipe(
         model_input(recipe, batch),
         loss=None if recipe.loss is None else lambda output: loss.value(output, targets),
         optimizer=recipe.optimizer,
+        scheduler=recipe.scheduler,
         device=device,
         as_device=as_device,
         dtype=dtype,

@@ -43,6 +43,7 @@ def profile(
     *,
     loss: Callable[[Any], Any] | None = None,
     optimizer: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    scheduler: Callable[[Any], Any] | None = None,
     device: str = "cpu",
     as_device: str | Device | None = None,
     dtype: Any = None,
@@ -62,6 +63,7 @@ def profile(
         sample: one minibatch: the model's only input, a tuple of positional or a mapping of keyword arguments.
         loss: from the model's output to a scalar; its time is charged to the last stage.
         optimizer: factory from named parameters to an optimizer, whose update time and state are measured.
+        scheduler: factory from the optimizer to a learning-rate schedule, whose step is a part of the update.
         device: 'cpu', 'cuda' or 'cuda:N'; 'meta' predicts without measuring.
         as_device: with 'meta', a Device, its name in `pipedream.core.hardware.devices` ('A100-80GB'), or 'here' for
             this machine (the default).
@@ -107,6 +109,7 @@ def profile(
         if loss is None and batch_dim == 0:
             captured = replace(captured, graph=replace(captured.graph, loss_weight=_loss_weight(model, moved)))
         timing: dict[str, Any] = {"device": device, "warmup": warmup, "runs": runs, "seed": seed}
+        timing["scheduler"] = scheduler
         arguments, is_chain = captured.arguments(moved), captured.model is None
         # The only argument of a slice is the whole input.
         timing["half_of"] = partial(first_half, batch_dim=batch_dim) if is_chain else partial(_half_of_only, batch_dim)

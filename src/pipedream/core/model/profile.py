@@ -98,7 +98,8 @@ class Profile(Artifact):
         dtype: that the layers compute with.
         device: in words (``cpu: EPYC``).
         runs: whose median was taken; 0 if nothing was run.
-        update_s: one optimizer step over all parameters.
+        update_s: one optimizer step over all parameters, and one of the learning-rate schedule.
+        update_fixed_s: of it, what each stage takes however few parameters it has.
         copy_s: copying all parameters, as a stage does before an update if the old version is still needed.
         optimizer: its class, or ''.
         optimizer_bytes: its state after a step.
@@ -134,10 +135,13 @@ class Profile(Artifact):
     copy_s: float = 0.0
     tied: tuple[TiedParameters, ...] = ()
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
+    update_fixed_s: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.graph.layers):
             raise ValueError(f"{len(self.graph.layers)} layers but {len(self.layers)} measurements")
+        if not 0 <= self.update_fixed_s <= self.update_s:
+            raise ValueError(f"update_fixed_s is a part of update_s = {self.update_s}, found {self.update_fixed_s}")
         if self.batch < 1:
             raise ValueError(f"batch must be at least 1, found {self.batch}")
         for one in self.tied:

@@ -212,14 +212,15 @@ class SearchSpace:
         return max(int(self.parameters[len(self.profile.layers)]), 1)
 
     def update_s(self, first: Place, last: Place, update_delay: int = 0) -> Seconds:
-        """Returns the seconds of one update of a stage: its share of the optimizer's step, by parameter bytes.
+        """Returns the seconds of one update of a stage: the fixed part of the optimizer's step, and its share
+        of the rest, by parameter bytes.
 
         With several versions, weights that a forward in flight still reads are copied first. At the output there is
         none, unless updates are delayed. With tied weights, the update waits for the sums over their holders. What the
         runtime adds to a stage counts here too.
         """
         copy_s = self._copies(last, update_delay) * self._share(self.profile.copy_s, first, last)
-        update_s: Seconds = self._share(self.profile.update_s, first, last) + copy_s
+        update_s: Seconds = self._step_s(first, last) + copy_s
         added_s: Seconds = self.tied_s(first, last) if self._tied else 0.0
         if self.profile.runtime or self._launches:
             added_s = added_s + self.runtime_s(first, last, update_s)
@@ -242,6 +243,10 @@ class SearchSpace:
         is_output = np.asarray(last) == len(self.profile.layers)
         copies: bool | BoolArray = (self.stage_occupancy(2).versions > 1) & (bool(update_delay) | ~is_output)
         return copies
+
+    def _step_s(self, first: Place, last: Place) -> Seconds:
+        fixed_s = self.profile.update_fixed_s
+        return fixed_s + self._share(self.profile.update_s - fixed_s, first, last)
 
     def _share(self, seconds: float, first: Place, last: Place) -> Seconds:
         share: Seconds = seconds * self.parameter_bytes(first, last) / self._all_bytes
@@ -349,7 +354,7 @@ class SearchSpace:
 
     def _with_update(self, stage: Stage, first: int, last: int, copies: bool) -> Stage:
         copy_s = float(self._share(self.profile.copy_s, first, last)) if copies else 0.0
-        return replace(stage, update_s=float(self._share(self.profile.update_s, first, last)) + copy_s, copy_s=copy_s)
+        return replace(stage, update_s=float(self._step_s(first, last)) + copy_s, copy_s=copy_s)
 
     @cached_property
     def _stages(self) -> dict[tuple[int, int], Stage]:
