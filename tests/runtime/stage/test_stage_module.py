@@ -146,8 +146,13 @@ def test_layers_that_may_draw_are_known() -> None:
     replaced = nn.Linear(2, 2)
     replaced.forward = lambda x: x + torch.rand(())  # type: ignore[method-assign]
     normed = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
-    for layer in (Noisy(2, 2), hooked, replaced, normed, nn.Dropout(0.0), nn.RReLU(), nn.LSTM(2, 2), nn.LazyLinear(2)):
+    for layer in (Noisy(2, 2), normed, nn.Dropout(0.0), nn.RReLU(), nn.LSTM(2, 2), nn.LazyLinear(2)):
         assert not generators.never_draws(layer)
+    for layer in (hooked, replaced):
+        stage = StageModule([("layer", layer)], {}, torch.device("cpu"), seed=5)
+        before = torch.default_generator.get_state()
+        stage.forward(torch.ones(2, 2), {}, 0, first=True)
+        assert torch.equal(before, torch.default_generator.get_state()), "seeded, and restored"
 
 
 def test_a_layer_that_begins_to_draw_late_is_seeded_as_ever() -> None:

@@ -67,7 +67,7 @@ class Placement(Artifact):
     def replicas(self) -> tuple[int, ...]:
         return tuple(len(row) for row in self.ranks)
 
-    @property
+    @cached_property
     def cycle(self) -> int:
         """Microbatches of one common round of all stages."""
         return lcm(*self.replicas)

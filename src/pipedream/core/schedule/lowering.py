@@ -136,9 +136,9 @@ def _departures(op: Op, rules: Rules) -> Iterator[Cargo]:
     kind, stage, k, _ = op
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD and stage < last:
-        yield Cargo("activation", stage, stage + 1, k)
-        if not stage:
+        if not stage:  # first, because it is short: a large message may hold a connection for long
             yield Cargo("input", 0, last, k)
+        yield Cargo("activation", stage, stage + 1, k)
     elif kind is gives_back(rules.kinds) and stage:
         yield Cargo("gradient", stage, stage - 1, k)
 

@@ -42,7 +42,9 @@ class Connections:
     """Process groups of a run.
 
     Attributes:
-        everyone: gloo group of all ranks: messages, sums of small numbers.
+        everyone: gloo group of all ranks: messages to lower ranks, sums of small numbers.
+        upward: another one, for messages to higher ranks. A group has one connection between two ranks; while one of
+            them sends on it, gloo's thread spins until it can read what arrives.
         stages: each stage's replicas; None for one.
         holders: for each tied weight; None if this rank has none.
         memory: (sender, receiver) -> memory that both share, where this rank is one and both are on one machine.
@@ -51,6 +53,7 @@ class Connections:
     """
 
     everyone: dist.ProcessGroup
+    upward: dist.ProcessGroup
     stages: tuple[dist.ProcessGroup | None, ...]
     holders: tuple[dist.ProcessGroup | None, ...]
     memory: Mapping[tuple[int, int], MemoryPair]
@@ -63,7 +66,8 @@ class Connections:
         memory = self._shared_memory((dist.get_rank(), receiver), max_unread)
         if memory is not None:
             return SharedMemorySender(memory.open(), receiver, max_unread, apart)
-        return DistributedSender(ChannelEndpoint(receiver, number, depth, self.everyone, device, apart), max_unread)
+        group = self._messages(dist.get_rank(), receiver)
+        return DistributedSender(ChannelEndpoint(receiver, number, depth, group, device, apart), max_unread)
 
     def receiver(
         self, sender: int, number: int, depth: int, max_unread: int, device: torch.device, apart: str = ""
@@ -72,14 +76,18 @@ class Connections:
         memory = self._shared_memory((sender, dist.get_rank()), max_unread)
         if memory is not None:
             return SharedMemoryReceiver(memory.open(), sender, device)
-        return DistributedReceiver(ChannelEndpoint(sender, number, depth, self.everyone, device, apart))
+        group = self._messages(sender, dist.get_rank())
+        return DistributedReceiver(ChannelEndpoint(sender, number, depth, group, device, apart))
+
+    def _messages(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        return self.upward if sender < receiver else self.everyone
 
     def _shared_memory(self, pair: tuple[int, int], max_unread: int) -> MemoryPair | None:
         return self.memory.get(pair) if max_unread <= MOST_UNREAD else None
 
     def close(self) -> None:
         """Destroys the groups that were made here; every rank calls it."""
-        for group in (*self.stages, *self.holders, *self.links.values()):
+        for group in (self.upward, *self.stages, *self.holders, *self.links.values()):
             if group is not None:
                 leave_group(group)
         for memory in self.memory.values():
@@ -106,6 +114,7 @@ def connect_groups(
     listener = Listener()
     mine = json.dumps([machine_address(), _card(device), listener.name])
     addresses, cards, names = zip(*map(json.loads, gather_texts(mine, everyone)), strict=True)  # waits for all ranks
+    upward: dist.ProcessGroup = dist.new_group(backend="gloo")
     connecting = _Connecting(rank, addresses, device)
     memory: dict[tuple[int, int], MemoryPair] = {}
     try:
@@ -127,6 +136,7 @@ def connect_groups(
     found = {pair: link(pair) for pair in pairs} if uses_nccl else {}
     return Connections(
         everyone,
+        upward,
         tuple(sums(row) if len(row) > 1 else None for row in stages),
         tuple(sums(ranks) for ranks in holders),
         memory,

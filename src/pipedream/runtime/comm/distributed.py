@@ -56,6 +56,7 @@ class ChannelEndpoint:
         depth: receives posted ahead.
         device: to which received tensors return that were not in the memory of the CPU.
         apart: type of device whose tensors are not sent here; None arrives in their place.
+        pinned: buffers are copied from and to a GPU.
     """
 
     def __init__(
@@ -75,11 +76,7 @@ class ChannelEndpoint:
         self.apart = apart
         tag = 3 * number + 3  # tags 0 to 2 are for messages without one, such as parameters
         self.head_tag, self.payload_tag, self.rest_tag = tag, tag + 1, tag + 2
-
-    @property
-    def pinned(self) -> bool:
-        """Buffers are copied from and to a GPU."""
-        return self.device.type == "cuda" and not self.apart
+        self.pinned = self.device.type == "cuda" and not apart
 
     def send(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
         return self.group.send(tensors, self.peer, tag)

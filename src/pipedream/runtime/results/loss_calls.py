@@ -72,8 +72,8 @@ def class_amount(targets: torch.Tensor, ignore_index: int = -100, classes: torch
     """Returns the counted targets of a loss on classes, or the sum of their classes' weights."""
     if targets.is_floating_point():  # probabilities
         return float(targets.numel() // targets.shape[1] if targets.ndim > 1 else 1)
-    counted = targets[targets != ignore_index]
-    return float(counted.numel() if classes is None else classes[counted].sum())
+    counts = targets != ignore_index
+    return float(torch.count_nonzero(counts) if classes is None else classes[targets[counts]].sum())
 
 
 def _classes(given: _Arguments) -> float:

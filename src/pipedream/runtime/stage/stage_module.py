@@ -139,7 +139,13 @@ class StageModule:
         self._autocast = autocast
         # A slice seeds each of its calls, so that the cut does not matter.
         self._calls = [
-            (name, layer, layer if compile is None else _compiled(layer, compile), hasattr(layer, "reseed"))
+            (
+                name,
+                layer,
+                layer if compile is None else _compiled(layer, compile),
+                hasattr(layer, "reseed"),
+                never_draws(layer),
+            )
             for name, layer in layers
         ]
         self._names = tuple(handles)
@@ -183,8 +189,9 @@ class StageModule:
         self._set_parameters(leaves)
         try:
             with self.casting():
-                for name, layer, call, is_slice in self._calls:
-                    if is_slice or not never_draws(layer):
+                for name, layer, call, is_slice, never in self._calls:
+                    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
+                    if hooked or not never:
                         states = states or self.generators.states()
                         if is_slice:
                             layer.reseed = partial(self.generators.seed, microbatch)  # type: ignore[assignment]
