@@ -95,7 +95,7 @@ def test_an_unbroken_run_by_hand() -> None:
     program = lower(build("1f1b", plan, 1))
     spans = {(one.kind, one.stage): one for one in simulate(program, costs(plan), 1).spans if one.kind in "FBU"}
     assert (spans["F", 0].start_s, spans["F", 0].end_s) == (3.0, 7.5)
-    received_s = 7.5 + 2 * 1.25 + 0.25  # the targets are sent while the activation is received
+    received_s = 7.5 + 0.25 + 2 * 1.25  # the targets are sent first
     assert spans["F", 1].start_s == pytest.approx(received_s)
     assert spans["B", 0].start_s == pytest.approx(received_s + 4.5 + 8.5 + 2 * 1.25)
     assert spans["U", 0].end_s == pytest.approx(spans["B", 0].start_s + 8.5 + 3.0)

@@ -129,7 +129,8 @@ def test_picture_of_a_run() -> None:
         Span(0, "B", 0, 0, 6.0, 8.0),
         Span(0, "B", 0, 1, 8.0, 10.0),
         Span(0, "U", 0, 1, 10.0, 10.0),
-        Span(1, "wait", 1, 0, 0.0, 1.5),
+        Span(1, "wait", 1, 0, 0.0, 1.0),  # the targets
+        Span(1, "wait", 1, 0, 1.0, 1.5),
         Span(1, "F", 1, 0, 1.5, 2.5),
         Span(1, "F", 1, 1, 2.5, 3.5),
         Span(1, "B", 1, 0, 3.5, 5.5),
@@ -268,7 +269,7 @@ def test_receive_before_its_cause_is_a_deadlock() -> None:
 def test_more_receives_than_are_posted_is_a_deadlock() -> None:
     plan = straight(2)
     program = once(lower(build("gpipe", plan, 4)))
-    early = broken(program, 1, {"<0:0 ": "<0:0 <0:1 <0:2 ", "1F0 <0:1": "1F0", "1F1 <0:2": "1F1"})
+    early = broken(program, 1, {"<0:0 ": "<0:0 <0:1 <0:2 ", "<2:1 <0:1": "<2:1", "<2:2 <0:2": "<2:2"})
     with pytest.raises(DeadlockError, match="rank 1 waits at <0:2"):
         simulate(early, costs(plan), 4)
 

@@ -260,8 +260,8 @@ def test_is_quick() -> None:
 
 # Programs broken on purpose. 1F1B, two stages, two microbatches, all of it in the period:
 #
-#   rank 0: ( 0F0 >0:0 >2:0 0F1 >0:1 >2:1 <1:0 0B0 <1:1 0B1 0U1 )
-#   rank 1: ( <0:0 <2:0 1F0 1B0 >1:0 <0:1 <2:1 1F1 1B1 >1:1 1U1 )
+#   rank 0: ( 0F0 >2:0 >0:0 0F1 >2:1 >0:1 <1:0 0B0 <1:1 0B1 0U1 )
+#   rank 1: ( <2:0 <0:0 1F0 1B0 >1:0 <2:1 <0:1 1F1 1B1 >1:1 1U1 )
 
 
 def with_period(program: Program, rank: int, period: tuple[Instruction, ...]) -> Program:
@@ -302,17 +302,17 @@ BROKEN: dict[str, tuple[int, Callable[[list[str]], list[str]], str]] = {
     "an op dropped": (0, without("0B1"), r"rank 0 lacks 0B1 in a run of 2"),
     "an op twice": (0, doubled("0B0"), r"rank 0, instruction 8, 0B0: done before, at instruction 7"),
     "one op for another": (0, lambda words: ["0F0" if w == "0F1" else w for w in words], r"0F0: done before"),
-    "a send dropped": (0, without(">0:1"), r"rank 1, instruction 5, <0:1: .* received but never sent"),
-    "a receive dropped": (1, without("<0:1"), r"rank 0, instruction 4, >0:1: .* sent but never received"),
-    "a receive twice": (1, doubled("<0:0"), r"rank 1, instruction 1, <0:0: microbatch 0 was received before"),
-    "a send twice": (0, doubled(">0:0"), r"rank 0, instruction 2, >0:0: microbatch 0 was sent before"),
+    "a send dropped": (0, without(">0:1"), r"rank 1, instruction 6, <0:1: .* received but never sent"),
+    "a receive dropped": (1, without("<0:1"), r"rank 0, instruction 5, >0:1: .* sent but never received"),
+    "a receive twice": (1, doubled("<0:0"), r"rank 1, instruction 2, <0:0: microbatch 0 was received before"),
+    "a send twice": (0, doubled(">0:0"), r"rank 0, instruction 3, >0:0: microbatch 0 was sent before"),
     "a send too early": (0, moved_before(">0:0", "0F0"), r"rank 0, instruction 0, >0:0: 0F0, which makes it"),
-    "a receive too late": (1, swapped("<0:0", "1F0"), r"<2:0: 1F0, which reads it, does not follow"),
+    "a receive too late": (1, swapped("<0:0", "1F0"), r"<0:0: 1F0, which reads it, does not follow"),
     "an update too early": (0, moved_before("0U1", "0B1"), r"rank 0, instruction 9, 0U1: needs 0B1.* later"),
     "sent in another order": (
         0,
         lambda words: ["0F0", "0F1", ">0:1", ">0:0", ">2:0", ">2:1", *words[6:]],
-        r"rank 1, instruction 0, <0:0: message 0 .* sent as microbatch 1 and received as microbatch 0",
+        r"rank 1, instruction 1, <0:0: message 0 .* sent as microbatch 1 and received as microbatch 0",
     ),
 }
 
@@ -344,8 +344,8 @@ def test_two_orders_that_are_each_legal_deadlock_together() -> None:
     assert [line.strip() for line in lines] == [
         "rank 0 waits at instruction 3, <1:0, for the gradient of microbatch 0 from rank 1",
         "message 1:0 (rank 1 to 0, gradient) waits for rank 1 to send it",
-        "rank 1 waits at instruction 3, <0:1, for the activation of microbatch 1 from rank 0",
-        "message 0:1 (rank 0 to 1, activation) waits for rank 0 to send it",
+        "rank 1 waits at instruction 3, <2:1, for the input of microbatch 1 from rank 0",
+        "message 2:1 (rank 0 to 1, input) waits for rank 0 to send it",
     ]
 
 
@@ -465,7 +465,7 @@ def test_ops_of_a_stranger_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"rank 1, instruction 0, 0F0: an op of another rank"):
         verify(with_period(program, 1, (stranger, *program.ranks[1].period)))
     send = program.ranks[0].period[1]
-    with pytest.raises(ScheduleError, match=r"rank 1, instruction 0, >0:0: this rank is not at this end"):
+    with pytest.raises(ScheduleError, match=r"rank 1, instruction 0, >2:0: this rank is not at this end"):
         verify(with_period(program, 1, (send, *program.ranks[1].period)))
 
 

@@ -125,9 +125,9 @@ def _arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
     kind, stage, k, _ = op
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD and stage:
-        yield Cargo("activation", stage - 1, stage, k)
         if stage == last:
             yield Cargo("input", 0, stage, k)
+        yield Cargo("activation", stage - 1, stage, k)
     elif kind is gives_back(rules.kinds) and stage < last:
         yield Cargo("gradient", stage + 1, stage, k)
 
@@ -136,7 +136,7 @@ def _departures(op: Op, rules: Rules) -> Iterator[Cargo]:
     kind, stage, k, _ = op
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD and stage < last:
-        if not stage:  # first, because it is short: a large message may hold a connection for long
+        if not stage:  # the targets first: a large message may hold a connection for long
             yield Cargo("input", 0, last, k)
         yield Cargo("activation", stage, stage + 1, k)
     elif kind is gives_back(rules.kinds) and stage:

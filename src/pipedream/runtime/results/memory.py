@@ -18,10 +18,7 @@ __all__ = ["MemoryMeter", "Peak", "keep_freed_memory", "tensor_bytes"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _FIRST_OPS = 32  # whose peak does not count if there are more: modules are imported, kernels set up
-_SAMPLED_OPS = 128  # later ones are sampled less often, and a heap that takes longer to read than this all along:
-_QUICK_READ_S = 20e-6
-_PAUSE = 300
-"""Seconds without a sample for each second that reading the heap took."""
+_FIRST_READS_S, _READING_SHARE = 0.01, 0.003  # what reading may take of a phase, in CPU time
 
 
 class Peak(NamedTuple):
@@ -50,13 +47,13 @@ class MemoryMeter:
     def reset(self) -> None:
         """Begins a phase, at a drain."""
         self._ops = self._most_bytes = 0
-        self._next_s = 0.0
+        self._begin_s, self._reading_s = time.perf_counter(), 0.0
         self._trains = True
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def sample(self, is_forward: bool) -> None:
-        """Reads the heap of a CPU, in 2 to 300 us; called at the end of an op.
+        """Reads the heap of a CPU, in 2 to 300 us, unless that has taken too long; called at the end of an op.
 
         Between a drain and the next backward forwards do not count: they may be those of an evaluation.
         """
@@ -66,12 +63,10 @@ class MemoryMeter:
             self._most_bytes = 0
         if self._device is not None or not self._trains:
             return
-        start_s = time.perf_counter()
-        if start_s >= self._next_s:
+        if self._reading_s <= _FIRST_READS_S + _READING_SHARE * (time.perf_counter() - self._begin_s):
+            before_s = time.thread_time()
             self._most_bytes = max(self._most_bytes, _heap_bytes())
-            end_s = time.perf_counter()
-            if self._ops > _SAMPLED_OPS or end_s - start_s > _QUICK_READ_S:
-                self._next_s = end_s + _PAUSE * (end_s - start_s)
+            self._reading_s += time.thread_time() - before_s
 
     def at_drain(self) -> Peak:
         self._trains = False
