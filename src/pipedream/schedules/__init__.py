@@ -19,6 +19,7 @@ from pipedream.schedules.registry import (
     check_chunks,
     layout_of,
     method_of,
+    refuse_code,
     with_options,
 )
 from pipedream.schedules.runs import Run, claims_at, run_of, uniform
@@ -42,6 +43,7 @@ __all__ = [
     "load_torch_csv",
     "method_of",
     "properties_of",
+    "refuse_code",
     "run_of",
     "to_torch_csv",
     "uniform",

@@ -29,6 +29,7 @@ __all__ = [
     "check_chunks",
     "layout_of",
     "method_of",
+    "refuse_code",
     "with_options",
 ]
 
@@ -157,6 +158,21 @@ def method_of(name: str) -> Method:
             "PyTorch's notation, or FILE.py that declares METHODS"
         )
     return found
+
+
+def refuse_code(name: str, source: str) -> None:
+    """Raises ScheduleError if a method that a plan or a checkpoint names is a Python file: data never runs code.
+
+    Args:
+        name: a method's name, a file, or an empty text.
+        source: what names it.
+    """
+    if name and is_method_file(name_and_options(name)[0]):
+        raise ScheduleError(
+            f"{source} names the method {name!r}, a Python file, which is not run because a plan or a checkpoint names "
+            f"it; read the file and, if you trust it, name it yourself: --schedule {name!r} on the command line, "
+            f"schedule={name!r} in Python"
+        )
 
 
 def _resolve(name: str, options: dict[str, Any]) -> tuple[str, Method, dict[str, Any]]:

@@ -18,7 +18,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.phase import Phase, phases_text
+from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.options import TrainingOptions
 from pipedream.planner import SHAPES, parse_counts
 from pipedream.recipe import Recipe, blaming
@@ -27,9 +27,10 @@ from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.losses import Loss, is_torch_loss
-from pipedream.schedules import canonical
+from pipedream.schedules import canonical, refuse_code
 from pipedream.training.resume import ResumePoint, check_unused, resume_point
 from pipedream.workflows.exclusions import check_options
+from pipedream.workflows.methods import asked_of
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.prepare import all_flush, check_phases_fit, compensated, phases_of, planned_for
 from pipedream.workflows.profile import profile as profile_model
@@ -126,7 +127,6 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         options = replace(options, schedule=canonical(options.schedule))
     if resumed is not None and options.weights is not None:
         raise RecipeError("weights and a checkpoint to resume were both given; a checkpoint has its own weights")
-    schedule, microbatches = _method(options, resumed)
     seed = options.seed if options.seed is not None else resumed.manifest.seed if resumed is not None else 0
     workers = _workers(options, resumed, process.count)
     recipe = make(seed)
@@ -134,6 +134,8 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     if phases:
         planned = planned_for(phases)
         schedule, microbatches = planned.name, planned.microbatches
+    else:
+        schedule, microbatches = _method(options, resumed)
     if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
         raise RecipeError(
             f"the recipe's target is on {recipe.target[0]!r}, its metrics are {sorted(recipe.metrics)}; name one "
@@ -193,7 +195,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     plan = replace(plan, runtime=runtime)
     schedule, microbatches, compensation = job.schedule, job.microbatches, job.compensation
     if schedule == "auto":
-        schedule, microbatches = plan.method(None, microbatches)
+        schedule, microbatches = asked_of(plan, None, microbatches)
     phases = job.phases or (Phase(schedule, microbatches=microbatches),)
     if compensation is None and not all_flush(plan, phases):
         # Methods that flush refuse a compensation asked of this run; the recipe's does not apply to them.
@@ -272,11 +274,13 @@ def _method(options: TrainingOptions, resumed: ResumePoint | None) -> tuple[str,
     schedule, microbatches = options.schedule, options.microbatches
     if resumed is None:
         if options.plan is not None:
-            schedule, microbatches = options.plan.method(schedule, microbatches)
+            schedule, microbatches = asked_of(options.plan, None if schedule == "auto" else schedule, microbatches)
         return schedule or "pipedream", microbatches
     manifest = resumed.manifest
     if microbatches is None and schedule in (None, manifest.schedule) and manifest.microbatches > 1:
         microbatches = manifest.microbatches
+    if schedule is None:
+        refuse_code(manifest.schedule, f"the checkpoint {resumed.path}")
     return schedule or manifest.schedule, microbatches
 
 
@@ -308,6 +312,8 @@ def _phases(options: TrainingOptions, resumed: ResumePoint | None, recipe: Recip
             saved = resumed.manifest.phases
             if not phases or phases_text(phases_of(None, None, phases)) != saved:
                 phases = saved
+                for phase in read_phases(saved) if saved else ():
+                    refuse_code(phase.name, f"the checkpoint {resumed.path}")
     return phases_of(options.schedule, options.microbatches, phases) if phases else ()
 
 

@@ -146,7 +146,13 @@ def _comparable(name: str) -> MethodProperties:
 
 
 def asked_of(plan: Plan, schedule: str | None, microbatches: int | None = None) -> tuple[str, int | None]:
-    """Returns the method to use and its m (`Plan.method`); an alias of the plan's own method means that one."""
+    """Returns the method to use and its m (`Plan.method`); an alias of the plan's own method means that one.
+
+    Raises:
+        ScheduleError: there is no such method, or the plan alone names a file of code (`schedules.refuse_code`).
+    """
+    if not schedule:
+        schedules.refuse_code(plan.schedule, f"the plan {plan.config}")
     return plan.method(schedules.canonical(schedule) if schedule else None, microbatches)
 
 

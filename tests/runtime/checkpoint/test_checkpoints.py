@@ -170,6 +170,13 @@ def lost(path: Path) -> None:
     next(path.glob("*.distcp")).unlink()
 
 
+def linked(path: Path) -> None:
+    """Moves a file out of the folder and leaves a link."""
+    file = next(path.glob("*.distcp"))
+    file.rename(path.parent / file.name)
+    file.symlink_to(path.parent / file.name)
+
+
 def scrambled(path: Path) -> None:
     """Writes over a file."""
     file = next(path.glob("*.distcp"))
@@ -192,6 +199,7 @@ def manifest_with(**wrong: Any) -> Callable[[Path], None]:
     [
         (cut_short, "is damaged: __0_0.distcp has .* bytes, and had"),
         (lost, "is damaged: .*No such file"),
+        (linked, "its __0_0.distcp is a link"),
         (scrambled, "cannot be read"),
         (manifest_with(shape=[3, 3]), "has shape|cannot be read|mismatch"),
         (manifest_with(dtype="load"), "'load' is not a dtype of torch"),

@@ -92,6 +92,11 @@ def read_manifest(path: Path) -> Checkpoint:
     """Reads a manifest; raises an `ArtifactError` if that fails, or a file is missing or truncated."""
     manifest = Checkpoint.load(path / MANIFEST)
     for name, size in manifest.files.items():
+        if (path / name).is_symlink():
+            raise ArtifactError(
+                f"the checkpoint {path} is not read: its {name} is a link, which may lead to any file; put a copy of "
+                f"the file in its place, or {_advice(path)}"
+            )
         try:
             found = (path / name).stat().st_size
         except OSError as error:
