@@ -477,8 +477,8 @@ BREAKS = (
     Break(
         "losses: padding counts in the mean",
         "runtime/results/loss_calls.py",
-        "counted = targets[targets != ignore_index]",
-        "counted = targets",
+        "counts = targets != ignore_index",
+        "counts = targets == targets",
         ("runtime/results/test_losses.py", "runtime/results/test_loss_calls.py"),
     ),
     Break(
