@@ -9,16 +9,20 @@ from typing import NoReturn
 
 import typer
 
+from pipedream.runtime.comm.launcher import read_launcher
+
 __all__ = ["is_rank_0", "is_worker", "start_workers"]
 
 
 def is_worker() -> bool:
-    """Whether torchrun or `start_workers` started this process."""
+    """Whether torchrun, srun, mpirun or `start_workers` started this process."""
+    read_launcher()
     return "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def is_rank_0() -> bool:
     """Whether this process prints and writes."""
+    read_launcher()
     return os.environ.get("RANK", "0") == "0"
 
 

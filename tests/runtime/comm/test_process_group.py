@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from pipedream.core.errors import PlanError
 from pipedream.runtime.comm import process_group
+from pipedream.runtime.comm.launcher import LOCAL_RANKS
 
-VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", *process_group._LOCAL_RANKS)
+VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", *LOCAL_RANKS)
 
 
 def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int, **variables: int) -> list[str]:

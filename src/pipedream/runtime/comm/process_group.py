@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 
 from pipedream._version import __version__
 from pipedream.core.errors import PlanError
+from pipedream.runtime.comm.launcher import LOCAL_RANKS, launcher, read_launcher
 
 __all__ = [
     "JOIN_TIMEOUT_S",
@@ -35,14 +36,12 @@ __all__ = [
 JOIN_TIMEOUT_S = 300.0
 """How long the ranks wait for each other; the slowest one may still import torch."""
 
-_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
-"""Variables with a process's number on its machine: torchrun's, and those of srun and mpirun."""
-
 _texts: dist.ProcessGroup | None = None
 
 
 def is_distributed() -> bool:
-    """Returns whether a process group exists, or a launcher started this process."""
+    """Returns whether a process group exists, or a launcher (torchrun, srun, mpirun) started this process."""
+    read_launcher()
     return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -56,7 +55,10 @@ def join_group(device: str | torch.device) -> tuple[int, int]:
     if not dist.is_initialized():
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
         if missing:
-            raise PlanError(f"WORLD_SIZE is set, but {', '.join(missing)} is not; start the workers with torchrun")
+            raise PlanError(
+                f"{os.environ['WORLD_SIZE']} processes were started, but {', '.join(missing)} is not set; start them "
+                "with torchrun or srun, or set it for all of them (mpirun -x MASTER_ADDR=<the machine of rank 0>)"
+            )
         _join("cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo")
     _check_same_software(world_group())
     return dist.get_rank(), dist.get_world_size()
@@ -239,17 +241,19 @@ def _local_gpu() -> int:
     """Returns the number of this process's GPU on its machine."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if count == 1 and launcher() is not None:
+        return 0  # srun and mpirun may show each process its own GPU alone
     if here > max(count, 1):
         raise PlanError(
             f"{here} processes were started on this machine, each for a GPU of its own, but {_gpus(count)} found; "
             f"start {f'{count} (--workers or --nproc-per-node)' if count else 'them with --device cpu'}"
         )
-    known = next((name for name in _LOCAL_RANKS if name in os.environ), None)
+    known = next((name for name in LOCAL_RANKS if name in os.environ), None)
     if count == 1 and known != "LOCAL_RANK":
-        return 0  # srun and mpirun may show each process its own GPU alone
+        return 0
     if known is None and is_distributed():
         raise PlanError(
-            f"device 'cuda' was requested, but this process's GPU is not known: none of {', '.join(_LOCAL_RANKS)} is "
+            f"device 'cuda' was requested, but this process's GPU is not known: none of {', '.join(LOCAL_RANKS)} is "
             f"set, and {_gpus(count)} found on this machine; start the workers with torchrun, set LOCAL_RANK to each "
             "process's number on its machine, or name the GPU (cuda:1)"
         )

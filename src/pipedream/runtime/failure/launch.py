@@ -43,7 +43,8 @@ def set_threads(processes: int) -> None:
     """Gives each of several local processes its share of the cores."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     if local > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+        # Slurm and taskset may allow this process fewer cores.
+        torch.set_num_threads(max(1, min((os.cpu_count() or 1) // local, len(os.sched_getaffinity(0)))))
 
 
 @dataclass(frozen=True)

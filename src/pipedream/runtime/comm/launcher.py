@@ -1,0 +1,123 @@
+"""The variables of srun and mpirun, as those of torchrun: otherwise each of their tasks would train alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+__all__ = ["LOCAL_RANKS", "launcher", "read_launcher"]
+
+
+@dataclass(frozen=True)
+class _Variables:
+    """Where a launcher writes a process's place; of several names the first that is set counts."""
+
+    launcher: str
+    rank: str
+    processes: tuple[str, ...]
+    local_rank: str
+    here: tuple[str, ...]
+
+
+_LAUNCHERS = (
+    # mpirun first: within a job of Slurm it starts its own processes by srun. Open MPI; then MPICH and Intel MPI.
+    _Variables(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Variables("mpirun", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+    # The names without STEP are the job's, of which a step may have a part.
+    _Variables(
+        "srun",
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "SLURM_LOCALID",
+        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    ),
+)
+
+LOCAL_RANKS = ("LOCAL_RANK", *(one.local_rank for one in _LAUNCHERS), "PMI_LOCAL_RANK")
+"""Variables with a process's number on its machine: torchrun's, and those of srun and mpirun."""
+
+
+def launcher() -> str | None:
+    """Returns 'srun' or 'mpirun' if it started this process as one of several, and torchrun is not between them."""
+    found = _found()
+    return None if found is None else found.launcher
+
+
+def read_launcher() -> None:
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, where they are missing.
+
+    They are left alone if WORLD_SIZE says otherwise: with ``WORLD_SIZE=1 srun ...`` each task trains alone.
+    MASTER_ADDR stays missing if mpirun, which does not name its machines, started processes on several.
+    """
+    found = _found()
+    if found is None:
+        return
+    processes, here = _first(found.processes), _tasks_here(_first(found.here))
+    slurm = found.launcher == "srun"
+    nodes = _first(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")) if slurm else ""
+    settings = {
+        "RANK": os.environ[found.rank],
+        "WORLD_SIZE": processes,
+        "LOCAL_RANK": os.environ.get(found.local_rank, ""),
+        "LOCAL_WORLD_SIZE": here,
+        "MASTER_ADDR": "127.0.0.1" if here == processes else _first_node(nodes),
+        "MASTER_PORT": str(_step_port()) if slurm else "29500",
+    }
+    for name, value in settings.items():
+        if value:
+            os.environ.setdefault(name, value)
+
+
+def _found() -> _Variables | None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return None
+    for one in _LAUNCHERS:
+        processes = _first(one.processes)
+        several = one.rank in os.environ and processes.isdecimal() and int(processes) > 1
+        if one.launcher == "srun":
+            several = several and not _is_batch_script()
+        else:  # srun also sets PMI_RANK, for MPI programs
+            several = several and one.local_rank in os.environ
+        if several and os.environ.get("WORLD_SIZE", processes) == processes:
+            return one
+    return None
+
+
+def _is_batch_script() -> bool:
+    """Returns whether sbatch runs this process: it has the rank 0 of as many tasks as srun may start later."""
+    return "SLURM_GTIDS" in os.environ and not _first(("SLURM_STEP_ID", "SLURM_STEPID"))
+
+
+def _first(names: tuple[str, ...]) -> str:
+    return next((os.environ[name] for name in names if name in os.environ), "")
+
+
+def _tasks_here(counts: str) -> str:
+    """Returns this machine's count of all machines' (Slurm writes 2(x3),1 for 2,2,2,1); '' if unknown."""
+    if counts.isdecimal():
+        return counts
+    each = [
+        count
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", counts)
+        for _ in range(int(times or 1))
+    ]
+    node = int(os.environ.get("SLURM_NODEID", "0"))
+    return each[node] if node < len(each) else ""
+
+
+def _first_node(nodes: str) -> str:
+    """Returns the first of Slurm's list of machines: rack1n07 of ``rack[1-2]n[07-12,20],login``."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
+
+
+def _step_port() -> int:
+    """Returns a port below those that systems give out themselves, which other jobs of this machine hardly have."""
+    job, step = (int(os.environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return 10_000 + (job * 100 + step) % 20_000

@@ -1,0 +1,150 @@
+"""What srun and mpirun write about a process becomes what torchrun writes, of every process of a job."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream.core.errors import PlanError
+from pipedream.runtime.comm.launcher import launcher, read_launcher
+from pipedream.runtime.comm.process_group import is_distributed, join_group, process_device
+
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def read(variables: Mapping[str, object]) -> dict[str, str]:
+    """Returns torch's variables, in an environment of these variables."""
+    with pytest.MonkeyPatch.context() as patch:
+        others = re.compile("SLURM_|OMPI_|PMI_|MPI_|TORCHELASTIC_")
+        for name in [name for name in os.environ if others.match(name) or name in TORCH]:
+            patch.delenv(name)
+        for name, value in variables.items():
+            patch.setenv(name, str(value))
+        kept = dict(os.environ)
+        read_launcher()
+        found = {name: os.environ[name] for name in TORCH if name in os.environ}
+        for name in found.keys() - kept.keys():
+            del os.environ[name]
+        return found
+
+
+def slurm(rank: int, counts: list[int], nodes: str = "n[01-99]", **more: object) -> dict[str, object]:
+    """Returns what srun sets for a task of a step with so many tasks on each machine."""
+    node = next(n for n in range(len(counts)) if rank < sum(counts[: n + 1]))
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    each = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    return {
+        **{"SLURM_JOB_ID": 17, "SLURM_STEP_ID": 3, "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": sum(counts)},
+        **{"SLURM_NTASKS": 99, "SLURM_LOCALID": rank - sum(counts[:node]), "SLURM_NODEID": node},
+        **{"SLURM_STEP_TASKS_PER_NODE": each, "SLURM_STEP_NODELIST": nodes, "SLURM_GTIDS": rank},
+        **more,
+    }
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6).filter(lambda counts: sum(counts) > 1))
+def test_every_task_of_a_step_has_its_place(counts: list[int]) -> None:
+    tasks = [read(slurm(rank, counts)) for rank in range(sum(counts))]
+    assert [task["RANK"] for task in tasks] == [str(rank) for rank in range(sum(counts))]
+    places = [(str(local), str(count)) for count in counts for local in range(count)]
+    assert [(task["LOCAL_RANK"], task["LOCAL_WORLD_SIZE"]) for task in tasks] == places
+    (shared,) = {(task["WORLD_SIZE"], task["MASTER_ADDR"], task["MASTER_PORT"]) for task in tasks}
+    assert shared == (str(sum(counts)), "127.0.0.1" if len(counts) == 1 else "n01", "11703")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("host7,host9", "host7"),
+        ("gpu[007-012,020],login", "gpu007"),
+        ("rack[2,4-5]n[3-9]-ib,x", "rack2n3-ib"),
+        ("a,b[1-2]", "a"),
+    ],
+)
+def test_rank_0_is_on_the_first_machine(nodes: str, first: str) -> None:
+    assert read(slurm(1, [1, 1], nodes))["MASTER_ADDR"] == first
+
+
+def test_few_variables_are_enough() -> None:
+    few = {"SLURM_PROCID": 1, "SLURM_NTASKS": 2, "SLURM_LOCALID": 0, "SLURM_JOB_NODELIST": "a[1-2]"}
+    assert read(few) == {
+        **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        **{"MASTER_ADDR": "a1", "MASTER_PORT": "10000"},
+    }
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        slurm(0, [1]),  # a step of one task
+        slurm(1, [2], WORLD_SIZE=1),  # as the user wants it
+        slurm(1, [2], TORCHELASTIC_RUN_ID="x", WORLD_SIZE=2),  # torchrun started by srun
+        # The script of a job of two tasks, as sbatch runs it; what salloc sets.
+        {"SLURM_PROCID": 0, "SLURM_NTASKS": 2, "SLURM_LOCALID": 0, "SLURM_GTIDS": 0, "SLURM_JOB_ID": 3},
+        {"SLURM_NTASKS": 2, "SLURM_JOB_ID": 3},
+        {"PMI_RANK": 0, "PMI_SIZE": 2},
+    ],
+)
+def test_what_is_no_task_of_several_is_left_alone(variables: dict[str, object]) -> None:
+    assert read(variables) == {name: str(variables[name]) for name in TORCH if name in variables}
+
+
+def test_the_users_own_variables_count() -> None:
+    found = read(slurm(1, [1, 1], MASTER_ADDR="me", MASTER_PORT="9", RANK="0"))
+    assert (found["RANK"], found["MASTER_ADDR"], found["MASTER_PORT"]) == ("0", "me", "9")
+
+
+OPEN_MPI = {
+    **{"OMPI_COMM_WORLD_RANK": 3, "OMPI_COMM_WORLD_SIZE": 4},
+    **{"OMPI_COMM_WORLD_LOCAL_RANK": 1, "OMPI_COMM_WORLD_LOCAL_SIZE": 2},
+}
+MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 1, "MPI_LOCALNRANKS": 2}
+
+
+def test_mpirun() -> None:
+    expected = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert read(MPICH) == expected | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    # In a job of Slurm, where srun started mpirun's daemons.
+    found = read(slurm(1, [1, 1]) | OPEN_MPI | {"MASTER_ADDR": "a"})
+    assert found == {
+        **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": "a", "MASTER_PORT": "29500"},
+    }
+
+
+def test_mpirun_on_several_machines_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCH:
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, str(value))
+    assert is_distributed()
+    assert launcher() == "mpirun"
+    with pytest.raises(PlanError, match=r"4 processes were .*, but MASTER_ADDR is not set; .*mpirun -x MASTER_ADDR"):
+        join_group("cpu")
+
+
+def test_a_task_that_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for name in TORCH:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in slurm(2, [4]).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for gpus, device in ((1, "cuda:0"), (4, "cuda:2")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert is_distributed()
+        assert str(process_device("cuda")) == device
