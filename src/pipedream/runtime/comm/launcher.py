@@ -104,9 +104,7 @@ def _tasks_here(counts: str) -> str:
     if counts.isdecimal():
         return counts
     each = [
-        count
-        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", counts)
-        for _ in range(int(times or 1))
+        count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", counts) for _ in range(int(times or 1))
     ]
     node = int(os.environ.get("SLURM_NODEID", "0"))
     return each[node] if node < len(each) else ""
