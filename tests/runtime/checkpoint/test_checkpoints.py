@@ -18,6 +18,7 @@ import processes
 import pytest
 import torch
 import zoo
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pipedream as pd
 from pipedream.core.checkpoint import Checkpoint
@@ -57,13 +58,13 @@ def names(paths: list[Path]) -> list[str]:
 def test_the_writers_thread_uses_the_gpu_of_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "first", numbers=1)[0]
     done: list[tuple[str, int]] = []
-    write = storage.save
+    write = torch.save
 
     def recorded_save(*args: Any, **rest: Any) -> Any:
         done.append(("save", threading.get_ident()))
         return write(*args, **rest)
 
-    monkeypatch.setattr(storage, "save", recorded_save)
+    monkeypatch.setattr(torch, "save", recorded_save)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((str(device), threading.get_ident())))
     writer = storage.Writer(0, None, torch.device("cuda", 1))
     writer.begin(tmp_path / "second", storage.read_manifest(path), {"model/a": torch.ones(2)}, None)
@@ -142,6 +143,19 @@ def test_torchs_own_metadata_is_not_unpickled(tmp_path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     assert load(tmp_path) == (1, 0)
     assert not (tmp_path / "ran").exists()
+
+
+def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
+    path = save(tmp_path, (2, 1), numbers=1)[0]
+    dcp_to_torch_save(path, tmp_path / "found.pt")
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    animal = zoo.make("mlp")
+    with pipeline(animal, (2, 1)) as made:
+        made.load(path)
+        expected = made.state_dict()
+    assert {name for name in found if name.startswith("model/")} == {f"model/{name}" for name in expected}
+    for name, tensor in expected.items():
+        assert torch.equal(found[f"model/{name}"], tensor)
 
 
 def test_tensors_are_not_unpickled(tmp_path: Path) -> None:
