@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -88,8 +89,9 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     failed = True
     try:
         for sample, counted in zip(samples, _COUNTED, strict=True):
-            pairs: Any = [(sample[0], torch.ones(1))] * (_WARM_UP + counted)
-            loader = DataLoader(pairs, shuffle=True)
+            batches: Any = [(sample, torch.ones(1))] * (_WARM_UP + counted)
+            # A recipe's loader adds its own making of a batch.
+            loader = DataLoader(batches, shuffle=True, collate_fn=itemgetter(0))
             with preserved_rng(loader):
                 session.open_feed(loader, lambda batch: batch)
                 for _ in session.train():
