@@ -3,7 +3,7 @@
 Life of a checkpoint:
 
 1. At a drain each rank provides its tensors, for each stage its replica 0.
-2. All ranks write into a folder whose name begins with a dot, one file per rank, and tell rank 0 what is where.
+2. All ranks write into a folder whose name begins with a dot, one file per rank; rank 0 hears what is where.
 3. When all have written, rank 0 adds the manifest (`core.checkpoint`), flushes it and renames the folder: now the
    checkpoint exists. A folder with a dot is never read, and the next save removes it.
 4. The oldest beyond `keep` are renamed and then removed.
