@@ -47,7 +47,7 @@ class TrainingLoop:
         evaluations: metrics of each, with its place in the run.
         seconds_to_target: None if it is not reached.
         train_s: with evaluations.
-        samples_per_s: of each epoch, but its first minibatch.
+        samples_per_s: of each epoch, from the first minibatch on that no drain had finished.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TrainingLoop:
         """Trains to a total of epochs or minibatches; returns whether Ctrl-C ended it."""
         start = time.perf_counter()
         interrupted = False
-        mark: tuple[float, int] | None = None  # seconds and samples at the epoch's first result here
+        mark: tuple[float, int] | None = None  # seconds and samples when the epoch's rate is measured from
         samples = 0
         is_over = minibatches is not None and self.pipeline.drain() >= minibatches  # a finished run was resumed
         left = 0 if is_over else max(epochs - self.pipeline.position[0], 0)
@@ -81,10 +81,11 @@ class TrainingLoop:
                     now = time.perf_counter()
                     self.losses.append((done.number, done.loss))
                     samples += done.samples
-                    mark = mark or (now, samples)
+                    if mark is None and done.number >= self._evaluated_at:
+                        mark = now, samples
                     self._progress.show(done, self.pipeline)
                     is_last = minibatches is not None and done.number + 1 >= minibatches
-                    if (done.ends_epoch or is_last) and now > mark[0]:
+                    if (done.ends_epoch or is_last) and mark is not None and now > mark[0]:
                         self.samples_per_s.append((samples - mark[1]) / (now - mark[0]))
                     if done.ends_epoch:
                         self._end_epoch(done, now - start, last=done.epoch + 1 == epochs)

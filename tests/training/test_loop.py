@@ -1,0 +1,69 @@
+"""The training loop: what it measures."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import pipedream as pd
+from pipedream.pipeline import Done
+from pipedream.training import loop
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+class Finishing:
+    """A pipeline that holds two minibatches when it is drained; it takes 5 s to fill it, and then 1 s a minibatch."""
+
+    plan = SimpleNamespace(workers=1)
+    rank = 0
+    position = 0, 0
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.finished = 0
+        self.is_full = False
+
+    def train(self, loader: Any, epochs: int) -> Iterator[Done]:
+        for number in range(8):
+            if number >= self.finished:
+                self.clock.now_s += 1.0 if self.is_full else 5.0
+                self.is_full = True
+                self.finished += 1
+            yield Done(number, number // 4, number % 4 == 3, 0.5, 4.0, 4, 0.1)
+
+    def evaluate(self, loader: Any) -> dict[str, float]:
+        self.clock.now_s += 100.0
+        self.is_full = False
+        self.finished = min(self.finished + 2, 8)
+        return {"loss": 0.5}
+
+    def drain(self) -> int:
+        return self.finished
+
+
+def test_the_rate_of_an_epoch_is_that_of_a_full_pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first minibatches of an epoch were finished by the drain before an evaluation; to fill up again takes 5 s."""
+    clock = Clock()
+    monkeypatch.setattr(loop, "time", clock)
+    recipe = pd.Recipe(nn.Linear(1, 1), nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), [1], [1])
+    pipeline: Any = Finishing(clock)
+    found = loop.TrainingLoop(pipeline, recipe, Console(file=io.StringIO()), 1, loop.CheckpointPolicy(tmp_path, 0, 1))
+    assert not found.train(2, None)
+    assert [number for number, _ in found.losses] == list(range(8))
+    assert found.samples_per_s == [4.0, 4.0]
