@@ -198,7 +198,8 @@ class TrainingOptions(MethodOptions):
         keep: number of checkpoints to keep.
         resume: run folder or checkpoint to continue from; another number of workers gets a new plan. After a restart by
             the launcher the run continues from its newest checkpoint without this.
-        cluster: workers and links; by default this machine.
+        cluster: workers and links; by default this machine, or if the processes are on several the links are measured.
+        memory_bytes: of each worker, if there is no cluster; by default what the machines have.
         weights: to start from, as in `Pipeline`.
         out: run folder; by default a new one under ``runs/``, or that of `resume`.
         logs: to write into it: 'csv', 'tensorboard'.
@@ -224,6 +225,7 @@ class TrainingOptions(MethodOptions):
     keep: int = 2
     resume: str | os.PathLike[str] | None = None
     cluster: Cluster | None = None
+    memory_bytes: int | None = None
     weights: str | None = None
     out: str | os.PathLike[str] | None = None
     logs: tuple[str, ...] = ()
@@ -232,6 +234,7 @@ class TrainingOptions(MethodOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         least = {"workers": 1, "epochs": 1, "minibatches": 1, "evaluate_every": 0, "checkpoint_every": 0, "keep": 1}
+        least |= {"memory_bytes": 1}
         for name, lowest in least.items():
             count = getattr(self, name)
             if count is not None and not (isinstance(count, int) and count >= lowest):

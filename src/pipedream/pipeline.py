@@ -38,6 +38,7 @@ from pipedream.runtime.results.scoring import needs_weights
 from pipedream.runtime.session import Session
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
+from pipedream.workflows.own_cluster import warn_of_loopback
 from pipedream.workflows.prepare import compensated, evaluation_of, phases_of, prepare
 from pipedream.workflows.profile import layers_of
 
@@ -131,6 +132,7 @@ class Pipeline:
         self._session = Session(
             model, captured.graph, blueprint, stuck_after_s=options.stuck_after_s, weights=options.weights
         )
+        warn_of_loopback(plan, self._session.rank)
 
     # -- training -----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import pipedream
 from pipedream import cli
 from pipedream.cli.options import cluster_of
 from pipedream.core.errors import PlanError
@@ -14,6 +15,9 @@ from pipedream.core.hardware import presets
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan, Stage
+from pipedream.options import TrainingOptions
+from pipedream.recipe import load_recipe
+from pipedream.training import train
 
 
 def cluster(*workers: str, bandwidth: tuple[str, ...] = ()) -> Cluster:
@@ -86,3 +90,47 @@ def test_a_plan_for_a_papers_cluster(tmp_path: Path) -> None:
     for cluster in (("--cluster", "pipedream-c:3"), ("--workers", "2+1", "2", "--bandwidth", "1e9", "1e8")):
         assert cli.main(["plan", profile, *cluster, "-o", str(out)]) == 0
         assert Plan.load(out).cluster.workers == 3
+
+
+DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "levels", "memory_bytes"),
+    [
+        ("", None, None),
+        ("--memory 2GB", None, 2 * 10**9),
+        ("--bandwidth 1Gbit/s", (Level(4, 1.25e8),), None),
+        ("--bandwidth 1e9 1e8 --latency 0.001", (Level(2, 1e9, 1e-3), Level(2, 1e8, 1e-3)), None),
+        ("--latency 0", (Level(4, 1.25e9),), None),
+        ("--cluster four", (Level(4, 7.0),), None),
+    ],
+)
+def test_training_gets_the_cluster_that_is_described(
+    arguments: str,
+    levels: tuple[Level, ...] | None,
+    memory_bytes: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two machines of two workers; what is not described is left to be found out."""
+    asked: list[TrainingOptions] = []
+    monkeypatch.setattr(train, "train_recipe", lambda make, **options: asked.append(TrainingOptions(**options)))
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    Cluster.flat(4, 7.0).save(tmp_path / "four")
+    assert cli.main(["train", DIGITS, *arguments.split()]) == 0
+    assert (asked[0].cluster.levels if asked[0].cluster else None) == levels
+    assert asked[0].memory_bytes == memory_bytes
+
+
+def test_training_with_links_that_make_no_sense(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Cluster.flat(3).save(tmp_path / "three.json")
+    three = ["train", DIGITS, "--cluster", str(tmp_path / "three.json")]
+    assert cli.main([*three, "--memory", "1GB"]) == 2
+    assert "the cluster determines these" in capfd.readouterr().err
+    assert cli.main(["train", DIGITS, "--plan", "none.json", "--bandwidth", "1"]) == 2
+    assert "a plan has its own stages, workers, links" in capfd.readouterr().err
+    with pytest.raises(PlanError, match="the cluster has 3 workers, 2 were asked for; start as many as it has"):
+        pipedream.run(lambda seed: load_recipe(DIGITS), cluster=Cluster.flat(3), workers=2, quiet=True)

@@ -7,6 +7,8 @@ wrong address to the others, or meets them on loopback, is found out here.
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from two_machines import ip, machines, on_both, started_on_both
 
 import pipedream
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.plan import Plan
 from pipedream.recipe import load_recipe
 from pipedream.training.job import profile_recipe
 from pipedream.workflows import plan as planning
@@ -53,6 +56,58 @@ def test_example_as_it_is_on_two_machines(machines: tuple[str, str], tmp_path: P
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert summary["minibatches"] == 12 * 45
     assert summary["accuracy"] > 0.9
+
+
+def slow_down(machines: tuple[str, str], megabits: int) -> None:
+    for name in machines:
+        shape = f"tc -n {name} qdisc add dev cable root tbf rate {megabits}mbit burst 32kb limit 16mb"
+        subprocess.run(shape.split(), check=True)
+
+
+def test_links_between_machines_are_measured_before_planning(machines: tuple[str, str], tmp_path: Path) -> None:
+    slow_down(machines, 80)
+    program = ("-m", "pipedream", "train", DIGITS, "--minibatches", "3", "--out", "run")
+    first, second = on_both(machines, "c10d", program, tmp_path)
+    assert re.search(r"^2 machines, measured in \d+\.\d s: Cluster of .*; levels: 2 x ", first.out, re.M), first.out
+    assert second.out == ""
+    plan = Plan.load(tmp_path / "machine0" / "run" / "plan.json")
+    assert plan.cluster.bandwidth_bytes_per_s == pytest.approx(80e6 / 8, rel=0.15)
+    assert plan.cluster.is_limited
+
+
+SCRIPT = """
+import sys, pipedream, torch
+from functools import partial
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+batch = torch.randn(8, 64)
+profile = pipedream.profile(model, batch, runs=1)
+clusters = [] if sys.argv[1] == "measured" else [pipedream.Cluster.here(2)]
+plan = pipedream.plan(profile, *clusters, shape="pipeline")
+options = dict(loss=torch.nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1))
+with pipedream.Pipeline(model, plan, **options) as pipeline:
+    losses = [done.loss for done in pipeline.train([(batch, batch)], epochs=3)]
+print(pipeline.rank, len(losses), plan.cluster.bandwidth_bytes_per_s)
+"""
+
+
+def test_scripts_plan_measures_and_one_for_a_single_machine_warns(machines: tuple[str, str], tmp_path: Path) -> None:
+    slow_down(machines, 80)
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    found = {}
+    for how in ("measured", "assumed"):
+        (tmp_path / how).mkdir()
+        found[how] = on_both(machines, "static", (str(tmp_path / "script.py"), how), tmp_path / how)
+    (line, figures), (figures_1,) = (ended.out.splitlines() for ended in found["measured"])
+    assert line.startswith("2 machines, measured in ")
+    assert (figures.split()[:2], figures_1.split()[:2]) == (["0", "3"], ["1", "3"])
+    assert float(figures.split()[2]) == pytest.approx(80e6 / 8, rel=0.15)
+    assert figures.split()[2] == figures_1.split()[2]
+    assert "UserWarning" not in found["measured"][0].err
+    first, second = found["assumed"]
+    assert "UserWarning: the plan assumes one machine (2.00 GB/s, 50.0 us between workers), but" in first.err, first.err
+    assert "the workers are on 2; leave out the cluster, and pipedream.plan(profile) measures" in first.err
+    assert "script.py:10: " in first.err, "the line of the user"
+    assert "UserWarning" not in second.err
 
 
 @pytest.mark.parametrize("rendezvous", [pytest.param("c10d", marks=pytest.mark.long), "static"])

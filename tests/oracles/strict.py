@@ -203,7 +203,7 @@ def installed() -> Iterator[None]:
     plain = connections._new_group
     changes = [
         mock.patch.object(connections, "_new_group", new_group),
-        mock.patch.object(connections, "_has_nccl", return_value=True),
+        mock.patch.object(connections, "has_nccl", return_value=True),
         mock.patch.object(connections, "leave_group", leave_group),
         mock.patch.object(session, "drain", drained),
         mock.patch.object(torch.cuda, "synchronize", synchronize),

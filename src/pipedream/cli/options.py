@@ -44,6 +44,7 @@ __all__ = [
     "check_flags",
     "cluster_of",
     "depth_of",
+    "memory_of",
     "print_json",
     "profile_of",
     "read_profile",
@@ -258,13 +259,20 @@ def cluster_of(
             "machines one for each, as in 4+4+2 3"
         )
     try:
-        size = None if memory is None else units.parse_bytes(memory)
         levels = []
         for width, rate in zip(widths, rates, strict=True):
             sizes = tuple(map(int, width.split("+")))
             uneven = sizes if len(sizes) > 1 else ()
             levels.append(Level(max(sizes), units.parse_rate(rate), latency_s, sizes=uneven))
-        return Cluster(tuple(levels), size)
+        return Cluster(tuple(levels), memory_of(memory))
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+
+
+def memory_of(text: str | None) -> int | None:
+    """Reads --memory."""
+    try:
+        return None if text is None else units.parse_bytes(text)
     except ValueError as error:
         raise PlanError(str(error)) from None
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pipedream.cli.options import (
     AllowAsynchronous,
     Chunks,
+    ClusterName,
     Config,
     DataParallel,
     Depth,
@@ -22,12 +23,15 @@ from pipedream.cli.options import (
     Straight,
     UpdateDelay,
     check_flags,
+    cluster_of,
     depth_of,
+    memory_of,
     print_json,
     shape_of,
 )
 from pipedream.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError
+from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.options import TrainingOptions
 from pipedream.planner import parse_counts
@@ -35,7 +39,8 @@ from pipedream.schedules import is_torch_csv, load_torch_csv
 
 __all__ = ["train"]
 
-_METHOD, _RUN, _FAILURES = "Method", "Run", "Failures"
+_METHOD, _CLUSTER, _RUN, _FAILURES = "Method", "Cluster", "Run", "Failures"
+_MEASURED = "this machine's, or measured between several"
 
 Workers = Annotated[
     int | None,
@@ -74,6 +79,35 @@ PlanFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE", show_default="profile the model and plan here", help="Plan to run, from 'pipedream plan -o'."
+    ),
+]
+Bandwidth = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="B [B ...]",
+        rich_help_panel=_CLUSTER,
+        show_default=_MEASURED,
+        help="Bandwidth of a link in one direction, e.g. 1e9 (bytes/s) or 10Gbit/s; or two values, within and between "
+        "machines.",
+    ),
+]
+Latency = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        metavar="SECONDS",
+        rich_help_panel=_CLUSTER,
+        show_default=_MEASURED,
+        help="One-way latency of a message.",
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BYTES",
+        rich_help_panel=_CLUSTER,
+        show_default="what the machines have, or no limit if links are given",
+        help="Memory per worker, e.g. 16GB.",
     ),
 ]
 Recompute = Annotated[
@@ -189,6 +223,10 @@ def train(
     in_flight: Depth = "noam",
     chunks: Chunks = None,
     microbatches: Microbatches = None,
+    cluster: ClusterName = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
+    memory: Memory = None,
     compile: Compile = False,
     epochs: Epochs = None,
     minibatches: Minibatches = None,
@@ -217,18 +255,22 @@ def train(
       pipedream train examples/digits.py --workers 2 --schedule 1f1b
     """
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config)
-    check_flags(plan=plan, shape=shape, update_delay=update_delay, chunks=chunks)
+    links: dict[str, Any] = {"bandwidth": bandwidth, "latency": latency, "memory": memory}
+    check_flags(plan=plan, shape=shape, update_delay=update_delay, chunks=chunks, cluster=cluster, **links)
     check_flags(phases=phases, schedule=schedule, microbatches=microbatches)
     if not Path(recipe).is_file():
         raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
     given = Plan.load(plan) if plan is not None else None
-    count = workers or _planned_workers(given, config, resume, schedule) or 2
+    described = None if cluster is None else cluster_of(cluster, [], [], 0.0, None)
+    count = workers or _planned_workers(given, config, resume, schedule, described) or 2
     if not is_worker() and (count > 1 or max_restarts):
         own = _own_folder(recipe) if (max_restarts or elastic) and out is None else ()
         start_workers(count, more=own, max_restarts=max_restarts, fewest=min_workers if elastic else None)
-    wanted = _planned_workers(given, config, None)
+    wanted = _planned_workers(given, config, None, cluster=described)
     if elastic and is_worker() and wanted not in (None, int(os.environ.get("WORLD_SIZE", "1"))):
-        given, shape = None, None  # workers were lost: plan again for those that are left
+        given, shape, described = None, None, None  # workers were lost: plan again for those that are left
+    if bandwidth or latency is not None:
+        described = cluster_of(None, _widths(count, len(bandwidth or ())), bandwidth or [], latency or 0.0, memory)
     from pipedream.recipe import load_recipe
     from pipedream.training.train import train_recipe
 
@@ -246,6 +288,8 @@ def train(
         chunks=chunks,
         microbatches=microbatches,
         allow_asynchronous=allow_asynchronous,
+        cluster=described,
+        memory_bytes=memory_of(memory) if described is None else None,
         compile=compile,
         epochs=epochs,
         minibatches=minibatches,
@@ -270,8 +314,19 @@ def _own_folder(recipe: str) -> tuple[str, str]:
     return "--out", f"runs/{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
+def _widths(count: int, levels: int) -> list[str]:
+    """Returns the workers of each level: those of a machine, then the machines; or all in one."""
+    processes = int(os.environ.get("WORLD_SIZE", count))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return [str(here), str(processes // here)] if levels > 1 else [str(processes)]
+
+
 def _planned_workers(
-    plan: Plan | None, config: str | None, resume: Path | None, schedule: str | None = None
+    plan: Plan | None,
+    config: str | None,
+    resume: Path | None,
+    schedule: str | None = None,
+    cluster: Cluster | None = None,
 ) -> int | None:
     """Returns the number of workers that the options imply."""
     if plan is not None:
@@ -280,6 +335,8 @@ def _planned_workers(
         return sum(parse_counts(config))
     if schedule is not None and is_torch_csv(schedule):
         return load_torch_csv(schedule).placement.workers
+    if cluster is not None:
+        return cluster.workers
     if resume is None:
         return None
     from pipedream.training.resume import resume_point

@@ -31,6 +31,7 @@ from pipedream.schedules import canonical, refuse_code
 from pipedream.training.resume import ResumePoint, check_unused, resume_point
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import asked_of
+from pipedream.workflows.own_cluster import own_cluster
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.prepare import all_flush, check_phases_fit, compensated, phases_of, planned_for
 from pipedream.workflows.profile import profile as profile_model
@@ -120,7 +121,8 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     Raises PlanError, RecipeError or ArtifactError if these contradict each other, or a run would overwrite another.
     """
     shape = None if options.shape == "pipeline" else options.shape
-    fixed = {"shape": shape, "update_delay": options.update_delay, "chunks": options.chunks}
+    fixed: dict[str, Any] = {"shape": shape, "update_delay": options.update_delay, "chunks": options.chunks}
+    fixed |= {"cluster": options.cluster, "memory": options.memory_bytes}
     check_options({"plan": options.plan, **fixed})
     resumed = resume_point(options.resume, options.out, process.rank)
     if options.schedule and options.schedule != "auto":
@@ -170,14 +172,15 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     runtime = _runtime_costs(recipe, str(process.device))
     if job.resumed is not None:
         profile, saved = job.resumed.profile, job.resumed.manifest.plan
-        if plan is None and saved.workers == job.workers and options.shape == "pipeline" and not options.update_delay:
+        anew = options.shape != "pipeline" or options.update_delay or options.cluster or options.memory_bytes
+        if plan is None and saved.workers == job.workers and not anew:
             plan = saved
     if plan is None:
         with blaming("while its model was profiled on its first batch"):
             profile = profile or profile_recipe(recipe, device=str(process.device), seed=job.seed)
         plan = make_plan(
             replace(profile, runtime=runtime),
-            options.cluster or _cluster_here(job.workers, process),
+            _cluster(job, process),
             schedule=job.schedule,
             microbatches=job.microbatches,
             in_flight=options.in_flight,
@@ -204,13 +207,15 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     return PlannedJob(job, plan, profile, phases, compensation)
 
 
-def _cluster_here(workers: int, process: Process) -> Cluster:
-    """Returns this machine, with its measured link on a CPU; on GPUs as rank 0 sees it: all must make the same plan."""
-    if process.device.type == "cpu":
-        return measure_runtime("cpu").on_links(Cluster.here(workers))
-    device = "cuda" if process.count > 1 else str(process.device)
-    found = process_group.from_rank_0(lambda: Cluster.here(workers, device=device).to_json(), process.rank)
-    return Cluster.from_json(found, "rank 0's cluster")
+def _cluster(job: Job, process: Process) -> Cluster:
+    """Returns the given cluster, or that of this run's processes."""
+    options = job.options
+    if options.cluster is not None:
+        return options.cluster
+    found, measured = own_cluster(str(process.device), workers=job.workers)
+    if measured:
+        process.console.print(measured)
+    return found if options.memory_bytes is None else found.with_memory(lambda _: options.memory_bytes)
 
 
 def profile_recipe(
@@ -292,6 +297,8 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
     elif options.shape not in SHAPES:
         counts = parse_counts(options.shape)
         config, planned = "-".join(map(str, counts)), sum(counts)
+    elif options.cluster is not None:
+        requested = requested or options.cluster.workers
     elif requested is None and resumed is not None and processes == 1:
         requested = resumed.manifest.plan.workers
     count = requested or planned or (processes if processes > 1 else 2)
@@ -299,6 +306,11 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
         raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
     if planned not in (0, count):
         raise PlanError(f"the plan {config} is for {planned} workers, {count} were asked for; plan again for {count}")
+    if options.cluster is not None and options.cluster.workers != count:
+        raise PlanError(
+            f"the cluster has {options.cluster.workers} workers, {count} were asked for; start as many as it has, or "
+            "give another cluster"
+        )
     return count
 
 

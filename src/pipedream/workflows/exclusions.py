@@ -206,8 +206,8 @@ EXCLUSIONS = (
     Exclusion(
         "plan",
         _is_given,
-        _given("shape", "update_delay", "chunks"),
-        "a plan has its own stages, workers and update delay",
+        _given("shape", "update_delay", "chunks", "cluster", "bandwidth", "latency", "memory"),
+        "a plan has its own stages, workers, links and update delay",
         _LEAVE_OUT,
     ),
     Exclusion(

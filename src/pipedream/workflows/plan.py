@@ -24,7 +24,7 @@ _FEW_WORKERS = 8  # up to here all replica counts are tried, at most 128
 
 def plan(
     profile: Profile | GraphText,
-    cluster: Cluster,
+    cluster: Cluster | None = None,
     *,
     schedule: str = "pipedream",
     microbatches: int | None = None,
@@ -43,6 +43,8 @@ def plan(
 
     Args:
         profile: or a graph.txt of the original PipeDream.
+        cluster: workers and links; by default those of this run. If its processes are on several machines (torchrun,
+            srun), the links are measured for some seconds, and rank 0 prints what was found; every rank calls it.
         schedule: the method, whose weight versions count against the memory; 'auto' takes the fastest, see `choose`; a
             CSV file in PyTorch's notation determines the stages too.
         microbatches: m, the microbatches of a minibatch.
@@ -71,6 +73,8 @@ def plan(
     search: dict[str, Any] = {"microbatches": microbatches, "in_flight": in_flight, "shape": shape}
     search |= {"update_delay": update_delay, "recompute": recompute}
     check_options(chosen | search)
+    if cluster is None:
+        cluster = _own_cluster(profile)
     if cost_model == "classic":
         return classic(profile, cluster, straight=shape == "straight", schedule=schedule, in_flight=in_flight).plan
     known = profile.profile() if isinstance(profile, GraphText) else profile
@@ -90,6 +94,16 @@ def plan(
             planner.parse_counts(shape)  # refuses what are no counts
         return plan_of_file(known, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
     return _search(known, cluster, schedule, cuts=cuts, all_workers=all_workers, **search)
+
+
+def _own_cluster(profile: Profile | GraphText) -> Cluster:
+    from pipedream.workflows.own_cluster import own_cluster  # loads torch
+
+    device = profile.device if isinstance(profile, Profile) else ""
+    cluster, measured = own_cluster("cuda" if device.startswith("cuda") else "cpu")
+    if measured:
+        print(measured, flush=True)
+    return cluster
 
 
 def _check_microbatches(profile: Profile, microbatches: int | None) -> None:

@@ -67,7 +67,7 @@ def test_nccl_is_used_if_the_group_has_it_and_each_rank_a_card(
     monkeypatch: pytest.MonkeyPatch, device: str, backends: str, cards: list[str], uses_nccl: bool
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    assert connections._has_nccl(torch.device(device), cards) is uses_nccl
+    assert connections.has_nccl(torch.device(device), cards) is uses_nccl
 
 
 def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

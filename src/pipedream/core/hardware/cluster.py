@@ -17,10 +17,14 @@ from itertools import accumulate, pairwise
 from pipedream.core.artifact import Artifact
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
-__all__ = ["MOST_WORKERS", "Cluster", "Level", "Workers"]
+__all__ = ["LOOPBACK", "MOST_WORKERS", "Cluster", "Level", "Workers"]
 
 MOST_WORKERS = 100_000
 """More than any cluster has; a file with more is damaged, and planning for it would take all memory."""
+
+
+LOOPBACK = (2e9, 50e-6)
+"""Bandwidth (bytes/s) and latency (s) assumed within a machine (gloo: 1 MiB in 0.5 ms, 64 bytes in 40 to 56 us)."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,7 @@ class Cluster(Artifact):
     def here(cls, workers: int | None = None, memory_bytes: int | None = None, device: str = "cpu") -> Cluster:
         """Returns this machine: by default a worker for each core or GPU, with equal shares of the memory.
 
-        Loopback is assumed to have 2 GB/s and 50 us per message (gloo: 1 MiB in 0.5 ms, 64 bytes in 40 to 56 us), and
-        the links of GPUs what `devices.GPU_LINKS` says.
+        Loopback is assumed to have what `LOOPBACK` says, and the links of GPUs what `devices.GPU_LINKS` says.
 
         Args:
             memory_bytes: of each worker; by default a share of what is there.
@@ -159,7 +162,7 @@ class Cluster(Artifact):
         count = workers or os.cpu_count() or 1
         if memory_bytes is None:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
-        return cls.flat(count, 2e9, 50e-6, memory_bytes)
+        return cls.flat(count, *LOOPBACK, memory_bytes)
 
     @property
     def workers(self) -> int:

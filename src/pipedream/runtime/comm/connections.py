@@ -29,7 +29,7 @@ from pipedream.runtime.comm.shared_memory import (
     SharedMemorySender,
 )
 
-__all__ = ["CONNECT_TIMEOUT_S", "Connections", "connect_groups"]
+__all__ = ["CONNECT_TIMEOUT_S", "Connections", "card_of", "connect_groups", "has_nccl"]
 
 CONNECT_TIMEOUT_S = 60.0
 """How long the ranks of a group may take to connect, once all ranks are there."""
@@ -112,7 +112,7 @@ def connect_groups(
     assert everyone is not None
     rank = dist.get_rank()
     listener = Listener()
-    mine = json.dumps([machine_address(), _card(device), listener.name])
+    mine = json.dumps([machine_address(), card_of(device), listener.name])
     addresses, cards, names = zip(*map(json.loads, gather_texts(mine, everyone)), strict=True)  # waits for all ranks
     upward: dist.ProcessGroup = dist.new_group(backend="gloo")
     connecting = _Connecting(rank, addresses, device)
@@ -122,7 +122,7 @@ def connect_groups(
             connecting.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
     finally:
         listener.close()
-    uses_nccl = _has_nccl(device, cards)
+    uses_nccl = has_nccl(device, cards)
     on = device if uses_nccl else torch.device("cpu")
 
     def sums(ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -262,13 +262,13 @@ def _new_group(ranks: Sequence[int], device: torch.device, ctas: int | None = No
     return made
 
 
-def _has_nccl(device: torch.device, cards: Sequence[str]) -> bool:
+def has_nccl(device: torch.device, cards: Sequence[str]) -> bool:
     """Returns whether the user's process group has NCCL, which refuses ranks that share a card."""
     if device.type != "cuda" or len(set(cards)) < len(cards):
         return False
     return "nccl" in dist.get_backend_config()
 
 
-def _card(device: torch.device) -> str:
+def card_of(device: torch.device) -> str:
     """Returns a name of a GPU that no other GPU has; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
