@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
-from pipedream.core.units import format_bytes, format_seconds
+from pipedream.core.units import format_bytes, format_number, format_seconds
 
 __all__ = [
     "Metrics",
@@ -77,7 +77,7 @@ class Metrics(Artifact):
     def __str__(self) -> str:
         head = (
             f"{self.name}, {self.source}: {format_seconds(self.makespan_s)}, bubble {self.bubble:.1%}, "
-            f"{self.throughput_per_s:.4g} microbatches/s, {self.samples_per_s:.4g} samples/s"
+            f"{format_number(self.throughput_per_s)} microbatches/s, {format_number(self.samples_per_s)} samples/s"
         )
         rows = [
             f"{'rank':>4}  {'busy':>9}  {'share':>6}  {'waits':>9}  {'sends':>9}  {'in flight':>9}  {'versions':>8}  "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipedream.core.units import format_bytes, format_rate
+from pipedream.core.units import format_bytes, format_number, format_rate
 
 __all__ = ["DATA_PARALLEL", "Crossover", "Point", "Sweep"]
 
@@ -72,7 +72,8 @@ class Sweep:
                 lines.append(f"{start}-  ({one.why.split(';')[0]})")
             else:
                 lines.append(
-                    f"{start}{one.config:<12}  {one.microbatches:>3}  {one.samples_per_s:>9.4g}  {one.bubble:>6.1%}  "
+                    f"{start}{one.config:<12}  {one.microbatches:>3}  {format_number(one.samples_per_s):>9}  "
+                    f"{one.bubble:>6.1%}  "
                     f"{format_bytes(one.peak_bytes):>9}"
                 )
         return "\n".join([*lines, "", *map(str, self.crossovers)])

@@ -14,6 +14,7 @@ __all__ = [
     "check_factor",
     "format_bytes",
     "format_excess",
+    "format_number",
     "format_rate",
     "format_seconds",
     "parse_bytes",
@@ -68,6 +69,19 @@ def format_excess(excess: float) -> str:
     return f"within {100 * excess:.2g} %" if excess < 1 else f"within {1 + excess:.2g} times"
 
 
+def format_number(value: float) -> str:
+    """Returns at most four significant digits, if possible without a power of ten.
+
+    >>> format_number(12.0), format_number(0.03125), format_number(1234567)
+    ('12', '0.03125', '1234567')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.4g}"
+
+
 def format_rate(value: float) -> str:
     """Returns three significant digits: ``1.25 GB/s``."""
     return format_bytes(value) + "/s"
@@ -82,7 +96,7 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     if not math.isfinite(value):
         return str(value)
     if value == 0:
-        return f"0 {units[-1][0]}"
+        return f"0 {next(name for name, size in units if size == 1.0)}"
     name, size = next((unit for unit in units if abs(value) >= unit[1]), units[-1])
     scaled = value / size
     digits = max(0, 2 - math.floor(math.log10(abs(scaled)))) if scaled else 0

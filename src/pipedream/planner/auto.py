@@ -28,7 +28,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.properties import MethodProperties
-from pipedream.core.units import format_bytes, format_seconds
+from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.planner.search import parse_counts, plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace
@@ -96,7 +96,8 @@ class Comparison:
         )
         rows = [
             f"{one.schedule:<24}  {one.config:<12}  {one.microbatches:>4}  {one.depth_mode:<5}  {one.update_delay:>5}  "
-            f"{format_seconds(one.period_s):>10}  {self.plan.batch / one.period_s if one.period_s else inf:>9.4g}  "
+            f"{format_seconds(one.period_s):>10}  "
+            f"{format_number(self.plan.batch / one.period_s if one.period_s else inf):>9}  "
             f"{one.bubble or 0.0:>6.1%}  {format_bytes(one.peak_bytes):>9}"
             for one in self.candidates
             if one.period_s is not None

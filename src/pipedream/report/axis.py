@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 
+from pipedream.core.units import format_number
+
 __all__ = ["figure", "length", "log_ticks", "ticks", "time_unit"]
+
+figure = format_number
 
 
 def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
@@ -49,19 +53,6 @@ def time_unit(seconds: float) -> tuple[str, float]:
         if seconds >= 3 * size:
             return name, size
     return "us", 1e-6
-
-
-def figure(value: float) -> str:
-    """Formats a number with at most four significant digits, if possible without a power of ten.
-
-    >>> figure(12.0), figure(0.03125), figure(1234567)
-    ('12', '0.03125', '1234567')
-    """
-    if not math.isfinite(value):
-        return str(value)
-    if abs(value) >= 1000:
-        return f"{value:.0f}"
-    return f"{value:.4g}"
 
 
 def length(value: float) -> str:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.report.axis import time_unit
+from pipedream.report.axis import figure, time_unit
 from pipedream.report.style import TERMINAL, colour_class
 
 __all__ = ["grid", "grid_rich", "slot"]
@@ -139,7 +139,7 @@ def _scale(slots: int, column: int, slot_s: float) -> str:
     unit, size = time_unit(slots * slot_s)
     text = ""
     for i in range(0, slots, every):
-        label = f"{i * slot_s / size:.3g} {unit}"
+        label = f"{figure(float(f'{i * slot_s / size:.3g}'))} {unit}"
         if i * column + len(label) <= room:
             text = text.ljust(i * column) + label
     return text

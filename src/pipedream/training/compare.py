@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.core.errors import WorkerError
+from pipedream.core.units import format_number
 from pipedream.options import TrainingOptions
 from pipedream.runtime.failure.launch import launch
 
@@ -71,8 +72,8 @@ def comparison_table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         speedup = row["samples_per_s"] / rows[0]["samples_per_s"]
         lines.append(
-            f"{row['variant']:<24}  {row['workers']:>7}  {row['samples_per_s']:>9.4g}  {speedup:>8.2f}  "
-            f"{row['predicted_per_s']:>9.4g}  {row['bubble']:>6.1%}  {row['peak_bytes'] / 1e6:>7.0f}"
-            + "".join(f"  {row['metrics'][name]:>10.4g}" for name in names)
+            f"{row['variant']:<24}  {row['workers']:>7}  {format_number(row['samples_per_s']):>9}  {speedup:>8.2f}  "
+            f"{format_number(row['predicted_per_s']):>9}  {row['bubble']:>6.1%}  {row['peak_bytes'] / 1e6:>7.0f}"
+            + "".join(f"  {format_number(row['metrics'][name]):>10}" for name in names)
         )
     return "\n".join(lines)

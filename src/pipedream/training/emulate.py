@@ -14,7 +14,7 @@ from pipedream import schedules
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan, Stage
-from pipedream.core.units import check_factor
+from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.launch import set_threads
@@ -219,12 +219,13 @@ def _at_speed(stage: Stage, speed: float) -> Stage:
 def _result_text(summary: dict[str, Any], folder: Path) -> str:
     rate, bubble = summary["throughput"], summary["bubble"]
     lines = [
-        f"throughput: {rate['measured_per_s']:.4g} samples/s measured, {rate['predicted_per_s']:.4g} predicted "
+        f"throughput: {format_number(rate['measured_per_s'])} samples/s measured, "
+        f"{format_number(rate['predicted_per_s'])} predicted "
         f"({rate['measured_per_s'] / rate['predicted_per_s']:.1%})",
         f"bubble: {bubble['measured']:.1%} measured, {bubble['predicted']:.1%} predicted",
     ]
     dilation = summary["configuration"]["dilation"]
     if dilation != 1.0:
-        lines.append(f"without dilation: {rate['measured_per_s'] * dilation:.4g} samples/s")
+        lines.append(f"without dilation: {format_number(rate['measured_per_s'] * dilation)} samples/s")
     lines.append(f"messages went over this machine's own network; predicted for {summary['cluster']}")
     return "\n".join([*lines, f"run folder: {folder} (open report.html in a browser, trace.json in Perfetto)"])

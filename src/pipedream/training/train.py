@@ -14,7 +14,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.core.units import format_bytes
+from pipedream.core.units import format_bytes, format_number
 from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe, blaming, make_recipe
@@ -255,7 +255,7 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
 
 
 def _print_result(process: Process, summary: dict[str, Any], folder: Path) -> None:
-    results = ", ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items())
+    results = ", ".join(f"{name} {format_number(value)}" for name, value in summary["metrics"].items())
     rate, bubble, target = summary["throughput"], summary["bubble"], ""
     if summary["seconds_to_target"] is not None:
         target = f", to the target {summary['seconds_to_target']:.1f}"
@@ -266,7 +266,8 @@ def _print_result(process: Process, summary: dict[str, Any], folder: Path) -> No
     crowded = f" (for a core each, but {process.shares_cores})" if process.shares_cores else ""
     process.console.print(
         f"\ntest: {results or 'not evaluated'}"
-        f"\nthroughput: {rate['measured_per_s']:.4g} samples/s measured, {rate['predicted_per_s']:.4g} predicted"
+        f"\nthroughput: {format_number(rate['measured_per_s'])} samples/s measured, "
+        f"{format_number(rate['predicted_per_s'])} predicted"
         f"{crowded}"
         f"\nbubble: {bubble['measured']:.1%} measured, {bubble['predicted']:.1%} predicted"
         f"\npeak memory of {memory['of']}: {peaks['measured_bytes']} of tensors measured, {peaks['predicted_bytes']} "

@@ -14,7 +14,7 @@ from pipedream.core.schedule.coupling import makes_same_updates
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.units import format_bytes, format_seconds
+from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.planner import Score, SearchSpace
 from pipedream.verifier import Proof, verify
 from pipedream.workflows.methods import asked_of, occupancy_of, refuse_visitors, score
@@ -61,7 +61,8 @@ class Check:
             "",
             *(f"differs: {line}" for line in self.differences),
             f"valid: {plan.schedule}{parts}, free of deadlock ({len(self.proof.totals)} runs proved)",
-            f"predicted: {format_seconds(self.score.period_s)} per minibatch, {self.samples_per_s:.4g} samples/s, "
+            f"predicted: {format_seconds(self.score.period_s)} per minibatch, "
+            f"{format_number(self.samples_per_s)} samples/s, "
             f"bubble {self.score.bubble:.1%}",
         ]
         return "\n".join(lines)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pipedream.core.artifact import Artifact
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
-from pipedream.core.units import format_bytes, format_seconds
+from pipedream.core.units import format_bytes, format_number, format_seconds
 
 __all__ = ["LayerProfile", "Profile", "TiedParameters"]
 
@@ -241,6 +241,6 @@ class Profile(Artifact):
         if self.runtime:
             rows.append(str(self.runtime))
         if self.flops:
-            rows.append(f"{self.flops * 1e-12:.4g} Tflop, {format_bytes(self.moved_bytes)} read and written")
+            rows.append(f"{format_number(self.flops * 1e-12)} Tflop, {format_bytes(self.moved_bytes)} read and written")
         rows += [f"note: {note}" for note in self.notes]
         return head + "\n".join(rows)
