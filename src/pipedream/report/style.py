@@ -5,6 +5,8 @@ Forwards are blue and backwards green, as in PipeDream's figures.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 __all__ = [
     "COLOURS",
     "FONT",
@@ -52,7 +54,11 @@ LINES: dict[str, tuple[str, str]] = {
     "line4": ("#a8327a", "#f08cc4"),
     "line5": ("#0b7285", "#63c5d6"),
 }
-"""The same for several lines in one picture; only pictures with such lines define them (`line_style`)."""
+"""The same for several lines in one picture (`line_style`)."""
+
+_FILLS = {**{name: name for name in COLOURS}, "band": "F1"}
+_STROKES = {"tick": "line", "wave": "send", "curve": "mark", "drain": "faint", "phase": "faint"}
+"""Class of a shape -> name of its colour."""
 
 TERMINAL: dict[str, str] = {
     "F0": "bright_blue",
@@ -86,29 +92,30 @@ def variables(selector: str) -> str:
 
 
 def svg_style() -> str:
-    """Returns the CSS of a picture. Shapes also have their light colour as an attribute, for viewers without CSS."""
-    fills = "".join(f".pd .{name}{{fill:var(--pd-{name})}}" for name in COLOURS)
-    rules = (
-        f".pd text{{font-family:{FONT}}}.pd .tick{{stroke:var(--pd-line)}}"
-        ".pd .wave{stroke:var(--pd-send)}.pd .curve{stroke:var(--pd-mark);fill:none}.pd .band{fill:var(--pd-F1)}"
-        ".pd .drain{stroke:var(--pd-faint)}"
-    )
-    return variables(".pd") + fills + rules
+    """Returns the CSS of a picture in a file.
+
+    Light colours are attributes of the shapes, for viewers with little CSS or none; dark ones follow the screen. All
+    are literal, because some converters draw a shape black whose colour is a variable.
+    """
+    dark = _rules(lambda colour: COLOURS[colour][1])
+    return f".pd text{{font-family:{FONT}}}@media(prefers-color-scheme:dark){{{dark}}}"
 
 
 def line_style() -> str:
-    """Returns the CSS of the colours of `LINES`, for strokes (``of-NAME``) and fills."""
-    light, dark = (";".join(f"--pd-{name}:{pair[i]}" for name, pair in LINES.items()) for i in (0, 1))
-    drawn = "".join(f".pd .{name}{{fill:var(--pd-{name})}}.pd .of-{name}{{stroke:var(--pd-{name})}}" for name in LINES)
-    return (
-        f".pd{{{light}}}@media(prefers-color-scheme:dark){{.pd{{{dark}}}}}{drawn}"
-        ".pd .of-faint{stroke:var(--pd-faint)}.pd .series{fill:none}"
-    )
+    """Returns the CSS of the colours of `LINES`, for strokes (``of-NAME``) and fills; see `svg_style`."""
+    dark = "".join(f".pd .{name}{{fill:{pair[1]}}}.pd .of-{name}{{stroke:{pair[1]}}}" for name, pair in LINES.items())
+    return f"@media(prefers-color-scheme:dark){{{dark}.pd .of-faint{{stroke:{COLOURS['faint'][1]}}}}}"
 
 
 def page_style() -> str:
     """Returns the CSS of a page and of the pictures in it."""
-    return svg_style() + variables(":root") + _PAGE.replace("FONT", FONT).replace("MONO", MONO)
+    drawn = f".pd text{{font-family:{FONT}}}" + _rules(lambda colour: f"var(--pd-{colour})")
+    return variables(":root") + drawn + _PAGE.replace("FONT", FONT).replace("MONO", MONO)
+
+
+def _rules(colour: Callable[[str], str]) -> str:
+    fills = (f".pd .{name}{{fill:{colour(of)}}}" for name, of in _FILLS.items())
+    return "".join([*fills, *(f".pd .{name}{{stroke:{colour(of)}}}" for name, of in _STROKES.items())])
 
 
 _PAGE = """
