@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.schedules import METHODS, build, run_of, uniform
+from pipedream.workflows.claims import check_claims
 
 RunCommand = Callable[..., tuple[int, str, str]]
 GALLERY = Path(__file__).parents[2] / "docs" / "gallery.md"
@@ -44,12 +46,13 @@ def test_a_number_that_training_refuses_is_refused(run_command: RunCommand) -> N
 
 def test_the_proof_has_m_and_both_delays(run_command: RunCommand) -> None:
     drawn = run_command("show", "paci", "--stages", 4, "--microbatches", 2, "--verify")[1]
-    grid, proof = drawn.split("\n\n")
+    grid, proof, claims = drawn.split("\n\n")
     assert grid.splitlines()[-1] == "a run of 4 minibatches of m = 2 microbatches"
     assert "Proof of paci, plan 1-1-1-1, m = 2: each op once" in proof
     rows = [line.split() for line in proof.splitlines()[2:]]
     assert rows[0][-2:] == ["staleness", "mean"]
     assert [row[-2:] for row in rows[1:]] == [["2", "1.5"], ["1", "1"], ["1", "0.5"], ["0", "0"]]
+    assert claims.endswith("in flight, staleness, versions; the simulation agrees\n")
     assert "mean" not in run_command("show", "pipedream", "--verify")[1]
     assert run_command("show", "1f1b", "--microbatches", 4)[1].splitlines()[-1].startswith("rank 3"), "what was asked"
     assert "a run of 1 minibatch of m = 8 microbatches" in run_command("show", "1f1b")[1]
@@ -100,6 +103,72 @@ def test_options_of_equal_stages_are_refused_with_a_plan(run_command: RunCommand
     plan = Plan.uniform(2).save(tmp_path / "plan.json")
     status, _, error = run_command("simulate", plan, option, 2)
     assert (status, f"{option} 2.0 was given" in error or f"with {option} 2" in error) == (2, True)
+
+
+WRONG = """
+from pipedream.schedules import Claims, Method, build
+
+def mine(plan, microbatches=None):
+    gpipe = build("gpipe", plan, microbatches)
+    return replace(gpipe, claims=replace(gpipe.claims, CLAIM))
+
+from dataclasses import replace
+METHODS = (Method(mine),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("claim", "difference"),
+    [
+        ("staleness=lambda p, m, s: 1", "staleness of stage 0: claimed 1, simulated 0"),
+        ("in_flight=lambda p, m, s: p - s", "in flight of worker 1: claimed 2, simulated 4"),
+        ("bubble=lambda p, m: 0.5", "bubble of one minibatch: claimed 0.5, simulated 0.333333"),
+        ("versions=lambda p, m, s: 7", "versions of worker 2: claimed 7, simulated 1"),
+        ("makespan_s=lambda p, m, n, f, i, w: f", "makespan in seconds of one minibatch: claimed 1, simulated 18"),
+    ],
+)
+def test_a_wrong_claim_is_found(run_command: RunCommand, tmp_path: Path, claim: str, difference: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(WRONG.replace("CLAIM", claim))
+    shown = ("show", file, "--stages", 3, "--microbatches", 4)
+    status, out, _ = run_command(*shown, "--verify")
+    assert (status, difference in out) == (1, True)
+    status, out, _ = run_command(*shown, "--verify", "--json")
+    assert (status, difference in json.loads(out)["claims"]["differences"]) == (1, True)
+    assert run_command(*shown)[0] == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_claims_hold(name: str) -> None:
+    for p in (2, 4):
+        found = check_claims(name, p)
+        assert (found.differences, bool(found.compared)) == ((), True)
+
+
+def test_a_claim_that_fails_is_an_error(run_command: RunCommand, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WRONG.replace("CLAIM", "staleness=lambda p, m, s: 1 // 0"))
+    status, _, error = run_command("show", tmp_path / "mine.py", "--verify")
+    assert (status, "a claim failed with ZeroDivisionError" in error) == (2, True)
+
+
+def test_a_plan_is_drawn_with_its_own_seconds(run_command: RunCommand, tmp_path: Path) -> None:
+    plan = replace(Plan.uniform(2, 1.0, 3.0), schedule="gpipe", microbatches=3)
+    path = plan.save(tmp_path / "plan.json")
+    drawn = run_command("show", path)[1]
+    assert [line.split("|")[1].split()[:5] for line in drawn.splitlines()[1:3]] == [
+        ["F0", "F1", "F2", ".", "."],
+        [".", "F0", "F1", "F2", "B0"],
+    ]
+    assert "B0  ==  ==" in drawn
+    picture = tmp_path / "plan.svg"
+    status, out, _ = run_command("show", path, "--schedule", "1f1b", "--microbatches", 2, "--svg", picture, "--verify")
+    assert (status, "Proof of 1f1b" in out, "the simulation agrees" in out) == (0, True, True)
+    assert "0B1: backward, microbatch 1, 3.00 s" in picture.read_text()
+    for option in ("--stages", "--chunks", "--forward-s"):
+        status, _, error = run_command("show", path, option, 2)
+        assert (status, "a plan has its own stages" in error) == (2, True)
+    status, _, error = run_command("show", "gpipe", "--schedule", "1f1b")
+    assert (status, "give one of them" in error) == (2, True)
 
 
 @pytest.mark.parametrize("option", ["--csv", "--svg"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,72 @@ def test_seconds_of_a_weight_gradient(capfd: pytest.CaptureFixture[str]) -> None
     assert asked(capfd, *run)["makespan_s"] == pytest.approx(8 * 3 + 3 * 1)
     assert asked(capfd, *run, "--weight-s", "0.5")["makespan_s"] == pytest.approx(8 * 3 + 3 * 2)
     assert [row["peak_in_flight"] for row in asked(capfd, *run)["per_rank"]] == [4, 4, 4, 4]
+
+
+def test_files_of_a_run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = Plan.uniform(2).save(tmp_path / "plan.json")
+    files = [option for name in ("svg", "csv", "trace") for option in (f"--{name}", str(tmp_path / f"run.{name}"))]
+    assert cli.main(["simulate", str(path), "--minibatches", "3", *files]) == 0
+    assert (tmp_path / "run.svg").read_text().startswith("<svg xmlns=")
+    with (tmp_path / "run.csv").open() as rows:
+        found = [row for row in csv.DictReader(rows) if row["kind"] in "FBU"]
+    assert len(found) == 2 * 3 * 3
+    assert found[0] == dict(rank="0", kind="F", stage="0", index="0", start_s="0.0", end_s="1.0", version="0")
+    assert [row["version"] for row in found if row["kind"] == "U"] == [""] * 6
+    trace = json.loads((tmp_path / "run.trace").read_text())["traceEvents"]
+    assert {"0F0", "1B2"} <= {event["name"] for event in trace}
+
+
+@pytest.mark.parametrize("suffix", ["pdf", "png"])
+def test_pictures_of_other_formats(capfd: pytest.CaptureFixture[str], tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("cairosvg")
+    picture = tmp_path / f"run.{suffix}"
+    assert cli.main(["simulate", "--uniform", "2", "--svg", str(picture)]) == 0
+    assert picture.read_bytes().startswith({"pdf": b"%PDF", "png": b"\x89PNG"}[suffix])
+
+
+def test_a_picture_is_never_of_another_kind(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (["simulate", "--uniform", "2"], ["show", "1f1b"]):
+        assert cli.main([*command, "--svg", str(tmp_path / "run.jpg")]) == 2
+        assert "write name.svg, .pdf or .png" in capfd.readouterr().err
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "cairosvg", None)
+            assert cli.main([*command, "--svg", str(tmp_path / "run.pdf")]) == 2
+        assert "pip install 'torch-pipedream[pictures]'" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_stages_of_a_worker_share_its_seconds(capfd: pytest.CaptureFixture[str]) -> None:
+    """All methods run one model: a worker is as busy with two stages as with one."""
+    busy = {}
+    for name in ("1f1b", "interleaved_1f1b", "zbv", "chimera"):
+        found = asked(capfd, "--uniform", "4", "--schedule", name, "--microbatches", "8")
+        busy[name] = [row["busy_s"] for row in found["per_rank"]]
+    assert set(map(tuple, busy.values())) == {(24.0,) * 4}
+    assert cli.main(["simulate", "--uniform", "4", "--schedule", "interleaved_1f1b", "--chunks", "3"]) == 0
+    assert "each worker has 3 stages of 1.00 s per microbatch" in capfd.readouterr().out
+
+
+def test_a_layout_without_chunks_is_said(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(Plan.uniform(4).save(tmp_path / "plan.json"))
+    assert cli.main(["simulate", path, "--schedule", "interleaved_1f1b"]) == 0
+    assert "each worker has 1 stage of 3.00 s per microbatch" in capfd.readouterr().out
+
+
+def test_a_piped_grid_has_a_line_a_rank(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["simulate", "--uniform", "3", "--minibatches", "200", "--grid"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line[:6] for line in lines[-4:]] == ["time  ", "rank 0", "rank 1", "rank 2"]
+    assert all(len(line) > 2000 for line in lines[-3:])
+
+
+def test_units_have_no_powers_of_ten(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = (Stage(0, 1, 1, 31e-6, 59e-6),)
+    path = str(Plan(rows, (1,), Cluster.flat(1), batch=64).save(tmp_path / "plan.json"))
+    assert cli.main(["simulate", path, "--minibatches", "30", "--grid"]) == 0
+    out = capfd.readouterr().out
+    assert "e+" not in out
+    assert "1240 us" in out

@@ -175,7 +175,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ]
     assert {row["schedule"] for row in found["crossovers"]} == {"pipedream", "1f1b"}
     assert plot.read_text().startswith("<svg")
-    assert cli.main([*command, "--plot", str(tmp_path / "sweep.png")]) == 2
+    assert cli.main([*command, "--plot", str(tmp_path / "sweep.jpg")]) == 2
     assert "name.svg or name.html" in capfd.readouterr().err
     assert cli.main(["sweep", str(tmp_path / "profile.json"), "--workers", "0"]) == 2
     assert "write --workers 2,4,8" in capfd.readouterr().err

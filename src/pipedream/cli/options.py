@@ -15,6 +15,8 @@ from pipedream.core.hardware import presets
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.report.files import check_picture
 from pipedream.workflows.exclusions import as_flag, check_options
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "Memory",
     "Microbatches",
     "Output",
+    "Picture",
     "PlanSchedule",
     "ProfileFile",
     "RecipeFile",
@@ -42,8 +45,10 @@ __all__ = [
     "UpdateDelay",
     "Workers",
     "check_flags",
+    "check_outputs",
     "cluster_of",
     "depth_of",
+    "depth_of_plan",
     "memory_of",
     "print_json",
     "profile_of",
@@ -127,6 +132,10 @@ Chunks = Annotated[
         help="Stages per worker, for methods that interleave.",
     ),
 ]
+Picture = Annotated[
+    Path | None,
+    typer.Option("--svg", metavar="FILE", help="Also write the picture: an SVG, or a PDF or PNG by the file's suffix."),
+]
 Depth = Annotated[
     str,
     typer.Option(
@@ -206,6 +215,19 @@ def check_flags(**options: Any) -> None:
     check_options(options, as_flag)
 
 
+def check_outputs(**paths: Path | None) -> None:
+    """Checks that each option's file can be written; a folder that is missing is not made."""
+    for name, path in paths.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise PlanError(f"--{name} {path} was asked for, which is a folder; name a file in it")
+        if not path.parent.is_dir():
+            raise PlanError(f"--{name} {path} was asked for, but there is no folder {path.parent}; make it first")
+        if name == "svg":
+            check_picture(path)
+
+
 def read_profile(path: Path) -> Profile | GraphText:
     """Reads a profile or a graph.txt; the first character decides which."""
     try:
@@ -229,6 +251,11 @@ def depth_of(text: str) -> str | tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise PlanError(f"--in-flight {text!r} is not known; write noam, full, auto or counts as in 3,2,1") from None
+
+
+def depth_of_plan(plan: Plan, text: str) -> Plan:
+    """Returns a plan with the depth of --in-flight; a chosen depth is kept under the option's default."""
+    return plan if text == "noam" and plan.depth_mode != "noam" else plan.with_depth(depth_of(text))
 
 
 def shape_of(*, straight: bool, data_parallel: bool, config: str | None) -> str | None:

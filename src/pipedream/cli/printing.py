@@ -7,10 +7,11 @@ import sys
 from rich.console import Console
 
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.core.units import format_seconds
 from pipedream.report.text import grid_rich
-from pipedream.schedules import Run
+from pipedream.schedules import Run, is_torch_csv, layout_of
 
-__all__ = ["print_grid", "print_length"]
+__all__ = ["print_chunks", "print_grid", "print_length"]
 
 
 def print_grid(timeline: Timeline) -> None:
@@ -24,3 +25,14 @@ def print_length(run: Run, microbatches: int | None, minibatches: int | None) ->
     """Prints the length of a run, unless it was asked for."""
     if run.microbatches != (microbatches or 1) * (minibatches or 1):
         print(run)
+
+
+def print_chunks(run: Run) -> None:
+    """Prints how many stages the workers have, for methods that give a worker several."""
+    plan = run.schedule.plan
+    if is_torch_csv(run.schedule.name) or layout_of(run.schedule.name) is None:
+        return
+    chunks = sum(plan.replicas) / plan.workers
+    seconds = sorted({round(stage.forward_s + stage.backward_s, 12) for stage in plan.stages})
+    words = " to ".join(map(format_seconds, dict.fromkeys((seconds[0], seconds[-1]))))
+    print(f"each worker has {chunks:g} stage{'' if chunks == 1 else 's'} of {words} per microbatch")

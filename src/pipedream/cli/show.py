@@ -9,14 +9,32 @@ from typing import Annotated
 import typer
 
 from pipedream import schedules
-from pipedream.cli.options import Chunks, Depth, Json, Microbatches, RunMinibatches, depth_of, print_json
+from pipedream.cli.options import (
+    Chunks,
+    Depth,
+    Json,
+    Microbatches,
+    Picture,
+    RunMinibatches,
+    ScheduleOrPlans,
+    check_flags,
+    check_outputs,
+    depth_of,
+    depth_of_plan,
+    print_json,
+)
 from pipedream.cli.printing import print_grid, print_length
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
+from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
+from pipedream.report.files import save_picture
 from pipedream.report.svg import timeline_svg
 from pipedream.report.text import grid
+from pipedream.schedules import Run
 from pipedream.verifier import verify
+from pipedream.workflows.claims import check_claims
+from pipedream.workflows.methods import asked_of
 from pipedream.workflows.simulate import simulate
 
 __all__ = ["show"]
@@ -28,9 +46,10 @@ def show(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME",
+            metavar="NAME|PLAN",
             help="Method to draw: a name from 'pipedream schedules', with options as in roundpipe[forwards=3]; a "
-            "schedule in PyTorch's notation (FILE.csv); or a Python file that declares a method (FILE.py).",
+            "schedule in PyTorch's notation (FILE.csv); or a Python file that declares a method (FILE.py). Or a plan "
+            "(FILE.json), which is drawn with its own stages and seconds.",
         ),
     ],
     stages: Annotated[
@@ -42,11 +61,14 @@ def show(
             help="Number of stages; of workers, for methods with several stages per worker.",
         ),
     ] = None,
+    schedule: ScheduleOrPlans = None,
     chunks: Chunks = None,
     microbatches: Microbatches = None,
     minibatches: RunMinibatches = None,
     in_flight: Depth = "noam",
-    forward_s: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="Time of a forward.")] = 1.0,
+    forward_s: Annotated[
+        float | None, typer.Option(min=0.0, metavar="SECONDS", show_default="1.0", help="Time of a forward.")
+    ] = None,
     backward_s: Annotated[
         float | None,
         typer.Option(
@@ -60,10 +82,11 @@ def show(
         bool,
         typer.Option(
             "--verify",
-            help="Print the proof too: in flight, weight versions, staleness. It does not check the paper's claims.",
+            help="Print the proof too: in flight, weight versions, staleness; and compare the method's claims with the "
+            "simulation. Exit status 1 if one does not hold.",
         ),
     ] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the picture as SVG.")] = None,
+    svg: Picture = None,
     csv: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write the schedule in PyTorch's notation, if the method flushes."),
@@ -76,27 +99,51 @@ def show(
     Examples:
       pipedream show 1f1b --stages 4 --microbatches 8
       pipedream show pipedream --stages 3 --minibatches 6 --verify
+      pipedream show digits.plan.json --schedule 1f1b --microbatches 4 --svg digits.pdf
     """
-    for option, path in (("--csv", csv), ("--svg", svg)):
-        if path is not None and path.is_dir():
-            raise PlanError(f"{option} {path} was asked for, which is a folder; name a file in it")
-        if path is not None and not path.parent.is_dir():
-            raise PlanError(f"{option} {path} was asked for, but there is no folder {path.parent}; make it first")
-    chosen = schedules.uniform(name, stages, forward_s, chunks=chunks).with_depth(depth_of(in_flight))
-    run = schedules.run_of(name, chosen, microbatches, minibatches, usual=_USUAL_MICROBATCHES)
-    seconds = (2.0 if run.schedule.splits_backward else 1.0) if backward_s is None else backward_s
-    chosen = replace(chosen, stages=tuple(replace(stage, backward_s=seconds) for stage in chosen.stages))
-    built = schedules.build(name, chosen, run.schedule.microbatches)
+    check_outputs(csv=csv, svg=svg)
+    if name.endswith(".json"):
+        check_flags(PLAN=name, stages=stages, chunks=chunks, forward_s=forward_s, backward_s=backward_s)
+        chosen = depth_of_plan(Plan.load(name), in_flight)
+        method, split = asked_of(chosen, schedule)
+        run = schedules.run_of(method, chosen, microbatches, minibatches, split=split, usual=_USUAL_MICROBATCHES)
+    elif schedule is not None:
+        raise PlanError(f"--schedule {schedule} was given with the method {name}; give one of them, or a plan's file")
+    else:
+        run = _on_equal_stages(name, stages, chunks, microbatches, minibatches, in_flight, forward_s, backward_s)
+    built = run.schedule
     proof = verify(lower(built))
-    timeline = simulate(chosen, schedule=built, minibatches=run.minibatches)
+    timeline = simulate(built.plan, schedule=built, minibatches=run.minibatches)
+    checked = check_claims(built.name, built.plan.workers, built.microbatches, chunks) if verify_it else None
     if csv is not None:
         write_text(csv, schedules.to_torch_csv(built))
     if svg is not None:
-        svg.write_text(timeline_svg(timeline, title=f"{built.name}, {len(chosen.stages)} stages"), encoding="utf-8")
+        save_picture(timeline_svg(timeline, title=f"{built.name}, {len(built.plan.stages)} stages"), svg)
     if as_json:
-        print_json({"grid": grid(timeline).splitlines(), "proof": encode(proof)})
-        return
-    print_grid(timeline)
-    print_length(run, microbatches, minibatches)
-    if verify_it:
-        print(f"\n{proof}")
+        found = {"grid": grid(timeline).splitlines(), "proof": encode(proof)}
+        print_json(found if checked is None else found | {"claims": encode(checked)})
+    else:
+        print_grid(timeline)
+        print_length(run, microbatches, minibatches)
+        if checked is not None:
+            print(f"\n{proof}\n\n{checked}")
+    if checked is not None and checked.differences:
+        raise typer.Exit(1)
+
+
+def _on_equal_stages(
+    name: str,
+    stages: int | None,
+    chunks: int | None,
+    microbatches: int | None,
+    minibatches: int | None,
+    in_flight: str,
+    forward_s: float | None,
+    backward_s: float | None,
+) -> Run:
+    plan = schedules.uniform(name, stages, 1.0 if forward_s is None else forward_s, chunks=chunks)
+    plan = plan.with_depth(depth_of(in_flight))
+    run = schedules.run_of(name, plan, microbatches, minibatches, usual=_USUAL_MICROBATCHES)
+    seconds = (2.0 if run.schedule.splits_backward else 1.0) if backward_s is None else backward_s
+    plan = replace(plan, stages=tuple(replace(stage, backward_s=seconds) for stage in plan.stages))
+    return replace(run, schedule=schedules.build(name, plan, run.schedule.microbatches))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,23 +15,31 @@ from pipedream.cli.options import (
     Depth,
     Json,
     Microbatches,
+    Picture,
     RunMinibatches,
     ScheduleOrPlans,
     Seed,
     check_flags,
+    check_outputs,
     cluster_of,
     depth_of,
+    depth_of_plan,
     print_json,
 )
-from pipedream.cli.printing import print_grid, print_length
+from pipedream.cli.printing import print_chunks, print_grid, print_length
+from pipedream.core.artifact import write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
+from pipedream.report.files import save_picture
+from pipedream.report.svg import timeline_svg
+from pipedream.report.trace import save_trace
 from pipedream.workflows.methods import asked_of
 from pipedream.workflows.simulate import simulate as simulated
 
 __all__ = ["simulate"]
 
 _EQUAL, _TIMES = "Equal stages in place of a plan", "Variations"
+_SHARE = " on a worker, which its stages share"
 
 PlanFile = Annotated[
     Path | None, typer.Argument(metavar="PLAN", help="Plan to simulate, from 'pipedream plan -o'; or --uniform.")
@@ -40,11 +49,15 @@ Uniform = Annotated[
 ]
 ForwardS = Annotated[
     float | None,
-    typer.Option(min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="1.0", help="Time of a forward."),
+    typer.Option(
+        min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="1.0", help=f"Time of a forward{_SHARE}."
+    ),
 ]
 BackwardS = Annotated[
     float | None,
-    typer.Option(min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="2.0", help="Time of a backward."),
+    typer.Option(
+        min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="2.0", help=f"Time of a backward{_SHARE}."
+    ),
 ]
 TransferS = Annotated[
     float | None,
@@ -82,6 +95,15 @@ Overlap = Annotated[
     ),
 ]
 Grid = Annotated[bool, typer.Option("--grid", help="Draw the run too.")]
+Csv = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Also write a table of what ran when: rank, kind, stage, index, start, end, version."
+    ),
+]
+Trace = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
+]
 
 
 def simulate(
@@ -102,6 +124,9 @@ def simulate(
     seed: Seed = 0,
     overlap: Overlap = True,
     picture: Grid = False,
+    svg: Picture = None,
+    csv: Csv = None,
+    trace: Trace = None,
     as_json: Json = False,
 ) -> None:
     """Predict a run: throughput, bubble, memory, staleness.
@@ -110,15 +135,15 @@ def simulate(
     Examples:
       pipedream simulate digits.plan.json --schedule 1f1b --microbatches 16
       pipedream simulate --uniform 4 --transfer-s 0.5 --minibatches 64
+      pipedream simulate digits.plan.json --svg digits.pdf --csv digits.csv
     """
+    check_outputs(svg=svg, csv=csv, trace=trace)
     check_flags(PLAN=plan, uniform=uniform, chunks=chunks, forward_s=forward_s, backward_s=backward_s,
                 transfer_s=transfer_s, cluster=cluster)  # fmt: skip
     if plan is not None:
         chosen = Plan.load(plan)
         chosen = chosen if cluster is None else chosen.on(cluster_of(cluster, [], [], 0.0, None))
-        chosen = (
-            chosen if in_flight == "noam" and chosen.depth_mode != "noam" else chosen.with_depth(depth_of(in_flight))
-        )
+        chosen = depth_of_plan(chosen, in_flight)
     elif uniform is not None:
         seconds = (
             1.0 if forward_s is None else forward_s,
@@ -126,7 +151,7 @@ def simulate(
             transfer_s or 0.0,
         )
         chosen = schedules.uniform(schedule or "pipedream", uniform, *seconds, chunks=chunks)
-        chosen = chosen.with_depth(depth_of(in_flight))
+        chosen = _sharing(chosen).with_depth(depth_of(in_flight))
     else:
         raise PlanError("there is nothing to simulate; give a plan's file or --uniform P")
     name, split = asked_of(chosen, schedule)
@@ -141,14 +166,29 @@ def simulate(
         seed=seed,
         overlap=overlap,
     )
+    if svg is not None:
+        title = f"{run.schedule.name} on {chosen.workers} workers"
+        save_picture(timeline_svg(timeline, title=title), svg)
+    if csv is not None:
+        write_text(csv, timeline.to_csv())
+    if trace is not None:
+        save_trace(timeline, trace)
     found = metrics.run_metrics(timeline)
     if as_json:
         print_json(_summary(run, found))
         return
     print(found)
     print_length(run, microbatches, minibatches)
+    print_chunks(run)
     if picture:
         print_grid(timeline)
+
+
+def _sharing(plan: Plan) -> Plan:
+    """Returns equal stages whose workers take the seconds of one stage each, so that all methods run one model."""
+    share = plan.workers / len(plan.stages)
+    stages = (replace(one, forward_s=one.forward_s * share, backward_s=one.backward_s * share) for one in plan.stages)
+    return replace(plan, stages=tuple(stages))
 
 
 def _summary(run: schedules.Run, found: metrics.Metrics) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pipedream.cli.options import (
     Microbatches,
     ProfileFile,
     Straight,
+    check_outputs,
     depth_of,
     print_json,
     profile_of,
@@ -28,6 +29,7 @@ from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.schedule.method_text import listed
+from pipedream.report.files import PICTURES, check_picture, save_picture
 from pipedream.report.sweep import sweep_page, sweep_svg
 from pipedream.workflows import sweep as sweeping
 
@@ -60,7 +62,7 @@ def sweep(
     config: Config = None,
     allow_asynchronous: AllowAsynchronous = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw the table, as FILE.svg or FILE.html.")
+        Path | None, typer.Option(metavar="FILE", help="Also draw the table: FILE.html, .svg, .pdf or .png.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -76,8 +78,13 @@ def sweep(
     counts = _values(workers)
     if not counts or not all(count.isdecimal() and int(count) > 0 for count in counts):
         raise PlanError(f"a sweep over --workers {','.join(counts) or '(none)'} was asked for; write --workers 2,4,8")
-    if plot is not None and plot.suffix not in (".svg", ".html"):
-        raise PlanError(f"--plot {plot} was asked for, but a picture is SVG or HTML; write name.svg or name.html")
+    check_outputs(plot=plot)
+    if plot is not None and plot.suffix not in (".html", *PICTURES):
+        raise PlanError(
+            f"--plot {plot} was asked for; write name.svg or name.html, or a picture as name.pdf or name.png"
+        )
+    if plot is not None and plot.suffix != ".html":
+        check_picture(plot)
     try:
         rates = [units.parse_rate(rate) for rate in _values(bandwidth or []) or ["1.25e9"]]
         size = None if memory is None else units.parse_bytes(memory)
@@ -96,7 +103,10 @@ def sweep(
         allow_asynchronous=allow_asynchronous,
     )
     if plot is not None:
-        write_text(plot, sweep_svg(found) if plot.suffix == ".svg" else sweep_page(found))
+        if plot.suffix == ".html":
+            write_text(plot, sweep_page(found))
+        else:
+            save_picture(sweep_svg(found), plot)
     if as_json:
         print_json({"rows": encode(found.points), "crossovers": encode(found.crossovers)})
     else:

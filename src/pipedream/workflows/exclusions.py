@@ -220,7 +220,7 @@ EXCLUSIONS = (
     Exclusion(
         "PLAN",
         _is_given,
-        _given("uniform", "chunks", "forward_s", "backward_s", "transfer_s"),
+        _given("uniform", "stages", "chunks", "forward_s", "backward_s", "transfer_s"),
         "a plan has its own stages and times, and these describe equal stages",
         "give one of the two",
     ),

@@ -7,9 +7,10 @@ its sender.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pipedream.core.artifact import Artifact
+from pipedream.core.display import Tabular
 from pipedream.core.units import format_seconds
 
 __all__ = ["WORK", "GradientVersions", "MemoryStep", "Span", "Timeline"]
@@ -57,7 +58,7 @@ class MemoryStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline(Artifact):
+class Timeline(Tabular, Artifact):
     """Spans of a run, over all ranks.
 
     Attributes:
@@ -117,6 +118,16 @@ class Timeline(Artifact):
         """Returns the spans that touch a window of time."""
         kept = tuple(span for span in self.spans if span.end_s > start_s and span.start_s < end_s)
         return replace(self, spans=kept, memory=())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each span; passes also have the version of the weights that they read, if it is known."""
+        tags = {(tag.stage, tag.microbatch): tag for tag in self.gradient_versions}
+
+        def version(span: Span) -> int | None:
+            tag = tags.get((span.stage, span.index)) if span.kind in ("F", "B", "I", "W") else None
+            return None if tag is None else tag.forward_version if span.kind == "F" else tag.backward_version
+
+        return [span._asdict() | {"version": version(span)} for span in self.spans]
 
     def memory_steps(self, rank: int) -> tuple[MemoryStep, ...]:
         """Returns the bytes held over time; none for a measured run, or for a part of a run."""

@@ -1,0 +1,105 @@
+"""The claims of a method's file, compared with the simulation of its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pipedream import metrics, schedules
+from pipedream import simulator as clock
+from pipedream.core.errors import ScheduleError
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.schedule import Schedule
+from pipedream.core.schedule.timeline import Timeline
+
+__all__ = ["ClaimCheck", "check_claims"]
+
+_SAME = 1e-9
+_SHOWN = {"in_flight": "in flight", "makespan_s": "makespan in seconds"}
+
+
+@dataclass(frozen=True)
+class ClaimCheck:
+    """What was compared, under the claims' own assumption.
+
+    Attributes:
+        compared: names of `Claims` that the method makes for so many workers and microbatches.
+        differences: for each claim that does not hold, the claim and what was found, in words.
+    """
+
+    schedule: str
+    workers: int
+    microbatches: int
+    assumption: str
+    compared: tuple[str, ...]
+    differences: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.compared:
+            return f"{self.schedule} claims nothing for p = {self.workers}, m = {self.microbatches}"
+        shown = ", ".join(_SHOWN.get(name, name) for name in self.compared)
+        setting = f"p = {self.workers}, m = {self.microbatches} ({self.assumption})"
+        if not self.differences:
+            return f"claims of {self.schedule} at {setting}: {shown}; the simulation agrees"
+        return "\n".join([f"claims of {self.schedule} at {setting} differ from the simulation:", *self.differences])
+
+
+def check_claims(name: str, workers: int, microbatches: int | None = None, chunks: int | None = None) -> ClaimCheck:
+    """Simulates a method on equal stages and compares the claims of its file.
+
+    Args:
+        microbatches: m; None for the method's own choice.
+        chunks: stages per worker, for methods that leave the choice.
+
+    Raises:
+        ScheduleError: the method does not work so, or a claim cannot be computed.
+    """
+    plan = schedules.uniform(name, workers, chunks=chunks)
+    built = schedules.build(name, plan, microbatches)
+    p, m, claims = workers, built.microbatches, built.claims
+    if claims.ratio is not None:
+        stages = tuple(replace(stage, backward_s=claims.ratio * stage.forward_s) for stage in plan.stages)
+        built = schedules.build(name, replace(plan, stages=stages), m if built.flushes else microbatches)
+    total = 3 * m if built.flushes else max(3 * m, 4 * p)
+    counted = m if built.flushes else total  # the claims' m: of a minibatch, or of a run that does not flush
+    timeline = _run(built, total)
+    applies = m >= claims.least(p)
+    found: dict[str, list[tuple[str, float, float]]] = {}
+    try:
+        for s in range(p):
+            if claims.in_flight is not None and applies:
+                pair = claims.in_flight(p, counted, s), metrics.in_flight(timeline, s)
+                found.setdefault("in_flight", []).append((f"worker {s}", *pair))
+            if claims.staleness is not None:
+                pair = claims.staleness(p, counted, s), metrics.staleness(timeline, s)
+                found.setdefault("staleness", []).append((f"stage {s}", *pair))
+            if claims.versions is not None:
+                pair = claims.versions(p, counted, s), timeline.peak_versions[s]
+                found.setdefault("versions", []).append((f"worker {s}", *pair))
+        if built.flushes and applies:
+            once = _run(built, m)
+            if claims.bubble is not None:
+                found["bubble"] = [("one minibatch", claims.bubble(p, m), metrics.run_metrics(once).bubble)]
+            if claims.makespan_s is not None:
+                seconds = claims.makespan_s(p, m, 1, *_passes_s(built))
+                found["makespan_s"] = [("one minibatch", seconds, once.makespan_s)]
+    except ScheduleError:
+        raise
+    except Exception as error:  # of the file's functions
+        raise ScheduleError(f"schedule {name!r}: a claim failed with {type(error).__name__}: {error}") from error
+    differences = tuple(
+        f"{_SHOWN.get(what, what)} of {where}: claimed {claimed:.6g}, simulated {value:.6g}"
+        for what, rows in found.items()
+        for where, claimed, value in rows
+        if abs(claimed - value) > _SAME * max(1.0, abs(value))
+    )
+    return ClaimCheck(built.name, p, m, claims.assumption, tuple(found), differences)
+
+
+def _run(built: Schedule, total: int) -> Timeline:
+    return clock.simulate(lower(built), clock.costs(built.plan), total)
+
+
+def _passes_s(built: Schedule) -> tuple[float, float, float]:
+    """Seconds of a forward, an input gradient and a weight gradient: a backward is split in halves."""
+    stage = built.plan.stages[0]
+    return stage.forward_s, stage.backward_s / 2, stage.backward_s / 2
