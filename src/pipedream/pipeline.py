@@ -13,6 +13,7 @@ plain process all workers take turns in one thread.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -325,6 +326,8 @@ class Pipeline:
         if found is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
         manifest = self._session.read_checkpoint(found)
+        if not manifest.has_checksums and self._session.rank == 0:
+            warnings.warn(f"the checkpoint {found} has no checksums, so damage may go unnoticed", stacklevel=2)
         self._enter(phase_at(self.phases, manifest.minibatches, manifest.epoch))
         self._session.restore(found, manifest)
         self._number = manifest.minibatches

@@ -56,7 +56,7 @@ def test_the_list_of_commands_has_the_first_line_of_their_help(name: str, capsys
     assert cli.main([name, "-h"]) == 0
     assert summary in capsys.readouterr().out
     assert cli.main(["--help"]) == 0
-    assert f"  {name:<10} {summary}\n" in capsys.readouterr().out, "in full"
+    assert f"  {name:<{max(map(len, cli.COMMANDS))}}  {summary}\n" in capsys.readouterr().out, "in full"
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -38,6 +38,7 @@ COMMANDS = {
     "emulate": "Run a plan with waits in place of compute.",
     "probe": "Measure the cluster that the workers run on.",
     "report": "Write report.html of a run folder again.",
+    "checkpoint": "Verify the checkpoints of a run.",
 }
 """Each command, with the first line of its help."""
 

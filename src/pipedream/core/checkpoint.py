@@ -7,11 +7,14 @@ stash is kept.
 
 from __future__ import annotations
 
+import json
 import re
+import zlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from pipedream.core.artifact import Artifact
+from pipedream.core.errors import ArtifactError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation
 
@@ -28,6 +31,7 @@ class Stored:
     Attributes:
         dtype: e.g. 'float32'.
         offset, length: in bytes.
+        crc32: of dtype, shape and values; None in a file of version 0.1.
     """
 
     dtype: str
@@ -35,6 +39,7 @@ class Stored:
     file: str
     offset: int
     length: int
+    crc32: int | None = None
 
     def __post_init__(self) -> None:
         if not _TYPE.fullmatch(self.dtype):
@@ -133,7 +138,7 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class Checkpoint(RunRequest, Position, Artifact):
-    """A run, its position, and its state there.
+    """A run, its position, and its state there. Its JSON has a checksum of its own, ``crc32``.
 
     Attributes:
         schedule, microbatches, compensation: of the current phase.
@@ -161,3 +166,30 @@ class Checkpoint(RunRequest, Position, Artifact):
         for name, stored in self.tensors.items():
             if stored.offset + stored.length > self.files.get(stored.file, 0):
                 raise ValueError(f"tensor {name!r} lies outside of the file {stored.file!r}")
+
+    @property
+    def has_checksums(self) -> bool:
+        """False if version 0.1 has written it."""
+        return all(stored.crc32 is not None for stored in self.tensors.values())
+
+    def to_json(self) -> str:
+        data = json.loads(super().to_json())
+        return json.dumps(data | {"crc32": _crc32(data)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the text") -> Self:
+        """See `Artifact.from_json`; also raises an `ArtifactError` if the text was changed."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError):
+            data = None
+        if isinstance(data, dict) and "crc32" in data:
+            then, now = data.pop("crc32"), _crc32(data)
+            if then != now:
+                raise ArtifactError(f"{source} is damaged: its checksum is {now}, and was {then} when it was saved")
+            text = json.dumps(data)
+        return super().from_json(text, source)
+
+
+def _crc32(data: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(data, sort_keys=True).encode())

@@ -14,7 +14,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.runtime.checkpoint.storage import complete_checkpoints, newest_checkpoint, read_manifest
 from pipedream.runtime.comm import process_group
 
-__all__ = ["CHECKPOINTS", "ResumePoint", "check_unused", "is_shared", "resume_point"]
+__all__ = ["CHECKPOINTS", "ResumePoint", "check_unused", "checkpoints_of", "is_shared", "resume_point"]
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds its checkpoints."""
@@ -43,6 +43,20 @@ class ResumePoint:
             return [(int(number), float(loss)) for number, loss in rows if int(number) < self.manifest.minibatches]
         except (OSError, ValueError, TypeError):
             return []
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """Returns the complete checkpoints of a run folder or a folder of checkpoints, the oldest first, or the one given.
+
+    Raises:
+        ArtifactError: there are none.
+    """
+    for inside in (folder / CHECKPOINTS, folder):
+        if newest_checkpoint(inside) == inside:
+            return [inside]
+        if found := complete_checkpoints(inside):
+            return found
+    raise ArtifactError(f"there is no complete checkpoint in {folder}; give the run folder of a run that has saved one")
 
 
 def resume_point(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
 import random
 import resource
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +28,10 @@ from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import storage
 from pipedream.runtime.data.rng import restore_rng, saved_rng
 from pipedream.training.resume import CHECKPOINTS, check_unused, resume_point
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "failures"))
+damage = importlib.import_module("damage")
+sys.path.pop()
 
 
 def save(folder: Path, counts: tuple[int, ...] = (1, 1), numbers: int = 4, keep: int | None = None) -> list[Path]:
@@ -167,6 +173,7 @@ def test_tensors_are_not_unpickled(tmp_path: Path) -> None:
     (path / stored["file"]).write_bytes(evil.read_bytes())
     manifest["files"][stored["file"]] = stored["length"] = evil.stat().st_size
     manifest["tensors"] = {name: stored | {"offset": 0} for name in manifest["tensors"]}
+    del manifest["crc32"]
     (path / storage.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ArtifactError, match="cannot be read: UnpicklingError"):
         load(tmp_path)
@@ -198,10 +205,11 @@ def scrambled(path: Path) -> None:
 
 
 def manifest_with(**wrong: Any) -> Callable[[Path], None]:
-    """Returns a way to change each tensor's line in the manifest."""
+    """Returns a way to change each tensor's line in the manifest, whose checksum is removed."""
 
     def change(path: Path) -> None:
         manifest = json.loads((path / storage.MANIFEST).read_text())
+        del manifest["crc32"]
         manifest["tensors"] = {name: stored | wrong for name, stored in manifest["tensors"].items()}
         (path / storage.MANIFEST).write_text(json.dumps(manifest))
 
@@ -209,28 +217,56 @@ def manifest_with(**wrong: Any) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("change", "words"),
     [
         (cut_short, "is damaged: __0_0.distcp has .* bytes, and had"),
         (lost, "is damaged: .*No such file"),
         (linked, "its __0_0.distcp is a link"),
         (scrambled, "cannot be read"),
-        (manifest_with(shape=[3, 3]), "has shape|cannot be read|mismatch"),
-        (manifest_with(dtype="load"), "'load' is not a dtype of torch"),
-        (manifest_with(shape=[1 << 60]), "cannot be read"),
+        (manifest_with(shape=[3, 3]), "has dtype and shape"),
+        (manifest_with(dtype="load"), "has dtype and shape .*'float64'.* had .*'load'"),
+        (manifest_with(dtype="float32"), "has dtype and shape .*'float64'.* had .*'float32'"),
+        (manifest_with(shape=[1 << 60]), "has dtype and shape"),
+        (manifest_with(crc32=7), "another checksum than when"),
         (manifest_with(offset=1 << 40), "lies outside of the file"),
         (manifest_with(file="../../secret"), "expected a file name without folders"),
         (manifest_with(file="/etc/passwd"), "expected a file name without folders"),
     ],
 )
-def test_damage_is_told(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
+def test_damage_is_told(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
     path = save(tmp_path, numbers=2)[-1]
-    damage(path)
+    change(path)
     with pytest.raises(ArtifactError, match=words) as caught:
         load(tmp_path)
-    if "lies" not in words and "without folders" not in words and "shape" not in words:
-        assert "resume from" in str(caught.value), "it names the one before"
+    before = storage.complete_checkpoints(tmp_path)[0]
+    assert f"resume from {before} (--resume {before})" in str(caught.value), "it names the one before"
     assert load(storage.complete_checkpoints(tmp_path)[0]) == (1, 0), "which is whole"
+
+
+def test_no_damage_is_read_as_other_weights(tmp_path: Path) -> None:
+    """A few of the trials of benchmarks/failures/damage.py."""
+    counts = damage.trials(save(tmp_path, numbers=1)[0], 20)
+    assert not [key for key in counts if key[2] == "wrong"]
+    assert counts["__0_0.distcp", "flipped bit", "refused"] > 0
+    assert counts["checkpoint.json", "flipped bit", "refused"] > 0
+
+
+def test_the_command_verifies(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    old, new = save(tmp_path / CHECKPOINTS, numbers=2)
+    status, out, _ = run_command("checkpoint", "verify", str(tmp_path))
+    assert (status, [line.split(", ")[0] for line in out.splitlines()]) == (0, [f"{old}: intact", f"{new}: intact"])
+    file = new / "__0_0.distcp"
+    data = file.read_bytes()
+    values = storage.read_tensors(new, storage.read_manifest(new), ["model/0.weight"])["model/0.weight"]
+    at = data.index(values.numpy().tobytes())
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    status, out, error = run_command("checkpoint", "verify", str(tmp_path / CHECKPOINTS))
+    assert (status, out.splitlines()[1]) == (2, f"{new}: damaged")
+    assert f"(--resume {old})" in error
+    status, out, _ = run_command("checkpoint", "verify", str(new), "--json")
+    assert status == 2
+    assert "another checksum" in json.loads(out)["damage"][str(new)]
+    assert run_command("checkpoint", "verify", str(tmp_path / "nowhere"))[0] == 2
 
 
 def full_disk(folder: Path, asynchronous: bool) -> list[str]:

@@ -11,27 +11,32 @@ Life of a checkpoint:
 The manifest is JSON and tensors are read with ``weights_only``: a checkpoint from elsewhere cannot run code. The
 ``.metadata``, for torch's own tools, is a pickle and is never read here. Torch's `save` agrees on a plan first, in four
 times the CPU time, which training has to do without.
+
+Each tensor has a checksum in the manifest, taken of the values in memory as they are written and compared with those
+that are read, so it covers disk, file format and the place that the manifest names. CRC-32 finds every single flipped
+bit and every damage within 32 bits, other damage with probability 1 - 2^-32; zlib's is the fastest hash of the
+standard library (2 GiB/s, BLAKE2b 0.7). It is no protection against somebody who changes both.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import re
 import shutil
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -40,7 +45,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipedream.core.checkpoint import Checkpoint, Stored
 from pipedream.core.errors import ArtifactError, WorkerError
@@ -55,6 +59,7 @@ __all__ = [
     "newest_checkpoint",
     "read_manifest",
     "read_tensors",
+    "verify_checkpoint",
 ]
 
 MANIFEST = "checkpoint.json"
@@ -93,39 +98,77 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def read_manifest(path: Path) -> Checkpoint:
-    """Reads a manifest; raises an `ArtifactError` if that fails, or a file is missing or truncated."""
+    """Reads a manifest; raises an `ArtifactError` if it is damaged, or a file is missing or truncated."""
+    try:
+        return _read_manifest(path)
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}; {_advice(path)}") from None
+
+
+def _read_manifest(path: Path) -> Checkpoint:
     manifest = Checkpoint.load(path / MANIFEST)
     for name, size in manifest.files.items():
         if (path / name).is_symlink():
             raise ArtifactError(
                 f"the checkpoint {path} is not read: its {name} is a link, which may lead to any file; put a copy of "
-                f"the file in its place, or {_advice(path)}"
+                "the file in its place"
             )
         try:
             found = (path / name).stat().st_size
         except OSError as error:
-            raise ArtifactError(f"the checkpoint {path} is damaged: {error}; {_advice(path)}") from None
+            raise ArtifactError(f"the checkpoint {path} is damaged: {error}") from None
         if found != size:
             raise ArtifactError(
-                f"the checkpoint {path} is damaged: {name} has {found} bytes, and had {size} when it was saved; "
-                f"{_advice(path)}"
+                f"the checkpoint {path} is damaged: {name} has {found} bytes, and had {size} when it was saved"
             )
     return manifest
 
 
 def read_tensors(path: Path, manifest: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Reads the tensors that this rank needs; raises an `ArtifactError` if it cannot."""
+    """Reads the tensors that this rank needs; raises an `ArtifactError` if it cannot, or one is damaged."""
     wanted = list(names)
     missing = [name for name in wanted if name not in manifest.tensors]
     if missing:
         raise ArtifactError(f"the checkpoint {path} has no tensor {missing[0]!r}; it is of another model or optimizer")
     try:
-        tensors = {name: _empty(manifest.tensors[name]) for name in wanted}
-        with _single_process():
-            load(tensors, storage_reader=_Reader(path, manifest), no_dist=True)
-    except (Exception, CheckpointException) as error:
+        return {name: _read_tensor(path, name, manifest.tensors[name]) for name in wanted}
+    except ArtifactError as error:
+        raise ArtifactError(f"the checkpoint {path} is damaged: {error}; {_advice(path)}") from None
+    except Exception as error:
         raise ArtifactError(f"the checkpoint {path} cannot be read: {_first_line(error)}; {_advice(path)}") from None
-    return tensors
+
+
+def verify_checkpoint(path: Path) -> Checkpoint:
+    """Reads all of a checkpoint, tensor by tensor; raises an `ArtifactError` if it is damaged."""
+    manifest = read_manifest(path)
+    for name in manifest.tensors:
+        read_tensors(path, manifest, [name])
+    return manifest
+
+
+def _read_tensor(path: Path, name: str, stored: Stored) -> torch.Tensor:
+    with open(path / stored.file, "rb") as file:
+        file.seek(stored.offset)
+        tensor = torch.load(io.BytesIO(file.read(stored.length)), map_location="cpu", weights_only=True)
+    if not isinstance(tensor, torch.Tensor):
+        raise ArtifactError(f"{name!r} is no tensor")
+    found = (_dtype_of(tensor), tuple(tensor.shape))
+    if found != (stored.dtype, stored.shape):
+        raise ArtifactError(f"{name!r} has dtype and shape {found}, and had {(stored.dtype, stored.shape)}")
+    if stored.crc32 is not None and _crc32(tensor) != stored.crc32:
+        raise ArtifactError(f"the values of {name!r} have another checksum than when they were saved")
+    return tensor
+
+
+def _dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _crc32(tensor: torch.Tensor) -> int:
+    """Of a tensor on the CPU."""
+    head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    plain = tensor.resolve_conj().resolve_neg().reshape(-1)
+    return zlib.crc32(plain.contiguous().view(torch.uint8).numpy().data, head)
 
 
 class Writer:
@@ -241,8 +284,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[tupl
                 own = own.clone()  # the storage is what is written
             start = file.tell()
             torch.save(own, file)
-            dtype = str(own.dtype).removeprefix("torch.")
-            found.append((name, dtype, tuple(own.shape), path.name, start, file.tell() - start))
+            length = file.tell() - start
+            found.append((name, _dtype_of(own), tuple(own.shape), path.name, start, length, _crc32(own)))
         file.flush()
         os.fsync(file.fileno())
     return found
@@ -305,38 +348,18 @@ def _metadata(manifest: Checkpoint) -> Metadata:
     )
 
 
-class _Reader(FileSystemReader):
-    """Takes the places of tensors from the manifest instead of a pickle."""
-
-    def __init__(self, path: Path, manifest: Checkpoint) -> None:
-        super().__init__(path)
-        self._page = manifest
-
-    def read_metadata(self, *args: object, **rest: object) -> Metadata:
-        return _metadata(self._page)
-
-
-@contextmanager
-def _single_process() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
-
-
-def _empty(stored: Stored) -> torch.Tensor:
-    dtype = getattr(torch, stored.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ArtifactError(f"{stored.dtype!r} is not a dtype of torch")
-    return torch.empty(stored.shape, dtype=dtype)
-
-
 def _first_line(error: BaseException) -> str:
-    if isinstance(error, CheckpointException) and error.failures:
-        error = error.failures[min(error.failures)][0]
     text = (str(error).strip().splitlines() or [repr(error)])[0]
     return f"{type(error).__name__}: {text}"
 
 
 def _advice(path: Path) -> str:
-    rest = [other for other in complete_checkpoints(path.parent) if other != path]
-    return f"resume from {rest[-1]}" if rest else "its folder has no other checkpoint: start again"
+    """Names the newest other checkpoint whose manifest is intact; one before this, if there is one."""
+    others = [other for other in complete_checkpoints(path.parent) if other.name != path.name]
+    for other in sorted(others, key=lambda other: (other.name < path.name, other.name), reverse=True):
+        try:
+            _read_manifest(other)
+        except ArtifactError:
+            continue
+        return f"resume from {other} (--resume {other})"
+    return "its folder has no other checkpoint: start again"

@@ -1,0 +1,113 @@
+"""Damages a checkpoint many times, and counts what comes of it.
+
+    python benchmarks/failures/damage.py                 # 20,000 flipped bits, zeroed ranges and truncations
+    python benchmarks/failures/damage.py --trials 500
+
+A checkpoint of two processes' stages is copied, one of its files is damaged, and everything in it is read as a resumed
+run does. *Refused*: an error that says so. *Exact*: all tensors and numbers are, bit for bit, those that were saved.
+*Wrong*: anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import pipedream
+from pipedream.core.checkpoint import Checkpoint
+from pipedream.core.errors import ArtifactError
+from pipedream.runtime.checkpoint import storage
+
+KINDS = ("flipped bit", "zeroed range", "truncation")
+OUTCOMES = ("refused", "exact", "wrong")
+
+
+def saved(folder: Path) -> Path:
+    """Returns a checkpoint of a small model, with AdamW, a schedule and an average of the weights."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)]
+    batches = [(torch.randn(8, 32), torch.randint(4, (8,))) for _ in range(6)]
+    profile = pipedream.profile(nn.Sequential(*layers), batches[0][0], loss=None, runs=1)
+    with pipedream.Pipeline(
+        nn.Sequential(*layers),
+        pipedream.plan(profile, pipedream.Cluster.flat(2), cuts=[3]),
+        schedule="1f1b",
+        microbatches=2,
+        loss=nn.functional.cross_entropy,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=20),
+        ema=0.9,
+    ) as pipeline:
+        for _ in pipeline.train(batches):
+            pass
+        return pipeline.save(folder)
+
+
+def read(path: Path) -> tuple[Checkpoint, dict[str, bytes]]:
+    """Reads all of a checkpoint."""
+    manifest = storage.read_manifest(path)
+    tensors = storage.read_tensors(path, manifest, manifest.tensors)
+    return manifest, {name: bytes(t.reshape(-1).view(torch.uint8).numpy()) for name, t in tensors.items()}
+
+
+def damaged(data: bytes, kind: str, rng: random.Random) -> bytes:
+    """Returns a file with one damage that changes it."""
+    while True:
+        found = bytearray(data)
+        at = rng.randrange(len(found))
+        if kind == "flipped bit":
+            found[at] ^= 1 << rng.randrange(8)
+        elif kind == "zeroed range":
+            end = min(len(found), at + rng.choice((1, 16, 512, 4096)))
+            found[at:end] = bytes(end - at)
+        else:
+            del found[at:]
+        if found != data:
+            return bytes(found)
+
+
+def trials(path: Path, count: int, seed: int = 0) -> Counter[tuple[str, str, str]]:
+    """Makes `count` damages of each kind to each file; returns (file, kind, outcome) -> number."""
+    wanted, rng = read(path), random.Random(seed)
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        for kind in KINDS:
+            for _ in range(count):
+                file.write_bytes(damaged(data, kind, rng))
+                try:
+                    outcome = "exact" if read(path) == wanted else "wrong"
+                except ArtifactError:
+                    outcome = "refused"
+                counts[file.name, kind, outcome] += 1
+        file.write_bytes(data)
+    return counts
+
+
+def table(counts: Counter[tuple[str, str, str]]) -> str:
+    """Returns the counts, one row for each file and kind."""
+    rows = ["| file | damage | refused | exact | wrong |", "| --- | --- | ---: | ---: | ---: |"]
+    for file, kind in dict.fromkeys((file, kind) for file, kind, _ in counts):
+        numbers = " | ".join(f"{counts[file, kind, outcome]:,}" for outcome in OUTCOMES)
+        rows.append(f"| `{file}` | {kind} | {numbers} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Makes the trials and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=20_000, help="of each kind, for each file")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        print(table(trials(saved(Path(scratch)), options.trials)))
+
+
+if __name__ == "__main__":
+    main()
