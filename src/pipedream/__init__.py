@@ -13,6 +13,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 from pipedream._version import __version__
+from pipedream.core.display import draw_with as _draw_with
 
 if TYPE_CHECKING:
     from pipedream import capture, metrics, schedules
@@ -81,6 +82,8 @@ _HOMES = {
 """Where each name is defined. Op, Placement, Program and Stage are for programs that used them here; see `__all__`."""
 
 _MODULES = ("capture", "metrics", "schedules")
+
+_draw_with(lambda: _import_module("pipedream.report.notebook"))
 
 
 def __getattr__(name: str) -> object:

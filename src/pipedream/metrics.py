@@ -6,9 +6,11 @@ Gaps between spans are allowed.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from pipedream.core.artifact import Artifact
+from pipedream.core.display import Tabular
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
@@ -48,8 +50,8 @@ class RankMetrics:
     peak_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class Metrics(Artifact):
+@dataclass(frozen=True, repr=False)
+class Metrics(Tabular, Artifact):
     """The metrics of a run, or of a window of it.
 
     Attributes:
@@ -73,6 +75,10 @@ class Metrics(Artifact):
     def busy_shares(self) -> tuple[float, ...]:
         """Each rank's fraction of the time."""
         return tuple(row.busy_s / self.makespan_s if self.makespan_s else 0.0 for row in self.per_rank)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each rank."""
+        return [{"rank": rank} | asdict(row) for rank, row in enumerate(self.per_rank)]
 
     def __str__(self) -> str:
         head = (

@@ -31,6 +31,20 @@ def program_of(name: str, *replicas: int, microbatches: int | None = None, in_fl
     return lower(build(name, plan, microbatches))
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pipedream", "pipedream: gradients are up to 2 updates late; the schedule 1f1b trains as one process does"),
+        ("pipedream_2bw", "pipedream_2bw: gradients are up to 1 update late; the schedule 1f1b"),
+        ("1f1b", ""),
+    ],
+)
+def test_late_gradients_are_said(name: str, words: str) -> None:
+    found = verify(program_of(name, 1, 1, 1)).lateness
+    assert found.startswith(words)
+    assert bool(found) == bool(words)
+
+
 @given(cases())
 @settings(max_examples=40)
 def test_all_methods_pass(case: Case) -> None:

@@ -1,21 +1,38 @@
-"""How a noun shows itself: as one line, as a table, and in a notebook."""
+"""How nouns show themselves: as a line, as a table, and with a picture in a notebook.
+
+The pictures are drawn by a package far above core. `pipedream/__init__.py`, which is above all packages, gives its
+name here, so that core imports nothing from above; it is imported when the first picture is drawn.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from typing import Any
 
 from pipedream.core.errors import PipelineError
 
-__all__ = ["Tabular"]
+__all__ = ["Tabular", "draw_with", "drawing"]
+
+_load: list[Callable[[], Any]] = []
+
+
+def draw_with(load: Callable[[], Any]) -> None:
+    """Sets the function that imports the module of the pictures."""
+    _load[:] = [load]
+
+
+def drawing() -> Any:
+    """Returns the module of the pictures."""
+    return _load[0]()
 
 
 class Tabular:
-    """What can be shown as a table: a subclass defines `rows`."""
+    """A noun with a table of its parts. Its text begins with a line that describes all of it."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the rows of the table: name of a column -> value; None where it has none."""
+        """Returns the table: for each row, name of a column -> value; None where it has none."""
         raise NotImplementedError
 
     def to_csv(self) -> str:
@@ -36,6 +53,14 @@ class Tabular:
             import pandas
         except ModuleNotFoundError:
             raise PipelineError(
-                "to_frame() was called, but pandas is not installed; install it (pip install pandas), or use rows()"
+                "to_frame() needs pandas, which is missing; install it (pip install 'torch-pipedream[notebook]'), "
+                "or use rows()"
             ) from None
         return pandas.DataFrame(self.rows())
+
+    def __repr__(self) -> str:
+        return f"<{str(self).partition(chr(10))[0]}>"
+
+    def _repr_html_(self) -> str:
+        text: str = drawing().html(self)
+        return text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from pipedream.core.display import Tabular
 from pipedream.core.units import format_bytes, format_number, format_rate
 
 __all__ = ["DATA_PARALLEL", "Crossover", "Point", "Sweep"]
@@ -55,13 +57,21 @@ class Crossover:
         return f"{faster} at {'every' if self.below else 'no'} bandwidth"
 
 
-@dataclass(frozen=True)
-class Sweep:
+@dataclass(frozen=True, repr=False)
+class Sweep(Tabular):
     """All points, and the crossovers of each worker count."""
 
     model: str
     points: tuple[Point, ...]
     crossovers: tuple[Crossover, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each point."""
+        return [asdict(one) for one in self.points]
+
+    def __repr__(self) -> str:
+        methods = len({one.schedule for one in self.points})
+        return f"<Sweep of {self.model}: {methods} methods, {len(self.points)} points>"
 
     def __str__(self) -> str:
         head = f"{'workers':>7}  {'bandwidth':>10}  {'method':<24}  {'plan':<12}  {'m':>3}  {'samples/s':>9}  "

@@ -18,11 +18,13 @@ what the runtime adds; if its updates are delayed, without the all-reduce.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
+from typing import Any
 
+from pipedream.core.display import Tabular
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -82,12 +84,19 @@ class Candidate:
         )
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Tabular):
     """The best plan, and all candidates: the simulated ones first, by increasing period."""
 
     plan: Plan
     candidates: tuple[Candidate, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each candidate."""
+        return [asdict(one) for one in self.candidates]
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {len(self.candidates)} candidates, the best is {self.candidates[0]}>"
 
     def __str__(self) -> str:
         head = (

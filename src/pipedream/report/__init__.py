@@ -1,6 +1,7 @@
 """Reports: text for the terminal, SVG pictures, trace files, the page of a run, and the gallery of schedules."""
 
 from pipedream.report.curve import curve_svg
+from pipedream.report.files import save_picture
 from pipedream.report.gallery import GalleryEntry, gallery
 from pipedream.report.html import page, save_page
 from pipedream.report.scatter import Pair, scatter_svg
@@ -17,6 +18,7 @@ __all__ = [
     "grid_rich",
     "page",
     "save_page",
+    "save_picture",
     "save_trace",
     "scatter_svg",
     "timeline_svg",

@@ -136,6 +136,9 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
     with made as pipeline:
         proofs = "\n\n".join(str(found.proof) for found in pipeline.prepared)
         console.print(f"\n{plan}\n\n{proofs}\n")
+        for found in pipeline.prepared:
+            if found.proof.lateness:
+                console.print(f"{found.proof.lateness}\n")
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, _checkpoint_policy(job, process))
         if job.resumed is not None:
             pipeline.load(job.resumed.path)

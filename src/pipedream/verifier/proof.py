@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from math import ceil, lcm
+from typing import Any
 
+from pipedream.core.display import Tabular
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Channel, Program
@@ -23,8 +25,8 @@ __all__ = ["Proof", "verify"]
 _MOST_INSTRUCTIONS = 60_000
 
 
-@dataclass(frozen=True)
-class Proof:
+@dataclass(frozen=True, repr=False)
+class Proof(Tabular):
     """What was proved of a program.
 
     Attributes:
@@ -49,6 +51,28 @@ class Proof:
     staleness: tuple[int, ...]
     mean_staleness: tuple[float, ...]
     remote_forwards: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def lateness(self) -> str:
+        """How late gradients are, and which method trains as one process does; '' where they are in time."""
+        late = max(self.staleness)
+        words = f"gradients are up to {late} update{'s' if late > 1 else ''} late"
+        return f"{self.schedule}: {words}; the schedule 1f1b trains as one process does" if late else ""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each stage of each rank."""
+        return [
+            {
+                "rank": rank,
+                "stage": stage,
+                "in_flight": self.stage_in_flight[rank][i],
+                "versions": self.stage_versions[rank][i],
+                "staleness": self.staleness[stage],
+                "mean_staleness": self.mean_staleness[stage],
+            }
+            for rank, held in enumerate(self.stage_replicas)
+            for i, (stage, _) in enumerate(held)
+        ]
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.totals[:6])) + (", ..." if len(self.totals) > 6 else "")

@@ -5,9 +5,11 @@ After PipeDream, SOSP 2019, section 3.1, with the spread of each time, what auto
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from pipedream.core.artifact import Artifact
+from pipedream.core.display import Tabular
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.units import format_bytes, format_number, format_seconds
@@ -86,8 +88,8 @@ class TiedParameters:
     trained: bool = True
 
 
-@dataclass(frozen=True)
-class Profile(Artifact):
+@dataclass(frozen=True, repr=False)
+class Profile(Tabular, Artifact):
     """Seconds and bytes of every layer of a model, for one minibatch.
 
     Attributes:
@@ -209,6 +211,13 @@ class Profile(Artifact):
 
         graph = LayerGraph.chain(tuple(Layer(f"layer{i}", "Layer") for i in range(len(layers))))
         return cls("chain", graph, layers, batch, **rest)  # type: ignore[arg-type]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each layer, for one minibatch."""
+        return [
+            {"layer": layer.name, "kind": layer.kind} | asdict(cost)
+            for layer, cost in zip(self.graph.layers, self.layers, strict=True)
+        ]
 
     def __str__(self) -> str:
         how = f"median of {self.runs} runs" if self.runs else "not run"

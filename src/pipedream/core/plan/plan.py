@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pipedream.core.artifact import Artifact
+from pipedream.core.display import Tabular
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
@@ -28,8 +29,8 @@ __all__ = ["Plan", "Stage"]
 _SAME = 2e-6  # a relative gap up to this counts as none
 
 
-@dataclass(frozen=True)
-class Plan(Artifact):
+@dataclass(frozen=True, repr=False)
+class Plan(Tabular, Artifact):
     """Stages, their replicas, the depth, and the cluster they were planned for.
 
     Attributes:
@@ -388,6 +389,25 @@ class Plan(Artifact):
                 f"the plan covers layers 0 to {self.stages[-1].last - 1}, the model has {layers} layers; "
                 "plan again from this model's profile"
             )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each stage, with the seconds and bytes of one `unit`."""
+        times = {"compute_s": [stage.compute_s for stage in self.stages], "period_s": self.periods_s}
+        counts = {"in_flight": self.in_flight, "update_delay": self.update_delay, "rate_factor": self.rate_factors}
+        return [
+            {
+                "stage": s,
+                "layers": _span(stage),
+                "first": stage.first,
+                "last": stage.last,
+                "workers": stage.replicas,
+                **{name: getattr(stage, name) for name in ("forward_s", "backward_s", "update_s")},
+                **{name: float(column[s]) for name, column in times.items()},
+                **{name: getattr(stage, name) for name in ("output_bytes", "parameter_bytes", "peak_bytes")},
+                **{name: column[s] for name, column in counts.items()},
+            }
+            for s, stage in enumerate(self.stages)
+        ]
 
     def __str__(self) -> str:
         head = (

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 from pipedream.core.artifact import Artifact, decode, encode
+from pipedream.core.display import Tabular
 from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.plan.dispatched import Dispatched
 from pipedream.core.plan.placement import Placement
@@ -123,8 +124,8 @@ class RankProgram:
     period: tuple[Instruction, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Program(Rules, Artifact):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Program(Tabular, Rules, Artifact):
     """A lowered schedule: its rules, and the instructions of each rank.
 
     Attributes:
@@ -299,6 +300,27 @@ class Program(Rules, Artifact):
             return cls(placement=placement, weights=weights, ranks=ranks, **plain)
         except ValueError as error:
             raise ArtifactError(f"{place}: {error}") from None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each instruction of the warm-up and of one period; an index counts updates or microbatches.
+
+        `stage` is the one that works, sends or receives.
+        """
+        found = []
+        for rank, mine in enumerate(self.ranks):
+            for part, instructions in (("warmup", mine.warmup), ("period", mine.period)):
+                for position, one in enumerate(instructions):
+                    place = {"rank": rank, "part": part, "position": position, "instruction": str(one)}
+                    found.append(place | {"kind": one.kind.value, "stage": self._stage_of(one), "index": one.index})
+        return found
+
+    def _stage_of(self, instruction: Instruction) -> int:
+        if isinstance(instruction, Op):
+            return instruction.stage
+        if instruction.kind is Move.SYNC:
+            return instruction.channel
+        channel = self.channels[instruction.channel]
+        return channel.source if instruction.kind is Move.SEND else channel.target
 
     def __str__(self) -> str:
         head = f"Program {self.name}, plan {self.plan.config}, {self.microbatches} microbatches a minibatch"

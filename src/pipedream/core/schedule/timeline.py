@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.display import Tabular
+from pipedream.core.display import Tabular, drawing
 from pipedream.core.units import format_seconds
 
 __all__ = ["WORK", "GradientVersions", "MemoryStep", "Span", "Timeline"]
@@ -57,7 +57,7 @@ class MemoryStep(NamedTuple):
     held_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline(Tabular, Artifact):
     """Spans of a run, over all ranks.
 
@@ -128,6 +128,26 @@ class Timeline(Tabular, Artifact):
             return None if tag is None else tag.forward_version if span.kind == "F" else tag.backward_version
 
         return [span._asdict() | {"version": version(span)} for span in self.spans]
+
+    def svg(
+        self,
+        *,
+        title: str = "",
+        width_px: float = 960,
+        start_s: float | None = None,
+        end_s: float | None = None,
+        versions: bool = False,
+    ) -> str:
+        """Returns the picture as SVG text; `pipedream.report.save_picture` writes it as a file, also PDF or PNG.
+
+        Args:
+            start_s, end_s: the part to show; None: from the start, to the end.
+            versions: show the weight versions that passes read, if they are known.
+        """
+        text: str = drawing().timeline_svg(
+            self, title=title, width_px=width_px, start_s=start_s, end_s=end_s, versions=versions
+        )
+        return text
 
     def memory_steps(self, rank: int) -> tuple[MemoryStep, ...]:
         """Returns the bytes held over time; none for a measured run, or for a part of a run."""

@@ -1,0 +1,126 @@
+"""What nouns show of themselves: a line, a table, and HTML with a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+import pipedream
+from pipedream.core.errors import PipelineError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.timeline import Timeline
+from pipedream.report.notebook import picture
+from pipedream.schedules import build
+from pipedream.verifier import verify
+from pipedream.workflows.plan import choose
+from pipedream.workflows.sweep import sweep
+
+CHAIN = Profile.of_chain(tuple(LayerProfile(1e-3 * i, 2e-3, 1000, 2000, 5000) for i in range(1, 9)), batch=32)
+
+
+@pytest.fixture(scope="module")
+def nouns() -> dict[str, Any]:
+    """Returns each noun, by its class."""
+    plan = pipedream.plan(CHAIN, Cluster.flat(3), schedule="1f1b", microbatches=6, shape="straight")
+    timeline = pipedream.simulate(plan)
+    program = lower(build("1f1b", plan, 6))
+    found = [
+        *(CHAIN, plan, timeline, program, verify(program), pipedream.metrics.run_metrics(timeline)),
+        choose(CHAIN, Cluster.flat(2), names=["1f1b", "gpipe"], microbatches=4),
+        sweep(CHAIN, Cluster.flat(2), workers=[2], bandwidths=[1e6, 1e9], schedules=["1f1b"]),
+    ]
+    return {type(noun).__name__: noun for noun in found}
+
+
+KINDS = ["Profile", "Plan", "Timeline", "Program", "Proof", "Metrics", "Comparison", "Sweep"]
+ROWS = {"Profile": 8, "Plan": 3, "Proof": 3, "Metrics": 3, "Sweep": 4}
+
+
+class _Balanced(HTMLParser):
+    """Counts tags, and checks that each is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.open.append(tag)
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_line_a_table_and_a_picture(nouns: dict[str, Any], kind: str) -> None:
+    noun = nouns[kind]
+    assert len(repr(noun)) < 160
+    assert "\n" not in repr(noun)
+    shown = _Balanced(noun._repr_html_()).counts
+    assert shown.get("svg", 0) == (kind not in ("Proof", "Metrics"))
+    assert shown.get("tr", 1) == ROWS.get(kind, shown.get("tr", 1) - 1) + 1
+    rows = noun.rows()
+    assert len(rows) == ROWS.get(kind, len(rows)) > 1
+    read = list(csv.DictReader(io.StringIO(noun.to_csv())))
+    assert [list(row) for row in read] == [list(rows[0])] * len(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames(nouns: dict[str, Any], kind: str) -> None:
+    pytest.importorskip("pandas")
+    frame = nouns[kind].to_frame()
+    rows = nouns[kind].rows()
+    assert list(frame.columns) == list(rows[0])
+    assert len(frame) == len(rows)
+    if kind == "Timeline":
+        busy = frame[frame.kind.isin(["F", "B"])].assign(s=frame.end_s - frame.start_s).groupby("stage").s.sum()
+        assert list(busy) == pytest.approx([stage.compute_s for stage in nouns["Plan"].stages])
+
+
+def test_without_pandas(nouns: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(PipelineError, match=r"pip install 'torch-pipedream\[notebook\]'"):
+        nouns["Plan"].to_frame()
+
+
+def test_a_program_says_who_sends_and_who_receives(nouns: dict[str, Any]) -> None:
+    program = nouns["Program"]
+    rows = program.rows()
+    assert [row["instruction"] for row in rows if row["rank"] == 1] == [
+        str(one) for one in (*program.ranks[1].warmup, *program.ranks[1].period)
+    ]
+    for row in rows:
+        assert row["stage"] == row["rank"], "a straight pipeline has one stage a rank"
+
+
+def test_a_long_run_is_cut(nouns: dict[str, Any]) -> None:
+    timeline = pipedream.simulate(nouns["Plan"], minibatches=200)
+    shown = timeline._repr_html_()
+    assert "the first 40 of 1200 microbatches" in shown
+    assert len(shown) < 100_000
+    assert len(timeline.svg()) > 10 * len(timeline.svg(start_s=0, end_s=timeline.makespan_s / 20))
+
+
+def test_what_cannot_be_drawn_is_left_out(nouns: dict[str, Any]) -> None:
+    assert picture(replace(nouns["Plan"], schedule="zbv")) == "", "whose layout the plan does not have"
+    assert picture(Timeline("x", "measured", 1, (), 0)).startswith("<svg")
+    assert picture(Plan.uniform(40)) == ""
+
+
+def test_svg_of_a_timeline(nouns: dict[str, Any]) -> None:
+    drawn = nouns["Timeline"].svg(title="mine", versions=True)
+    assert drawn.startswith("<svg xmlns=")
+    assert "mine</text>" in drawn
+    assert "v0</text>" in drawn
