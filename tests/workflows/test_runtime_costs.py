@@ -34,7 +34,7 @@ def test_a_single_process_measures_itself_once() -> None:
     found = measure_runtime()
     assert drawn() == expected, "the user's generators were drawn from"
     assert measure_runtime() is found
-    assert min(found.costs.op_s, found.costs.message_s, found.costs.update_s) > 0
+    assert found.costs.op_s + found.costs.message_s + found.costs.update_s > 0
     assert found.costs.load_s == 0
     here = found.on_links(Cluster.here(2))
     assert here.link(0)[1] == 0.0
@@ -51,7 +51,7 @@ def test_processes_measure_their_messages_and_agree(workers: int) -> None:
     first, *others = results(measured, workers)
     assert others == [first] * (workers - 1)
     costs, (bandwidth, latency_s) = first
-    assert min(costs.op_s, costs.message_s, costs.update_s) > 0
+    assert costs.op_s + costs.message_s + costs.update_s > 0, "differences of times; a busy machine may make one 0"
     assert bandwidth > 0
     assert latency_s >= 0
 
