@@ -466,5 +466,6 @@ class Session:
                 self._connections.close()
                 leave_group(self._writer_group)
                 self._connections = None
+        self.checkpointer.writer.close()
         if self._guard is not None:
             self._guard.end()

@@ -28,7 +28,7 @@ from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
-from pipedream.training.resume import ResumePoint, check_unused, resume_point
+from pipedream.training.resume import ResumePoint, resume_point
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import asked_of
 from pipedream.workflows.own_cluster import own_cluster
@@ -118,7 +118,7 @@ class PlannedJob:
 def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Process) -> Job:
     """Settles what is trained: by the options, else the checkpoint, the plan, the recipe, the defaults.
 
-    Raises PlanError, RecipeError or ArtifactError if these contradict each other, or a run would overwrite another.
+    Raises PlanError, RecipeError or ArtifactError if these contradict each other.
     """
     shape = None if options.shape == "pipeline" else options.shape
     fixed: dict[str, Any] = {"shape": shape, "update_delay": options.update_delay, "chunks": options.chunks}
@@ -149,8 +149,6 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         return str(options.out or saved or Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
 
     folder = Path(process_group.from_rank_0(chosen_folder, process.rank))
-    if resumed is None:
-        check_unused(folder)
     return Job(
         options=options,
         recipe=recipe,

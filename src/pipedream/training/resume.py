@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -11,10 +13,11 @@ from uuid import uuid4
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
 from pipedream.core.model.profile import Profile
+from pipedream.runtime.checkpoint.lock import FolderLock
 from pipedream.runtime.checkpoint.storage import complete_checkpoints, newest_checkpoint, read_manifest
 from pipedream.runtime.comm import process_group
 
-__all__ = ["CHECKPOINTS", "ResumePoint", "check_unused", "checkpoints_of", "is_shared", "resume_point"]
+__all__ = ["CHECKPOINTS", "ResumePoint", "check_unused", "checkpoints_of", "is_shared", "locked", "resume_point"]
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds its checkpoints."""
@@ -113,6 +116,27 @@ def is_shared(folder: Path, rank: int) -> bool:
     if rank == 0:
         mark.unlink(missing_ok=True)
     return everywhere
+
+
+@contextmanager
+def locked(folder: Path, rank: int) -> Iterator[None]:
+    """Context in which no other run writes into a run folder; every rank enters it.
+
+    Raises:
+        ArtifactError: another run does, or it cannot be written (on other ranks than 0 a `PlanError`).
+    """
+    locks: list[FolderLock] = []
+
+    def lock() -> str:
+        locks.append(FolderLock(folder))
+        return ""
+
+    process_group.from_rank_0(lock, rank)
+    try:
+        yield
+    finally:
+        for one in locks:
+            one.release()
 
 
 def check_unused(folder: Path) -> None:

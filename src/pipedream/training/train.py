@@ -21,7 +21,7 @@ from pipedream.recipe import Recipe, blaming, make_recipe
 from pipedream.runtime.results.loggers import loggers_of
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
-from pipedream.training.resume import CHECKPOINTS, is_shared
+from pipedream.training.resume import CHECKPOINTS, check_unused, is_shared, locked
 from pipedream.training.run_folder import (
     RunFiles,
     keep_plan,
@@ -69,9 +69,12 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
 def _train(make: Callable[[int], Recipe], options: TrainingOptions) -> dict[str, Any]:
     process = Process.join(options)
     job = resolve(make, options, process)
-    planned = plan_job(job, process)
-    outcome = run_job(planned, process)
-    summary = report(planned, outcome, process)
+    with locked(job.folder, process.rank):
+        if job.resumed is None:
+            check_unused(job.folder)
+        planned = plan_job(job, process)
+        outcome = run_job(planned, process)
+        summary = report(planned, outcome, process)
     if outcome.interrupted:
         raise KeyboardInterrupt
     return summary

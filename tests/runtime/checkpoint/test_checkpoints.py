@@ -323,3 +323,17 @@ def test_generators_come_back(tmp_path: Path) -> None:
     assert [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.normal()] == first
     with pytest.raises(ArtifactError, match="random state is damaged"):
         restore_rng(text[:100], cpu)
+
+
+def test_a_run_that_resumes_from_an_older_one_replaces_the_newer(tmp_path: Path) -> None:
+    old, new = save(tmp_path, numbers=2)
+    scrambled(new)
+    animal = zoo.make("mlp")
+    with pipeline(animal) as made:
+        made.load(old)
+        assert storage.complete_checkpoints(tmp_path) == [old, new], "loading changes nothing"
+        for done in made.train(animal.batches):
+            if done.ends_epoch:
+                made.save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [old.name, new.name, f"{new.name}.replaced"]
+    assert load(tmp_path) == (2, 0)

@@ -48,7 +48,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from pipedream.core.checkpoint import Checkpoint, Stored
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.checkpoint.lock import FolderLock
+from pipedream.runtime.comm.process_group import broadcast_text, gather_texts
 
 __all__ = [
     "MANIFEST",
@@ -186,6 +187,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: WorkerError | None = None
         self._last: tuple[Path, int] | None = None
+        self._locks: dict[Path, FolderLock] = {}
 
     def begin(self, folder: Path, manifest: Checkpoint, tensors: Mapping[str, torch.Tensor], keep: int | None) -> Path:
         """Starts to write a checkpoint; all ranks call it. Returns its future path.
@@ -196,15 +198,20 @@ class Writer:
             keep: complete checkpoints to keep; None keeps all.
 
         Raises:
-            ArtifactError: another run has saved one of that name.
+            ArtifactError: another run has saved one of that name, or is writing into the folder.
         """
         path = folder / folder_name(manifest.minibatches)
         if self._last == (path, manifest.minibatches):
             return path
-        if path.exists():
-            raise ArtifactError(
-                f"a checkpoint {path} exists already; resume from it (--resume), or save into another folder"
-            )
+        failure = ""
+        if self._rank == 0:
+            try:
+                self._prepare(folder, path)
+            except ArtifactError as error:
+                failure = str(error)
+        failure = broadcast_text(failure, self._group)
+        if failure:
+            raise ArtifactError(failure)
         self._last = (path, manifest.minibatches)
         scratch = folder / f".{path.name}"
         what = f"saving the checkpoint of minibatch {manifest.minibatches}"
@@ -227,16 +234,35 @@ class Writer:
                 _commit(scratch, path, _with_files(manifest, tensors_at, scratch))
                 _prune(folder, keep)
 
-        if self._rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f".{_PREFIX}*"):
-                shutil.rmtree(left, ignore_errors=True)
-        if self._group is not None:
-            dist.barrier(self._group)
         # A daemon, because nothing may wait for it if another rank dies during the save.
         self._thread = threading.Thread(target=self._run, args=(write, what), daemon=True)
         self._thread.start()
         return path
+
+    def _prepare(self, folder: Path, path: Path) -> None:
+        """Locks the folder for this run, and removes what a killed save has left."""
+        if folder not in self._locks:
+            self._locks[folder] = FolderLock(folder)
+        last, number = self._last or (None, 0)
+        if last is not None and last.resolve().parent == folder.resolve():
+            # Resumed from an older one: a later resume must not take those of the course that was left.
+            for other in complete_checkpoints(folder):
+                if (minibatches_of(other.name) or 0) > number:
+                    shutil.rmtree(other.with_name(f"{other.name}.replaced"), ignore_errors=True)
+                    other.rename(other.with_name(f"{other.name}.replaced"))
+        if path.exists():
+            raise ArtifactError(
+                f"a checkpoint {path} exists already; resume from it (--resume), or save into another folder"
+            )
+        for left in folder.glob(f".{_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def close(self) -> None:
+        """Gives the folders free, unless a save that was given up is still writing."""
+        if self._thread is None or not self._thread.is_alive():
+            for lock in self._locks.values():
+                lock.release()
+            self._locks.clear()
 
     def finish(self) -> None:
         """Waits for this rank's part; raises a `WorkerError` if it could not be written."""

@@ -1,0 +1,81 @@
+"""A lock on a folder: two runs never write into it at the same time.
+
+It is the kernel's (`flock` on the file ``.lock``), so a run that was killed holds it no longer. On NFS it also holds
+between hosts; a host that is lost holds it until the server gives it up. Where the file system has no locks, there is
+no protection.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+from pipedream.core.errors import ArtifactError
+
+__all__ = ["FolderLock"]
+
+
+class FolderLock:
+    """A folder's lock, held until `release` or the end of this process; makes the folder if needed.
+
+    Raises:
+        ArtifactError: another run holds it, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / ".lock"
+        self._made = not folder.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = self._opened()
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except OSError as error:
+            raise ArtifactError(f"cannot write into the folder {folder}: {error}; choose another one") from None
+        self._closed = weakref.finalize(self, os.close, descriptor)
+        _held.add(self)
+
+    def _opened(self) -> int:
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(descriptor, 1000).decode(errors="replace")
+                os.close(descriptor)
+                raise ArtifactError(
+                    f"another run writes into the folder {self._folder} ({holder}); wait for its end, or choose "
+                    "another folder"
+                ) from None
+            except OSError:
+                return descriptor  # the file system has no locks
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                    return descriptor
+            os.close(descriptor)  # its holder has just removed the file
+
+    def release(self) -> None:
+        """Removes the lock, and the folder if it was made for it and is empty."""
+        if self._closed.alive:
+            with suppress(OSError):
+                self._path.unlink()
+                if self._made:
+                    self._folder.rmdir()
+            self._closed()
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for lock in list(_held):
+        lock._closed()
+
+
+# A loader's process must not hold the lock when its parent is killed.
+os.register_at_fork(after_in_child=_close_all)

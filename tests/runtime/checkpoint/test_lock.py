@@ -1,0 +1,96 @@
+"""One run at a time writes into a folder; nothing is left of the lock of a run that was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+
+import pipedream as pd
+from pipedream.core.errors import ArtifactError
+from pipedream.runtime.checkpoint.lock import FolderLock
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from pipedream.runtime.checkpoint.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+if os.fork() == 0:
+    print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_second_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "for it"
+    first = FolderLock(folder)
+    with pytest.raises(ArtifactError, match=rf"another run writes into .* \(process {os.getpid()} on .*another folder"):
+        FolderLock(folder)
+    first.release()
+    first.release()
+    assert not folder.exists(), "it was empty"
+    folder.mkdir()
+    FolderLock(folder).release()
+    assert os.listdir(folder) == []
+    FolderLock(folder)  # dropped at once: nobody holds it
+    FolderLock(folder).release()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArtifactError, match=r"cannot write into the folder .*file"):
+        FolderLock(tmp_path / "file")
+
+
+@pytest.mark.processes
+def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
+    """Even if a process that it forked, as a loader's, lives on."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as held:
+        assert held.stdout is not None
+        assert held.stdout.readline() == "held\n"
+        with pytest.raises(ArtifactError, match=rf"another run .*process {held.pid} on"):
+            FolderLock(tmp_path)
+        os.kill(held.pid, signal.SIGKILL)
+        held.wait()
+        FolderLock(tmp_path).release()
+        os.killpg(held.pid, signal.SIGKILL)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_second_run_is_refused_before_it_writes(
+    run_command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    lock = FolderLock(tmp_path)
+    recipe = Path(__file__).parents[2] / "training" / "files_of_0_1" / "recipe.py"
+    arguments = ("train", str(recipe), "--workers", "1", "--checkpoint-every", "0", "--out", str(tmp_path))
+    status, _, error = run_command(*arguments)
+    assert status == 2
+    assert "another run writes into the folder" in error
+    assert os.listdir(tmp_path) == [".lock"]
+    lock.release()
+
+
+def test_two_pipelines_do_not_save_into_one_folder(tmp_path: Path) -> None:
+    def made() -> pd.Pipeline:
+        animal = zoo.make("mlp")
+        plan = zoo.plan_of(zoo.make("mlp"), 2, (1, 1))
+        return pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+    with made() as one, made() as other:
+        one.save(tmp_path)
+        with pytest.raises(ArtifactError, match="another run writes into the folder"):
+            other.save(tmp_path)
+        other.save(tmp_path / "other")
+    with made() as later:
+        later.load(tmp_path)
+        later.save(tmp_path)
