@@ -12,6 +12,7 @@ plain process all workers take turns in one thread.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections import deque
@@ -60,6 +61,7 @@ class Pipeline:
         schedule, program, proof: of the current phase.
         ready: results that a drain has finished and `train` has yet to yield.
         drains: minibatch numbers.
+        extra: what the loop has given to `save`, or the loaded checkpoint holds.
 
     Raises:
         PlanError: the plan does not fit the model or the number of processes.
@@ -106,6 +108,7 @@ class Pipeline:
         self._interrupted = False
         self._data_state: Mapping[str, Any] | None = None
         self.drains: list[int] = []
+        self.extra: Mapping[str, Any] = {}
         loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
         if any(needs_weights(found.program) for found in self.prepared):
             loss.check_split()
@@ -290,7 +293,14 @@ class Pipeline:
         self.drain()
         self._session.load_state_dict(state)
 
-    def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        wait: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Writes weights, optimizers, schedules, averages, random states and position into a new folder in `folder`.
 
         Drains first. A checkpoint is atomic: an incomplete one is never visible. Every rank calls it, in or after its
@@ -300,15 +310,25 @@ class Pipeline:
             folder: of this run's checkpoints.
             keep: newest checkpoints to keep; None keeps all.
             wait: until it is complete; otherwise training continues meanwhile, and a later call raises its error.
+            extra: numbers, texts, lists and dicts of the loop's own, which `load` puts into `self.extra`; by default
+                `self.extra`.
 
         Raises:
             WorkerError: this checkpoint or the one before could not be written; names the rank.
-            ArtifactError: another run has saved a checkpoint of that name.
+            ArtifactError: another run has saved a checkpoint of that name, or is writing into the folder; or `extra`
+                cannot be kept.
         """
+        self.extra = self.extra if extra is None else dict(extra)
+        try:
+            json.dumps(self.extra)
+        except (TypeError, ValueError) as error:
+            raise ArtifactError(
+                f"extra cannot be kept in a checkpoint: {error}; use numbers, texts and lists"
+            ) from None
         self.drain()
         data = self._session.data_state(*self.position)
         position = Position(self._number, self._epoch, self._epoch_batches, tuple(self.drains), data=data)
-        return self._session.save(Path(folder), self._request, position, keep=keep, wait=wait)
+        return self._session.save(Path(folder), self._request, position, keep=keep, wait=wait, extra=self.extra)
 
     def load(self, folder: str | os.PathLike[str]) -> tuple[int, int]:
         """Loads a checkpoint of this model, saved under any plan and schedule. Returns the position.
@@ -335,6 +355,7 @@ class Pipeline:
         self._epoch_batches = manifest.epoch_batches
         self.drains = list(manifest.drains)
         self._data_state = manifest.data
+        self.extra = manifest.extra
         return self.position
 
     @property

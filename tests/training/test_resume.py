@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from torch.optim import lr_scheduler
 import pipedream as pd
 from pipedream.core.errors import ArtifactError
 from pipedream.runtime.checkpoint import storage
+from pipedream.training.resume import CHECKPOINTS
+from pipedream.training.train import train_recipe
 
 EPOCHS = 6
 EVERY = 10
@@ -323,3 +326,47 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     with pd.Pipeline(zoo.make("mlp").model, plan, schedule="pipedream", **settings) as pipeline:
         pipeline.load(tmp_path / "2")
         assert list(pipeline.train(Fresh(animal.batches), epochs=1))
+
+
+def test_a_resumed_run_reports_all_of_it(tmp_path: Path) -> None:
+    """Seconds, evaluations, target and losses are carried through the checkpoint."""
+    data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
+
+    def recipe(seed: int) -> pd.Recipe:
+        torch.manual_seed(seed)
+        return pd.Recipe(
+            model=torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)),
+            loss=torch.nn.functional.mse_loss,
+            optimizer=partial(torch.optim.SGD, lr=1e-3),
+            train=data,
+            test=data,
+            target=("loss", 1e9),
+            epochs=4,
+        )
+
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "workers": 2, "quiet": True}
+    first = train_recipe(recipe, epochs=2, out=tmp_path / "a", **options)
+    saved = storage.read_manifest(storage.complete_checkpoints(tmp_path / "a" / CHECKPOINTS)[-1])
+    assert [row["minibatches"] for row in first["evaluations"]] == [5, 10]
+    assert saved.extra["evaluations"] == first["evaluations"]
+    rest = train_recipe(recipe, resume=tmp_path / "a", out=tmp_path / "b", **options)
+    assert rest["evaluations"][:2] == first["evaluations"]
+    assert [row["minibatches"] for row in rest["evaluations"]] == [5, 10, 15, 20]
+    seconds = [row["seconds"] for row in rest["evaluations"]]
+    assert seconds == sorted(seconds)
+    assert rest["seconds_to_target"] == first["seconds_to_target"] == seconds[0]
+    assert rest["seconds"] > rest["train_seconds"] > saved.extra["train_seconds"] > 0
+    assert saved.extra["seconds"] > saved.extra["train_seconds"]
+    assert [number for number, _ in json.loads((tmp_path / "b" / "losses.json").read_text())] == list(range(20))
+
+
+def test_a_loops_own_values_are_kept(tmp_path: Path) -> None:
+    animal = zoo.make("mlp")
+    plan = zoo.plan_of(zoo.make("mlp"), 2)
+    with pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=OPTIMIZERS["sgd"]) as pipeline:
+        with pytest.raises(ArtifactError, match=r"extra cannot be kept in a checkpoint.*Tensor"):
+            pipeline.save(tmp_path, extra={"best": torch.ones(1)})
+        pipeline.save(tmp_path, extra={"best": 0.5})
+    with pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=OPTIMIZERS["sgd"]) as pipeline:
+        pipeline.load(tmp_path)
+        assert pipeline.extra == {"best": 0.5}

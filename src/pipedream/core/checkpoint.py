@@ -144,6 +144,7 @@ class Checkpoint(RunRequest, Position, Artifact):
         schedule, microbatches, compensation: of the current phase.
         files: name -> bytes; a file of another size is damaged.
         random: states of the generators of each process.
+        extra: what the training loop keeps for itself, in JSON.
     """
 
     FORMAT = 1
@@ -156,6 +157,7 @@ class Checkpoint(RunRequest, Position, Artifact):
     files: dict[str, int] = field(default_factory=dict)
     random: tuple[str, ...] = ()
     software: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()

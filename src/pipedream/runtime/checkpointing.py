@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -55,10 +55,20 @@ class Checkpointer:
         self._rank = workers[0].rank if group is not None else 0
         self.writer = storage.Writer(self._rank, writer_group, device)
 
-    def save(self, folder: Path, request: RunRequest, position: Position, *, keep: int | None, wait: bool) -> Path:
+    def save(
+        self,
+        folder: Path,
+        request: RunRequest,
+        position: Position,
+        *,
+        keep: int | None,
+        wait: bool,
+        extra: Mapping[str, Any],
+    ) -> Path:
         """Writes a checkpoint; every rank calls it at a drain.
 
         Args:
+            extra: of the training loop, in JSON; rank 0's is written.
             keep: complete checkpoints to keep; None keeps all.
             wait: False writes a copy in the background.
 
@@ -82,6 +92,7 @@ class Checkpointer:
             stages=tuple(every[stage] for stage in range(len(self._names))),
             random=tuple(json.loads(text)[1] for text in texts),
             software={"pipedream": __version__, "torch": version("torch")},
+            extra=dict(extra),
         )
         path = self.writer.begin(folder, manifest, tensors, keep)
         if wait:

@@ -395,10 +395,11 @@ class Session:
                 for name, average in stage_state.optimizer.ema.items():
                     average.copy_(stage_state.versions.handles[name].detach())
 
-    def save(self, folder: Path, request: RunRequest, position: Position, *, keep: int | None, wait: bool) -> Path:
+    def save(self, folder: Path, request: RunRequest, position: Position, **options: Any) -> Path:
+        """See `Checkpointer.save`."""
         try:
             with self._activity.at("saving a checkpoint"):
-                return self.checkpointer.save(folder, request, position, keep=keep, wait=wait)
+                return self.checkpointer.save(folder, request, position, **options)
         except PipelineError as error:
             raise self._reported(error) from error.__cause__
 

@@ -39,6 +39,7 @@ class TrainingLoop:
     """The training loop of one run.
 
     Args:
+        began_s: when the run began, by `time.perf_counter`.
         evaluate_every: epochs; 0 evaluates only at the end.
 
     Attributes:
@@ -46,14 +47,22 @@ class TrainingLoop:
         metrics: the last evaluation's.
         evaluations: metrics of each, with its place in the run.
         seconds_to_target: None if it is not reached.
-        train_s: with evaluations.
+        began_s: earlier by the seconds before the checkpoint that the run was resumed from.
+        train_s: with evaluations, and those before that checkpoint.
         samples_per_s: of each epoch, from the first minibatch on that no drain had finished.
     """
 
     def __init__(
-        self, pipeline: Pipeline, recipe: Recipe, console: Console, evaluate_every: int, checkpoints: CheckpointPolicy
+        self,
+        pipeline: Pipeline,
+        recipe: Recipe,
+        console: Console,
+        evaluate_every: int,
+        checkpoints: CheckpointPolicy,
+        began_s: float,
     ) -> None:
         self.pipeline = pipeline
+        self.began_s = began_s
         self._checkpoints = checkpoints
         self.recipe = recipe
         self.losses: list[tuple[int, float]] = []
@@ -61,15 +70,26 @@ class TrainingLoop:
         self.evaluations: list[dict[str, Any]] = []
         self.seconds_to_target: float | None = None
         self.train_s = 0.0
+        self._train_began_s = began_s
         self.samples_per_s: list[float] = []
         self._evaluated_at = -1
         self._evaluate_every = evaluate_every
         self._progress = Progress(console, pipeline.plan.workers, pipeline.rank)
         self._console = console
 
+    def resume(self, losses: list[tuple[int, float]]) -> None:
+        """Continues the figures of the checkpoint that the pipeline has loaded; those of version 0.1 have none."""
+        self.losses = losses
+        before = self.pipeline.extra
+        self.began_s -= before.get("seconds", 0.0)
+        self.train_s = before.get("train_seconds", 0.0)
+        self.evaluations = list(before.get("evaluations", ()))
+        self.seconds_to_target = before.get("seconds_to_target")
+        self.samples_per_s = list(before.get("samples_per_s", ()))
+
     def train(self, epochs: int, minibatches: int | None) -> bool:
         """Trains to a total of epochs or minibatches; returns whether Ctrl-C ended it."""
-        start = time.perf_counter()
+        start = self._train_began_s = time.perf_counter() - self.train_s
         interrupted = False
         mark: tuple[float, int] | None = None  # seconds and samples when the epoch's rate is measured from
         samples = 0
@@ -109,7 +129,15 @@ class TrainingLoop:
         return interrupted
 
     def _save(self) -> None:
-        self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False)
+        now = time.perf_counter()
+        extra = {
+            "seconds": now - self.began_s,
+            "train_seconds": now - self._train_began_s,
+            "evaluations": self.evaluations,
+            "seconds_to_target": self.seconds_to_target,
+            "samples_per_s": self.samples_per_s,
+        }
+        self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False, extra=extra)
         if self.pipeline.rank == 0:
             # The checkpoint includes minibatches that the drain has finished and this loop has yet to be given.
             known = [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]

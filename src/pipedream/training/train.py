@@ -142,10 +142,11 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
         for found in pipeline.prepared:
             if found.proof.lateness:
                 console.print(f"{found.proof.lateness}\n")
-        loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, _checkpoint_policy(job, process))
+        policy = _checkpoint_policy(job, process)
+        loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s)
         if job.resumed is not None:
             pipeline.load(job.resumed.path)
-            loop.losses = job.resumed.losses
+            loop.resume(job.resumed.losses)
             manifest = job.resumed.manifest
             console.print(
                 f"resuming from {job.resumed.path}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n"
@@ -217,7 +218,7 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
     )
     phases = phases_text(outcome.phases) if job.phases else None
     summary |= loop.figures() | {
-        "seconds": time.perf_counter() - process.began_s,
+        "seconds": time.perf_counter() - loop.began_s,
         "interrupted": outcome.interrupted,
         "skipped_updates": list(outcome.skipped_updates),
         "schedule": phases or program.name,
