@@ -132,6 +132,8 @@ class MethodOptions:
         device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
         stuck_after_s: ends a run on several processes if an operation or the loader takes longer than this and than 20
             times its longest time so far; 0 for no limit.
+        check: compares the first minibatch (loss, gradients, buffers) with the model itself, run plainly on the same
+            data, before the first update; costs one minibatch (docs/models.md).
     """
 
     schedule: str | Schedule | None = None
@@ -139,6 +141,7 @@ class MethodOptions:
     seed: int | None = None
     device: str = "cpu"
     stuck_after_s: float = STUCK_AFTER_S
+    check: bool = True
 
     def __post_init__(self) -> None:
         if not self.stuck_after_s >= 0:

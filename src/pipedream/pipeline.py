@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pipedream.capture import PlainModel
 from pipedream.core.checkpoint import Position, RunRequest
 from pipedream.core.errors import ArtifactError
 from pipedream.core.plan.plan import Plan
@@ -134,7 +135,12 @@ class Pipeline:
             shared=shared,
         )
         self._session = Session(
-            model, captured.graph, blueprint, stuck_after_s=options.stuck_after_s, weights=options.weights
+            model,
+            captured.graph,
+            blueprint,
+            stuck_after_s=options.stuck_after_s,
+            weights=options.weights,
+            plain=PlainModel(model, captured) if options.check else None,
         )
         warn_of_loopback(plan, self._session.rank)
 

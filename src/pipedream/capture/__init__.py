@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from pipedream.capture.captured import Captured, captured_from
 from pipedream.capture.chain import capture_chain, chain_values, check_model, cuda_devices, find_layers
 from pipedream.capture.compare import split
+from pipedream.capture.plain_model import PlainModel
 from pipedream.capture.preserve_state import preserve_state
 from pipedream.capture.slice_forward import call_model
 from pipedream.capture.stand_ins import is_stand_in, stand_ins
@@ -21,6 +22,7 @@ from pipedream.core.errors import CaptureError
 
 __all__ = [
     "Captured",
+    "PlainModel",
     "call_model",
     "capture",
     "capture_with_values",

@@ -26,7 +26,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.seeds import layer_seed
 from pipedream.core.user_code import source_of
 
-__all__ = ["split"]
+__all__ = ["fingerprint", "split"]
 
 _TOLERANCE = 1e-4  # of float32 sums in another order; a lost gradient differs by its whole size
 _ROW = 1 << 16  # numbers that are summed in float32
@@ -165,12 +165,12 @@ def _run(
 
 
 def _measured(model: nn.Module, outputs: dict[str, torch.Tensor], training: bool, gradients: Numbers) -> Measured:
-    found: Numbers = {path: _fingerprint(leaf) for path, leaf in outputs.items()}
+    found: Numbers = {path: fingerprint(leaf) for path, leaf in outputs.items()}
     floats = [leaf for leaf in outputs.values() if leaf.requires_grad] if training else []
     outputs.clear()
     if floats:
         torch.autograd.backward(floats, [_weights_like(leaf) for leaf in floats])
-    return found, gradients, {name: _fingerprint(buffer) for name, buffer in model.named_buffers()}
+    return found, gradients, {name: fingerprint(buffer) for name, buffer in model.named_buffers()}
 
 
 def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measured], attributes: Sequence[str]) -> None:
@@ -220,7 +220,7 @@ def _gradients(model: nn.Module) -> Iterator[Numbers]:
     def collect(name: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            found[name] = _fingerprint(parameter.grad)
+            found[name] = fingerprint(parameter.grad)
             parameter.grad = None
             if parameter.nbytes >= _LARGE:
                 _return_memory()  # of the activations
@@ -248,7 +248,7 @@ def _return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _fingerprint(tensor: torch.Tensor) -> tuple[float, ...]:
+def fingerprint(tensor: torch.Tensor) -> tuple[float, ...]:
     """Sum, weighted sum, and the sum of the sizes, which is the scale of the others."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)

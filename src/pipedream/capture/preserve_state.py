@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSet
 from contextlib import contextmanager
+from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from pipedream.capture.structure import PLAIN
+
 __all__ = ["Attributes", "preserve_state", "python_generators", "python_generators_seeded", "seed_generators"]
+
+_DEPTH = 4  # of containers and objects in a module's attributes
+_PLAIN = frozenset(PLAIN)
+_CODE = (ModuleType, MethodType, BuiltinFunctionType)
+_OF_MODULES = frozenset(nn.Module().__dict__)
 
 
 class Attributes:
@@ -34,14 +44,97 @@ class Attributes:
             slot.update(own)
 
 
+class _Objects:
+    """What Python objects hold now, to be restored: containers, tensors, generators, and instances' attributes."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._restore: list[Callable[[], object]] = []
+        self._seen: set[int] = set()
+        for root in roots:
+            self._note(root, _DEPTH)
+
+    def restore(self) -> None:
+        for restore in self._restore:
+            restore()
+
+    def _note(self, value: Any, depth: int) -> None:
+        if type(value) in _PLAIN or id(value) in self._seen or not depth:
+            return
+        if isinstance(value, (nn.Module, nn.Parameter, type)):
+            return
+        self._seen.add(id(value))
+        inner: Iterable[Any] = ()
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta:
+                self._restore.append(partial(_copy_back, value, value.detach().clone()))
+        elif isinstance(value, torch.Generator):
+            self._restore.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._restore.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            self._restore.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif isinstance(value, np.random.RandomState):
+            self._restore.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, np.ndarray):
+            self._restore.append(partial(np.copyto, value, value.copy()))
+        elif isinstance(value, (list, deque)):
+            inner = list(value)
+            self._restore.append(partial(_refill_list, value, inner))
+        elif isinstance(value, (MutableMapping, MutableSet)):
+            inner = list(value.values()) if isinstance(value, MutableMapping) else ()
+            self._restore.append(partial(_refill, value, _shallow(value)))
+        elif isinstance(value, tuple):
+            inner = value
+        elif isinstance(value, FunctionType):
+            inner = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        elif isinstance(value, partial):
+            inner = [value.func, *value.args, *value.keywords.values()]
+        elif type(getattr(value, "__dict__", None)) is dict and not isinstance(
+            value, (ModuleType, MethodType, BuiltinFunctionType)
+        ):
+            inner = list(value.__dict__.values())
+            self._restore.append(partial(_refill, value.__dict__, dict(value.__dict__)))
+        for item in inner:
+            self._note(item, depth - 1)
+
+
+def _shallow(value: Any) -> Any:
+    return dict(value) if isinstance(value, MutableMapping) else set(value)
+
+
+def _copy_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if not torch.equal(tensor, value):
+        tensor.data.copy_(value)
+
+
+def _refill_list(target: Any, items: list[Any]) -> None:
+    if len(target) != len(items) or any(a is not b for a, b in zip(target, items, strict=True)):
+        target.clear()
+        target.extend(items)
+
+
+def _refill(target: Any, items: Any) -> None:
+    same = len(target) == len(items)
+    if isinstance(items, dict):
+        same = same and all(key in target and target[key] is item for key, item in items.items())
+    if not same or (isinstance(items, set) and target != items):
+        target.clear()
+        target.update(items) if isinstance(items, dict) else [target.add(item) for item in items]
+
+
 @contextmanager
-def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int = 0) -> Iterator[None]:
+def preserve_state(
+    modules: Iterable[nn.Module], devices: Iterable[int] = (), seed: int = 0, others: Iterable[Any] = ()
+) -> Iterator[None]:
     """A context in which the modules work on copies of their buffers, and after which they are as before.
 
-    Attributes and random generators, which `seed` seeds within the context, are restored too.
+    Attributes and random generators, which `seed` seeds within the context, are restored too, and so are `others`.
     """
     devices, modules = list(devices), list(modules)
     attributes = Attributes(modules)
+    every = {id(module): module for root in modules for module in root.modules()}.values()
+    own = [value for m in every for name, value in m.__dict__.items() if name not in _OF_MODULES]
+    objects = _Objects([*own, *others])
     owners = {id(module): module for root in modules for module in root.modules()}.values()
     saved = [(module._buffers, dict(module._buffers)) for module in owners]
     copies: dict[int, torch.Tensor] = {}
@@ -56,6 +149,7 @@ def preserve_state(modules: Iterable[nn.Module], devices: Iterable[int] = (), se
             yield
         finally:
             attributes.restore()
+            objects.restore()
             for slots, buffers in saved:
                 slots.clear()
                 slots.update(buffers)

@@ -125,6 +125,14 @@ Compile = Annotated[
         "--compile", rich_help_panel=_RUN, help="Compile the modules that lie within one stage with torch.compile."
     ),
 ]
+NoCheck = Annotated[
+    bool,
+    typer.Option(
+        "--no-check",
+        rich_help_panel=_RUN,
+        help="Do not compare the first minibatch (loss, gradients, buffers) with the model itself.",
+    ),
+]
 Epochs = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", rich_help_panel=_RUN, show_default="the recipe's", help="Epochs to train."),
@@ -220,6 +228,7 @@ def train(
     config: Config = None,
     update_delay: UpdateDelay = TrainingOptions.update_delay,
     recompute: Recompute = False,
+    no_check: NoCheck = False,
     in_flight: Depth = "noam",
     chunks: Chunks = None,
     microbatches: Microbatches = None,
@@ -284,6 +293,7 @@ def train(
         shape=shape or TrainingOptions.shape,
         update_delay=update_delay,
         recompute=recompute,
+        check=not no_check,
         in_flight=depth_of(in_flight),
         chunks=chunks,
         microbatches=microbatches,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +49,16 @@ from pipedream.runtime.comm.process_group import (
     leave_group,
 )
 from pipedream.runtime.data.batch_adapter import AdaptBatch
-from pipedream.runtime.data.microbatches import Microbatches
+from pipedream.runtime.data.microbatches import LocalMicrobatches, Microbatches
 from pipedream.runtime.data.reader import EpochRange
 from pipedream.runtime.data.source import DataSource
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.failure.interrupts import Interrupts
+from pipedream.runtime.first_minibatch import FirstMinibatch, FirstOfStage, UserModel
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.results.results import Done, Output
-from pipedream.runtime.stage_state import evaluating
+from pipedream.runtime.stage_state import StageState, evaluating
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
 
@@ -77,6 +80,7 @@ class Session:
         model: in a process group each rank keeps only its stages' parameters.
         stuck_after_s: limit for one op or the loader; 0 for none.
         weights: file or folder of initial weights, of which each rank reads its own; by default those of the model.
+        plain: the model as the user wrote it, with which the first minibatch is compared; None compares nothing.
 
     Raises:
         PlanError: the number of processes is not the plan's, or the ranks disagree on the plan.
@@ -91,8 +95,10 @@ class Session:
         *,
         stuck_after_s: float,
         weights: str | os.PathLike[str] | None = None,
+        plain: UserModel | None = None,
     ) -> None:
         self.model = model
+        self._plain = plain
         self._blueprint = blueprint
         if blueprint.device.type == "cpu":
             keep_freed_memory()
@@ -272,8 +278,67 @@ class Session:
 
     def train(self, until: int | None = None) -> Iterator[Done]:
         """Trains until the data ends, `stop`, or a total of `until` minibatches; see `Worker.train`."""
+        check = self._comparison()
         streams = [worker.train(self._microbatches.get(worker.rank), until) for worker in self.workers]
-        yield from self._run(streams)
+        for done in self._run(streams):
+            if check is not None:
+                try:
+                    check.compare_loss(done.loss)
+                except PipelineError as error:
+                    raise self._reported(error) from error
+                check = None
+            yield done
+
+    def _comparison(self) -> FirstMinibatch | None:
+        """Begins to compare the first minibatch with the model; None after it."""
+        plain, self._plain = self._plain, None
+        program, settings = self.program, self._blueprint.settings
+        if plain is None or min(program.updates.per_update) < program.microbatches:
+            return None
+        reader, values, key = program.placement.readers[0], dict[str, torch.Tensor](), ""
+        publish, receive = None, lambda: ""
+        if self._group is not None:
+            store = dist.distributed_c10d._get_default_store()
+            key = "pipedream/first/" + broadcast_text(uuid.uuid4().hex, self._group)
+            with self._activity.at("collecting the weights"):
+                state = named_state(self.model)
+                own = {name: tensor for name, tensor in state.items() if name in self._names_here}
+                names, placement = self._stage_names, program.placement
+                values = parameters.collect(own, state, names, placement, self.rank, self._group, reader)
+            publish, receive = partial(store.set, key), lambda: store.get(key).decode()
+        check = FirstMinibatch(
+            plain,
+            settings.loss,
+            rank=self.rank,
+            split=program.microbatches,
+            base=self.lead.done_minibatches,
+            seed=settings.seed,
+            device=self._blueprint.device,
+            autocast=settings.autocast,
+            compiles=settings.compile is not None,
+            values=values,
+            publish=publish,
+            receive=receive,
+        )
+        for worker in self.workers:
+            for stage, replica in program.placement.stage_replicas(worker.rank):
+                self._compare_stage(check, stage, replica, worker.stage_states[stage])
+        first = self._microbatches.get(reader)
+        if isinstance(first, LocalMicrobatches):
+            first.on_first = check.read
+        return check
+
+    def _compare_stage(self, check: FirstMinibatch, stage: int, replica: int, stage_state: StageState) -> None:
+        alone = self.program.updates.per_update[stage] == check.split
+        buffers: list[str] = []
+        if not self.program.placement.is_remote(stage) and (
+            self.program.placement.replicas[stage] == 1 or (check.split == 1 and not replica)
+        ):
+            here = dict(self.model.named_buffers(remove_duplicate=False))
+            buffers = [name for name in self._stage_names[stage] if name in here]
+        if alone or (check.split == 1 and not replica):
+            names = list(stage_state.versions.handles)
+            stage_state.first = FirstOfStage(check, stage, buffers, names, alone=alone)
 
     def stop(self) -> None:
         """Ends the stream after the admitted minibatches."""
@@ -408,6 +473,7 @@ class Session:
             return self.checkpointer.read(path)
 
     def restore(self, path: Path, manifest: Checkpoint) -> None:
+        self._plain = None
         with self._activity.at("reading a checkpoint"):
             self.checkpointer.restore(path, manifest)
 

@@ -15,6 +15,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.prediction import VELOCITY
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Waiting
+from pipedream.runtime.first_minibatch import FirstOfStage
 from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
@@ -57,6 +58,7 @@ class StageState:
         saved_tensor_hooks: None without the rule 'graph'.
         next_forward: its microbatch.
         gradient_versions: (microbatch, forward version, backward version) of the coming update's gradients.
+        first: compares the first minibatch with the model; None once it is done, or if that is not asked for.
         _counts: batches that each BatchNorm had tracked when the stream began.
         _stashes: a backward reads the weights of its forward.
         _until_forward: weights are kept until their forward only.
@@ -72,6 +74,7 @@ class StageState:
     saved_tensor_hooks: SavedTensorHooks | None = None
     next_forward: int = 0
     gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
+    first: FirstOfStage | None = None
     _counts: list[int] = field(default_factory=list)
     _stashes: bool = field(init=False)
     _until_forward: bool = field(init=False)
@@ -177,15 +180,26 @@ class StageState:
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a handle's gradient while the last backward before an update still runs."""
         assert self.optimizer.all_reduce is not None
-        self.optimizer.all_reduce.put(index, self.gradients.complete(index, gradient))
+        complete = self.gradients.complete(index, gradient)
+        if self.first is not None:
+            self.first.gradient_ready(index, complete)
+        self.optimizer.all_reduce.put(index, complete)
 
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
+        if self.first is not None:
+            weight = 1.0 if self.optimizer.mean_of_rounds else saved.loss_weight
+            self.first.after_backward(saved.microbatch, gradients, weight * self.optimizer.scale)
         self.gradients.add(gradients, saved.loss_weight)
         if saved.weights is not None:
             read = saved.weights.version if self._stashes else self.versions.newest
             self.gradient_versions.append((saved.microbatch, saved.version, read))
             if not self._until_forward:
                 self.versions.release(saved.weights)
+
+    def compare_first(self) -> None:
+        """Compares the first update's gradients, which are in the handles, with the model's."""
+        if self.first is not None:
+            self.first.before_update([handle.grad for handle in self.versions.handles.values()])
 
     def update(
         self, program: Program, op: Op, present_share: float, total: int | None
@@ -198,6 +212,7 @@ class StageState:
 
         Returns each gradient's (microbatch, forward version, backward version, version before the update).
         """
+        self.first = None
         stage, updates, compensator = op.stage, program.updates, self.optimizer.compensator
         newest = self.versions.newest
         first, step = self.next_forward, program.placement.replicas[stage]

@@ -56,6 +56,7 @@ class UpdateBarrier:
         if not self._is_global and not self._tied:
             stage_state = self._stage_states[stage]
             prepared = yield from stage_state.optimizer.prepare(stage_state.gradients, stop_request)
+            stage_state.compare_first()
             self._decide_locally(stage_state)
             return prepared
         if not self._prepared:
@@ -67,6 +68,8 @@ class UpdateBarrier:
             self._prepared = {
                 n: stage_state.optimizer.normalise(gathered[n]) for n, stage_state in self._stage_states.items()
             }
+            for stage_state in self._stage_states.values():
+                stage_state.compare_first()
             if self._is_global:
                 yield from self._decide_globally()
             else:

@@ -324,6 +324,8 @@ class Worker:
             else:
                 result = stage_state.recomputation.forward(saved, message, run)
         self._saved_forwards[stage, index] = saved
+        if stage_state.first is not None:
+            stage_state.first.after_forward(index)
         return result
 
     def _remote_forward(self, stage: int, index: int, remote_forward: RemoteForward, message: Message) -> Message:

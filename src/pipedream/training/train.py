@@ -127,6 +127,7 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
             device=str(process.device),
             loggers=loggers,
             stuck_after_s=options.stuck_after_s,
+            check=options.check,
             weights=options.weights,
             **model_options(recipe)
             | {

@@ -104,8 +104,9 @@ def collect(
     placement: Placement,
     rank: int,
     group: dist.ProcessGroup | None,
+    to: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Returns all named tensors at rank 0, on the CPU, each from replica 0 of its stage; nothing elsewhere.
+    """Returns all named tensors at rank `to`, on the CPU, each from replica 0 of its stage; nothing elsewhere.
 
     What several stages hold is taken from the first.
 
@@ -123,15 +124,15 @@ def collect(
             if name in done:
                 continue
             done.add(name)
-            if group is None or (owner == 0 and rank == 0):
+            if group is None or owner == rank == to:
                 whole[name] = own[name].detach().cpu().clone()
-            elif rank == 0:
+            elif rank == to:
                 received = torch.empty(shapes[name].shape, dtype=shapes[name].dtype)
                 dist.recv(received, owner, group=group)
                 whole[name] = received
             elif rank == owner:
-                dist.send(own[name].detach().cpu().contiguous(), 0, group=group)
-    return whole if rank == 0 else {}
+                dist.send(own[name].detach().cpu().contiguous(), to, group=group)
+    return whole if rank == to else {}
 
 
 def load(

@@ -11,7 +11,7 @@ read. (Sending waits only for the receipt of much earlier rounds.)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,7 +55,13 @@ class Microbatches(ABC):
 
 
 class LocalMicrobatches(Microbatches):
-    """Microbatches that this process reads, for other replicas too."""
+    """Microbatches that this process reads, for other replicas too.
+
+    Attributes:
+        on_first: called once, with the inputs and targets of the next minibatch and with its parts.
+    """
+
+    on_first: Callable[[Any, Any, list[tuple[Message, Message]]], None] | None = None
 
     def __init__(
         self, feed: Feed, adapt: AdaptBatch, senders: Mapping[int, Sender] | None = None, batch_dim: BatchDim = 0
@@ -113,10 +119,14 @@ class LocalMicrobatches(Microbatches):
                 share=sizes[part] / count,
             )
 
-        return [
+        parts = [
             (message(part, *flat_inputs[part]), message(part, *flat_targets[part])) if size else (message(part),) * 2
             for part, size in enumerate(sizes)
         ]
+        if self.on_first is not None:
+            on_first, self.on_first = self.on_first, None
+            on_first(inputs, targets, parts)
+        return parts
 
     def _send_round(self, number: int) -> None:
         if not self._open_senders:

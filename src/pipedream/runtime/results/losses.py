@@ -66,17 +66,20 @@ class Loss:
             model's output has a ``.loss``.
         weight: ``weight(batch)`` -> the amount that the loss is a mean over.
         of_model: what `probe_weight` found for the model's own loss; empty if it was not asked.
+
+    Attributes:
+        function, weight: the arguments `loss` and `weight`.
     """
 
     def __init__(
         self, loss: Any = None, weight: Callable[[Any], Any] | None = None, *, of_model: LossWeight | str = ""
     ) -> None:
-        self._loss = loss
-        self._weight = weight
-        self._function, self._keywords = _unwrapped(loss)
+        self.function = loss
+        self.weight = weight
+        self._unwrapped, self._keywords = _unwrapped(loss)
         self._is_torch_loss = is_torch_loss(loss)
-        self._is_of_classes = _is_one_of(self._function, _CLASS_LOSSES, _CLASS_MODULES)
-        self._is_of_elements = _is_one_of(self._function, _ELEMENT_LOSSES, _ELEMENT_MODULES)
+        self._is_of_classes = _is_one_of(self._unwrapped, _CLASS_LOSSES, _CLASS_MODULES)
+        self._is_of_elements = _is_one_of(self._unwrapped, _ELEMENT_LOSSES, _ELEMENT_MODULES)
         self._of_model = LossWeight(of_model)
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
         self._calls = LossCalls() if watches else None
@@ -84,9 +87,13 @@ class Loss:
         self._first_part: tuple[int, Amounts] | None = None  # of the minibatch
         self._copied_weights: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
+    def anew(self) -> Loss:
+        """Returns the same loss, which has seen no batch."""
+        return Loss(self.function, self.weight, of_model=self._of_model)
+
     def check_split(self) -> None:
         """Raises a PipelineError if the loss of a minibatch does not follow from the losses of its parts."""
-        if self._loss is None and self._weight is None and self._of_model is LossWeight.OTHER:
+        if self.function is None and self.weight is None and self._of_model is LossWeight.OTHER:
             raise PipelineError(
                 "the minibatches are to be split into parts, but the model's own loss is not a mean over samples: on "
                 "the sample, the losses of parts do not give the loss of the whole (as with a contrastive loss, which "
@@ -129,11 +136,11 @@ class Loss:
         if isinstance(found, tuple):
             total, weight = found
             return total, float(weight), True
-        if self._loss is None and self._weight is None:
+        if self.function is None and self.weight is None:
             return self._scalar(found), *self._weight_of_model(found, samples, share, minibatch)
         found = self._scalar(found)
-        if self._weight is not None:
-            return found, float(self._weight(received)), False
+        if self.weight is not None:
+            return found, float(self.weight(received)), False
         reduction = self._option("reduction", "mean")
         if reduction == "sum" and self._is_torch_loss:
             # The minibatch's loss is the sum of its parts: their weights sum to one.
@@ -176,7 +183,7 @@ class Loss:
 
     def weight_from_shapes(self, output: Any, batch: Any, samples: int, share: float) -> float:
         """Returns the weight that follows from shapes alone, whatever the targets hold."""
-        if self._weight is not None or not self._is_torch_loss:
+        if self.weight is not None or not self._is_torch_loss:
             return float(samples)
         reduction = self._option("reduction", "mean")
         if reduction == "sum":
@@ -190,8 +197,8 @@ class Loss:
         return found[0] if isinstance(found, tuple) else self._scalar(found)
 
     def _evaluated(self, output: Any, batch: Any) -> Any:
-        if self._loss is not None:
-            return self._loss(output, batch)
+        if self.function is not None:
+            return self.function(output, batch)
         found = loss_of_output(output)
         if found is None:
             what = type(output).__name__
@@ -235,8 +242,8 @@ class Loss:
         return None
 
     def _option(self, name: str, default: Any) -> Any:
-        if isinstance(self._function, nn.Module):
-            return getattr(self._function, name, default)
+        if isinstance(self._unwrapped, nn.Module):
+            return getattr(self._unwrapped, name, default)
         return self._keywords.get(name, default)
 
 

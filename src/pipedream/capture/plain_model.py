@@ -1,0 +1,189 @@
+"""The user's model, run plainly on a minibatch: the whole of it, by its own forward, without a trace.
+
+Generators are seeded before the same calls as in a pipeline, so that dropout masks are equal.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipedream.capture.captured import Captured
+from pipedream.capture.compare import fingerprint
+from pipedream.capture.preserve_state import preserve_state, python_generators
+from pipedream.capture.slice import ModelSlice
+from pipedream.capture.slice_forward import call_model
+from pipedream.core.errors import CaptureError
+
+__all__ = ["PlainModel"]
+
+
+class PlainModel:
+    """A model, and the layers that a pipeline runs of it.
+
+    Attributes:
+        draws: whether a forward has drawn random numbers of torch.
+    """
+
+    fingerprint = staticmethod(fingerprint)
+
+    def __init__(self, model: nn.Module, captured: Captured) -> None:
+        self.model = model
+        self.draws = False
+        self._captured = captured
+        self._devices: list[int] = []
+        self._hooks: list[Any] = []
+
+    def forward(self, inputs: Any, reseed: Callable[[str], None]) -> Any:
+        """Runs the model on inputs, which it may write into; call it in `untouched`.
+
+        Args:
+            reseed: called with the name of a layer before each call in which it may draw.
+
+        Raises:
+            CaptureError: the forward calls other layers than those of the pipeline, or draws between them.
+        """
+        self._seeded = self._generators()
+        graph = self._captured.graph
+        if not graph.calls:
+            return self._chain(inputs, reseed)
+
+        def seeded(name: str) -> None:
+            self.draws |= self._has_drawn()
+            reseed(name)
+            self._seeded = self._generators()
+
+        whole = ModelSlice(self.model, graph, 0, len(graph.layers))
+        whole.reseed = seeded
+        output = whole(inputs)
+        self.draws |= self._has_drawn()
+        return output
+
+    def _generators(self) -> list[torch.Tensor]:
+        return [torch.default_generator.get_state(), *(torch.cuda.get_rng_state(index) for index in self._devices)]
+
+    def _has_drawn(self) -> bool:
+        """Returns whether a generator has drawn since the last call, or since it was seeded."""
+        before, self._seeded = self._seeded, self._generators()
+        return not all(map(torch.equal, before, self._seeded))
+
+    def _chain(self, inputs: Any, reseed: Callable[[str], None]) -> Any:
+        wanted = [layer.name for layer in self._captured.graph.layers]
+        ran: list[str] = []
+        names: dict[int, list[str]] = {}
+        for name, layer in zip(wanted, self._captured.layers, strict=True):
+            names.setdefault(id(layer), []).append(name)
+        calls = {key: iter(own) for key, own in names.items()}
+        open_layers: list[nn.Module] = []
+        is_model = id(self.model) in names
+
+        def enter(layer: nn.Module, _: Any) -> None:
+            if not open_layers:
+                if not is_model and self._has_drawn():
+                    raise CaptureError(self._drawn_outside(ran))
+                # After the forward, a checkpoint repeats calls.
+                ran.append(next(calls[id(layer)], names[id(layer)][-1]))
+                reseed(ran[-1])
+                self._seeded = self._generators()
+            open_layers.append(layer)
+
+        def leave(layer: nn.Module, *_: Any) -> None:
+            open_layers.pop()
+            if not open_layers:
+                self.draws |= self._has_drawn()
+
+        for hook in self._hooks:
+            hook.remove()
+        layers = {id(layer): layer for layer in self._captured.layers}.values()
+        self._hooks = [layer.register_forward_pre_hook(enter, prepend=True) for layer in layers]
+        self._hooks += [layer.register_forward_hook(leave) for layer in layers]  # `untouched` removes the last ones
+        output = call_model(self.model, inputs)
+        if ran != wanted and not is_model:
+            raise CaptureError(
+                f"the forward of {type(self.model).__name__} runs the layers {_listed(ran, wanted)} where the pipeline "
+                f"runs {_listed(wanted, ran)}: it decides so at each call, or it was changed after the plan was made; "
+                "put the decision into the module that it concerns, or profile and plan again"
+            )
+        if not is_model and self._has_drawn():
+            raise CaptureError(self._drawn_outside(ran))
+        return output
+
+    def _drawn_outside(self, ran: list[str]) -> str:
+        where = f"after its layer {ran[-1]!r}" if ran else "before its first layer"
+        return (
+            f"the forward of {type(self.model).__name__} draws random numbers {where}, outside of all layers, where a "
+            "pipeline draws none; draw them in the module that needs them"
+        )
+
+    @contextmanager
+    def untouched(self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = ()) -> Iterator[None]:
+        """A context after which model, generators and other objects are as before; gradients are None within it.
+
+        Args:
+            values: of parameters and buffers that are on the meta device here; used within the context.
+            others: objects besides the model that may change, such as a loss.
+        """
+        others = list(others)
+        modules = [self.model, *(one for one in others if isinstance(one, nn.Module))]
+        every = list({id(m): m for root in modules for m in root.modules()}.values())
+        devices = self._devices = sorted({p.device.index for m in every for p in m.parameters(False) if p.is_cuda})
+        tensors = {id(p): p for m in every for p in m._parameters.values() if p is not None and not p.is_meta}
+        kept = [(p, p.data, p.detach().clone(), p.grad) for p in tensors.values()]
+        slots = [(m._parameters, dict(m._parameters)) for m in every]
+        python, numpy = random.getstate(), np.random.get_state()
+        generator = torch.get_rng_state()
+        self.draws = False
+        try:
+            with preserve_state(modules, devices, others=others):
+                random.setstate(python)
+                np.random.set_state(numpy)
+                torch.set_rng_state(generator)
+                _fill(self.model, values)
+                for parameter, *_ in kept:
+                    parameter.grad = None
+                yield
+        finally:
+            self._hooks = []
+            for holder, kept_slots in slots:
+                holder.clear()
+                holder.update(kept_slots)
+            for parameter, storage, value, grad in kept:
+                if parameter.data_ptr() != storage.data_ptr() or parameter.shape != storage.shape:
+                    parameter.data = storage
+                if not torch.equal(storage, value):
+                    storage.copy_(value)
+                parameter.grad = grad
+
+    def python_draws(self) -> Callable[[], bool]:
+        """Returns a function that returns whether Python's or NumPy's generators have drawn since."""
+        before = python_generators()
+        return lambda: python_generators() != before
+
+
+def _listed(names: list[str], others: list[str]) -> str:
+    """The names from the first that differs on."""
+    at = next((i for i, (a, b) in enumerate(zip(names, others, strict=False)) if a != b), min(len(names), len(others)))
+    found = [*names[at : at + 3], *["..."] * (len(names) > at + 3)]
+    return ", ".join(map(repr, found)).replace("'...'", "...") or "(no more)"
+
+
+def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Puts values into the slots of meta tensors; the context restores the slots."""
+    made: dict[int, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in both:
+            for name, tensor in slots.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                value = values.get(f"{path}.{name}" if path else name)
+                if id(tensor) not in made and value is not None:
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                slots[name] = made.get(id(tensor), tensor)

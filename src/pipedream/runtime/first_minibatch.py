@@ -1,0 +1,447 @@
+"""Compares the first minibatch of a pipeline with the user's model, run plainly on the same data.
+
+1. When the first minibatch is read, the input stage's first worker runs the whole model on it, in the microbatches of
+   the pipeline: `FirstMinibatch.read`. It also compares the loss of the whole minibatch with those of its parts.
+2. Loss, gradients and buffers become fingerprints, which all ranks get.
+3. The pipeline trains. Each stage compares its buffers after the minibatch's last forward, and its gradients before its
+   first update. Each rank compares the loss.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite, sqrt
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pipedream.core.errors import CaptureError, WorkerError
+from pipedream.core.user_code import with_place
+from pipedream.runtime.comm.message import Content, Message
+from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
+from pipedream.runtime.results.losses import Loss
+from pipedream.runtime.stage.generators import LayerGenerators
+
+__all__ = ["FirstMinibatch", "FirstOfStage", "UserModel"]
+
+Numbers = tuple[float, ...]
+"""Fingerprint of a tensor: sum, weighted sum, sum of sizes."""
+
+_LEAST = 1e-6  # a part of the model may compute in single precision
+_FLOOR = 0.01
+"""Of the greatest mean gradient: what is smaller by this factor may be a sum that cancels, and differ by rounding."""
+
+
+class UserModel(Protocol):
+    """The user's model, see `pipedream.capture.plain_model`."""
+
+    model: nn.Module
+    draws: bool
+
+    def forward(self, inputs: Any, reseed: Callable[[str], None]) -> Any: ...
+
+    def untouched(
+        self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = ()
+    ) -> AbstractContextManager[None]: ...
+
+    def python_draws(self) -> Callable[[], bool]: ...
+
+    def fingerprint(self, tensor: torch.Tensor) -> Numbers: ...
+
+
+@dataclass
+class _Reference:
+    """What the model gives.
+
+    Attributes:
+        gradients: by each name of a parameter; None where it has none.
+        tolerance: relative difference that the precision allows.
+        scale: greatest mean of the sizes of a gradient.
+        incomparable: why the numbers of the pipeline may be others; empty if they may not.
+    """
+
+    loss: float = 0.0
+    gradients: dict[str, Numbers | None] = field(default_factory=dict)
+    buffers: dict[str, Numbers] = field(default_factory=dict)
+    tolerance: float = 0.0
+    scale: float = 0.0
+    incomparable: str = ""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The numbers of a forward over all parts.
+
+    Attributes:
+        loss: of the minibatch.
+        weight: of its parts, summed.
+        losses: of the parts; sums if the loss says that it is a sum.
+        outputs: of the parts.
+    """
+
+    loss: float
+    weight: float
+    losses: tuple[float, ...]
+    outputs: tuple[Any, ...]
+
+
+class FirstMinibatch:
+    """The comparison of one run of a pipeline, on one rank.
+
+    Args:
+        split: microbatches of a minibatch.
+        base: minibatches before.
+        values: parameters and buffers that are on the meta device here, where `read` is called.
+        publish: hands a text to all ranks; None in one process.
+        receive: returns that text elsewhere.
+    """
+
+    def __init__(
+        self,
+        plain: UserModel,
+        loss: Loss,
+        *,
+        rank: int,
+        split: int,
+        base: int,
+        seed: int,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        compiles: bool,
+        values: Mapping[str, torch.Tensor],
+        publish: Callable[[str], None] | None,
+        receive: Callable[[], str],
+    ) -> None:
+        self._plain = plain
+        self._loss = loss
+        self._rank = rank
+        self.split = split
+        self._base = base
+        self._generators = LayerGenerators(seed, device)
+        self._device = device
+        self._autocast = autocast
+        self._compiles = compiles
+        self._values = values
+        self._publish = publish
+        self._receive = receive
+        self._reference: _Reference | None = None
+        self._kinds = set() if autocast is None else {autocast}  # of floating-point numbers
+
+    # -- the model --------------------------------------------------------------------------------------
+
+    def read(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> None:
+        """Runs the model on the first minibatch; `parts` are its microbatches, inputs and targets.
+
+        Raises:
+            WorkerError: the parts do not give the loss of the whole, or the model cannot be trained as it is.
+        """
+        try:
+            self._reference = self._run(inputs, targets, [pair for pair in parts if pair[0].content is Content.DATA])
+        except CaptureError as error:
+            raise self._error(str(error)) from error
+        self._values = {}
+        if self._publish is not None:
+            self._publish(json.dumps(asdict(self._reference)))
+        if self._reference.incomparable:
+            self._warn(f"it was not compared with the model's own: {self._reference.incomparable}")
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"the first minibatch: {text}", RuntimeWarning, stacklevel=2)
+
+    def _run(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> _Reference:
+        plain, model = self._plain, self._plain.model
+        values = {name: value.to(self._device) for name, value in self._values.items()}
+        own_loss = self._loss.function
+        with plain.untouched(values, [own_loss] if own_loss is not None else []), torch.enable_grad():
+            drawn = plain.python_draws()
+            found = self._forward(parts, backward=True)
+            reference = _Reference(found.loss, tolerance=self._tolerance(inputs))
+            draws = plain.draws
+            if draws and self._compiles:
+                reference.incomparable = "compiled modules draw other random numbers"
+            elif drawn():
+                reference.incomparable = "the forward draws from the generators of Python or NumPy"
+            self._note(reference, model, found.weight)
+        if len(parts) > 1:
+            self._compare_parts(inputs, targets, parts, found, values, draws)
+        return reference
+
+    def _note(self, reference: _Reference, model: nn.Module, weight: float) -> None:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                numbers = None if gradient is None else self._fingerprint(gradient, weight)
+                reference.gradients[name] = numbers
+                if numbers is not None and gradient is not None and gradient.numel():
+                    reference.scale = max(reference.scale, numbers[2] / gradient.numel())
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if not buffer.is_meta:
+                reference.buffers[name] = self._fingerprint(buffer)
+
+    def _forward(self, parts: Sequence[tuple[Message, Message]], *, backward: bool) -> _Run:
+        loss = self._loss.anew()
+        total = weights = 0.0
+        losses, outputs = [], []
+        for message, aim in parts:
+            value = to_device(map_tensors(_value_of(message), _clone), self._device)
+            targets = map_tensors(_value_of(aim), _clone)
+            with self._casting():
+                with loss.watching(value, message.samples):
+                    output = self._plain.forward(value, self._reseed(message.microbatch))
+                placed = to_device(targets, self._device)
+                found, weight, is_sum = loss(
+                    output, placed, message.samples, message.share, message.minibatch, received=targets
+                )
+            self._kinds |= {tensor.dtype for tensor in (found, *tensors_in(output)) if tensor.is_floating_point()}
+            factor = 1.0 if is_sum else weight
+            weights += weight
+            if weight:
+                total += float(found.detach()) * factor
+                if backward and found.requires_grad:
+                    found.backward(torch.full_like(found, factor))  # type: ignore[no-untyped-call]
+            losses.append(float(found.detach()))
+            if not backward:
+                outputs.append(output)
+            del output, found
+        return _Run(total / weights if weights else float("nan"), weights, tuple(losses), tuple(outputs))
+
+    def _reseed(self, microbatch: int) -> Callable[[str], None]:
+        return lambda layer: self._generators.seed(self._base * self.split + microbatch, layer)
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
+
+    def _fingerprint(self, tensor: torch.Tensor, weight: float = 1.0) -> Numbers:
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        return tuple(number / weight if weight else number for number in self._plain.fingerprint(tensor))
+
+    def _tolerance(self, inputs: Any) -> float:
+        tensors = [*self._plain.model.parameters(), *tensors_in(inputs)]
+        kinds = self._kinds | {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
+        return max([_LEAST, *(sqrt(torch.finfo(kind).eps) for kind in kinds)])
+
+    # -- the whole and its parts --------------------------------------------------------------------------
+
+    def _compare_parts(
+        self,
+        inputs: Any,
+        targets: Any,
+        parts: Sequence[tuple[Message, Message]],
+        found: _Run,
+        values: Mapping[str, torch.Tensor],
+        draws: bool,
+    ) -> None:
+        """Compares the loss of the whole minibatch with those of its parts.
+
+        In evaluation mode, if random numbers or the statistics of a batch may tell them apart.
+        """
+        if self._loss.function is None and self._loss.weight is not None:
+            return  # by which the user has said how much each part counts
+        samples, model = sum(message.samples for message, _ in parts), self._plain.model
+        first = replace(parts[0][0], samples=samples, share=1.0)
+        whole = [(first.with_tensors(*flatten(inputs)), first.with_tensors(*flatten(targets)))]
+        for training in (False,) if draws else (True, False):
+            try:
+                with self._plain.untouched(values, [self._loss.function]), torch.no_grad():
+                    for module in model.modules():
+                        module.training = module.training and training
+                    one = self._forward(whole, backward=False)
+                    split = self._forward(parts, backward=False)
+                    limit = self._tolerance(inputs) * max(map(abs, (one.loss, *split.losses)))
+                    if not isfinite(one.loss) or abs(one.loss - split.loss) <= limit:
+                        return
+                    again = self._forward([(replace(whole[0][0], microbatch=-1), whole[0][1])], backward=False)
+            except CaptureError:
+                raise
+            except Exception as error:
+                self._warn(f"its loss was not compared with those of its parts: {with_place(error)}")
+                return
+        if abs(one.loss - again.loss) > limit:
+            self._warn("its loss was not compared with those of its parts, as it is another each time")
+            return
+        raise self._error(
+            f"the loss of a minibatch of {samples} samples is {one.loss:.7g}, but the losses of its {len(parts)} "
+            f"microbatches make {split.loss:.7g}; {self._cause_of_parts(one, split, limit)}"
+        )
+
+    def _cause_of_parts(self, one: _Run, split: _Run, limit: float) -> str:
+        if not _are_parts(one.outputs[0], split.outputs, self._tolerance(())):
+            return (
+                "the model's outputs for the microbatches are not those for the minibatch, so that its samples are not "
+                "along dimension 0 of each input, or it computes with several samples at once; say where the samples "
+                "are (batch_dim=...), give tensors with one entry per sample instead of lists, or train with "
+                "microbatches=1 and one replica of the last stage"
+            )
+        alone = "or, if it compares samples with each other or broadcasts over them, train with microbatches=1"
+        if abs(one.losses[0] - sum(split.losses)) <= limit:
+            return f"the loss is a sum: let it return (sum, weight), for instance (loss, len(targets)), {alone}"
+        if self._loss.weight is not None:
+            return f"weight=... does not give what the loss is a mean over; correct it, {alone}"
+        return (
+            "the loss is not a mean over samples; give weight=..., a function from a batch to the amount that the loss "
+            f"is a mean over (such as the number of counted targets), let the loss return (sum, weight), {alone}"
+        )
+
+    # -- the pipeline -------------------------------------------------------------------------------------
+
+    @property
+    def reference(self) -> _Reference:
+        if self._reference is None:
+            found = json.loads(self._receive())
+            gradients = {n: None if row is None else tuple(row) for n, row in found.pop("gradients").items()}
+            buffers = {n: tuple(row) for n, row in found.pop("buffers").items()}
+            self._reference = _Reference(**found, gradients=gradients, buffers=buffers)
+        return self._reference
+
+    def compare_gradients(self, stage: int, gradients: Mapping[str, torch.Tensor | None], factor: float = 1.0) -> None:
+        """Compares a stage's gradients, divided by `factor`, before its first update."""
+        reference = self.reference
+        if reference.incomparable or not isfinite(reference.loss):
+            return
+        for name, gradient in gradients.items():
+            wanted = reference.gradients.get(name)
+            found = None if gradient is None else self._fingerprint(gradient, factor)
+            count = 0 if gradient is None else gradient.numel()
+            if found is not None and not all(map(isfinite, found)):
+                continue  # of a scaled loss
+            if not self._close(wanted, found, count * reference.scale * _FLOOR):
+                raise self._error(
+                    f"at its first update stage {stage} has another gradient of {name!r} than the model itself "
+                    f"({_text(found)} in the pipeline, {_text(wanted)} in the model); {_gradient_cause(wanted, found)}"
+                )
+
+    def compare_buffers(self, stage: int, names: Iterable[str]) -> None:
+        """Compares a stage's buffers after the minibatch's last forward."""
+        reference = self.reference
+        if reference.incomparable:
+            return
+        for name in names:
+            wanted = reference.buffers.get(name)
+            if wanted is None:
+                continue
+            found = self._fingerprint(self._plain.model.get_buffer(name))
+            if not self._close(wanted, found, 0.0):
+                raise self._error(
+                    f"after the first minibatch the buffer {name!r} of stage {stage} is another than in the model "
+                    f"itself ({_text(found)} in the pipeline, {_text(wanted)} in the model); a buffer should be "
+                    "written only by the module that holds it, and not be shared with modules of other stages"
+                )
+
+    def compare_loss(self, loss: float) -> None:
+        """Compares the loss of the minibatch."""
+        reference = self.reference
+        if reference.incomparable or not isfinite(reference.loss) or not isfinite(loss):
+            return
+        if abs(loss - reference.loss) > reference.tolerance * max(abs(loss), abs(reference.loss)):
+            raise self._error(
+                f"the loss of the first minibatch is {loss:.7g} in the pipeline and {reference.loss:.7g} in the model "
+                f"itself; {_CAUSES}"
+            )
+
+    def _close(self, wanted: Numbers | None, found: Numbers | None, floor: float) -> bool:
+        if wanted is None or found is None:
+            return wanted is found
+        limit = self.reference.tolerance * (max(wanted[2], found[2]) + floor)
+        return all(a == b or abs(a - b) <= limit or (a != a and b != b) for a, b in zip(wanted, found, strict=True))
+
+    def _error(self, cause: str) -> WorkerError:
+        return WorkerError(
+            self._rank,
+            "the comparison of the first minibatch with the model",
+            cause,
+            "to train regardless, turn the comparison off: check=False, or --no-check",
+        )
+
+
+class FirstOfStage:
+    """What one stage compares, at its own ops.
+
+    Args:
+        buffers: names of the stage's, of which no other replica has moved others.
+        names: of its trained parameters, in the order of the handles.
+        alone: its first update holds the minibatch alone; otherwise the gradients of the minibatch's only microbatch,
+            0, are compared before they are summed over the replicas.
+    """
+
+    def __init__(
+        self, check: FirstMinibatch, stage: int, buffers: Sequence[str], names: Sequence[str], *, alone: bool
+    ) -> None:
+        self._check = check
+        self._stage = stage
+        self._buffers = buffers
+        self._names = names
+        self._alone = alone
+        self._ready: dict[int, torch.Tensor] = {}
+
+    def after_forward(self, index: int) -> None:
+        if index == self._check.split - 1:
+            self._check.compare_buffers(self._stage, self._buffers)
+
+    def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
+        """Takes a gradient that leaves for the other replicas."""
+        if not self._alone:
+            self._ready[index] = gradient.clone()
+
+    def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
+        """`factor`: of the gradients."""
+        if self._alone or index or not factor:
+            return
+        found = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None} | self._ready
+        self._check.compare_gradients(self._stage, {n: found.get(i) for i, n in enumerate(self._names)}, factor)
+        self._ready.clear()
+
+    def before_update(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if self._alone:
+            self._check.compare_gradients(self._stage, dict(zip(self._names, gradients, strict=True)))
+
+
+_CAUSES = (
+    "the forward does something that the pipeline cannot see: it passes values on through Python objects, decides anew "
+    "at each call, or was changed after the plan was made"
+)
+
+
+def _gradient_cause(wanted: Numbers | None, found: Numbers | None) -> str:
+    if found is None:
+        return (
+            "it is read where the pipeline does not see it: through a list, a dict, a closure or a reference in "
+            "another module, or by the loss. Read it in the forward of the module that holds it, and pass tensors on"
+        )
+    if wanted is None:
+        return "the model itself does not use it on this data"
+    return f"perhaps it is also read by the loss or through a reference in another module, or {_CAUSES}"
+
+
+def _text(numbers: Numbers | None) -> str:
+    return "none" if numbers is None else f"sum {numbers[0]:.6g}, of sizes {numbers[2]:.6g}"
+
+
+def _are_parts(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
+    """Returns whether the outputs of parts, one after the other, are those of the whole, as far as this can be seen."""
+    for index, tensor in enumerate(tensors_in(whole)):
+        pieces = [tensors_in(part)[index] for part in parts if index < len(tensors_in(part))]
+        for dim in range(tensor.ndim):
+            if sum(piece.shape[dim] if piece.ndim > dim else 0 for piece in pieces) != tensor.shape[dim]:
+                continue
+            try:
+                joined = torch.cat(pieces, dim)
+            except RuntimeError:
+                continue
+            if joined.shape == tensor.shape and not torch.allclose(joined, tensor, tolerance, tolerance):
+                return False
+            break
+    return True
+
+
+def _value_of(message: Message) -> Any:
+    return unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,131 @@
+"""The first minibatch is compared with the model, run plainly on the same data."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from first_minibatches import assert_equal, batches, piped, plain, plan_of
+from torch import Tensor, nn
+
+from pipedream import Pipeline
+from pipedream.core.errors import WorkerError
+
+DATA = batches()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+
+
+def mse(output: Tensor, batch: Any) -> Tensor:
+    return F.mse_loss(output, batch[1])
+
+
+def counted(output: Tensor, batch: Any) -> Tensor:
+    """A mean over some of the samples, of which the halves of a batch have unlike numbers."""
+    kept = batch[1][:, 0] > -0.5
+    return ((output - batch[1]) ** 2)[kept].mean()
+
+
+def summed(output: Tensor, batch: Any) -> Tensor:
+    return ((output - batch[1]) ** 2).sum()
+
+
+def broadcast(output: Tensor, batch: Any) -> Tensor:
+    return ((output[:, :1] - batch[1][:, 0]) ** 2).mean()
+
+
+def contrastive(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output @ batch[1].T, torch.arange(len(output)))
+
+
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_a_mean_over_samples_passes(m: int) -> None:
+    assert_equal(piped(net(), mse, DATA, microbatches=m), plain(net(), mse, DATA))
+
+
+@pytest.mark.parametrize(
+    ("loss", "advice"),
+    [(counted, "give weight="), (summed, "the loss is a sum"), (broadcast, "weight="), (contrastive, "microbatches=1")],
+)
+def test_parts_must_make_the_whole(loss: Any, advice: str) -> None:
+    assert_equal(piped(net(), loss, DATA, microbatches=1), plain(net(), loss, DATA))
+    with pytest.raises(WorkerError, match=f"microbatches make .*{advice}"):
+        piped(net(), loss, DATA, microbatches=2)
+
+
+def test_a_weight_that_is_right_passes_and_one_that_is_wrong_does_not() -> None:
+    def weight(batch: Any) -> Tensor:
+        return (batch[1][:, 0] > 0).sum()
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return ((output - batch[1]) ** 2)[batch[1][:, 0] > 0].mean()
+
+    assert_equal(piped(net(), loss, DATA, microbatches=2, weight=weight), plain(net(), loss, DATA))
+    with pytest.raises(WorkerError, match=r"weight=\.\.\. does not give"):
+        piped(net(), loss, DATA, microbatches=2, weight=lambda batch: 1.0)
+
+
+class Stateful(nn.Module):
+    """Draws, counts, and keeps what it has seen, in each way that Python has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.own = torch.Generator().manual_seed(5)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+        self.log: list[int] = []
+        self.table = {"last": 0, "inner": {"sizes": [0]}}
+        self.python, self.numpy = random.Random(3), np.random.default_rng(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.log.append(len(x))
+        self.table["last"] = len(x)
+        self.table["inner"]["sizes"].append(len(x))  # type: ignore[index]
+        self.seen = self.seen + 1
+        noise = torch.rand(x.shape, generator=self.own, dtype=x.dtype)
+        x = F.dropout(x @ self.weight, 0.4) + noise + self.calls * self.python.random() * self.numpy.random()
+        return x * float(len(self.log))
+
+
+@pytest.mark.filterwarnings("ignore:the first minibatch. its loss was not compared.*another each time")
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("schedule", ["gpipe", "pipedream_2bw"])
+def test_it_leaves_no_trace(m: int, schedule: str) -> None:
+    """Weights, buffers, generators, attributes and the order of the data are those of a run without it."""
+    found: list[Any] = []
+    for check in (True, False):
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Stateful(), nn.Linear(4, 4)).double()
+        plan = plan_of(model, DATA[0][0], (3,))
+        loader = torch.utils.data.DataLoader([(x, y) for x, y in DATA], batch_size=None, shuffle=True)
+        hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
+        with Pipeline(
+            model,
+            plan,
+            schedule=schedule,
+            microbatches=m,
+            loss=mse,
+            optimizer=lambda named: torch.optim.AdamW(named, lr=0.1),
+            check=check,
+        ) as pipeline:
+            losses = [done.loss for done in pipeline.train(loader, epochs=2)]
+            state = pipeline.state_dict()
+        assert hooks == [dict(module._forward_pre_hooks) for module in model.modules()]
+        inner = model[2]
+        kept = inner.calls, inner.log, inner.table, inner.python.random(), inner.numpy.random()
+        own = torch.rand(3, generator=inner.own).tolist()
+        rest = torch.rand(3).tolist(), random.random(), float(np.random.rand())
+        grads = [parameter.grad is None for parameter in model.parameters()]
+        found.append((losses, {name: value.tolist() for name, value in state.items()}, kept, own, rest, grads))
+    assert found[0] == found[1]
