@@ -31,7 +31,6 @@ from pipedream.core.schedule.phase import next_border, phase_after, phase_at, ph
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords
 from pipedream.runtime.assemble import Blueprint, Settings
-from pipedream.runtime.checkpoint.storage import newest_checkpoint
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import process_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
@@ -310,7 +309,7 @@ class Pipeline:
         """Writes weights, optimizers, schedules, averages, random states and position into a new folder in `folder`.
 
         Drains first. A checkpoint is atomic: an incomplete one is never visible. Every rank calls it, in or after its
-        loop. All ranks must share the folder.
+        loop. A machine that does not see rank 0's folder keeps its own part in one of the same name.
 
         Args:
             folder: of this run's checkpoints.
@@ -348,7 +347,7 @@ class Pipeline:
             ArtifactError: no checkpoint, or one that is damaged or of another model, optimizer or scheduler.
         """
         self.drain()
-        found = newest_checkpoint(folder)
+        found = self._session.newest_checkpoint(Path(folder))
         if found is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
         manifest = self._session.read_checkpoint(found)

@@ -38,7 +38,7 @@ COMMANDS = {
     "emulate": "Run a plan with waits in place of compute.",
     "probe": "Measure the cluster that the workers run on.",
     "report": "Write report.html of a run folder again.",
-    "checkpoint": "Verify the checkpoints of a run.",
+    "checkpoint": "Verify a run's checkpoints, or gather their parts.",
 }
 """Each command, with the first line of its help."""
 

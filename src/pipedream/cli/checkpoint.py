@@ -19,26 +19,53 @@ class _Verb(StrEnum):
     """What to do with checkpoints."""
 
     VERIFY = "verify"
+    GATHER = "gather"
 
 
 def checkpoint(
-    action: Annotated[_Verb, typer.Argument(help="What to do: read every tensor and compare its checksum (verify).")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder, folder of checkpoints, or a checkpoint.")],
+    verb: Annotated[
+        _Verb,
+        typer.Argument(
+            help="What to do: read every tensor and compare its checksum (verify), or make one folder of the parts "
+            "that machines without a shared folder have kept (gather)."
+        ),
+    ],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run folders, folders of checkpoints, or checkpoints.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="New run folder, for what is gathered.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Verify the checkpoints of a run.
+    """Verify a run's checkpoints, or gather their parts.
 
     The exit status is 2 if one of them is damaged.
 
     \b
     Example:
       pipedream checkpoint verify runs/digits
+      pipedream checkpoint gather host1/digits host2/digits -o runs/digits
     """
+    from pipedream.runtime.checkpoint.storage import gather_parts
+    from pipedream.training.resume import CHECKPOINTS, checkpoints_of
+
+    if (verb is _Verb.GATHER) != (output is not None):
+        raise ArtifactError("gather needs a folder to write into (-o DIR), verify writes nothing")
+    if output is not None:
+        places = [folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder for folder in folders]
+        paths = [gather_parts(places, output / CHECKPOINTS)]
+    else:
+        paths = [path for folder in folders for path in checkpoints_of(folder)]
+    _verify(paths, as_json)
+
+
+def _verify(paths: list[Path], as_json: bool) -> None:
+    """Prints which are intact; raises an `ArtifactError` that names the damage of the others."""
     from pipedream.runtime.checkpoint.storage import verify_checkpoint
-    from pipedream.training.resume import checkpoints_of
 
     results: dict[str, str | None] = {}
-    for path in checkpoints_of(folder):
+    for path in paths:
         try:
             manifest = verify_checkpoint(path)
         except ArtifactError as error:

@@ -271,7 +271,7 @@ def train(
         raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
     given = Plan.load(plan) if plan is not None else None
     described = None if cluster is None else cluster_of(cluster, [], [], 0.0, None)
-    count = workers or _planned_workers(given, config, resume, schedule, described) or 2
+    count = workers or _planned_workers(given, config, None if is_worker() else resume, schedule, described) or 2
     if not is_worker() and (count > 1 or max_restarts):
         own = _own_folder(recipe) if (max_restarts or elastic) and out is None else ()
         start_workers(count, more=own, max_restarts=max_restarts, fewest=min_workers if elastic else None)
@@ -351,5 +351,5 @@ def _planned_workers(
         return None
     from pipedream.training.resume import resume_point
 
-    found = resume_point(resume, None, 0)
+    found = resume_point(resume, None)
     return None if found is None else found.manifest.plan.workers

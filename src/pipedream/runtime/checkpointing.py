@@ -53,6 +53,7 @@ class Checkpointer:
         self._group = group
         self._device = device
         self._rank = workers[0].rank if group is not None else 0
+        self._owners: dict[str, int] = {}
         self.writer = storage.Writer(self._rank, writer_group, device)
 
     def save(
@@ -99,15 +100,22 @@ class Checkpointer:
             self.writer.finish()
         return path
 
+    def newest(self, folder: Path) -> Path | None:
+        """Returns the newest checkpoint in a folder, or the folder if it is one; every rank calls it."""
+        return storage.newest_of_all(storage.newest_checkpoint(folder), self._group)
+
     def read(self, path: Path) -> Checkpoint:
         """Reads the manifest; every rank calls it, and raises the same `ArtifactError` if it is damaged."""
-        return self._on_every_rank(lambda: storage.read_manifest(path))
+        manifest, self._owners = storage.read_shared_manifest(path, self._group)
+        return manifest
 
     def restore(self, path: Path, manifest: Checkpoint) -> None:
         """Restores a checkpoint saved under any plan and schedule; every rank calls it, and raises the same
         `ArtifactError` if it is damaged or of another model or optimizer.
         """
-        self._on_every_rank(lambda: self._restore(path, manifest))
+        names = set(self._on_every_rank(lambda: self._wanted(path, manifest)))
+        found = self._fetch(path, manifest, names)
+        self._on_every_rank(lambda: self._restore(path, manifest, found))
         self.writer.loaded(path, manifest.minibatches)
 
     def _on_every_rank(self, action: Callable[[], T]) -> T:
@@ -142,8 +150,26 @@ class Checkpointer:
             )
         return tensors, stages
 
-    def _restore(self, path: Path, manifest: Checkpoint) -> None:
-        found = storage.read_tensors(path, manifest, self._wanted(manifest))
+    def _fetch(self, path: Path, manifest: Checkpoint, names: set[str]) -> dict[str, torch.Tensor]:
+        """Returns tensors from this machine's files, and those that others have from them."""
+        elsewhere = storage.absent_files(path, manifest)
+        here = {name for name in names if manifest.tensors[name].file not in elsewhere}
+        wanted = [set(json.loads(text)) for text in gather_texts(json.dumps(sorted(names - here)), self._group)]
+        mine = {name for each in wanted for name in each if self._owners[manifest.tensors[name].file] == self._rank}
+        found = self._on_every_rank(lambda: storage.read_tensors(path, manifest, sorted(here | mine)))
+        for name in sorted(set().union(*wanted)):
+            stored = manifest.tensors[name]
+            owner = self._owners[stored.file]
+            if name in wanted[self._rank]:
+                found[name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+                dist.recv(_bytes_of(found[name]), owner, group=self._group)
+            elif owner == self._rank:
+                for rank, each in enumerate(wanted):
+                    if name in each:
+                        dist.send(_bytes_of(found[name]), rank, group=self._group)
+        return {name: found[name] for name in names}
+
+    def _restore(self, path: Path, manifest: Checkpoint, found: dict[str, torch.Tensor]) -> None:
         values = {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
         mine = {name for stage in self._stages() for name in self._names[stage]}
         parameters.load(self._model, values, mine, {}, self._device)
@@ -172,7 +198,12 @@ class Checkpointer:
         if manifest.random:
             restore_rng(manifest.random[self._rank % len(manifest.random)], self._device)
 
-    def _wanted(self, manifest: Checkpoint) -> Iterable[str]:
+    def _wanted(self, path: Path, manifest: Checkpoint) -> list[str]:
+        names = list(self._wanted_names(manifest))
+        storage.check_names(path, manifest, names)
+        return names
+
+    def _wanted_names(self, manifest: Checkpoint) -> Iterable[str]:
         state = named_state(self._model)
         saved = self._model.state_dict(keep_vars=True)
         for stage in self._stages():
@@ -230,6 +261,10 @@ def share_with_replicas(workers: Sequence[Worker]) -> None:
                         here.copy_(there)
             for name in _copies_of(stage_state):
                 stage_state.versions.handles[name].data.copy_(stage_state.module.handles[name].detach())
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _copies_of(stage_state: StageState) -> list[str]:

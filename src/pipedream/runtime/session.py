@@ -468,6 +468,10 @@ class Session:
         except PipelineError as error:
             raise self._reported(error) from error.__cause__
 
+    def newest_checkpoint(self, folder: Path) -> Path | None:
+        with self._activity.at("looking for a checkpoint"):
+            return self.checkpointer.newest(folder)
+
     def read_checkpoint(self, path: Path) -> Checkpoint:
         with self._activity.at("reading a checkpoint"):
             return self.checkpointer.read(path)

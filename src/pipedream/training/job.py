@@ -124,7 +124,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     fixed: dict[str, Any] = {"shape": shape, "update_delay": options.update_delay, "chunks": options.chunks}
     fixed |= {"cluster": options.cluster, "memory": options.memory_bytes}
     check_options({"plan": options.plan, **fixed})
-    resumed = resume_point(options.resume, options.out, process.rank)
+    resumed = resume_point(options.resume, options.out)
     if options.schedule and options.schedule != "auto":
         options = replace(options, schedule=canonical(options.schedule))
     if resumed is not None and options.weights is not None:

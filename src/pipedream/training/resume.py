@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
 from pipedream.core.model.profile import Profile
 from pipedream.runtime.checkpoint.lock import FolderLock
-from pipedream.runtime.checkpoint.storage import complete_checkpoints, newest_checkpoint, read_manifest
+from pipedream.runtime.checkpoint.storage import (
+    complete_checkpoints,
+    newest_checkpoint,
+    newest_of_all,
+    read_shared_manifest,
+)
 from pipedream.runtime.comm import process_group
 
-__all__ = ["CHECKPOINTS", "ResumePoint", "check_unused", "checkpoints_of", "is_shared", "locked", "resume_point"]
+__all__ = ["CHECKPOINTS", "ResumePoint", "check_unused", "checkpoints_of", "locked", "resume_point"]
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds its checkpoints."""
@@ -62,10 +66,8 @@ def checkpoints_of(folder: Path) -> list[Path]:
     raise ArtifactError(f"there is no complete checkpoint in {folder}; give the run folder of a run that has saved one")
 
 
-def resume_point(
-    resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None, rank: int
-) -> ResumePoint | None:
-    """Returns the requested checkpoint, or after a launcher's restart the run's newest, as rank 0 sees it.
+def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None) -> ResumePoint | None:
+    """Returns the requested checkpoint, or after a launcher's restart the run's newest; every rank calls it.
 
     Args:
         resume: a run folder, a folder of checkpoints, or a checkpoint; or None.
@@ -74,48 +76,23 @@ def resume_point(
         ArtifactError: there is no complete checkpoint, or it is damaged.
     """
 
-    def chosen() -> str:
-        if resume is None:
-            restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-            found = newest_checkpoint(Path(out) / CHECKPOINTS) if restarted and out is not None else None
-            return str(found or "")
+    if resume is not None:
         found = newest_checkpoint(Path(resume) / CHECKPOINTS) or newest_checkpoint(resume)
-        if found is None:
-            raise ArtifactError(
-                f"there is no complete checkpoint in {resume} to resume from; give the run folder of a run that has "
-                "saved one, or start without --resume"
-            )
-        return str(found)
-
-    text = process_group.from_rank_0(chosen, rank)
-    if not text:
-        return None
-    path = Path(text)
+    else:
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        found = newest_checkpoint(Path(out) / CHECKPOINTS) if restarted and out is not None else None
+    group = process_group.world_group()
+    path = newest_of_all(found, group)
+    if path is None:
+        if resume is None:
+            return None
+        raise ArtifactError(
+            f"there is no complete checkpoint in {resume} to resume from; give the run folder of a run that has saved "
+            "one, or start without --resume"
+        )
     inside = path.resolve().parent.name == CHECKPOINTS
-    return ResumePoint(path, read_manifest(path), path.parent.parent if inside else None)
-
-
-def is_shared(folder: Path, rank: int) -> bool:
-    """Whether all ranks see rank 0's folder; every rank calls it, with the same result."""
-    mark = folder / ".shared"
-
-    def marked() -> str:
-        folder.mkdir(parents=True, exist_ok=True)
-        token = uuid4().hex
-        mark.write_text(token, encoding="utf-8")
-        return token
-
-    token = process_group.from_rank_0(marked, rank)
-    try:
-        seen = mark.read_text(encoding="utf-8") == token
-    except OSError:
-        seen = False
-    everywhere = all(
-        text == "yes" for text in process_group.gather_texts("yes" if seen else "no", process_group.world_group())
-    )
-    if rank == 0:
-        mark.unlink(missing_ok=True)
-    return everywhere
+    manifest, _ = read_shared_manifest(path, group)
+    return ResumePoint(path, manifest, path.parent.parent if inside else None)
 
 
 @contextmanager

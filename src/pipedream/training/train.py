@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.core.schedule.program import Program
@@ -18,10 +17,12 @@ from pipedream.core.units import format_bytes, format_number
 from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe, blaming, make_recipe
+from pipedream.runtime.checkpoint.storage import ranks_that_see
+from pipedream.runtime.comm.process_group import world_group
 from pipedream.runtime.results.loggers import loggers_of
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
-from pipedream.training.resume import CHECKPOINTS, check_unused, is_shared, locked
+from pipedream.training.resume import CHECKPOINTS, check_unused, locked
 from pipedream.training.run_folder import (
     RunFiles,
     keep_plan,
@@ -160,16 +161,12 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
 
 
 def _checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
-    """Saves nothing if not all machines see the run folder; raises a `PlanError` if checkpoints were asked for."""
     every, folder = job.options.checkpoint_every, job.folder
-    if every != 0 and not is_shared(folder, process.rank):
-        if every is not None:
-            raise PlanError(
-                f"checkpoints every {every} minibatches were asked for, but not all machines see the folder {folder}; "
-                "choose one that they share (--out), or none (--checkpoint-every 0)"
-            )
-        process.console.print(f"no checkpoints are made, because not all machines see the folder {folder}\n")
-        every = 0
+    if every != 0 and not all(ranks_that_see(folder, process.rank, world_group())):
+        process.console.print(
+            f"not all machines see the folder {folder}: each keeps its own part of a checkpoint; resume on the same "
+            "machines, or put the parts together by 'pipedream checkpoint gather'\n"
+        )
     return CheckpointPolicy(folder / CHECKPOINTS, every, job.options.keep)
 
 

@@ -99,7 +99,7 @@ def test_a_folder_is_named_after_its_minibatches(tmp_path: Path) -> None:
 def test_the_newest_checkpoint_of_a_run_folder_is_resumed(tmp_path: Path) -> None:
     saved = save(tmp_path / CHECKPOINTS, numbers=2)
     for resume, path in ((tmp_path, saved[-1]), (tmp_path / CHECKPOINTS, saved[-1]), (saved[0], saved[0])):
-        found = resume_point(resume, None, 0)
+        found = resume_point(resume, None)
         assert found is not None
         assert (found.path, found.folder) == (path, tmp_path)
     with pytest.raises(ArtifactError, match="holds checkpoints of an earlier run"):

@@ -8,6 +8,9 @@ Life of a checkpoint:
    checkpoint exists. A folder with a dot is never read, and the next save removes it.
 4. The oldest beyond `keep` are renamed and then removed.
 
+A rank that does not see rank 0's folder has one of the same name on its own machine, without a manifest, which it
+renames before rank 0 does. A rank that resumes gets what its machine lacks from a rank that has it.
+
 The manifest is JSON and tensors are read with ``weights_only``: a checkpoint from elsewhere cannot run code. The
 ``.metadata``, for torch's own tools, is a pickle and is never read here. Torch's `save` agrees on a plan first, in four
 times the CPU time, which training has to do without.
@@ -33,6 +36,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -54,11 +58,17 @@ from pipedream.runtime.comm.process_group import broadcast_text, gather_texts
 __all__ = [
     "MANIFEST",
     "Writer",
+    "absent_files",
+    "check_names",
     "complete_checkpoints",
     "folder_name",
+    "gather_parts",
     "minibatches_of",
     "newest_checkpoint",
+    "newest_of_all",
+    "ranks_that_see",
     "read_manifest",
+    "read_shared_manifest",
     "read_tensors",
     "verify_checkpoint",
 ]
@@ -82,10 +92,14 @@ def minibatches_of(name: str) -> int | None:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Returns a folder's complete checkpoints, the oldest first."""
+    return _checkpoint_folders(folder)
+
+
+def _checkpoint_folders(folder: Path, *, parts: bool = False) -> list[Path]:
     found = {
         path: number
         for path in folder.glob(f"{_PREFIX}*")
-        if (number := minibatches_of(path.name)) is not None and (path / MANIFEST).is_file()
+        if (number := minibatches_of(path.name)) is not None and (parts or (path / MANIFEST).is_file())
     }
     return sorted(found, key=found.__getitem__)
 
@@ -98,6 +112,17 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return next(reversed(complete_checkpoints(path)), None)
 
 
+def newest_of_all(found: Path | None, group: dist.ProcessGroup | None) -> Path | None:
+    """Returns the newest of what the ranks have found; every rank calls it.
+
+    Without a shared folder one machine has the manifest: that of rank 0 when it was saved.
+    """
+    number = -1 if found is None else (minibatches_of(found.resolve().name) or 0)
+    rows = [json.loads(row) for row in gather_texts(json.dumps([number, str(found)]), group)]
+    newest, path = max(rows, key=lambda row: int(row[0]))
+    return Path(path) if newest >= 0 else None
+
+
 def read_manifest(path: Path) -> Checkpoint:
     """Reads a manifest; raises an `ArtifactError` if it is damaged, or a file is missing or truncated."""
     try:
@@ -106,31 +131,92 @@ def read_manifest(path: Path) -> Checkpoint:
         raise ArtifactError(f"{error}; {_advice(path)}") from None
 
 
+def read_shared_manifest(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoint, dict[str, int]]:
+    """Reads a manifest that some ranks see, and files of which each rank sees some; every rank calls it.
+
+    Returns the manifest, and for each file the first rank that has it whole.
+
+    Raises:
+        ArtifactError: the same on every rank: see `read_manifest`.
+    """
+    page = path / MANIFEST
+    try:
+        text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        text = str(error)  # is refused as no JSON
+    text = next(filter(None, gather_texts(text, group)), "")
+    try:
+        manifest = Checkpoint.from_json(text, str(page))
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}; {_advice(path)}") from None
+    rows = [json.loads(row) for row in gather_texts(json.dumps(_file_problems(path, manifest)), group)]
+    found = {name: [rank for rank, row in enumerate(rows) if name not in row] for name in manifest.files}
+    for name, ranks in found.items():
+        if not ranks:
+            advice = broadcast_text(_advice(path), group)
+            raise ArtifactError(f"the checkpoint {path} {rows[0][name]}; {advice}")
+    return manifest, {name: ranks[0] for name, ranks in found.items()}
+
+
+def ranks_that_see(folder: Path, rank: int, group: dist.ProcessGroup | None) -> list[bool]:
+    """Returns for each rank whether it sees rank 0's folder, which exists; every rank calls it."""
+    mark, token = folder / ".shared", ""
+    if rank == 0:
+        token = uuid4().hex
+        mark.write_text(token, encoding="utf-8")
+    token = broadcast_text(token, group)
+    try:
+        seen = mark.read_text(encoding="utf-8") == token
+    except OSError:
+        seen = False
+    found = [text == "yes" for text in gather_texts("yes" if seen else "no", group)]
+    if rank == 0:
+        mark.unlink(missing_ok=True)
+    return found
+
+
 def _read_manifest(path: Path) -> Checkpoint:
     manifest = Checkpoint.load(path / MANIFEST)
+    for problem in _file_problems(path, manifest).values():
+        raise ArtifactError(f"the checkpoint {path} {problem}")
+    return manifest
+
+
+def _file_problems(path: Path, manifest: Checkpoint) -> dict[str, str]:
+    """Returns what is wrong with files, by their names."""
+    problems = {}
     for name, size in manifest.files.items():
         if (path / name).is_symlink():
-            raise ArtifactError(
-                f"the checkpoint {path} is not read: its {name} is a link, which may lead to any file; put a copy of "
-                "the file in its place"
+            problems[name] = (
+                f"is not read: its {name} is a link, which may lead to any file; put a copy of the file in its place"
             )
+            continue
         try:
             found = (path / name).stat().st_size
         except OSError as error:
-            raise ArtifactError(f"the checkpoint {path} is damaged: {error}") from None
+            problems[name] = f"is damaged: {error}"
+            continue
         if found != size:
-            raise ArtifactError(
-                f"the checkpoint {path} is damaged: {name} has {found} bytes, and had {size} when it was saved"
-            )
-    return manifest
+            problems[name] = f"is damaged: {name} has {found} bytes, and had {size} when it was saved"
+    return problems
+
+
+def check_names(path: Path, manifest: Checkpoint, names: Iterable[str]) -> None:
+    """Raises an `ArtifactError` if a tensor is not in the checkpoint."""
+    for name in names:
+        if name not in manifest.tensors:
+            raise ArtifactError(f"the checkpoint {path} has no tensor {name!r}; it is of another model or optimizer")
+
+
+def absent_files(path: Path, manifest: Checkpoint) -> set[str]:
+    """Returns the names of files that this machine has not, or not whole."""
+    return set(_file_problems(path, manifest))
 
 
 def read_tensors(path: Path, manifest: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Reads the tensors that this rank needs; raises an `ArtifactError` if it cannot, or one is damaged."""
     wanted = list(names)
-    missing = [name for name in wanted if name not in manifest.tensors]
-    if missing:
-        raise ArtifactError(f"the checkpoint {path} has no tensor {missing[0]!r}; it is of another model or optimizer")
+    check_names(path, manifest, wanted)
     try:
         return {name: _read_tensor(path, name, manifest.tensors[name]) for name in wanted}
     except ArtifactError as error:
@@ -145,6 +231,38 @@ def verify_checkpoint(path: Path) -> Checkpoint:
     for name in manifest.tensors:
         read_tensors(path, manifest, [name])
     return manifest
+
+
+def gather_parts(folders: Iterable[Path], out: Path) -> Path:
+    """Makes one checkpoint in the folder `out` from the parts that machines without a shared folder have kept.
+
+    Args:
+        folders: of checkpoints; the newest manifest in them counts.
+
+    Raises:
+        ArtifactError: no folder has a manifest, a file is missing or damaged, or `out` has this checkpoint.
+    """
+    places = list(folders)
+    source = max(filter(None, map(newest_checkpoint, places)), key=lambda path: path.name, default=None)
+    if source is None:
+        raise ArtifactError(
+            f"none of {', '.join(map(str, places))} has a manifest ({MANIFEST}); add the folder of rank 0's machine"
+        )
+    manifest = Checkpoint.load(source / MANIFEST)
+    path = out / source.name
+    if path.exists():
+        raise ArtifactError(f"a checkpoint {path} exists already; gather into another folder")
+    scratch = out / f".{path.name}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    parts = [folder if folder.name == source.name else folder / source.name for folder in places]
+    whole = {name: part / name for part in parts for name in set(manifest.files) - absent_files(part, manifest)}
+    for name in manifest.files:
+        if name not in whole:
+            raise ArtifactError(f"none of {', '.join(map(str, parts))} has a whole {name}; give the folder that does")
+        shutil.copyfile(whole[name], scratch / name)
+    _commit(scratch, path, manifest)
+    return path
 
 
 def _read_tensor(path: Path, name: str, stored: Stored) -> torch.Tensor:
@@ -188,6 +306,7 @@ class Writer:
         self._failure: WorkerError | None = None
         self._last: tuple[Path, int] | None = None
         self._locks: dict[Path, FolderLock] = {}
+        self._apart: dict[Path, list[bool]] = {}
 
     def begin(self, folder: Path, manifest: Checkpoint, tensors: Mapping[str, torch.Tensor], keep: int | None) -> Path:
         """Starts to write a checkpoint; all ranks call it. Returns its future path.
@@ -215,6 +334,18 @@ class Writer:
         self._last = (path, manifest.minibatches)
         scratch = folder / f".{path.name}"
         what = f"saving the checkpoint of minibatch {manifest.minibatches}"
+        if folder not in self._apart:
+            self._apart[folder] = [not sees for sees in ranks_that_see(folder, self._rank, self._group)]
+        apart, any_apart = self._apart[folder][self._rank], any(self._apart[folder])
+        if apart:
+            folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                _set_aside(path)  # of a save that rank 0 did not finish, or a course that was left
+            for left in folder.glob(f".{_PREFIX}*"):
+                if left != scratch:  # another rank of this machine may have begun
+                    shutil.rmtree(left, ignore_errors=True)
+        if any_apart:
+            self._all_written(what, "", [])  # nobody may rename before all have cleared
 
         def write() -> None:
             failure = ""
@@ -223,21 +354,36 @@ class Writer:
                 places = _write_tensors(scratch / f"__{self._rank}_0.distcp", tensors)
             except Exception as error:
                 failure = _first_line(error)
-            texts = gather_texts(json.dumps([failure, places]), self._group)
-            rows = [json.loads(text) for text in texts]
-            for rank, (failure, _) in enumerate(rows):
-                if failure:
-                    raise _failed(rank, what, failure)
+            rows = self._all_written(what, failure, places)
+            if apart:
+                with suppress(FileNotFoundError):  # another rank of this machine has done it
+                    scratch.rename(path)
+                _prune(folder, keep and keep + 1, parts=True)  # the oldest counts until rank 0 is done
+            if any_apart:
+                self._all_written(what, "", [])
             if self._rank == 0:
-                found = [one for _, places in reversed(rows) for one in places]
+                found = [one for places in reversed(rows) for one in places]
                 tensors_at = {name: Stored(dtype, tuple(shape), *place) for name, dtype, shape, *place in found}
-                _commit(scratch, path, _with_files(manifest, tensors_at, scratch))
+                files: dict[str, int] = {}
+                for _, _, _, file, start, length, _ in found:
+                    files[file] = max(files.get(file, 0), start + length)
+                named = {stored.file for stored in tensors_at.values()}
+                files = {file: size for file, size in sorted(files.items()) if file in named}
+                _commit(scratch, path, replace(manifest, tensors=dict(sorted(tensors_at.items())), files=files))
                 _prune(folder, keep)
 
         # A daemon, because nothing may wait for it if another rank dies during the save.
         self._thread = threading.Thread(target=self._run, args=(write, what), daemon=True)
         self._thread.start()
         return path
+
+    def _all_written(self, what: str, failure: str, places: list[Any]) -> list[Any]:
+        """Waits for all ranks; returns the places of each, or raises the `WorkerError` of the first that failed."""
+        rows = [json.loads(text) for text in gather_texts(json.dumps([failure, places]), self._group)]
+        for rank, (failed, _) in enumerate(rows):
+            if failed:
+                raise _failed(rank, what, failed)
+        return [found for _, found in rows]
 
     def _prepare(self, folder: Path, path: Path) -> None:
         """Locks the folder for this run, and removes what a killed save has left."""
@@ -248,8 +394,7 @@ class Writer:
             # Resumed from an older one: a later resume must not take those of the course that was left.
             for other in complete_checkpoints(folder):
                 if (minibatches_of(other.name) or 0) > number:
-                    shutil.rmtree(other.with_name(f"{other.name}.replaced"), ignore_errors=True)
-                    other.rename(other.with_name(f"{other.name}.replaced"))
+                    _set_aside(other)
         if path.exists():
             raise ArtifactError(
                 f"a checkpoint {path} exists already; resume from it (--resume), or save into another folder"
@@ -336,25 +481,18 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _prune(folder: Path, keep: int | None) -> None:
-    for old in complete_checkpoints(folder)[: -keep if keep else 0]:
+def _set_aside(path: Path) -> None:
+    replaced = path.with_name(f"{path.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    path.rename(replaced)
+
+
+def _prune(folder: Path, keep: int | None, *, parts: bool = False) -> None:
+    """Removes the oldest; with `parts` also folders without a manifest."""
+    for old in _checkpoint_folders(folder, parts=parts)[: -keep if keep else 0]:
         doomed = old.with_name(f".{old.name}")
         old.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _with_files(manifest: Checkpoint, tensors: Mapping[str, Stored], scratch: Path) -> Checkpoint:
-    """Raises an `ArtifactError` if rank 0 does not see a file of another rank."""
-    files = {}
-    for name in sorted({stored.file for stored in tensors.values()}):
-        file = scratch / name
-        if not file.is_file():
-            raise ArtifactError(
-                f"rank 0 does not see {file}, which another rank has written; save into a folder that all machines "
-                "share"
-            )
-        files[name] = file.stat().st_size
-    return replace(manifest, tensors=dict(sorted(tensors.items())), files=files)
 
 
 def _metadata(manifest: Checkpoint) -> Metadata:

@@ -1,0 +1,92 @@
+"""Machines that share no folder: each keeps its part of a checkpoint, and all of them together resume."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+
+import pipedream as pd
+from pipedream.runtime.checkpoint import storage
+from pipedream.training.resume import CHECKPOINTS
+
+
+def train(base: Path, machines: dict[int, str], counts: tuple[int, ...], epochs: int, resume: bool) -> dict[str, Any]:
+    """Trains in ./run, of which each machine has its own; saves after each epoch."""
+    home = base / machines[dist.get_rank()]
+    home.mkdir(exist_ok=True)
+    os.chdir(home)
+    animal = zoo.make("mlp")
+    with pd.Pipeline(
+        animal.model,
+        zoo.plan_of(zoo.make("mlp"), len(counts), counts),
+        schedule="gpipe",
+        microbatches=3,
+        loss=animal.loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    ) as pipeline:
+        if resume:
+            pipeline.load("run")
+        for done in pipeline.train(animal.batches, epochs=epochs - pipeline.position[0]):
+            if done.ends_epoch:
+                pipeline.save("run", keep=2, wait=False)
+        return pipeline.state_dict()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_each_machine_keeps_its_part(tmp_path: Path) -> None:
+    three = {0: "one", 1: "one", 2: "two"}
+    whole = processes.results(train, 3, tmp_path / "..", dict.fromkeys(three, tmp_path.name), (2, 1), 4, False)[0]
+    shutil.rmtree(tmp_path / "run")
+    processes.results(train, 3, tmp_path, three, (2, 1), 3, False)
+    one, two = tmp_path / "one" / "run", tmp_path / "two" / "run"
+    assert [path.name for path in storage.complete_checkpoints(one)] == ["minibatch-00000010", "minibatch-00000015"]
+    newest = storage.folder_name(15)
+    assert sorted(os.listdir(one / newest)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json"]
+    assert os.listdir(two / newest) == ["__2_0.distcp"]
+    assert sorted(os.listdir(two)) == [storage.folder_name(number) for number in (5, 10, 15)], "one more than asked for"
+    # The machines come back in another order: rank 0 has no manifest, and other stages than before.
+    found = processes.results(train, 3, tmp_path, {0: "two", 1: "one", 2: "one"}, (2, 1), 4, True)[0]
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert [path.name for path in storage.complete_checkpoints(two)] == ["minibatch-00000020"]
+    # Gathered, they are a checkpoint like any other.
+    gathered = storage.gather_parts([one, two / newest], tmp_path / "gathered")
+    assert gathered == tmp_path / "gathered" / newest
+    assert storage.verify_checkpoint(gathered) == storage.read_shared_manifest(gathered, None)[0]
+    # One of them is lost.
+    shutil.rmtree(one / newest)
+    shutil.rmtree(two / storage.folder_name(20))
+    lost = processes.launch(train, 2, tmp_path, {0: "one", 1: "one"}, (1, 1), 4, True)
+    assert "__2_0.distcp" in str(lost[0].error)
+    assert str(lost[0].error) == str(lost[1].error)
+
+
+def test_parts_that_do_not_fit_are_refused(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    animal = zoo.make("mlp")
+    plan = zoo.plan_of(zoo.make("mlp"), 1)
+    with pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=partial(torch.optim.SGD, lr=0.1)) as pipeline:
+        path = pipeline.save(tmp_path / "one" / CHECKPOINTS)
+    two = tmp_path / "two" / CHECKPOINTS / path.name
+    two.mkdir(parents=True)
+    (path / "__0_0.distcp").rename(two / "__0_0.distcp")
+    gather = ("checkpoint", "gather", str(tmp_path / "one"))
+    status, _, error = run_command(*gather, "-o", str(tmp_path / "out"))
+    assert status == 2
+    assert "has a whole __0_0.distcp" in error
+    status, out, _ = run_command(*gather, str(tmp_path / "two"), "-o", str(tmp_path / "out"))
+    assert (status, "intact" in out) == (0, True)
+    status, _, error = run_command(*gather, str(tmp_path / "two"), "-o", str(tmp_path / "out"))
+    assert (status, "exists already" in error) == (2, True)
+    status, _, error = run_command("checkpoint", "gather", str(tmp_path / "two"), "-o", str(tmp_path / "other"))
+    assert (status, "has a manifest" in error) == (2, True)
+    assert run_command(*gather)[0] == 2
