@@ -89,3 +89,28 @@ def test_the_shell_completes_commands() -> None:
     program = "from pipedream.cli import script; script()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=words)
     assert done.stdout.split() == ["sweep", "simulate", "show", "schedules"], done.stderr
+
+
+@pytest.mark.parametrize("out", ["folder", "plan.json/file", "x" * 300, "/proc/file"])
+@pytest.mark.parametrize(
+    "command", [("plan", "profile.json", "--workers", "2", "-o"), ("show", "1f1b", "--svg"), ("show", "1f1b", "--csv")]
+)
+def test_what_cannot_be_written_is_one_message(
+    command: tuple[str, ...], out: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(files)
+    Path("folder").mkdir(exist_ok=True)
+    assert cli.main([*command, out]) == 2
+    error = capsys.readouterr().err
+    assert (error.count("\n"), out in error) == (1, True), error
+    assert not [*files.rglob(".*")], "nothing half written is left"
+
+
+@pytest.mark.parametrize("to", ["/dev/full", "a pipe that nobody reads"])
+@pytest.mark.parametrize("command", ["schedules", "--version"])
+def test_output_that_nobody_takes(command: str, to: str) -> None:
+    program = f"import sys; from pipedream.cli import script; sys.argv = ['pipedream', {command!r}]; script()"
+    shell = f"'{sys.executable}' -c \"{program}\" " + (f"> {to}" if to[0] == "/" else "| true; exit ${PIPESTATUS[0]}")
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert done.stderr == ("pipedream: [Errno 28] No space left on device\n" if to[0] == "/" else "")
+    assert done.returncode == 1 or (done.returncode == 141 and to[0] != "/")

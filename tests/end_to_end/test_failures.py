@@ -244,3 +244,41 @@ def listening(pid: int) -> list[str]:
                 turned = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
                 found.append(socket.inet_ntop(family, turned))
     return found
+
+
+BEFORE = """
+import os
+import torch
+from torch import nn
+import pipedream
+
+def fail(where):
+    if where == os.environ["WHERE"] and os.environ["RANK"] == os.environ["FAILING"]:
+        raise ValueError("the ice is thin")
+
+fail("import")
+
+def recipe():
+    fail("recipe")
+    data = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(5)]
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    return pipedream.Recipe(model=model, loss=nn.CrossEntropyLoss(), optimizer=step, train=data)
+
+def step(named):
+    fail("optimizer")
+    return torch.optim.SGD(named, lr=0.1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["import", "recipe", "optimizer"])
+def test_a_worker_fails_before_its_pipeline(where: str, rank: int, tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(BEFORE)
+    ended = commands.run(
+        *("-m", "pipedream", "train", "recipe.py", "--workers", "2", "--out", "run"),
+        folder=tmp_path,
+        environment={"WHERE": where, "FAILING": str(rank)},
+    )
+    check_words(ended, 2, "ValueError: the ice is thin")
+    assert "gloo" not in ended.err

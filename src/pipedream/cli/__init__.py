@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -97,6 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns its exit status; None takes the process's arguments."""
     try:
         status = app(arguments, prog_name="pipedream", standalone_mode=False)
+        sys.stdout.flush()
         return int(status or 0)
     except typer.Exit as leave:
         return int(leave.exit_code)
@@ -104,6 +106,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except PipelineError as error:
         return _failed(error)
+    except OSError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk, or the reader of a pipe has gone: what is left cannot be written either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else _failed(error)
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own: a wrong call
             error.show()  # type: ignore[attr-defined]
@@ -111,9 +119,9 @@ def main(arguments: list[str] | None = None) -> int:
         raise
 
 
-def _failed(error: PipelineError) -> int:
+def _failed(error: PipelineError | OSError) -> int:
     """Prints an error, once for all workers."""
-    status = 1 if isinstance(error, WorkerError) else BAD_CALL
+    status = 1 if isinstance(error, (WorkerError, OSError)) else BAD_CALL
     if isinstance(error, PeerError):
         return status  # the worker that failed prints it
     text = f"pipedream: {error}"

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from pipedream.core import units
+from pipedream.core.artifact import writing
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware import presets
 from pipedream.core.hardware.cluster import Cluster, Level
@@ -220,10 +221,11 @@ def check_outputs(**paths: Path | None) -> None:
     for name, path in paths.items():
         if path is None:
             continue
-        if path.is_dir():
-            raise PlanError(f"--{name} {path} was asked for, which is a folder; name a file in it")
-        if not path.parent.is_dir():
-            raise PlanError(f"--{name} {path} was asked for, but there is no folder {path.parent}; make it first")
+        with writing(path):
+            if path.is_dir():
+                raise PlanError(f"--{name} {path} was asked for, which is a folder; name a file in it")
+            if not path.parent.is_dir():
+                raise PlanError(f"--{name} {path} was asked for, but there is no folder {path.parent}; make it first")
         if name == "svg":
             check_picture(path)
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import errno
 import json
 import math
 import os
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pipedream.core.errors import ArtifactError
 
-__all__ = ["Artifact", "decode", "encode", "write_text"]
+__all__ = ["Artifact", "decode", "encode", "new_file", "write_text", "writing"]
 
 
 class Artifact:
@@ -78,11 +81,40 @@ class Artifact:
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
     """Writes a file atomically, by renaming a temporary neighbour."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+    with new_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
     return path
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yields the name of a temporary neighbour to write, which then replaces the file; makes the folder.
+
+    Raises:
+        ArtifactError: the file cannot be written; nothing is left of it.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield scratch
+            scratch.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                scratch.unlink()
+            raise
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an error of the system into an `ArtifactError` that names what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "free space, or choose a place with more" if full else "choose another place"
+        why = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror or error
+        raise ArtifactError(f"cannot write {path}: {why}; {advice}") from None
 
 
 def encode(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pipedream.core.artifact import new_file
 from pipedream.core.errors import PlanError
 
 __all__ = ["PICTURES", "check_picture", "save_picture"]
@@ -50,6 +51,7 @@ def save_picture(picture: str, path: str | os.PathLike[str]) -> Path:
 
     Raises:
         PlanError: see `check_picture`.
+        ArtifactError: it cannot be written.
     """
     path = check_picture(path)
     data = picture.encode()
@@ -61,5 +63,6 @@ def save_picture(picture: str, path: str | os.PathLike[str]) -> Path:
         import cairosvg
 
         data = cairosvg.svg2png(bytestring=data, scale=_PNG_SCALE)
-    path.write_bytes(data)
+    with new_file(path) as scratch:
+        scratch.write_bytes(data)
     return path

@@ -45,8 +45,10 @@ from pipedream.runtime.comm.process_group import (
     broadcast_text,
     check_same_on_all_ranks,
     gather_texts,
+    is_broken_connection,
     join_group,
     leave_group,
+    peers_may_end,
 )
 from pipedream.runtime.data.batch_adapter import AdaptBatch
 from pipedream.runtime.data.microbatches import LocalMicrobatches, Microbatches
@@ -63,9 +65,6 @@ from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
 
 __all__ = ["Session"]
-
-_CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
-"""One of these is in each of torch's errors of a broken connection."""
 
 _CONNECTION_WAIT_S = 3.0
 """How long the error that broke a connection may take to arrive from the rank that raised it."""
@@ -189,10 +188,11 @@ class Session:
         texts = gather_texts("" if failure is None else str(failure), connections.everyone)
         if any(texts):
             raise failure or CaptureError(next(filter(None, texts)))
-        parameters.share_initial(
-            model, self._stage_names, placement, self.rank, connections.everyone, drawn | read, blueprint.device
-        )
-        broadcast_tied(model, blueprint.shared, connections.holders, placement, self.rank)
+        with peers_may_end():
+            parameters.share_initial(
+                model, self._stage_names, placement, self.rank, connections.everyone, drawn | read, blueprint.device
+            )
+            broadcast_tied(model, blueprint.shared, connections.holders, placement, self.rank)
         visited = {
             stage: parameters.trained(model, self._stage_names[stage])
             for stage, _ in placement.remote_forwards(self.rank)
@@ -406,7 +406,7 @@ class Session:
         self._activity.stop()
         if self._guard is None:
             return error
-        lost = isinstance(error.__cause__, RuntimeError) and any(word in str(error) for word in _CONNECTION_WORDS)
+        lost = error.__cause__ is not None and is_broken_connection(error.__cause__)
         first = self._guard.failure(_CONNECTION_WAIT_S if lost else 0.0)
         if first is not None:
             return first

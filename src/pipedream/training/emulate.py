@@ -18,6 +18,7 @@ from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.launch import set_threads
+from pipedream.training.resume import locked
 from pipedream.training.run_folder import RunFiles, last_segment, software_versions, summarise, write_run
 from pipedream.workflows.methods import asked_of
 from pipedream.workflows.simulate import simulate_program
@@ -61,46 +62,47 @@ def emulate(
     named = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(process_group.from_rank_0(lambda: str(out or named), rank))
     name, parts = asked_of(scaled, schedule, microbatches)
-    with emulated_pipeline(scaled, schedule=name, microbatches=parts) as pipeline:
-        if rank == 0 and not quiet:
-            print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
-        losses = [(done.number, done.loss) for done in pipeline.train(emulated_batches(pipeline, minibatches))]
-        measured = pipeline.timeline()
-        sent, rates = pipeline.sent_bytes(), pipeline.learning_rates()
-        program, drains = pipeline.program, pipeline.drains
-    steady = last_segment(measured, drains)
-    predicted = simulate_program(program, max(steady.microbatches, 4 * program.cycle * max(scaled.in_flight)))
-    summary = summarise(
-        plan=scaled, predicted=predicted, measured=steady, sent_bytes=sent, learning_rates=rates, samples_per_s=()
-    )
-    summary |= {
-        "recipe": f"emulation of {plan.model or 'a plan'}",
-        "emulated": True,
-        "minibatches": minibatches,
-        "drains": drains,
-        "epochs": 1,
-        "metrics": {},
-        "evaluations": [],
-        "seconds": time.perf_counter() - began,
-        "cluster": str(scaled.cluster),
-        "configuration": {
-            "workers": plan.workers,
-            "processes": processes,
-            "schedule": program.name,
-            "microbatches": program.microbatches,
-            "in_flight": list(scaled.in_flight),
-            "depth": scaled.depth_mode,
+    with locked(folder, rank):
+        with emulated_pipeline(scaled, schedule=name, microbatches=parts) as pipeline:
+            if rank == 0 and not quiet:
+                print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
+            losses = [(done.number, done.loss) for done in pipeline.train(emulated_batches(pipeline, minibatches))]
+            measured = pipeline.timeline()
+            sent, rates = pipeline.sent_bytes(), pipeline.learning_rates()
+            program, drains = pipeline.program, pipeline.drains
+        steady = last_segment(measured, drains)
+        predicted = simulate_program(program, max(steady.microbatches, 4 * program.cycle * max(scaled.in_flight)))
+        summary = summarise(
+            plan=scaled, predicted=predicted, measured=steady, sent_bytes=sent, learning_rates=rates, samples_per_s=()
+        )
+        summary |= {
+            "recipe": f"emulation of {plan.model or 'a plan'}",
+            "emulated": True,
             "minibatches": minibatches,
-            "dilation": dilation,
-            "byte_scale": byte_scale,
-        },
-        "versions": software_versions(),
-    }
-    if rank == 0:
-        write_run(folder, RunFiles(summary, scaled, predicted, [measured], steady, losses))
-        write_text(folder / "planned.json", plan.to_json() + "\n")
-        if not quiet:
-            print(_result_text(summary, folder), flush=True)
+            "drains": drains,
+            "epochs": 1,
+            "metrics": {},
+            "evaluations": [],
+            "seconds": time.perf_counter() - began,
+            "cluster": str(scaled.cluster),
+            "configuration": {
+                "workers": plan.workers,
+                "processes": processes,
+                "schedule": program.name,
+                "microbatches": program.microbatches,
+                "in_flight": list(scaled.in_flight),
+                "depth": scaled.depth_mode,
+                "minibatches": minibatches,
+                "dilation": dilation,
+                "byte_scale": byte_scale,
+            },
+            "versions": software_versions(),
+        }
+        if rank == 0:
+            write_run(folder, RunFiles(summary, scaled, predicted, [measured], steady, losses))
+            write_text(folder / "planned.json", plan.to_json() + "\n")
+            if not quiet:
+                print(_result_text(summary, folder), flush=True)
     return summary
 
 

@@ -22,13 +22,15 @@ from typing import Any
 from pipedream import metrics
 from pipedream._version import __version__
 from pipedream.core.artifact import write_text
-from pipedream.core.errors import ArtifactError
+from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.html import save_page
 from pipedream.report.trace import save_trace
 from pipedream.runtime.checkpoint.files import save_weights
+from pipedream.runtime.checkpoint.storage import newest_checkpoint
+from pipedream.training.resume import CHECKPOINTS
 
 __all__ = [
     "RunFiles",
@@ -192,19 +194,27 @@ class RunFiles:
 
 
 def write_run(folder: Path, files: RunFiles) -> None:
-    """Writes a run folder; creates it if needed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    keep_plan(folder, files.plan, files.profile)
-    files.predicted.save(folder / "predicted.json")
-    files.steady.save(folder / "measured.json")
-    write_text(folder / "losses.json", json.dumps(files.losses))
-    write_text(folder / "summary.json", json.dumps(files.summary, indent=1) + "\n")
-    if files.weights is not None:
-        save_weights(folder / "weights.pt", files.weights)
-    if files.average is not None:
-        save_weights(folder / "weights_ema.pt", files.average)
-    save_trace(files.measured, folder / "trace.json")
-    write_report(folder)
+    """Writes a run folder, the weights first; creates it if needed.
+
+    Raises:
+        WorkerError: a file cannot be written.
+    """
+    try:
+        if files.weights is not None:
+            save_weights(folder / "weights.pt", files.weights)
+        if files.average is not None:
+            save_weights(folder / "weights_ema.pt", files.average)
+        keep_plan(folder, files.plan, files.profile)
+        files.predicted.save(folder / "predicted.json")
+        files.steady.save(folder / "measured.json")
+        write_text(folder / "losses.json", json.dumps(files.losses))
+        write_text(folder / "summary.json", json.dumps(files.summary, indent=1) + "\n")
+        save_trace(files.measured, folder / "trace.json")
+        write_report(folder)
+    except ArtifactError as error:
+        saved = newest_checkpoint(folder / CHECKPOINTS)
+        advice = "" if saved is None else f"{saved} is complete: with --resume {folder} only what is missing is done"
+        raise WorkerError(0, "writing the run folder", str(error), advice) from None
 
 
 def write_report(folder: Path) -> Path:
@@ -219,13 +229,17 @@ def write_report(folder: Path) -> Path:
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{folder} is not a run folder: {error}; give the folder of a training run") from None
     profile = folder / "profile.json"
-    return save_page(
-        folder / "report.html",
-        summary,
-        plan=Plan.load(folder / "plan.json"),
-        profile=Profile.load(profile) if profile.exists() else None,
-        predicted=Timeline.load(folder / "predicted.json"),
-        measured=Timeline.load(folder / "measured.json"),
-        losses=losses,
-        title=f"{summary.get('recipe', 'run')}, {summary.get('schedule', '')}",
-    )
+    files: dict[str, Any] = {
+        "plan": Plan.load(folder / "plan.json"),
+        "profile": Profile.load(profile) if profile.exists() else None,
+        "predicted": Timeline.load(folder / "predicted.json"),
+        "measured": Timeline.load(folder / "measured.json"),
+    }
+    try:
+        title = f"{summary.get('recipe', 'run')}, {summary.get('schedule', '')}"
+        return save_page(folder / "report.html", summary, **files, losses=losses, title=title)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"summary.json or losses.json in {folder} is not as a run writes it ({type(error).__name__}: {error}); "
+            "give the folder of a training run as it was"
+        ) from None

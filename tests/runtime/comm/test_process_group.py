@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipedream.core.errors import PlanError
+from pipedream.core.errors import PeerError, PlanError
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.launcher import LOCAL_RANKS
 
@@ -151,3 +151,27 @@ def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch, rank:
     with pytest.raises(PlanError, match=message.format(port=port)):
         process_group.join_group("cpu")
     assert not dist.is_initialized()
+
+
+def _one_ends(how: str) -> str:
+    process_group.gather_texts("all are here", process_group.world_group())
+    if dist.get_rank() == 1:
+        os._exit(3)
+    if how == "gather":
+        process_group.gather_texts("mine", process_group.world_group())
+    return process_group.broadcast_text("mine", process_group.world_group())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["gather", pytest.param("broadcast", marks=pytest.mark.slow)])
+def test_a_worker_that_ends_is_named_as_the_cause(how: str) -> None:
+    """Not gloo's error, which says that the connection was closed."""
+    ends = processes.launch(_one_ends, 3, how)
+    for end in (ends[0], ends[2]):
+        assert isinstance(end.error, PeerError)
+        assert "waiting for the other ranks: one of them has ended, whose own message says why" in str(end.error)
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), process_group.peers_may_end():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")

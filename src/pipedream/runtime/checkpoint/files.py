@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipedream.core.artifact import new_file
 from pipedream.core.errors import ArtifactError, CaptureError
 from pipedream.runtime.checkpoint.hugging_face import LazyTensors, under_model_names
 
@@ -19,11 +20,12 @@ __all__ = ["fit_names", "open_weights", "save_weights"]
 
 
 def save_weights(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) -> None:
-    """Writes a state dict atomically."""
-    path = Path(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(dict(state), scratch)
-    scratch.replace(path)
+    """Writes a state dict atomically; raises an ArtifactError if it cannot be written."""
+    with new_file(Path(path)) as scratch, open(scratch, "wb") as file:
+        try:
+            torch.save(dict(state), file)
+        except RuntimeError as error:
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def open_weights(path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:

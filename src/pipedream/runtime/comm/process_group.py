@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -14,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports 
 from torch.distributed import distributed_c10d
 
 from pipedream._version import __version__
-from pipedream.core.errors import PlanError
+from pipedream.core.errors import PeerError, PlanError
 from pipedream.runtime.comm.launcher import LOCAL_RANKS, launcher, read_launcher
 
 __all__ = [
@@ -24,10 +26,12 @@ __all__ = [
     "from_rank_0",
     "gather_texts",
     "group_of",
+    "is_broken_connection",
     "is_distributed",
     "join_group",
     "leave_group",
     "machine_address",
+    "peers_may_end",
     "process_device",
     "run_on_rank_0",
     "world_group",
@@ -35,6 +39,12 @@ __all__ = [
 
 JOIN_TIMEOUT_S = 300.0
 """How long the ranks wait for each other; the slowest one may still import torch."""
+
+_CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
+"""One of these is in each of torch's errors of a broken connection."""
+
+_END_FIRST_S = 1.0
+"""For the launcher, the first worker that ends is the one that failed."""
 
 _texts: dist.ProcessGroup | None = None
 
@@ -121,6 +131,29 @@ def world_group() -> dist.ProcessGroup | None:
     return _texts
 
 
+def is_broken_connection(error: BaseException) -> bool:
+    """Returns whether an error is one of torch's about a connection to another worker."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _CONNECTION_WORDS)
+
+
+@contextmanager
+def peers_may_end() -> Iterator[None]:
+    """Turns a connection that breaks into a `PeerError`: the worker that has ended says why, or its launcher does."""
+    try:
+        yield
+    except (RuntimeError, ConnectionError) as error:
+        if not (isinstance(error, ConnectionError) or is_broken_connection(error)):
+            raise
+        time.sleep(_END_FIRST_S)
+        raise PeerError(
+            dist.get_rank(),
+            "waiting for the other ranks",
+            "one of them has ended, whose own message says why",
+            f"torch's error: {error}",
+        ) from error
+
+
+@peers_may_end()
 def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
     """Returns rank 0's text."""
     if group is None:
@@ -160,6 +193,7 @@ def from_rank_0(make: Callable[[], str], rank: int) -> str:
     return text[1:]
 
 
+@peers_may_end()
 def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
     """Returns the texts of all ranks in their order."""
     if group is None:

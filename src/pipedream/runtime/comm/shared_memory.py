@@ -36,6 +36,7 @@ from pipedream.runtime.comm.message import (
     wait_for_copies,
     write,
 )
+from pipedream.runtime.comm.process_group import peers_may_end
 
 __all__ = ["MOST_UNREAD", "Listener", "MemoryPair", "SharedMemoryReceiver", "SharedMemorySender"]
 
@@ -106,16 +107,23 @@ class MemoryPair:
 
     def open(self) -> socket.socket:
         """Returns this process's end of a new socket."""
+        with peers_may_end():
+            made = self._made()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        self._opened.append(made)
+        return made
+
+    def _made(self) -> socket.socket:
         if self._sends:
             made, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with other:
                 socket.send_fds(self._connection, [b"\0"], [other.fileno()])
         else:
-            _, (descriptor,), _, _ = socket.recv_fds(self._connection, 1, 1)
-            made = socket.socket(fileno=descriptor)
+            _, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1)
+            if not descriptors:
+                raise ConnectionError("the other worker has closed the connection")
+            made = socket.socket(fileno=descriptors[0])
             made.set_inheritable(False)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        self._opened.append(made)
         return made
 
     def close(self) -> None:

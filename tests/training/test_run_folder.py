@@ -1,0 +1,141 @@
+"""Run folders that cannot be written or read: one message, and no traceback."""
+
+from __future__ import annotations
+
+import copy
+import json
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipedream.core.errors import ArtifactError
+from pipedream.core.plan.plan import Plan
+from pipedream.runtime.checkpoint.files import save_weights
+from pipedream.training.run_folder import write_report
+
+RunCommand = Callable[..., tuple[int, str, str]]
+
+RECIPE = """
+import torch
+from torch import nn
+import pipedream
+
+def recipe():
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(4)]
+    step = lambda named: torch.optim.SGD(named, lr=0.1)
+    return pipedream.Recipe(model=nn.Linear(3, 2), loss=nn.CrossEntropyLoss(), optimizer=step, train=data)
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a recipe in the working directory, beside a plan and a file that is no folder."""
+    monkeypatch.chdir(tmp_path)
+    Plan.uniform(1).save("plan.json")
+    Path("file").touch()
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    return path
+
+
+@contextmanager
+def files_up_to(size_bytes: int) -> Iterator[None]:
+    """As on a full disk, no file can grow beyond a size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("file", "cannot write into the folder file: [Errno 17] File exists: 'file'; choose another one"),
+        ("file/run", "Not a directory: 'file/run'"),
+        ("x" * 300, "File name too long"),
+        ("/proc/run", "cannot write into the folder /proc/run"),
+    ],
+)
+def test_a_folder_that_cannot_be_written(out: str, words: str, recipe: Path, run_command: RunCommand) -> None:
+    for command in (("train", recipe, "--workers", 1), ("emulate", "plan.json")):
+        status, trained, error = run_command(*command, "--out", out, "--json")
+        assert (status, trained) == (2, "")
+        assert (len(error.splitlines()), words in error) == (1, True), error
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "status", "words"),
+    [
+        (1000, 2, "pipedream: cannot write run/plan.json: File too large; free space, or choose a place with more"),
+        (20_000, 1, "pipedream: rank 0, writing the run folder: cannot write run/report.html: File too large"),
+    ],
+)
+def test_a_full_disk(size_bytes: int, status: int, words: str, recipe: Path, run_command: RunCommand) -> None:
+    with files_up_to(size_bytes):
+        found, _, error = run_command("train", recipe, "--workers", 1, "--checkpoint-every", 0, "--out", "run")
+    assert (found, len(error.splitlines()), words in error) == (status, 1, True), error
+    assert not [path for path in Path("run").iterdir() if path.name.startswith(".")], "nothing half written is left"
+    assert (status == 1) == Path("run/weights.pt").exists(), "the weights are written first"
+
+
+def test_a_full_disk_after_a_checkpoint(recipe: Path, run_command: RunCommand) -> None:
+    given = ("train", recipe, "--workers", 1)
+    assert run_command(*given, "--out", "run")[0] == 0
+    Path("run/report.html").unlink()
+    Path("run/report.html").mkdir()
+    status, _, error = run_command(*given, "--resume", "run")
+    assert status == 1
+    assert "rank 0, writing the run folder: cannot write run/report.html: Is a directory" in error
+    assert "run/checkpoints/minibatch-00000004 is complete: with --resume run only what is missing is done" in error
+    Path("run/report.html").rmdir()
+    assert run_command(*given, "--resume", "run")[0] == 0
+    assert Path("run/report.html").is_file()
+
+
+def test_weights_on_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    save_weights(path, {"first": torch.ones(2)})
+    full = pytest.raises(ArtifactError, match=r"cannot write .*weights.pt: File too large; free space")
+    with files_up_to(4096), full:
+        save_weights(path, {"first": torch.ones(100_000)})
+    assert torch.load(path)["first"].tolist() == [1.0, 1.0], "the file before is whole"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_summary_that_was_changed(recipe: Path, run_command: RunCommand) -> None:
+    """Any number may be a text: the report is written, or refused with the file's name."""
+    assert run_command("train", recipe, "--workers", 1, "--checkpoint-every", 0, "--out", "run")[0] == 0
+    summary = json.loads(Path("run/summary.json").read_text())
+    for place in _numbers(summary):
+        changed = copy.deepcopy(summary)
+        *folders, last = place
+        inside: Any = changed
+        for key in folders:
+            inside = inside[key]
+        inside[last] = "a text"
+        Path("run/summary.json").write_text(json.dumps(changed))
+        with suppress(ArtifactError):
+            write_report(Path("run"))
+    for losses in ("[1, 2]", '{"a": 1}', '[[0, "x"]]'):
+        Path("run/losses.json").write_text(losses)
+        status, _, error = run_command("report", "run")
+        assert (status, len(error.splitlines())) == (2, 1)
+        assert "summary.json or losses.json in run is not as a run writes it" in error
+
+
+def _numbers(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the keys that lead to each number, outside of the plan, which is checked when it is read."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield place
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in pairs:
+        if key != "plan":
+            yield from _numbers(item, (*place, key))
