@@ -59,7 +59,7 @@ def ran(method: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", ["mine.py", "mine.py:mine", "mine.py[a=1]", "./mine.PY", " mine.py [a=1]"])
-@pytest.mark.parametrize("command", ["simulate", "check", "emulate"])
+@pytest.mark.parametrize("command", ["simulate", "check", "emulate", "show"])
 def test_a_plan_in_a_command(command: str, name: str, method: Path, run_command: RunCommand) -> None:
     method.with_suffix(".PY").write_bytes(method.read_bytes())
     replace(Plan.uniform(1), schedule=name).save("plan.json")

@@ -29,8 +29,8 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / ".lock"
-        self._made = not folder.exists()
         try:
+            self._made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = self._opened()
             os.ftruncate(descriptor, 0)
