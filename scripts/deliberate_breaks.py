@@ -591,7 +591,7 @@ BREAKS = (
     Break(
         "command: a wrong call ends as a failed run does",
         "cli/__init__.py",
-        "status = 1 if isinstance(error, WorkerError) else BAD_CALL",
+        "status = 1 if isinstance(error, (WorkerError, OSError)) else BAD_CALL",
         "status = 1",
         ("cli/test_show_command.py", "cli/test_plan_command.py"),
     ),
