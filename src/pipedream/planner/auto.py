@@ -29,6 +29,7 @@ from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.progress import progress
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.planner.search import parse_counts, plan
@@ -244,7 +245,8 @@ def choose(
     ways = _Alternatives(
         profile, cluster, methods, occupancy, shapes, microbatches, in_flight, update_delay, all_workers, recompute
     )
-    planned, refused = _plan_all(ways)
+    with progress("planning", sum(1 for _ in ways.all())) as advance:
+        planned, refused = _plan_all(ways, advance)
     simulated: list[tuple[float, int, int, Candidate, Plan]] = []
     least_s = inf
     slower: list[Candidate] = []
@@ -275,12 +277,15 @@ def choose(
     return Comparison(replace(simulated[0][4], note=note), candidates)
 
 
-def _plan_all(ways: _Alternatives) -> tuple[list[tuple[int, Candidate, Plan]], list[Candidate]]:
+def _plan_all(
+    ways: _Alternatives, advance: Callable[[], None]
+) -> tuple[list[tuple[int, Candidate, Plan]], list[Candidate]]:
     """Of equal plans only the first is kept."""
     planned: list[tuple[int, Candidate, Plan]] = []
     refused: list[Candidate] = []
     seen = set()
     for way, in_flight in ways.all():
+        advance()
         try:
             found = ways.plan(way, in_flight)
         except PipelineError as error:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.progress import progress
 from pipedream.profiler.environment import device_text, versions
 from pipedream.profiler.fixed_seconds import fixed_s, half_of
 from pipedream.profiler.launch_seconds import launch_seconds
@@ -92,9 +93,11 @@ def measure(
             layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
         )
         laps_s = []
-        for _ in range(warmup + runs):
-            passes.timed_run(sample)
-            laps_s.append(watch.laps_s())
+        with progress(f"profiling {model_name}", warmup + runs) as advance:
+            for _ in range(warmup + runs):
+                passes.timed_run(sample)
+                laps_s.append(watch.laps_s())
+                advance()
         needs = passes.measured_needs(sample, sizes, loss_bytes)
         laps_s = laps_s[warmup:]
         timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "half_of": half_of}

@@ -1,4 +1,4 @@
-"""Live progress in a terminal; elsewhere a line per epoch."""
+"""Live progress in a terminal or a notebook; elsewhere a line per epoch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from pipedream.core.progress import is_live
 from pipedream.core.units import format_bytes
 from pipedream.pipeline import Done, Pipeline
 from pipedream.runtime.comm.process_group import from_rank_0
@@ -22,15 +23,15 @@ _EVERY_S = 0.5
 class Progress:
     """Shows minibatches per second, loss, and each stage's busy share and peak memory.
 
-    Every rank makes one; rank 0 shows it, if its console is a terminal.
+    Every rank makes one; rank 0 shows it, if its console can draw it (`is_live`).
     """
 
     def __init__(self, console: Console, workers: int, rank: int) -> None:
         self._console = console
         self._workers = workers
-        is_terminal = console.is_terminal and not console.quiet
-        self._is_shown = bool(from_rank_0(lambda: "shown" if is_terminal else "", rank))
-        self._live = Live(console=console, auto_refresh=False, transient=True) if is_terminal else None
+        shows = is_live(console) and not console.quiet
+        self._is_shown = bool(from_rank_0(lambda: "shown" if shows else "", rank))
+        self._live = Live(console=console, auto_refresh=False, transient=True) if shows else None
         self._shown_s = 0.0
         self._shown_number = 0
         self._rate = 0.0

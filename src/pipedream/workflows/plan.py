@@ -12,6 +12,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.progress import progress
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.layouts import lay_out
 from pipedream.workflows.methods import for_method, methods_of, occupancy_of, plan_of_file, score, versions_of
@@ -126,6 +127,7 @@ def _two_bw(profile: Profile, cluster: Cluster, microbatches: int | None, recomp
     return replace(found, schedule="pipedream_2bw")
 
 
+@progress("planning")
 def _search(
     profile: Profile,
     cluster: Cluster,

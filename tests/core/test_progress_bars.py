@@ -1,0 +1,75 @@
+"""Progress bars: where they are shown, and that one is shown at a time."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.progress import is_live, progress
+from pipedream.workflows.plan import choose, plan
+
+CHAIN = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),) * 4, batch=8)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> _Terminal:
+    """Makes standard error a terminal; in the test itself, because pytest sets it anew after the fixtures."""
+    shown = _Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    return shown
+
+
+@pytest.mark.parametrize(
+    "work",
+    [lambda: plan(CHAIN, Cluster.flat(2), schedule="1f1b"), lambda: choose(CHAIN, Cluster.flat(2), names=["1f1b"])],
+)
+def test_planning_is_shown_on_a_terminal(
+    work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = on_a_terminal(monkeypatch)
+    work()
+    assert "planning" in terminal.getvalue()
+    assert capsys.readouterr().out == ""
+    terminal.truncate(0)
+    monkeypatch.setenv("RANK", "1")
+    work()
+    assert "planning" not in terminal.getvalue(), "another rank shows it"
+
+
+def test_nothing_is_shown_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    plan(CHAIN, Cluster.flat(2), schedule="1f1b")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_a_terminal(monkeypatch)
+    with progress("outer", 2) as advance, progress("inner", 3) as inside:
+        advance()
+        inside()
+    assert "outer" in terminal.getvalue()
+    assert "inner" not in terminal.getvalue()
+    with pytest.raises(ZeroDivisionError), progress("failed"):
+        print(1 // 0)
+    with progress("again"):
+        pass
+    assert "again" in terminal.getvalue()
+
+
+def test_a_notebook_needs_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    console: Any = type("Console", (), {"is_terminal": False, "is_jupyter": True})
+    for found in (None, object()):
+        monkeypatch.setattr("pipedream.core.progress.find_spec", lambda name, found=found: found)
+        assert is_live(console) is (found is not None)
+    assert not is_live(Console(file=io.StringIO()))
