@@ -1,4 +1,4 @@
-"""Writes docs/gallery.md and docs/img/*.svg from the schedules themselves.
+"""Writes docs/gallery.md and its pictures from the schedules themselves, and docs/tour.md from examples/tour.ipynb.
 
 With --check it writes nothing and lists what is out of date.
 """
@@ -6,6 +6,8 @@ With --check it writes nothing and lists what is out of date.
 from __future__ import annotations
 
 import inspect
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, Picture, build,
 from pipedream.simulator import costs, simulate
 
 DOCS = Path(__file__).parents[1] / "docs"
+NOTEBOOK = DOCS.parent / "examples" / "tour.ipynb"
 STAGES, MICROBATCHES, LONG = 4, 8, 64
 
 
@@ -70,6 +73,36 @@ def pages() -> dict[Path, str]:
         entries.append(GalleryEntry(schedule, shown, run, f"img/{name}.svg", about(name), METHODS[name].choose))
     entries.sort(key=lambda entry: not entry.schedule.flushes)
     files[DOCS / "gallery.md"] = gallery(entries, compensated())
+    return files | tour()
+
+
+def tour() -> dict[Path, str]:
+    """Returns the page of the notebook, with the outputs that are stored in it, and its pictures."""
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    parts, files = [], {}
+
+    def as_file(picture: re.Match[str] | str) -> str:
+        number = len(files) + 1
+        files[DOCS / "img" / f"tour_{number}.svg"] = (
+            picture if isinstance(picture, str) else picture[0]
+        ).strip() + "\n"
+        return f"![output {number}](img/tour_{number}.svg)"
+
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = {kind: "".join(text) for kind, text in output.get("data", {}).items()}
+            shown = data.get("text/html", "")
+            if "image/svg+xml" in data:
+                parts.append(as_file(data["image/svg+xml"]))
+                continue
+            printed = "".join(output.get("text", "")) or data.get("text/plain", "")
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+            parts += [as_file(found) for found in re.finditer(r"<svg .*?</svg>", shown, re.S)]
+            parts += re.findall(r"<table>.*?</table>", shown, re.S)  # not those of pandas, whose text is a table
+    head = "<!-- written by `make docs` from examples/tour.ipynb -->"
+    files[DOCS / "tour.md"] = "\n\n".join([head, *parts]) + "\n"
     return files
 
 
