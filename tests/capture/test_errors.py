@@ -240,7 +240,9 @@ class Catches(Base):
 
 
 def test_a_model_that_catches_the_lack_of_numbers_is_not_misled() -> None:
-    assert trained(Catches, batches_of()) == pytest.approx(in_one_process(Catches, batches_of()))
+    # It takes another path for a part than for the whole.
+    found = trained(Catches, batches_of(), check=False)
+    assert found == pytest.approx(in_one_process(Catches, batches_of()))
 
 
 # -- inputs ------------------------------------------------------------------------------------------

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from first_minibatches import assert_equal, batches, piped, plain, plan_of
+from first_minibatches import SGD, assert_equal, batches, piped, plain, plan_of
 from torch import Tensor, nn
 
 from pipedream import Pipeline
+from pipedream.capture import capture
 from pipedream.core.errors import WorkerError
 
 DATA = batches()
@@ -72,6 +74,149 @@ def test_a_weight_that_is_right_passes_and_one_that_is_wrong_does_not() -> None:
         piped(net(), loss, DATA, microbatches=2, weight=lambda batch: 1.0)
 
 
+class Decides(nn.Module):
+    """Calls `b` at some of its calls only."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.how = how
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if self.how == "count":
+            self.calls += 1
+            takes = self.calls % 2 == 1
+        elif self.how == "python":
+            takes = random.random() < 0.5
+        else:
+            takes = bool(x.sum() > 0)
+        return self.c(self.b(x) if takes else x)
+
+
+@pytest.mark.parametrize("how", ["count", "python", "value"])
+def test_a_module_that_decides_at_each_call_does_so_in_the_pipeline(how: str) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        random.seed(0)
+        return nn.Sequential(nn.Linear(4, 4), Decides(how), nn.Linear(4, 4)).double()
+
+    names = [layer.name for layer in capture(made(), (DATA[0][0],)).graph.layers]
+    assert "1.b" not in names or how == "python", "a layer of the chain would run each time"
+    if how != "python":
+        found = piped(made(), mse, DATA, microbatches=1)
+        assert_equal(found, plain(made(), mse, DATA))
+
+
+def test_a_loss_that_trains_nothing_is_refused() -> None:
+    with pytest.raises(WorkerError, match="nothing would be trained"):
+        piped(net(), lambda output, batch: mse(output.detach(), batch), DATA, microbatches=1)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(WorkerError, match="holds no sample"):
+        piped(net(), mse, [DATA[0], (DATA[0][0][:0], DATA[0][1][:0])], microbatches=1)
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(output * self.scale, batch[1])
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
+    with pytest.raises(WorkerError, match="'scale', which no stage would train"):
+        piped(net(), Tempered(), DATA, microbatches=1)
+    frozen = Tempered().requires_grad_(False)
+    assert_equal(piped(net(), frozen, DATA, microbatches=1), plain(net(), frozen, DATA))
+
+
+def test_a_loss_that_reads_the_model_is_refused() -> None:
+    model = net()
+    plan = plan_of(model, DATA[0][0], (1,))
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return mse(output, batch) + sum(parameter.square().sum() for parameter in model.parameters())
+
+    with (
+        pytest.raises(WorkerError, match=r"another gradient of '2\.weight'"),
+        Pipeline(model, plan, schedule="gpipe", microbatches=1, loss=loss, optimizer=SGD) as pipeline,
+    ):
+        list(pipeline.train(DATA))
+
+
+def _reads_a_list() -> nn.Module:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4))
+            self.weights = [self.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weights[0]
+
+    return nn.Sequential(Listed(), nn.Linear(4, 4)).double()
+
+
+def _reads_a_partial() -> nn.Module:
+    class Partial(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4, dtype=torch.float64))
+            self.apply_weight = partial(F.linear, weight=self.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.apply_weight(x)
+
+    return nn.Sequential(Partial(), nn.Linear(4, 4).double())
+
+
+def _reads_another_stage() -> nn.Module:
+    class Reader(nn.Module):
+        def __init__(self, other: nn.Linear) -> None:
+            super().__init__()
+            self.own = nn.Linear(4, 4)
+            self.__dict__["other"] = other
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(x) + self.other.weight.sum()
+
+    first = nn.Linear(4, 4)
+    return nn.Sequential(first, Reader(first)).double()
+
+
+def _writes_a_view() -> nn.Module:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.linear(x)
+            return x, x[:, :2]
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+            both[1].mul_(2)
+            return self.linear(both[0])
+
+    return nn.Sequential(Both(), Writes()).double()
+
+
+@pytest.mark.parametrize("made", [_reads_a_list, _reads_a_partial, _reads_another_stage, _writes_a_view])
+def test_what_a_pipeline_does_not_see_is_refused(made: Any) -> None:
+    with pytest.raises(WorkerError, match=r"another gradient of '[01]"):
+        piped(made(), mse, DATA, microbatches=1)
+
+
 class Stateful(nn.Module):
     """Draws, counts, and keeps what it has seen, in each way that Python has."""
 
@@ -96,7 +241,6 @@ class Stateful(nn.Module):
         return x * float(len(self.log))
 
 
-@pytest.mark.filterwarnings("ignore:the first minibatch. its loss was not compared.*another each time")
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream_2bw"])
 def test_it_leaves_no_trace(m: int, schedule: str) -> None:

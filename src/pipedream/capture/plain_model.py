@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.compare import fingerprint
 from pipedream.capture.preserve_state import preserve_state, python_generators
 from pipedream.capture.slice import ModelSlice
-from pipedream.capture.slice_forward import call_model
 from pipedream.core.errors import CaptureError
 
 __all__ = ["PlainModel"]
@@ -103,7 +103,8 @@ class PlainModel:
         layers = {id(layer): layer for layer in self._captured.layers}.values()
         self._hooks = [layer.register_forward_pre_hook(enter, prepend=True) for layer in layers]
         self._hooks += [layer.register_forward_hook(leave) for layer in layers]  # `untouched` removes the last ones
-        output = call_model(self.model, inputs)
+        several = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)  # as a stage calls its layers
+        output = self.model(*inputs) if several else self.model(inputs)
         if ran != wanted and not is_model:
             raise CaptureError(
                 f"the forward of {type(self.model).__name__} runs the layers {_listed(ran, wanted)} where the pipeline "
@@ -183,7 +184,9 @@ def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
                 if tensor is None or not tensor.is_meta:
                     continue
                 value = values.get(f"{path}.{name}" if path else name)
-                if id(tensor) not in made and value is not None:
+                if value is None:
+                    continue
+                if id(value) not in made:
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-                slots[name] = made.get(id(tensor), tensor)
+                    made[id(value)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                slots[name] = made[id(value)]

@@ -7,10 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten
+
+from pipedream.capture.preserve_state import python_generators
 
 __all__ = ["TracedCall", "Values", "trace", "why_not_a_chain"]
 
+_READING = frozenset(("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose"))
+_OF_MODULES = frozenset(nn.Module().__dict__)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -61,6 +66,7 @@ class TracedCall:
         context: gradient, autocast and saved-tensor modes.
         calls: in order; of its own children or of their children.
         output: as a tuple of one; None if it raised.
+        decides: what its own forward does by which it may take another path at another call; empty if nothing.
     """
 
     module: nn.Module
@@ -69,14 +75,40 @@ class TracedCall:
     context: tuple[Any, ...]
     calls: list[TracedCall] = field(default_factory=list)
     output: Values | None = None
+    decides: str = ""
+
+
+class _Reads(TorchFunctionMode):
+    """Notes which forward, outside of the modules that it calls, reads the numbers of a tensor."""
+
+    def __init__(self, stack: list[TracedCall]) -> None:
+        super().__init__()
+        self._stack = stack
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _READING:
+            self._stack[-1].decides = "it reads the numbers of a tensor, perhaps to decide by them"
+        return func(*args, **(kwargs or {}))
 
 
 def trace(model: nn.Module, sample: tuple[Any, ...]) -> TracedCall:
     """Runs the model once, with gradients on, and returns the tree of calls."""
     top = TracedCall(model, Values.of(sample), False, ())
     stack = [top]
+    drawn = _generators()
+    kept: dict[int, Any] = {}
+
+    def note_draws() -> None:
+        nonlocal drawn
+        before, drawn = drawn, _generators()
+        with torch._C.DisableTorchFunction():  # which is not the model's
+            same = before[1:] == drawn[1:] and torch.equal(before[0], drawn[0])
+        if not same:
+            stack[-1].decides = "it draws random numbers outside of the modules that it calls"
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        note_draws()
+        kept.setdefault(id(module), _attributes(module))
         call = TracedCall(module, Values.of(args), bool(kwargs), _context())
         stack[-1].calls.append(call)
         stack.append(call)
@@ -85,6 +117,9 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> TracedCall:
         # Drops calls that raised an error which the model caught.
         while stack[-1].module is not module:
             stack.pop()
+        note_draws()
+        if stack[-1].calls and kept[id(module)] != _attributes(module):
+            stack[-1].decides = "it sets an attribute of its own, perhaps to decide by it at the next call"
         stack.pop().output = Values.of((output,))
 
     handles = []
@@ -93,7 +128,7 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> TracedCall:
             # Outside of any hooks of the user.
             handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, with_kwargs=True))
-        with torch.enable_grad():
+        with torch.enable_grad(), _Reads(stack):
             model(*sample)
     finally:
         for handle in handles:
@@ -103,6 +138,8 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> TracedCall:
 
 def why_not_a_chain(call: TracedCall, names: dict[int, str]) -> str:
     """Returns why a call is not the same as its inner calls (at least one), one after the other; '' if it is."""
+    if call.decides:
+        return call.decides
     first, last = call.calls[0], call.calls[-1]
     if call.keywords:
         return "it is called with keyword arguments"
@@ -125,6 +162,21 @@ def why_not_a_chain(call: TracedCall, names: dict[int, str]) -> str:
         made = _made_by(call.output) if call.output is not None else ""
         return f"after {names[id(last.module)]!r} something else happens to the tensor{made}"
     return ""
+
+
+def _generators() -> tuple[Any, ...]:
+    return torch.default_generator.get_state(), *python_generators()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's plain attributes by value, and the identity and length of others."""
+    own = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
+    return {
+        name: value
+        if isinstance(value, _PLAIN)
+        else (id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
+        for name, value in own.items()
+    }
 
 
 def _made_by(values: Values) -> str:

@@ -10,17 +10,19 @@
 from __future__ import annotations
 
 import json
-import warnings
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import isfinite, sqrt
+from types import CellType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from pipedream.core.errors import CaptureError, WorkerError
+from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
@@ -28,6 +30,8 @@ from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.stage.generators import LayerGenerators
 
 __all__ = ["FirstMinibatch", "FirstOfStage", "UserModel"]
+
+_log = logging.getLogger("pipedream")
 
 Numbers = tuple[float, ...]
 """Fingerprint of a tensor: sum, weighted sum, sum of sizes."""
@@ -63,6 +67,7 @@ class _Reference:
         tolerance: relative difference that the precision allows.
         scale: greatest mean of the sizes of a gradient.
         incomparable: why the numbers of the pipeline may be others; empty if they may not.
+        parts: why the loss of the minibatch may be another than that of its parts; empty if it may not.
     """
 
     loss: float = 0.0
@@ -71,6 +76,7 @@ class _Reference:
     tolerance: float = 0.0
     scale: float = 0.0
     incomparable: str = ""
+    parts: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,7 @@ class FirstMinibatch:
         self._publish = publish
         self._receive = receive
         self._reference: _Reference | None = None
+        self._modules_of_loss = _modules_in(loss.function)
         self._kinds = set() if autocast is None else {autocast}  # of floating-point numbers
 
     # -- the model --------------------------------------------------------------------------------------
@@ -142,22 +149,19 @@ class FirstMinibatch:
         """
         try:
             self._reference = self._run(inputs, targets, [pair for pair in parts if pair[0].content is Content.DATA])
-        except CaptureError as error:
-            raise self._error(str(error)) from error
+        except PipelineError as error:
+            raise error if isinstance(error, WorkerError) else self._error(str(error)) from error
+        except Exception as error:  # which the pipeline should raise itself, at the stage that it concerns
+            self._reference = _Reference(incomparable=f"the model raised {with_place(error)}")
         self._values = {}
         if self._publish is not None:
             self._publish(json.dumps(asdict(self._reference)))
-        if self._reference.incomparable:
-            self._warn(f"it was not compared with the model's own: {self._reference.incomparable}")
-
-    def _warn(self, text: str) -> None:
-        warnings.warn(f"the first minibatch: {text}", RuntimeWarning, stacklevel=2)
 
     def _run(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> _Reference:
         plain, model = self._plain, self._plain.model
-        values = {name: value.to(self._device) for name, value in self._values.items()}
-        own_loss = self._loss.function
-        with plain.untouched(values, [own_loss] if own_loss is not None else []), torch.enable_grad():
+        placed = {id(value): value.to(self._device) for value in self._values.values()}
+        values = {name: placed[id(value)] for name, value in self._values.items()}  # shared ones stay so
+        with plain.untouched(values, [self._loss.function, *self._modules_of_loss]), torch.enable_grad():
             drawn = plain.python_draws()
             found = self._forward(parts, backward=True)
             reference = _Reference(found.loss, tolerance=self._tolerance(inputs))
@@ -166,10 +170,33 @@ class FirstMinibatch:
                 reference.incomparable = "compiled modules draw other random numbers"
             elif drawn():
                 reference.incomparable = "the forward draws from the generators of Python or NumPy"
+            self._check_training(found)
             self._note(reference, model, found.weight)
         if len(parts) > 1:
-            self._compare_parts(inputs, targets, parts, found, values, draws)
+            try:
+                reference.parts = self._compare_parts(inputs, targets, parts, values, draws)
+            except PipelineError:
+                raise
+            except Exception as error:  # in evaluation mode, for instance
+                reference.parts = f"the whole minibatch raised {with_place(error)}"
         return reference
+
+    def _check_training(self, found: _Run) -> None:
+        """Raises a WorkerError if the loss trains nothing, or what no stage trains."""
+        own = {id(parameter) for parameter in self._plain.model.parameters()}
+        trained = [parameter for parameter in self._plain.model.parameters() if parameter.requires_grad]
+        if trained and isfinite(found.loss) and found.weight and all(p.grad is None for p in trained):
+            raise self._error(
+                "the loss gives no parameter of the model a gradient, so nothing would be trained; compute it from the "
+                "model's output, without detach(), .item(), torch.no_grad() or a tensor made anew"
+            )
+        for module in self._modules_of_loss:
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None and id(parameter) not in own:
+                    raise self._error(
+                        f"the loss has a trained parameter of its own, {name!r}, which no stage would train; let the "
+                        "model hold and use it, or freeze it: requires_grad_(False)"
+                    )
 
     def _note(self, reference: _Reference, model: nn.Module, weight: float) -> None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -233,38 +260,31 @@ class FirstMinibatch:
         inputs: Any,
         targets: Any,
         parts: Sequence[tuple[Message, Message]],
-        found: _Run,
         values: Mapping[str, torch.Tensor],
         draws: bool,
-    ) -> None:
-        """Compares the loss of the whole minibatch with those of its parts.
+    ) -> str:
+        """Compares the loss of the whole minibatch with those of its parts; returns why it cannot be, or "".
 
         In evaluation mode, if random numbers or the statistics of a batch may tell them apart.
         """
         if self._loss.function is None and self._loss.weight is not None:
-            return  # by which the user has said how much each part counts
+            return ""  # by which the user has said how much each part counts
         samples, model = sum(message.samples for message, _ in parts), self._plain.model
         first = replace(parts[0][0], samples=samples, share=1.0)
         whole = [(first.with_tensors(*flatten(inputs)), first.with_tensors(*flatten(targets)))]
         for training in (False,) if draws else (True, False):
-            try:
-                with self._plain.untouched(values, [self._loss.function]), torch.no_grad():
-                    for module in model.modules():
-                        module.training = module.training and training
-                    one = self._forward(whole, backward=False)
-                    split = self._forward(parts, backward=False)
-                    limit = self._tolerance(inputs) * max(map(abs, (one.loss, *split.losses)))
-                    if not isfinite(one.loss) or abs(one.loss - split.loss) <= limit:
-                        return
-                    again = self._forward([(replace(whole[0][0], microbatch=-1), whole[0][1])], backward=False)
-            except CaptureError:
-                raise
-            except Exception as error:
-                self._warn(f"its loss was not compared with those of its parts: {with_place(error)}")
-                return
+            others = [self._loss.function, *self._modules_of_loss]
+            with self._plain.untouched(values, others), torch.no_grad():
+                for module in model.modules():
+                    module.training = module.training and training
+                one = self._forward(whole, backward=False)
+                split = self._forward(parts, backward=False)
+                limit = self._tolerance(inputs) * max(map(abs, (one.loss, *split.losses)))
+                if not isfinite(one.loss) or abs(one.loss - split.loss) <= limit:
+                    return ""
+                again = self._forward([(replace(whole[0][0], microbatch=-1), whole[0][1])], backward=False)
         if abs(one.loss - again.loss) > limit:
-            self._warn("its loss was not compared with those of its parts, as it is another each time")
-            return
+            return "its loss is another each time"
         raise self._error(
             f"the loss of a minibatch of {samples} samples is {one.loss:.7g}, but the losses of its {len(parts)} "
             f"microbatches make {split.loss:.7g}; {self._cause_of_parts(one, split, limit)}"
@@ -334,8 +354,12 @@ class FirstMinibatch:
                 )
 
     def compare_loss(self, loss: float) -> None:
-        """Compares the loss of the minibatch."""
+        """Compares the loss of the minibatch; says what could not be compared."""
         reference = self.reference
+        if self._rank == 0 and reference.incomparable:
+            _log.warning("the first minibatch was not compared with the model's own: %s", reference.incomparable)
+        if self._rank == 0 and reference.parts:
+            _log.warning("the loss of the first minibatch was not compared with its microbatches': %s", reference.parts)
         if reference.incomparable or not isfinite(reference.loss) or not isfinite(loss):
             return
         if abs(loss - reference.loss) > reference.tolerance * max(abs(loss), abs(reference.loss)):
@@ -420,6 +444,14 @@ def _gradient_cause(wanted: Numbers | None, found: Numbers | None) -> str:
 
 def _text(numbers: Numbers | None) -> str:
     return "none" if numbers is None else f"sum {numbers[0]:.6g}, of sizes {numbers[2]:.6g}"
+
+
+def _modules_in(function: Any) -> list[nn.Module]:
+    """Returns the modules that a loss is, belongs to, or reads through a closure."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
+    arguments = [*function.args, *function.keywords.values()] if isinstance(function, partial) else []
+    inner = [getattr(function, "func", None), getattr(function, "__self__", None)]
+    return [one for one in (function, *inner, *cells, *arguments) if isinstance(one, nn.Module)]
 
 
 def _are_parts(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:

@@ -305,6 +305,12 @@ class Session:
                 own = {name: tensor for name, tensor in state.items() if name in self._names_here}
                 names, placement = self._stage_names, program.placement
                 values = parameters.collect(own, state, names, placement, self.rank, self._group, reader)
+                values |= {
+                    name: values[one]
+                    for name in values
+                    for one in self._shared_names.get(name, ())[:1]
+                    if one in values
+                }
             publish, receive = partial(store.set, key), lambda: store.get(key).decode()
         check = FirstMinibatch(
             plain,
@@ -323,9 +329,9 @@ class Session:
         for worker in self.workers:
             for stage, replica in program.placement.stage_replicas(worker.rank):
                 self._compare_stage(check, stage, replica, worker.stage_states[stage])
-        first = self._microbatches.get(reader)
-        if isinstance(first, LocalMicrobatches):
-            first.on_first = check.read
+        microbatches = self._microbatches.get(reader)
+        if isinstance(microbatches, LocalMicrobatches):
+            microbatches.on_first = check.read
         return check
 
     def _compare_stage(self, check: FirstMinibatch, stage: int, replica: int, stage_state: StageState) -> None:

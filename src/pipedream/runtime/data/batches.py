@@ -121,6 +121,8 @@ def _count(inputs: Any, leaves: Sequence[Leaf]) -> int:
     if not leaves:
         raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")
     found = _known_count(inputs, leaves)
+    if found == 0:
+        raise WorkerError(0, "the loader", "the batch holds no sample", "let the loader leave out empty batches")
     return 1 if found is None else found
 
 
