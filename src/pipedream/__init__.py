@@ -16,7 +16,7 @@ from pipedream._version import __version__
 from pipedream.core.display import draw_with as _draw_with
 
 if TYPE_CHECKING:
-    from pipedream import capture, metrics, schedules
+    from pipedream import callbacks, capture, loggers, metrics, schedules
     from pipedream.core.errors import PipelineError
     from pipedream.core.hardware.cluster import Cluster
     from pipedream.core.model.profile import Profile
@@ -48,8 +48,10 @@ __all__ = [
     "Schedule",
     "Timeline",
     "__version__",
+    "callbacks",
     "capture",
     "emulate",
+    "loggers",
     "metrics",
     "plan",
     "profile",
@@ -81,7 +83,7 @@ _HOMES = {
 }
 """Where each name is defined. Op, Placement, Program and Stage are for programs that used them here; see `__all__`."""
 
-_MODULES = ("capture", "metrics", "schedules")
+_MODULES = ("callbacks", "capture", "loggers", "metrics", "schedules")
 
 _draw_with(lambda: _import_module("pipedream.report.notebook"))
 

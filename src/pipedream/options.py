@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
+from pipedream.callbacks import Callback
 from pipedream.core.errors import PipelineError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
@@ -71,6 +72,9 @@ class ModelOptions:
         compensation: correction of late gradients in place of the method's own: one or several of
             `core.schedule.compensation`, or texts: 'spike', 'nesterov', 'error_feedback', 't1:500'; () for none. It
             applies to phases that do not flush and name none themselves.
+        loggers: objects with ``log_metrics(metrics, step)``, as Lightning's and those of `pipedream.loggers`, or with
+            ``log(done)``. Rank 0 alone calls them, and closes them when the pipeline closes.
+        callbacks: `pipedream.callbacks.Callback` objects, such as early stopping.
         phases: methods that take turns, each until a minibatch or an epoch (`Phase`), or as text
             (`core.schedule.phase`): ``"1f1b/4:200,pipedream"``. Each change drains the pipeline. Excludes schedule and
             microbatches.
@@ -91,6 +95,8 @@ class ModelOptions:
     grad_scaler: Any = None
     sample: Any = None
     compensation: Any = None
+    loggers: Iterable[Any] = ()
+    callbacks: Sequence[Callback] = ()
     phases: str | Sequence[Phase] | None = None
 
     def policy(self, *, scaling: str = "") -> Policy:
@@ -114,6 +120,10 @@ class ModelOptions:
             yield f"batch_dim is {self.batch_dim!r}, neither a number nor a mapping from inputs to numbers or None"
         if not isinstance(self.metrics, Mapping) or not all(map(callable, self.metrics.values())):
             yield "metrics is not a dict of functions metric(output, batch)"
+        if not isinstance(self.loggers, Iterable) or isinstance(self.loggers, str):
+            yield f"loggers is {self.loggers!r}, not a list of loggers"
+        if not isinstance(self.callbacks, Sequence) or not all(isinstance(one, Callback) for one in self.callbacks):
+            yield f"callbacks is {self.callbacks!r}, not a list of pipedream.callbacks.Callback objects"
         if isinstance(self.phases, str) or self.phases is None:
             return
         if not (isinstance(self.phases, Sequence) and all(isinstance(phase, Phase) for phase in self.phases)):
@@ -157,14 +167,12 @@ class PipelineOptions(MethodOptions, ModelOptions):
             targets); None if the model's output carries ``.loss``. A microbatch then counts by what torch's losses are
             means over, which the model calls.
         optimizer: factory from a list of (name, parameter) to a torch optimizer; called once per stage.
-        loggers: objects with ``log(done)``, called on rank 0.
         weights: to start from: a state dict's file (``torch.save``), safetensors, or a folder with the latter, of which
             each rank reads only its own; by default the model's.
     """
 
     loss: Any = None
     optimizer: Callable[[list[tuple[str, Any]]], Any]
-    loggers: Iterable[Any] = ()
     weights: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -205,7 +213,7 @@ class TrainingOptions(MethodOptions):
         memory_bytes: of each worker, if there is no cluster; by default what the machines have.
         weights: to start from, as in `Pipeline`.
         out: run folder; by default a new one under ``runs/``, or that of `resume`.
-        logs: to write into it: 'csv', 'tensorboard'.
+        logs: more loggers: 'csv' and 'tensorboard' write into the run folder, 'wandb' and 'mlflow' to these services.
         quiet: print nothing.
     """
 

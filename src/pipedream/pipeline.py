@@ -17,11 +17,13 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pipedream.callbacks import Callback, load_states, states_of
 from pipedream.capture import PlainModel
 from pipedream.core.checkpoint import Position, RunRequest
 from pipedream.core.errors import ArtifactError
@@ -29,11 +31,12 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.phase import next_border, phase_after, phase_at, phases_text
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.options import PipelineOptions, compile_arguments, keywords
+from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import process_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
+from pipedream.runtime.results.loggers import Loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
 from pipedream.runtime.results.scoring import needs_weights
@@ -60,6 +63,7 @@ class Pipeline:
         prepared: each phase's schedule, program and proof.
         schedule, program, proof: of the current phase.
         ready: results that a drain has finished and `train` has yet to yield.
+        should_stop: set to True, by a callback or in the loop, to end `train` after the admitted minibatches.
         drains: minibatch numbers.
         extra: what the loop has given to `save`, or the loaded checkpoint holds.
 
@@ -100,13 +104,15 @@ class Pipeline:
             own_loss=options.loss is None,
             reads_batch=bool(options.metrics or options.weight),
         )
-        self._loggers = tuple(options.loggers)
+        self._callbacks = tuple(options.callbacks)
         self._segment: Iterator[Done] | None = None
         self.ready: deque[Done] = deque()
         self._ending = Ending.DATA
+        self.should_stop = False
         self._training = False
         self._interrupted = False
         self._data_state: Mapping[str, Any] | None = None
+        self._checkpoint: Path | None = None
         self.drains: list[int] = []
         self.extra: Mapping[str, Any] = {}
         loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
@@ -142,6 +148,10 @@ class Pipeline:
             plain=PlainModel(model, captured) if options.check else None,
         )
         warn_of_loopback(plan, self._session.rank)
+        self._loggers = Loggers(
+            options.loggers, self.rank, self.program.placement.workers, lambda: self._session.status("loggers")
+        )
+        self._options = options
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -161,7 +171,8 @@ class Pipeline:
         """
         continues = self._training or self._epoch_batches > 0
         self._finish()
-        self._training = True
+        self._training, self.should_stop = True, False
+        self._loggers.begin(self._hyperparameters)
         state, self._data_state = self._data_state, None
         if state is None and continues:
             state = self._session.data_state(*self.position)
@@ -182,12 +193,15 @@ class Pipeline:
             self._segment = self._session.train(self.phases[self._phase].until)
             while self.ready or self._advance():
                 yield self.ready.popleft()
-            if self._ending is Ending.DRAIN:
+                if self.should_stop:
+                    self._session.stop(Ending.STOP)
+            if self._ending is Ending.DRAIN and not self._session.any_rank(self.should_stop):
                 self._session.resume()
-            elif self._ending is Ending.INTERRUPT or end == until:
+            elif self._ending is not Ending.DATA or end == until:
                 break
         self._segment = None
         self._training = False
+        self.should_stop = self._ending in (Ending.STOP, Ending.DRAIN)
         if self._ending is Ending.INTERRUPT:
             self._session.interrupts.heard = True  # on every rank, also on those that had no signal
             self._raise_interrupt()
@@ -208,9 +222,10 @@ class Pipeline:
         self._number = done.number + 1
         self._epoch = done.epoch + 1 if done.ends_epoch else done.epoch
         self._epoch_batches = 0 if done.ends_epoch else self._epoch_batches + 1
-        for logger in self._loggers if self._session.rank == 0 else ():
-            logger.log(done)
         self.ready.append(done)
+        self._loggers.minibatch(done)
+        for callback in self._callbacks:
+            callback.on_minibatch(self, done)
         return True
 
     def _enter(self, phase: int) -> None:
@@ -227,6 +242,7 @@ class Pipeline:
             self._session.stop()
             while self._advance():
                 pass
+        self._loggers.pause()
         return self._number
 
     def _finish(self) -> None:
@@ -237,15 +253,24 @@ class Pipeline:
 
     # -- other uses of the pipeline -----------------------------------------------------------------
 
-    def evaluate(self, loader: Iterable[Any], *, ema: bool = False) -> dict[str, float]:
+    def evaluate(self, loader: Iterable[Any], *, ema: bool = False, name: str | None = None) -> dict[str, float]:
         """Returns the means of loss and metrics over a loader, on every rank; drains first.
 
-        Batches may have any size. With `ema` the averaged weights are used.
+        Batches may have any size.
+
+        Args:
+            ema: use the averaged weights.
+            name: loggers get ``NAME/loss`` and so on; callbacks follow the evaluations named 'test'. By default 'test',
+                or with `ema` 'test_ema'.
         """
         self.drain()
         done = self._session.evaluate(loader, self._adapt_batch, ema)
         self._raise_interrupt()
-        return {"loss": done.loss, **done.metrics}
+        found, name = {"loss": done.loss, **done.metrics}, name or ("test_ema" if ema else "test")
+        self._loggers.evaluation(name, found, max(self._number - 1, 0))
+        for callback in self._callbacks if name == "test" else ():
+            callback.on_evaluation(self, found)
+        return found
 
     def predict(self, loader: Iterable[Any], *, ema: bool = False) -> Iterator[Any]:
         """Yields the model's output for each batch, in the model's own type, at rank 0 only; drains first.
@@ -332,8 +357,23 @@ class Pipeline:
             ) from None
         self.drain()
         data = self._session.data_state(*self.position)
-        position = Position(self._number, self._epoch, self._epoch_batches, tuple(self.drains), data=data)
-        return self._session.save(Path(folder), self._request, position, keep=keep, wait=wait, extra=self.extra)
+        position = Position(
+            self._number,
+            self._epoch,
+            self._epoch_batches,
+            tuple(self.drains),
+            data=data,
+            callbacks=states_of(self._callbacks),
+        )
+        listening = [one for one in self._callbacks if type(one).on_checkpoint is not Callback.on_checkpoint]
+        wait = wait or bool(listening)
+        path = self._session.save(Path(folder), self._request, position, keep=keep, wait=wait, extra=self.extra)
+        if listening and path != self._checkpoint:
+            self._session.any_rank(False)  # rank 0 has completed it
+            for callback in listening:
+                callback.on_checkpoint(self, path)
+        self._checkpoint = path
+        return path
 
     def load(self, folder: str | os.PathLike[str]) -> tuple[int, int]:
         """Loads a checkpoint of this model, saved under any plan and schedule. Returns the position.
@@ -361,6 +401,8 @@ class Pipeline:
         self.drains = list(manifest.drains)
         self._data_state = manifest.data
         self.extra = manifest.extra
+        self._checkpoint = found
+        load_states(self._callbacks, manifest.callbacks)
         return self.position
 
     @property
@@ -414,6 +456,17 @@ class Pipeline:
         factor, late = self.schedule.updates.rate_factor, self.schedule.weights.mean_staleness
         return tuple(rate * factor(s, late(s), rounds) for s in range(len(self.plan.stages)))
 
+    def _hyperparameters(self) -> dict[str, Any]:
+        plan = self.plan
+        return plain(vars(self._options)) | {
+            "schedule": self.schedule.name,
+            "microbatches": self.schedule.microbatches,
+            "plan": plan.config,
+            "workers": plan.workers,
+            "batch": plan.batch,
+            "rate": self._session.rate()[0],
+        }
+
     def __enter__(self) -> Self:
         self._session.interrupts.start()
         return self
@@ -424,6 +477,9 @@ class Pipeline:
         if error is None or (isinstance(error, KeyboardInterrupt) and self._interrupted):
             self._finish()
             self._session.close(failed=False)
+            self._loggers.finalize("success")
         else:
             self._session.abort(error)
             self._session.close(failed=True)
+            with suppress(Exception):  # the error that is raised already says more
+                self._loggers.finalize("failed")

@@ -33,7 +33,7 @@ def test_the_checkpoint_is_read() -> None:
     assert manifest.plan.update_delay == (1, 0)
     assert manifest.data is not None
     found = json.loads((FILES / "checkpoint" / "checkpoint.json").read_text(encoding="utf-8"))
-    news = {"crc32", "extra"}
+    news = {"callbacks", "crc32", "extra"}
     assert set(found) | news == set(json.loads(manifest.to_json())), "otherwise the layout is that of 0.1"
     assert not manifest.has_checksums
 

@@ -187,7 +187,11 @@ Out = Annotated[
 ]
 Log = Annotated[
     list[str] | None,
-    typer.Option(metavar="csv|tensorboard", rich_help_panel=_RUN, help="Also log to the run folder; repeatable."),
+    typer.Option(
+        metavar="csv|tensorboard|wandb|mlflow",
+        rich_help_panel=_RUN,
+        help="Also log to the run folder, or to a service by its own package; repeatable.",
+    ),
 ]
 StuckAfter = Annotated[
     float,

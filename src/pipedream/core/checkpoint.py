@@ -103,6 +103,7 @@ class Position:
         epoch, epoch_batches: of the next minibatch, and minibatches done of it.
         drains: minibatch numbers of all drains, this one last.
         data: order of the data, and the loader's own state.
+        callbacks: states, by class.
     """
 
     minibatches: int
@@ -110,6 +111,7 @@ class Position:
     epoch_batches: int
     drains: tuple[int, ...]
     data: Any = field(default=None, kw_only=True)
+    callbacks: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if min(self.minibatches, self.epoch, self.epoch_batches) < 0:

@@ -152,11 +152,11 @@ def _known(sizes: Iterable[int | None]) -> tuple[int, ...]:
     return tuple(size for size in found if size is not None) if None not in found else ()
 
 
-def status(workers: Sequence[Worker], count: int, distributed: bool) -> dict[int, dict[str, float]]:
-    """Returns rank -> busy share since the last call and peak bytes; rank 0 has those of other processes too."""
+def status(workers: Sequence[Worker], count: int, distributed: bool, reader: str = "") -> dict[int, dict[str, float]]:
+    """Returns rank -> busy share since the reader's last call and peak bytes; rank 0 has other processes' too."""
     recorders = {worker.rank: worker.recorder for worker in workers}
     mine = {
-        rank: {"busy_share": recorder.busy_share(), "peak_bytes": float(recorder.memory.reserved_bytes)}
+        rank: {"busy_share": recorder.busy_share(reader), "peak_bytes": float(recorder.memory.reserved_bytes)}
         for rank, recorder in recorders.items()
     }
     if not distributed:
@@ -164,9 +164,9 @@ def status(workers: Sequence[Worker], count: int, distributed: bool) -> dict[int
     store = dist.distributed_c10d._get_default_store()
     rank = workers[0].rank
     if rank != 0:
-        store.set(f"pipedream/status/{rank}", json.dumps(mine[rank]))
+        store.set(f"pipedream/status/{reader}/{rank}", json.dumps(mine[rank]))
         return mine
     for other in range(1, count):
-        if store.check([f"pipedream/status/{other}"]):
-            mine[other] = json.loads(store.get(f"pipedream/status/{other}"))
+        if store.check([f"pipedream/status/{reader}/{other}"]):
+            mine[other] = json.loads(store.get(f"pipedream/status/{reader}/{other}"))
     return mine

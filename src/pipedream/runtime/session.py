@@ -346,10 +346,10 @@ class Session:
             names = list(stage_state.versions.handles)
             stage_state.first = FirstOfStage(check, stage, buffers, names, alone=alone)
 
-    def stop(self) -> None:
-        """Ends the stream after the admitted minibatches."""
+    def stop(self, ending: Ending = Ending.DRAIN) -> None:
+        """Ends the stream after the admitted minibatches; at a rank that does not read the data, does nothing."""
         for microbatches in self._microbatches.values():
-            microbatches.stop(Ending.DRAIN)
+            microbatches.stop(ending)
 
     def resume(self) -> None:
         for microbatches in self._microbatches.values():
@@ -506,6 +506,10 @@ class Session:
         rows = [json.loads(text) for text in gather_texts(json.dumps(counts), self._group)]
         return {int(number): count for row in rows for number, count in row.items()}
 
+    def any_rank(self, asked: bool) -> bool:
+        """Returns whether a rank asks for something; every rank calls it."""
+        return any(gather_texts("yes" if asked else "", self._group))
+
     def sent_bytes(self) -> dict[int, int]:
         """Returns rank -> payload bytes; every rank calls it."""
         return self._gathered(
@@ -522,8 +526,8 @@ class Session:
         """Returns the learning rate, before the stages' factors, and the input stage's rounds."""
         return self.lead.rate, self.lead.stage_states[min(self.lead.stage_states)].optimizer.rounds
 
-    def status(self) -> dict[int, dict[str, float]]:
-        return measured.status(self.workers, self.program.placement.workers, self.distributed)
+    def status(self, reader: str = "") -> dict[int, dict[str, float]]:
+        return measured.status(self.workers, self.program.placement.workers, self.distributed, reader)
 
     def abort(self, error: BaseException) -> None:
         """Reports an error of the user's own code to the other ranks."""

@@ -26,6 +26,7 @@ from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
+from pipedream.runtime.results.loggers import loggers_of
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
 from pipedream.training.resume import ResumePoint, resume_point
@@ -149,6 +150,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         return str(options.out or saved or Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
 
     folder = Path(process_group.from_rank_0(chosen_folder, process.rank))
+    loggers_of(options.logs, folder)  # before anything is measured: a package may be missing
     return Job(
         options=options,
         recipe=recipe,

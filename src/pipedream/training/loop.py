@@ -119,6 +119,8 @@ class TrainingLoop:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 interrupted = True
                 self._console.print("interrupted: the pipeline is drained, writing the run folder")
+        if self.pipeline.should_stop:
+            self._console.print(f"stopped after minibatch {self.pipeline.drain()}: should_stop was set by a callback")
         self.train_s = time.perf_counter() - start
         if self.recipe.test is not None and self._evaluated_at != self.pipeline.drain():
             # The figures should be of the saved weights. After Ctrl-C there is no time: a launcher ends its workers

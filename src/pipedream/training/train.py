@@ -116,7 +116,6 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
     options, recipe, console = job.options, job.recipe, process.console
     if process.rank == 0:
         keep_plan(job.folder, plan, planned.profile)  # a run that continues with fewer workers plans again
-    loggers = loggers_of(options.logs, job.folder) if process.rank == 0 else []
     names_layers = sum(len(stage.names) for stage in plan.stages) == plan.stages[-1].last
     with blaming("while the pipeline was built"):
         made = Pipeline(
@@ -126,7 +125,6 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
             optimizer=recipe.optimizer,
             seed=job.seed,
             device=str(process.device),
-            loggers=loggers,
             stuck_after_s=options.stuck_after_s,
             check=options.check,
             weights=options.weights,
@@ -135,6 +133,7 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
                 "phases": planned.phases,
                 "compensation": planned.compensation,
                 "compile": options.compile or recipe.compile,
+                "loggers": [*recipe.loggers, *loggers_of(options.logs, job.folder)],
                 "sample": None if names_layers else model_input(recipe, recipe.first_batch()),
             },
         )
@@ -154,10 +153,7 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
                 f"resuming from {job.resumed.path}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n"
             )
         interrupted = loop.train(job.epochs, options.minibatches)
-        outcome = _outcome(pipeline, loop, interrupted, plan)
-    for logger in loggers:
-        logger.close()
-    return outcome
+        return _outcome(pipeline, loop, interrupted, plan)
 
 
 def _checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:

@@ -63,6 +63,7 @@ class Ending(IntEnum):
     DATA = 0
     DRAIN = 1
     INTERRUPT = 2
+    STOP = 3  # the training loop or a callback has asked for it
 
 
 @dataclass(slots=True)

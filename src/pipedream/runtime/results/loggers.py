@@ -1,46 +1,145 @@
-"""Loggers of a run's results."""
+"""Loggers of a run's results: Lightning's protocol, and loggers for files, TensorBoard, Weights & Biases and MLflow.
+
+| name | of | when |
+| --- | --- | --- |
+| `epoch`, `train/loss`, `train/rate`, `train/METRIC` | a minibatch; `rate` is the learning rate | every minibatch |
+| `train/samples_per_s`, `train/bubble` | the time since the last such row | about every second, and at an epoch's end |
+| `test/loss`, `test/METRIC` | an evaluation | every evaluation |
+
+The step is the number of the newest minibatch whose gradients are in the weights, from 0.
+"""
 
 from __future__ import annotations
 
 import csv
+import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from pipedream.core.errors import RecipeError
+from pipedream.core.errors import PipelineError, RecipeError
 from pipedream.runtime.results.results import Done
 
-__all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "loggers_of"]
+__all__ = ["CSVLogger", "Logger", "Loggers", "MLFlowLogger", "TensorBoardLogger", "WandbLogger", "loggers_of"]
+
+_SPEED_EVERY_S = 1.0
 
 
 class Logger(Protocol):
-    """Protocol of a logger; rank 0 calls it for every minibatch."""
+    """Protocol of a logger, that of Lightning's loggers; rank 0 alone calls it.
 
-    def log(self, done: Done) -> None:
-        """Logs one minibatch."""
+    It may also have ``log_hyperparams(params)``, called before the first minibatch, and ``finalize(status)``, called
+    when the pipeline closes, with 'success' or 'failed'. An object with ``log(done)`` gets each `Done` by that instead.
+    """
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Logs numbers by name."""
 
 
-class CSVLogger:
-    """Writes one row per minibatch: number, epoch, loss, weight, samples, rate, metrics. Creates the file's folder."""
+class Loggers:
+    """All loggers of a run. Every rank makes one and calls it, for the busy shares; only rank 0 logs.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115 - closed in close()
-        self._writer = csv.writer(self._file)
-        self._named = False
+    Args:
+        loggers: the same number on all ranks.
+        status: returns rank -> its recent busy share, as far as known here.
 
-    def log(self, done: Done) -> None:
-        if not self._named:
-            self._writer.writerow(["number", "epoch", "loss", "weight", "samples", "rate", *done.metrics])
-            self._named = True
-        self._writer.writerow(
-            [done.number, done.epoch, done.loss, done.weight, done.samples, done.rate, *done.metrics.values()]
-        )
+    Raises:
+        PipelineError: an object is not a logger.
+    """
+
+    def __init__(
+        self,
+        loggers: Iterable[Any],
+        rank: int,
+        workers: int,
+        status: Callable[[], Mapping[int, Mapping[str, float]]],
+    ) -> None:
+        self._loggers = tuple(loggers)
+        self._is_first = rank == 0
+        self._workers = workers
+        self._status = status
+        self._begun = False
+        self._since_s: float | None = None
+        self._samples = 0
+        for logger in self._loggers:
+            if isinstance(logger, type) or not (hasattr(logger, "log_metrics") or hasattr(logger, "log")):
+                raise PipelineError(
+                    f"{logger!r} was given as a logger; give an object with log_metrics(metrics, step), such as "
+                    "pipedream.loggers.CSVLogger(path) or a logger of Lightning, or with log(done)"
+                )
+
+    def begin(self, params: Callable[[], Mapping[str, Any]]) -> None:
+        """Logs the hyperparameters, once."""
+        if self._begun or not self._is_first:
+            return
+        self._begun = True
+        for logger in self._loggers:
+            if hasattr(logger, "log_hyperparams"):
+                logger.log_hyperparams(dict(params()))
+
+    def minibatch(self, done: Done) -> None:
+        if not self._loggers:
+            return
+        speed = self._speed(done)
+        if not self._is_first:
+            return
+        numbers = {"epoch": done.epoch, "train/loss": done.loss, "train/rate": done.rate}
+        numbers |= {f"train/{name}": value for name, value in done.metrics.items()}
+        for logger in self._loggers:
+            if hasattr(logger, "log"):
+                logger.log(done)
+                if speed and hasattr(logger, "log_metrics"):
+                    logger.log_metrics(speed, done.number)
+            else:
+                logger.log_metrics(numbers | speed, done.number)
+
+    def evaluation(self, name: str, metrics: Mapping[str, float], step: int) -> None:
+        """Logs an evaluation, named 'test' or otherwise."""
+        for logger in self._loggers if self._is_first else ():
+            if hasattr(logger, "log_metrics"):
+                logger.log_metrics({f"{name}/{metric}": value for metric, value in metrics.items()}, step)
+
+    def pause(self) -> None:
+        """Leaves out of the throughput what comes before the next minibatch: a drain, an evaluation."""
+        self._since_s = None
+
+    def finalize(self, status: str) -> None:
+        for logger in self._loggers if self._is_first else ():
+            if hasattr(logger, "finalize"):
+                logger.finalize(status)
+
+    def _speed(self, done: Done) -> dict[str, float]:
+        """Returns throughput and bubble since the last time, if it is time."""
+        now = time.perf_counter()
+        self._samples += done.samples
+        if self._since_s is None:
+            self._status()
+        elif now - self._since_s < _SPEED_EVERY_S and not done.ends_epoch:
+            return {}
+        found: dict[str, float] = {}
+        if self._since_s is not None and now > self._since_s:
+            found["train/samples_per_s"] = self._samples / (now - self._since_s)
+            shares = [row["busy_share"] for row in self._status().values()]
+            if len(shares) == self._workers:
+                found["train/bubble"] = 1.0 - mean(shares)
+        self._since_s, self._samples = now, 0
+        return found
+
+
+class _Closable:
+    """A logger that its first log opens, so that only rank 0 opens it."""
+
+    def finalize(self, status: str) -> None:
+        """Closes it; a later log opens it again."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        self._file.close()
+        self.finalize("success")
 
     def __enter__(self) -> Self:
         return self
@@ -51,34 +150,204 @@ class CSVLogger:
         self.close()
 
 
-class TensorBoardLogger:
-    """Writes scalars ``train/loss``, ``train/rate`` and ``train/<metric>`` for TensorBoard.
+class CSVLogger(_Closable):
+    """Writes one row per minibatch: number, epoch, loss, weight, samples, rate, metrics; then what else is logged.
+
+    A number that was logged for some minibatches alone is empty elsewhere. The file is written anew, and its folder
+    created, unless the first minibatch is not number 0: then the rows before it are kept, as a resumed run needs.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._file: Any = None
+        self._columns: list[str] = []
+        self._row: dict[str, Any] = {}
+
+    def log(self, done: Done) -> None:
+        row = {"epoch": done.epoch, "loss": done.loss, "weight": done.weight, "samples": done.samples}
+        self.log_metrics(row | {"rate": done.rate, **done.metrics}, done.number)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._row and self._row["number"] != step:
+            self._write()
+        self._row = {"number": step} | self._row | {n.removeprefix("train/"): value for n, value in metrics.items()}
+
+    def finalize(self, status: str) -> None:
+        if self._row:
+            self._write()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self) -> None:
+        row, self._row = self._row, {}
+        if self._file is None or not row.keys() <= set(self._columns):
+            self._open(row)
+        csv.DictWriter(self._file, self._columns).writerow(row)
+
+    def _open(self, row: Mapping[str, Any]) -> None:
+        """Opens the file with columns for the row, after the rows before it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        before: list[dict[str, str]] = []
+        if row["number"] and self._path.exists():
+            with open(self._path, newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                before = [one for one in reader if int(one["number"]) < row["number"]]
+                self._columns = list(reader.fieldnames or ())
+        else:
+            self._columns = []
+        self._columns += [name for name in row if name not in self._columns]
+        if self._file is not None:
+            self._file.close()
+        self._file = open(self._path, "w", buffering=1, newline="", encoding="utf-8")  # noqa: SIM115 - until finalize()
+        writer = csv.DictWriter(self._file, self._columns)
+        writer.writeheader()
+        writer.writerows(before)
+
+
+class TensorBoardLogger(_Closable):
+    """Writes scalars, named as in this module's table, for TensorBoard.
+
+    A resumed run hides what an earlier one has written from its first minibatch on.
 
     Raises:
         ImportError: the package tensorboard is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # optional: needs the package tensorboard
+        _check_installed("tensorboard")
+        self._folder = str(folder)
+        self._writer: Any = None
+        self._params = ""
 
-        self._writer: Any = SummaryWriter(str(folder))
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self._params = json.dumps(params, indent=1, default=str)
 
-    def log(self, done: Done) -> None:
-        for name, value in {"loss": done.loss, "rate": done.rate, **done.metrics}.items():
-            self._writer.add_scalar(f"train/{name}", value, done.number)
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
 
-    def close(self) -> None:
-        self._writer.close()
+            self._writer = SummaryWriter(self._folder, purge_step=step or None)
+            if self._params:
+                self._writer.add_text("hyperparameters", f"```\n{self._params}\n```", step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finalize(self, status: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
-def loggers_of(names: Sequence[str], folder: Path) -> list[CSVLogger | TensorBoardLogger]:
-    """Returns the loggers named 'csv' and 'tensorboard' for a run folder; raises RecipeError for another name."""
-    found: list[CSVLogger | TensorBoardLogger] = []
-    for name in names:
-        if name == "csv":
-            found.append(CSVLogger(folder / "train.csv"))
-        elif name == "tensorboard":
-            found.append(TensorBoardLogger(folder / "tensorboard"))
-        else:
-            raise RecipeError(f"logger {name!r} is not known; choose csv or tensorboard")
-    return found
+class WandbLogger(_Closable):
+    """Logs to Weights & Biases, by its own package.
+
+    Args:
+        init: arguments of ``wandb.init``, such as project and name; `wandb login` and its environment variables count
+            too (``WANDB_MODE=offline`` needs no network). A run that is active already is used, and stays open.
+
+    Raises:
+        ImportError: the package wandb is not installed.
+    """
+
+    def __init__(self, **init: Any) -> None:
+        _check_installed("wandb")
+        self._init = init
+        self._run: Any = None
+        self._is_own = False
+
+    @property
+    def experiment(self) -> Any:
+        """The wandb run, which is started by the first use."""
+        if self._run is None:
+            import wandb
+
+            self._is_own = wandb.run is None
+            self._run = wandb.run or wandb.init(**self._init)
+        return self._run
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self.experiment.config.update(dict(params), allow_val_change=True)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.experiment.log(dict(metrics), step=step)
+
+    def finalize(self, status: str) -> None:
+        if self._is_own:
+            self._run.finish(exit_code=int(status != "success"))
+        self._run, self._is_own = None, False
+
+
+class MLFlowLogger(_Closable):
+    """Logs to MLflow, by its own package.
+
+    Args:
+        start: arguments of ``mlflow.start_run``, such as run_name; MLflow's environment variables count too
+            (``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME``). A run that is active already is used, and stays open.
+
+    Raises:
+        ImportError: the package mlflow is not installed.
+    """
+
+    def __init__(self, **start: Any) -> None:
+        _check_installed("mlflow")
+        self._start = start
+        self._run: Any = None
+        self._is_own = False
+
+    @property
+    def experiment(self) -> Any:
+        """The MLflow run, which is started by the first use."""
+        if self._run is None:
+            import mlflow
+
+            active = mlflow.active_run()
+            self._is_own = active is None
+            self._run = active or mlflow.start_run(**self._start)
+        return self._run
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        import mlflow
+
+        assert self.experiment is not None
+        mlflow.log_params({name: str(value) for name, value in params.items()})
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        import mlflow
+
+        mlflow.log_metrics(dict(metrics), step=step, run_id=self.experiment.info.run_id)
+
+    def finalize(self, status: str) -> None:
+        import mlflow
+
+        if self._is_own:
+            mlflow.end_run("FINISHED" if status == "success" else "FAILED")
+        self._run, self._is_own = None, False
+
+
+def loggers_of(names: Sequence[str], folder: Path) -> list[Logger]:
+    """Returns the loggers of these names for a run folder.
+
+    Raises:
+        RecipeError: another name, or a package is not installed.
+    """
+    known: dict[str, Callable[[], Logger]] = {
+        "csv": lambda: CSVLogger(folder / "train.csv"),
+        "tensorboard": lambda: TensorBoardLogger(folder / "tensorboard"),
+        "wandb": lambda: WandbLogger(name=folder.name, dir=str(folder)),
+        "mlflow": lambda: MLFlowLogger(run_name=folder.name),
+    }
+    if unknown := [name for name in names if name not in known]:
+        raise RecipeError(f"logger {unknown[0]!r} is not known; choose from {', '.join(known)}")
+    try:
+        return [known[name]() for name in names]
+    except ImportError as error:
+        raise RecipeError(str(error)) from None
+
+
+def _check_installed(package: str) -> None:
+    if find_spec(package) is None:
+        raise ImportError(
+            f"this logger needs the package {package}, which is not installed; pip install {package}, or "
+            f"'torch-pipedream[{package}]'"
+        )

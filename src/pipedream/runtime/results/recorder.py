@@ -66,7 +66,8 @@ class Recorder:
         self._spans = _Newest(_SPAN)
         self._loose_versions: list[tuple[int, ...]] = []
         self._versions = _Newest(_VERSIONS)
-        self._busy_since_s, self._busy_share = time.perf_counter(), 0.0
+        self._busy: dict[str, tuple[float, float]] = {}
+        self._made_s = time.perf_counter()
         self.phase = 0
         self.peaks: dict[int, tuple[int, Peak]] = {}
 
@@ -118,16 +119,20 @@ class Recorder:
         rows = self._versions.rows()
         return [GradientVersions(*row[1:]) for row in rows[rows["phase"] == phase].tolist()]
 
-    def busy_share(self) -> float:
-        """Returns the computing share of the time since the last call, on a GPU up to the last op that is over."""
-        begin, end = self._busy_since_s, self._settle(wait=False)
+    def busy_share(self, reader: str = "") -> float:
+        """Returns the computing share of the time since this reader's last call.
+
+        On a GPU the time ends with the last op that is over.
+        """
+        begin, known = self._busy.get(reader, (self._made_s, 0.0))
+        end = self._settle(wait=False)
         if end <= begin:
-            return self._busy_share  # all this time a GPU has run a single op
+            return known  # all this time a GPU has run a single op
         rows = self._spans.rows()
         rows = rows[(rows["kind"] < len(WORK)) & (rows["end_s"] >= begin)]
         busy_s = float((rows["end_s"] - np.maximum(rows["start_s"], begin)).sum())
-        self._busy_since_s, self._busy_share = end, busy_s / (end - begin)
-        return self._busy_share
+        self._busy[reader] = end, busy_s / (end - begin)
+        return self._busy[reader][1]
 
     def _settle(self, wait: bool) -> float:
         """Puts the loose spans that are over, or all, into the table.

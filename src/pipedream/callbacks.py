@@ -1,0 +1,131 @@
+"""Callbacks: what a training loop does at its events, as in Lightning.
+
+class SaveForHub(pipedream.callbacks.Callback):
+    def on_checkpoint(self, pipeline, folder):
+        pipeline.save_pretrained(folder / "pretrained")
+
+pipedream.Recipe(..., callbacks=[pipedream.callbacks.EarlyStopping("loss"), SaveForHub()])
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipedream.core.errors import PipelineError
+
+if TYPE_CHECKING:
+    from pipedream.runtime.results.results import Done
+
+__all__ = ["Callback", "EarlyStopping", "load_states", "states_of"]
+
+
+class Callback:
+    """Base of callbacks: override the events that matter.
+
+    Every rank calls them, in the same order, at the same minibatch and with the same numbers, so that a callback may
+    call what every rank must call, such as ``pipeline.save_pretrained``. ``pipeline.should_stop = True`` ends the
+    training after the minibatches that were admitted; as long as it depends on these numbers alone, all ranks end at
+    the same minibatch. Each argument `pipeline` is the `Pipeline`.
+    """
+
+    def on_minibatch(self, pipeline: Any, done: Done) -> None:
+        """After the gradients of a minibatch are in the weights, before the loop gets it."""
+
+    def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
+        """After an evaluation named 'test', with 'loss' and the metrics."""
+
+    def on_checkpoint(self, pipeline: Any, folder: Path) -> None:
+        """After a checkpoint was saved; a callback with this method has training wait until it is complete."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps, as JSON can hold it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` has returned."""
+
+
+class EarlyStopping(Callback):
+    """Stops when an evaluation's loss or metric has not improved for some evaluations, or is not finite.
+
+    Args:
+        monitor: 'loss' or a metric's name.
+        min_delta: smallest change that counts as an improvement.
+        patience: evaluations without improvement after which to stop.
+        mode: 'min' or 'max', what an improvement is.
+
+    Attributes:
+        best_score: None before the first evaluation.
+        wait_count: evaluations since the best one.
+
+    Raises:
+        PipelineError: another mode.
+    """
+
+    def __init__(self, monitor: str = "loss", *, min_delta: float = 0.0, patience: int = 3, mode: str = "min") -> None:
+        if mode not in ("min", "max"):
+            raise PipelineError(f"early stopping with mode={mode!r} was asked for; give 'min' or 'max'")
+        self.monitor = monitor
+        self.min_delta = min_delta
+        self.patience = patience
+        self.mode = mode
+        self.best_score: float | None = None
+        self.wait_count = 0
+
+    def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
+        if self.monitor not in metrics:
+            raise PipelineError(
+                f"early stopping follows {self.monitor!r}, but an evaluation has {', '.join(metrics)}; name one of them"
+            )
+        value = metrics[self.monitor]
+        sign = 1.0 if self.mode == "max" else -1.0
+        if self.best_score is None or sign * (value - self.best_score) > self.min_delta:
+            self.best_score, self.wait_count = value, 0
+        else:
+            self.wait_count += 1
+        if self.wait_count >= self.patience or not isfinite(value):
+            pipeline.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_score": self.best_score, "wait_count": self.wait_count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best_score, self.wait_count = state["best_score"], state["wait_count"]
+
+
+def states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:
+    """Returns the states of callbacks that have one, by class, for a checkpoint.
+
+    Raises:
+        PipelineError: JSON cannot hold a state.
+    """
+    states = {name: state for name, callback in _named(callbacks).items() if (state := callback.state_dict())}
+    for name, state in states.items():
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise PipelineError(
+                f"the state_dict() of the callback {name} cannot be kept in a checkpoint: {error}; use numbers, texts "
+                "and lists there"
+            ) from None
+    return states
+
+
+def load_states(callbacks: Iterable[Callback], states: Mapping[str, Any]) -> None:
+    """Restores states of `states_of`; a callback that was not there then keeps its own."""
+    for name, callback in _named(callbacks).items():
+        if name in states:
+            callback.load_state_dict(states[name])
+
+
+def _named(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    """Returns callbacks by their class, and by their number among those of one class."""
+    found: dict[str, Callback] = {}
+    for callback in callbacks:
+        kind = type(callback).__qualname__
+        found[f"{kind}/{sum(name.startswith(f'{kind}/') for name in found)}"] = callback
+    return found

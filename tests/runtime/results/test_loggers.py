@@ -1,0 +1,248 @@
+"""Loggers: what they get, which files they leave, and those of other packages."""
+
+from __future__ import annotations
+
+import csv
+import json
+import struct
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor
+
+import pipedream as pd
+from pipedream.core.errors import PipelineError, RecipeError
+from pipedream.runtime.results.loggers import loggers_of
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Log:
+    """A logger as Lightning's are."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.params: list[Mapping[str, Any]] = []
+        self.status: list[str] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        assert not self.rows
+        self.params.append(params)
+
+    def finalize(self, status: str) -> None:
+        self.status.append(status)
+
+    def of(self, name: str) -> dict[int, float]:
+        return {step: metrics[name] for step, metrics in self.rows if name in metrics}
+
+
+def spread(output: Tensor, targets: Tensor) -> Tensor:
+    return output.std()
+
+
+def trained(
+    *loggers: Any, epochs: int = 2, folder: Path | None = None, resume: bool = False
+) -> tuple[list[pd.Done], list[dict[str, float]]]:
+    """Returns the results of a run, and its evaluations, one after each epoch."""
+    animal = zoo.make("mlp")
+    heard, evaluations = [], []
+    with pd.Pipeline(
+        animal.model,
+        zoo.plan_of(animal, 2),
+        loss=animal.loss,
+        optimizer=SGD,
+        schedule="1f1b",
+        metrics={"spread": spread},
+        scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
+        loggers=loggers,
+    ) as pipeline:
+        if resume:
+            assert folder is not None
+            pipeline.load(folder)
+        for done in pipeline.train(animal.batches, epochs=epochs - pipeline.position[0]):
+            heard.append(done)
+            if done.ends_epoch:
+                evaluations.append(pipeline.evaluate(animal.batches))
+                if folder is not None:
+                    pipeline.save(folder)
+    return heard, evaluations
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_all_numbers_go_to_a_logger_like_lightnings() -> None:
+    log = Log()
+    heard, evaluations = trained(log)
+    for name in ("loss", "rate"):
+        assert log.of(f"train/{name}") == {done.number: getattr(done, name) for done in heard}
+    assert log.of("train/spread") == {done.number: done.metrics["spread"] for done in heard}
+    assert log.of("epoch") == {done.number: done.epoch for done in heard}
+    assert len(set(log.of("train/rate").values())) == len(heard), "the schedule's"
+    ends = [done.number for done in heard if done.ends_epoch]
+    for name in ("loss", "spread"):
+        assert log.of(f"test/{name}") == dict(zip(ends, (found[name] for found in evaluations), strict=True))
+    assert set(ends) <= set(log.of("train/samples_per_s"))
+    assert min(log.of("train/samples_per_s").values()) > 0
+    assert log.of("train/bubble").keys() == log.of("train/samples_per_s").keys()
+    assert all(0.0 <= share < 1.0 for share in log.of("train/bubble").values())
+    assert log.status == ["success"]
+    (params,) = log.params
+    assert params["schedule"] == "1f1b"
+    assert (params["workers"], params["plan"], params["rate"]) == (2, "1-1", 0.1)
+
+
+def test_a_failed_run_finalizes_its_loggers() -> None:
+    class Full(Log):
+        def finalize(self, status: str) -> None:
+            super().finalize(status)
+            raise OSError("no space left")
+
+    animal, log = zoo.make("mlp"), Full()
+    pipeline = pd.Pipeline(animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=SGD, loggers=[log])
+    with pytest.raises(ZeroDivisionError), pipeline:
+        raise ZeroDivisionError
+    assert log.status == ["failed"]
+
+
+def test_names_of_evaluations() -> None:
+    animal, log = zoo.make("mlp"), Log()
+    with pd.Pipeline(
+        animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=SGD, loggers=[log], ema=0.9
+    ) as pipeline:
+        pipeline.evaluate(animal.batches)
+        pipeline.evaluate(animal.batches, ema=True)
+        pipeline.evaluate(animal.batches, name="valid")
+    assert [(step, *metrics) for step, metrics in log.rows] == [
+        (0, "test/loss"),
+        (0, "test_ema/loss"),
+        (0, "valid/loss"),
+    ]
+
+
+def test_a_csv_file_has_a_row_for_each_minibatch(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "train.csv"
+    heard, evaluations = trained(pd.loggers.CSVLogger(path))
+    rows = read(path)
+    head = ["number", "epoch", "loss", "weight", "samples", "rate", "spread", "samples_per_s", "bubble"]
+    assert [*rows[0]] == [*head, "test/loss", "test/spread"]
+    assert [int(row["number"]) for row in rows] == [done.number for done in heard]
+    for row, done in zip(rows, heard, strict=True):
+        assert (float(row["loss"]), float(row["rate"])) == (done.loss, done.rate)
+        assert (float(row["weight"]), int(row["samples"])) == (done.weight, done.samples)
+        assert bool(row["test/loss"]) == done.ends_epoch
+    tests = [float(row["test/loss"]) for row in rows if row["test/loss"]]
+    assert tests == [found["loss"] for found in evaluations]
+
+
+def test_a_resumed_csv_file_is_that_of_one_run(tmp_path: Path) -> None:
+    def kept(name: str) -> list[dict[str, str]]:
+        return [{k: v for k, v in row.items() if k not in ("samples_per_s", "bubble")} for row in read(tmp_path / name)]
+
+    trained(pd.loggers.CSVLogger(tmp_path / "whole.csv"), epochs=3)
+    trained(pd.loggers.CSVLogger(tmp_path / "parts.csv"), epochs=2, folder=tmp_path / "saved")
+    # A run that was killed has logged more than its last checkpoint has.
+    with pd.loggers.CSVLogger(tmp_path / "parts.csv") as log:
+        log.log_metrics({"loss": 0.0, "beyond": 1.0}, len(read(tmp_path / "parts.csv")))
+    trained(pd.loggers.CSVLogger(tmp_path / "parts.csv"), epochs=3, folder=tmp_path / "saved", resume=True)
+    assert [{k: v for k, v in row.items() if k != "beyond"} for row in kept("parts.csv")] == kept("whole.csv")
+    trained(pd.loggers.CSVLogger(tmp_path / "parts.csv"), epochs=1)
+    assert kept("parts.csv") == kept("whole.csv")[: len(zoo.make("mlp").batches)], "a new run begins anew"
+
+
+def test_what_is_no_logger_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in (print, pd.loggers.CSVLogger):
+        with pytest.raises(PipelineError, match=r"was given as a logger; give an object with log_metrics"):
+            trained(wrong)
+    with pytest.raises(RecipeError, match="logger 'commet' is not known; choose from csv, tensorboard, wandb, mlflow"):
+        loggers_of(["csv", "commet"], tmp_path)
+    monkeypatch.setattr("pipedream.runtime.results.loggers.find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"needs the package wandb, which is not installed; pip install wandb, or"):
+        loggers_of(["wandb"], tmp_path)
+
+
+def test_tensorboard_gets_scalars_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    heard, evaluations = trained(pd.loggers.TensorBoardLogger(tmp_path))
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [done.number for done in heard]
+    assert [event.value for event in found.Scalars("test/loss")] == pytest.approx([e["loss"] for e in evaluations])
+    assert {"train/rate", "train/samples_per_s", "train/bubble", "test/spread"} <= set(found.Tags()["scalars"])
+    assert "hyperparameters/text_summary" in found.Tags()["tensors"]
+
+
+@pytest.mark.slow
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    heard, evaluations = trained(pd.loggers.WandbLogger(project="zoo", dir=str(tmp_path)))
+    assert wandb.run is None, "it is finished"
+    wandb.teardown()  # what wandb does when the process ends: its file is complete then
+    (file,) = tmp_path.rglob("*.wandb")
+    rows = _wandb_rows(file)
+    assert {step: row["train/loss"] for step, row in rows.items()} == {done.number: done.loss for done in heard}
+    tests = [row["test/loss"] for row in rows.values() if "test/loss" in row]
+    assert tests == [found["loss"] for found in evaluations]
+
+
+def _wandb_rows(file: Path) -> dict[int, dict[str, Any]]:
+    """Returns step -> numbers, from the file that an offline run leaves to be synchronised: LevelDB's log format."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, parts, rows = file.read_bytes(), 7, b"", {}
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # what is left of a block holds no record
+            at += 32768 - at % 32768
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        parts, at = parts + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # the whole of a record, or its end
+            record = wandb_internal_pb2.Record.FromString(parts)
+            parts = b""
+            if record.WhichOneof("record_type") == "history":
+                row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+                rows[int(row["_step"])] = row
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of its own dependencies
+def test_mlflow_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    heard, evaluations = trained(pd.loggers.MLFlowLogger(run_name="zoo"))
+    assert mlflow.active_run() is None, "it is ended"
+    (run,) = mlflow.search_runs(output_format="list")
+    assert (run.info.status, run.info.run_name, run.data.params["schedule"]) == ("FINISHED", "zoo", "1f1b")
+    client = mlflow.MlflowClient()
+
+    def history(name: str) -> dict[int, float]:
+        return {one.step: one.value for one in client.get_metric_history(run.info.run_id, name)}
+
+    assert history("train/loss") == {done.number: done.loss for done in heard}
+    assert [*history("test/loss").values()] == [found["loss"] for found in evaluations]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of its own dependencies
+def test_lightnings_loggers(tmp_path: Path) -> None:
+    loggers = pytest.importorskip("lightning.pytorch.loggers", reason="lightning is not installed")
+    heard, evaluations = trained(log := loggers.CSVLogger(str(tmp_path), name="zoo"))
+    rows = read(Path(log.log_dir) / "metrics.csv")
+    found = {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
+    assert found == {done.number: done.loss for done in heard}
+    assert [float(row["test/loss"]) for row in rows if row["test/loss"]] == [e["loss"] for e in evaluations]
+    assert "schedule: 1f1b" in (Path(log.log_dir) / "hparams.yaml").read_text(encoding="utf-8")

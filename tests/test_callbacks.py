@@ -1,0 +1,236 @@
+"""Callbacks: which events they get, and that a stop ends all ranks at the same minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import zoo
+
+import pipedream as pd
+from pipedream.callbacks import Callback, EarlyStopping
+from pipedream.core.errors import PipelineError
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Events(Callback):
+    """Writes down what it gets, with the weights' position then."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Any, ...]] = []
+
+    def on_minibatch(self, pipeline: Any, done: pd.Done) -> None:
+        self.found.append(("minibatch", done.number))
+
+    def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
+        self.found.append(("evaluation", pipeline.drain(), sorted(metrics)))
+
+    def on_checkpoint(self, pipeline: Any, folder: Path) -> None:
+        self.found.append(("checkpoint", pipeline.drain(), (folder / "checkpoint.json").is_file()))
+
+
+class StopsAt(Callback):
+    """Stops after a minibatch, at some ranks only, or at an evaluation."""
+
+    def __init__(self, number: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+        self.number = number
+        self.ranks = ranks
+
+    def on_minibatch(self, pipeline: Any, done: pd.Done) -> None:
+        if done.number == self.number and pipeline.rank in self.ranks:
+            pipeline.should_stop = True
+
+
+def trained(
+    counts: tuple[int, ...], callbacks: list[Callback], *, evaluate: bool = False, schedule: str = "pipedream"
+) -> tuple[list[float], int, dict[str, torch.Tensor], bool]:
+    """Returns the losses of a run of 8 epochs, its minibatches, its weights, and whether it was stopped."""
+    animal = zoo.make("mlp")
+    plan = zoo.plan_of(animal, len(counts), counts)
+    losses = []
+    with pd.Pipeline(
+        animal.model, plan, loss=animal.loss, optimizer=SGD, schedule=schedule, callbacks=callbacks
+    ) as pipeline:
+        for done in pipeline.train(animal.batches, epochs=8):
+            losses.append(done.loss)
+            if evaluate and done.ends_epoch:
+                pipeline.evaluate(animal.batches)
+        return losses, pipeline.drain(), pipeline.state_dict(), pipeline.should_stop
+
+
+def broken_off(counts: tuple[int, ...], number: int) -> dict[str, torch.Tensor]:
+    """Returns the weights after a plain `break` at a minibatch."""
+    animal = zoo.make("mlp")
+    with pd.Pipeline(
+        animal.model, zoo.plan_of(animal, len(counts), counts), loss=animal.loss, optimizer=SGD, schedule="pipedream"
+    ) as pipeline:
+        for done in pipeline.train(animal.batches, epochs=8):
+            if done.number == number:
+                break
+        return pipeline.state_dict()
+
+
+def test_events_come_in_order_with_complete_checkpoints(tmp_path: Path) -> None:
+    animal, events = zoo.make("mlp"), Events()
+    with pd.Pipeline(
+        animal.model, zoo.plan_of(animal, 3), loss=animal.loss, optimizer=SGD, callbacks=[events]
+    ) as pipeline:
+        heard = []
+        for done in pipeline.train(animal.batches, epochs=2):
+            heard.append(done.number)
+            assert ("minibatch", done.number) in events.found, "before the loop"
+            if done.ends_epoch:
+                pipeline.evaluate(animal.batches)
+                pipeline.evaluate(animal.batches, name="train")
+                pipeline.save(tmp_path, wait=False)
+                pipeline.save(tmp_path)  # exists already
+    numbers = [event[1] for event in events.found if event[0] == "minibatch"]
+    assert numbers == heard
+    count = len(animal.batches)
+    others = [event for event in events.found if event[0] != "minibatch"]
+    assert others[:2] == [("evaluation", others[0][1], ["loss"]), ("checkpoint", others[0][1], True)]
+    assert [event[0] for event in others] == ["evaluation", "checkpoint"] * 2
+    assert others[-1][1] == 2 * count
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1)])
+def test_a_stop_ends_as_a_break_does(counts: tuple[int, ...]) -> None:
+    losses, minibatches, weights, stopped = trained(counts, [StopsAt(3)])
+    whole, *_ = trained(counts, [])
+    assert stopped
+    assert 4 <= minibatches < len(whole)
+    assert losses == whole[:minibatches], "the loop gets what was admitted, too"
+    expected = broken_off(counts, 3)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_the_loop_may_stop_and_train_on() -> None:
+    animal = zoo.make("mlp")
+    whole, *_ = trained((1, 1), [], schedule="1f1b")
+    losses = []
+    with pd.Pipeline(
+        animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=SGD, schedule="1f1b"
+    ) as pipeline:
+        while len(losses) < len(whole):
+            for done in pipeline.train(animal.batches, epochs=8 - pipeline.position[0]):
+                losses.append(done.loss)
+                pipeline.should_stop = done.number % 5 == 2
+    assert losses == whole
+
+
+class Worsens(Callback):
+    """Gives early stopping other losses than those of the model."""
+
+    def __init__(self, stopping: EarlyStopping, losses: list[float]) -> None:
+        self.stopping = stopping
+        self.losses = iter(losses)
+
+    def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
+        self.stopping.on_evaluation(pipeline, {"loss": next(self.losses)})
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "evaluations"),
+    [
+        ([3.0, 2.0, 2.5, 2.0, 1.0, 0.5, 0.4, 0.3], {"patience": 2}, 4),
+        ([3.0, 2.0, 1.95, 1.9, 1.0, 1.0, 1.0, 1.0], {"patience": 2, "min_delta": 0.2}, 4),
+        ([1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0], {"patience": 3, "mode": "max"}, 6),
+        ([3.0, float("nan"), 1.0], {}, 2),
+        ([3.0, float("inf"), 1.0], {}, 2),
+        ([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], {"patience": 1}, 8),
+    ],
+)
+def test_early_stopping(losses: list[float], options: dict[str, Any], evaluations: int) -> None:
+    heard = Events()
+    *_, stopped = trained((1, 1), [Worsens(EarlyStopping(**options), losses), heard], evaluate=True)
+    assert len([event for event in heard.found if event[0] == "evaluation"]) == evaluations
+    assert stopped == (evaluations < 8)
+
+
+def test_early_stopping_continues_from_a_checkpoint(tmp_path: Path) -> None:
+    def run(first: int, stopping: list[EarlyStopping]) -> list[EarlyStopping]:
+        animal = zoo.make("mlp")
+        with pd.Pipeline(
+            animal.model, zoo.plan_of(animal, 2), loss=animal.loss, optimizer=SGD, callbacks=stopping
+        ) as pipeline:
+            if first:
+                pipeline.load(tmp_path)
+            for done in pipeline.train(animal.batches, epochs=4 - first):
+                if done.ends_epoch:
+                    pipeline.evaluate(animal.batches)
+                    if not first and done.epoch == 1:
+                        pipeline.save(tmp_path)
+        return stopping
+
+    def two() -> list[EarlyStopping]:
+        return [EarlyStopping(patience=50), EarlyStopping(mode="max", patience=50)]
+
+    whole, resumed = run(0, two()), run(2, two())
+    assert [vars(one) for one in resumed] == [vars(one) for one in whole]
+    assert whole[0].best_score != whole[1].best_score
+    assert whole[1].wait_count == 3, "the loss only falls"
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    animal = zoo.make("mlp")
+    plan = zoo.plan_of(animal, 2)
+    with pytest.raises(PipelineError, match="mode='up' was asked for; give 'min' or 'max'"):
+        EarlyStopping(mode="up")
+    with pytest.raises(PipelineError, match=r"not a list of pipedream\.callbacks\.Callback objects"):
+        pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=SGD, callbacks=[print])  # type: ignore[list-item]
+    with (
+        pytest.raises(PipelineError, match="follows 'accuracy', but an evaluation has loss; name one of them"),
+        pd.Pipeline(
+            animal.model, plan, loss=animal.loss, optimizer=SGD, callbacks=[EarlyStopping("accuracy")]
+        ) as pipeline,
+    ):
+        pipeline.evaluate(animal.batches)
+
+    class Keeps(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"weights": torch.zeros(1)}
+
+    with (
+        pytest.raises(PipelineError, match=r"callback Keeps/0 cannot be kept|Keeps/0 cannot be kept in a checkpoint"),
+        pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=SGD, callbacks=[Keeps()]) as pipeline,
+    ):
+        pipeline.save(tmp_path)
+
+
+class AtAnEvaluation(Callback):
+    """Stops at the second evaluation, at one rank only, as a limit of time of that rank would."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.count = 0
+
+    def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
+        self.count += 1
+        pipeline.should_stop |= self.count == 2 and pipeline.rank == self.rank
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("counts", "callbacks", "evaluate"),
+    [
+        ((2, 1), [StopsAt(3)], False),
+        ((1, 1), [StopsAt(3, ranks=(0,))], False),  # what reads the data decides
+        ((1, 1), [AtAnEvaluation(1)], True),
+    ],
+)
+def test_all_processes_stop_at_the_same_minibatch(
+    counts: tuple[int, ...], callbacks: list[Callback], evaluate: bool
+) -> None:
+    found = processes.results(partial(trained, evaluate=evaluate), sum(counts), counts, callbacks)
+    alone = trained(counts, [AtAnEvaluation(0)] if evaluate else [StopsAt(3)], evaluate=evaluate)
+    for losses, minibatches, _, stopped in found:
+        assert stopped
+        assert (losses, minibatches) == alone[:2]
+    assert all(torch.equal(found[0][2][name], tensor) for name, tensor in alone[2].items())
