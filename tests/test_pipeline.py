@@ -313,3 +313,70 @@ def test_what_a_drain_has_finished_is_ready() -> None:
                 assert [one.number for one in coming] == list(range(5, drained))
                 assert coming
     assert tuple(heard[5:drained]) == coming
+
+
+OWN_LOSSES = {
+    "targets": lambda output, targets: F.cross_entropy(output, targets),
+    "difference": lambda output, targets: (output - targets).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_a_loss_of_output_and_targets_states_the_rule(name: str) -> None:
+    animal = zoo.make("mlp")
+    batches = [list(batch) for batch in animal.batches]  # as a DataLoader's
+    with (
+        pytest.raises(WorkerError, match=r"TypeError: .*the loss was called with .* here a list of 2; with targets="),
+        pipeline_of(animal, loss=OWN_LOSSES[name]) as pipeline,
+    ):
+        list(pipeline.train(batches))
+    own = {"loss": OWN_LOSSES["targets"], "targets": lambda batch: batch[1]}
+    with pipeline_of(zoo.make("mlp"), **own) as pipeline:
+        found = [done.loss for done in pipeline.train(batches)]
+    with pipeline_of(zoo.make("mlp"), loss=F.cross_entropy) as pipeline:
+        assert found == [done.loss for done in pipeline.train(batches)]
+
+
+def test_a_metric_of_output_and_targets_states_the_rule() -> None:
+    animal = zoo.make("mlp")
+    own = {"loss": lambda output, batch: F.cross_entropy(output, batch[1])}
+    hits = {"hits": lambda output, targets: F.cross_entropy(output, targets)}
+    with (
+        pytest.raises(WorkerError, match=r"the metric 'hits' was called with the output and what targets="),
+        pipeline_of(animal, metrics=hits, **own) as pipeline,
+    ):
+        list(pipeline.train(animal.batches))
+
+
+def test_what_each_stage_makes_is_given_by_a_factory() -> None:
+    animal = zoo.make("mlp")
+    weights = list(animal.model.parameters())
+    adam = torch.optim.AdamW([{"params": weights[:1], "lr": 0.5}, {"params": weights[1:]}], betas=(0.8, 0.9))
+    with pytest.raises(PipelineError, match="optimizer is a SGD object, but each stage makes its own: give a"):
+        pipeline_of(animal, optimizer=torch.optim.SGD(weights, lr=0.1, momentum=0.9))
+    found = r"as in partial\(torch.optim.SGD, lr=0.1, momentum=0.9\); see"
+    with pytest.raises(PipelineError, match=found):
+        pipeline_of(animal, optimizer=torch.optim.SGD(weights, lr=0.1, momentum=0.9))
+    found = r"partial\(torch.optim.AdamW, lr=0.5, betas=\(0.8, 0.9\)\), for several groups a function of a list of"
+    with pytest.raises(PipelineError, match=found):
+        pipeline_of(animal, optimizer=adam)
+    steps = torch.optim.lr_scheduler.StepLR(adam, step_size=5)
+    with pytest.raises(
+        PipelineError, match=r"give a factory, as in partial\(torch.optim.lr_scheduler.StepLR, step_size"
+    ):
+        pipeline_of(animal, scheduler=steps)
+    with pytest.raises(PipelineError, match="optimizer is None; give a factory"):
+        pipeline_of(animal, optimizer=None)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16"])
+def test_autocast_by_name(name: str) -> None:
+    losses = []
+    for dtype in (name, torch.bfloat16):
+        animal = zoo.make("mlp", torch.float32)
+        with pipeline_of(animal, autocast=dtype) as pipeline:
+            losses.append([done.loss for done in pipeline.train(animal.batches)])
+    assert losses[0] == losses[1]
+    for wrong in ("bf17", True, "int8"):
+        with pytest.raises(PipelineError, match="is not known; write bfloat16, float16"):
+            pipeline_of(zoo.make("mlp"), autocast=wrong)

@@ -36,6 +36,7 @@ __all__ = [
     "compile_arguments",
     "keywords",
     "model_options",
+    "optimizer_problems",
     "plain",
 ]
 
@@ -48,19 +49,22 @@ class ModelOptions:
         metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
         inputs: batch -> the model's input: a tuple for several, a mapping for keyword arguments; by default the first
             of a pair, else the batch. If the model computes the loss it is the whole batch, also of a pair.
-        targets: batch -> what loss and metrics get; by default the second of a pair for torch's own losses, else the
-            batch.
+        targets: batch -> what loss and metrics get besides the output. By default the second of a pair if the loss is
+            one of torch's own, which take nothing else, and the whole batch if it is your own, which may need more:
+            ``targets=lambda batch: batch[1]`` lets loss and metrics be written as (output, targets).
         batch_dim: dimension of the samples, along which a minibatch is cut into microbatches. A number for all inputs,
             or a mapping from an input's name (its position, if positional) to its dimension, None for an input that is
             not cut; others have 0. Tensors that have another size there go to every microbatch. A mapping's number of
             samples is the most frequent size, else it is that of the first input.
         weight: batch -> number that the loss is a mean over (samples, tokens), for losses that do not return it.
-        scheduler: factory from an optimizer to a learning-rate scheduler; stepped once per update.
+        scheduler: factory from an optimizer to a learning-rate scheduler; stepped once per update, ReduceLROnPlateau
+            once per evaluation.
+        monitor: what a ReduceLROnPlateau follows: 'loss' or a metric's name.
         clip_grad_norm: greatest norm of an update's gradients.
         clip: 'global' (norm over all stages; flushing methods only), 'local' (each stage's norm), or 'delayed_global':
             the global norm of an earlier update, for methods without a flush (`core.schedule.coupling`).
         ema: decay of an exponential moving average of the weights, between 0 and 1.
-        autocast: low-precision dtype of the forwards (torch.bfloat16).
+        autocast: low-precision dtype of the forwards, torch.bfloat16 or 'bfloat16'.
         compile: True compiles the modules that lie within one stage with torch.compile; a text names its backend, a
             mapping holds its arguments. Random numbers are drawn inside compiled modules, so that dropout masks are
             others than without, and may depend on the cuts.
@@ -86,6 +90,7 @@ class ModelOptions:
     batch_dim: int | Mapping[str | int, int | None] = 0
     weight: Callable[[Any], Any] | None = None
     scheduler: Callable[[Any], Any] | None = None
+    monitor: str = "loss"
     clip_grad_norm: float | None = None
     clip: str = "global"
     ema: float | None = None
@@ -112,7 +117,7 @@ class ModelOptions:
         for name in ("inputs", "targets", "weight", "scheduler"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                yield f"{name} is {value!r}, which cannot be called"
+                yield f"{name} is {value!r}, which cannot be called{_of_a_stage(value)}"
         if not isinstance(self.compile, (bool, str, Mapping)):
             yield f"compile is {self.compile!r}, neither True, a backend nor a mapping of torch.compile's arguments"
         dims = self.batch_dim.values() if isinstance(self.batch_dim, Mapping) else [self.batch_dim]
@@ -120,6 +125,8 @@ class ModelOptions:
             yield f"batch_dim is {self.batch_dim!r}, neither a number nor a mapping from inputs to numbers or None"
         if not isinstance(self.metrics, Mapping) or not all(map(callable, self.metrics.values())):
             yield "metrics is not a dict of functions metric(output, batch)"
+        elif self.monitor not in (known := ["loss", *self.metrics]):
+            yield f"monitor is {self.monitor!r}, but an evaluation has {', '.join(known)}"
         if not isinstance(self.loggers, Iterable) or isinstance(self.loggers, str):
             yield f"loggers is {self.loggers!r}, not a list of loggers"
         if not isinstance(self.callbacks, Sequence) or not all(isinstance(one, Callback) for one in self.callbacks):
@@ -177,7 +184,7 @@ class PipelineOptions(MethodOptions, ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if wrong := list(self.problems()):
+        if wrong := [*self.problems(), *optimizer_problems(self.optimizer)]:
             raise PipelineError(f"the pipeline cannot be built: {'; '.join(wrong)}; see pipedream.Pipeline")
 
 
@@ -259,6 +266,34 @@ def compile_arguments(asked: bool | str | Mapping[str, Any]) -> dict[str, Any] |
     if isinstance(asked, Mapping):
         return dict(asked)
     return {} if asked else None
+
+
+def optimizer_problems(optimizer: Any) -> Iterator[str]:
+    """Yields what is wrong with an optimizer's factory."""
+    if hasattr(optimizer, "param_groups"):
+        yield f"optimizer is a {type(optimizer).__name__} object{_of_a_stage(optimizer)}"
+    elif not callable(optimizer):
+        yield f"optimizer is {optimizer!r}; give a factory, as in partial(torch.optim.SGD, lr=0.1)"
+
+
+def _of_a_stage(made: Any) -> str:
+    """Returns advice for an optimizer or scheduler that is made already: what would make it."""
+    kind = type(made)
+    if hasattr(made, "param_groups"):
+        given = {k: v for k, v in made.param_groups[0].items() if k in made.defaults}
+        several = ", for several groups a function of a list of (name, parameter)" * (len(made.param_groups) > 1)
+    elif hasattr(made, "optimizer"):
+        given, several = dict(vars(made)), ""
+    else:
+        return ""
+    usual = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+    given = {name: value for name, value in given.items() if name in usual and name not in ("optimizer", "last_epoch")}
+    chosen = [f"{name}={value!r}" for name, value in given.items() if repr(value) != repr(usual[name])]
+    place = kind.__module__
+    if place.startswith("torch.optim."):
+        place = "torch.optim.lr_scheduler" if place.endswith("lr_scheduler") else "torch.optim"
+    call = ", ".join([f"{place}.{kind.__qualname__}", *chosen])
+    return f", but each stage makes its own: give a factory, as in partial({call}){several}"
 
 
 def model_options(options: ModelOptions) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.phase import next_border, phase_after, phase_at, phases_text
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
+from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import process_device
@@ -126,7 +127,7 @@ class Pipeline:
             seed=seed,
             policy=policy,
             ema=options.ema,
-            autocast=options.autocast,
+            autocast=dtype_of(options.autocast),
             compile=compile_arguments(options.compile),
             scaling=scaling,
             batch_dim=options.batch_dim,
@@ -260,16 +261,18 @@ class Pipeline:
 
         Args:
             ema: use the averaged weights.
-            name: loggers get ``NAME/loss`` and so on; callbacks follow the evaluations named 'test'. By default 'test',
-                or with `ema` 'test_ema'.
+            name: loggers get ``NAME/loss`` and so on; callbacks and ReduceLROnPlateau follow the evaluations named
+                'test'. By default 'test', or with `ema` 'test_ema'.
         """
         self.drain()
         done = self._session.evaluate(loader, self._adapt_batch, ema)
         self._raise_interrupt()
         found, name = {"loss": done.loss, **done.metrics}, name or ("test_ema" if ema else "test")
         self._loggers.evaluation(name, found, max(self._number - 1, 0))
-        for callback in self._callbacks if name == "test" else ():
-            callback.on_evaluation(self, found)
+        if name == "test":
+            self._session.evaluated(found[self._options.monitor])
+            for callback in self._callbacks:
+                callback.on_evaluation(self, found)
         return found
 
     def predict(self, loader: Iterable[Any], *, ema: bool = False) -> Iterator[Any]:
@@ -424,6 +427,11 @@ class Pipeline:
     def distributed(self) -> bool:
         """Whether the workers are several processes."""
         return self._session.distributed
+
+    @property
+    def follows_evaluations(self) -> bool:
+        """Whether the learning-rate scheduler is a ReduceLROnPlateau, which needs evaluations."""
+        return self._session.follows_evaluations
 
     def timeline(self, phase: int | None = None) -> Timeline:
         """Returns a phase's measured timeline, on all ranks; drains. Every rank calls it.

@@ -27,7 +27,8 @@ from typing import Any
 from pipedream.core.cold import compute_for
 from pipedream.core.errors import PipelineError, RecipeError, ScheduleError
 from pipedream.core.moved import moved_import
-from pipedream.options import ModelOptions
+from pipedream.core.user_code import notes_of
+from pipedream.options import ModelOptions, optimizer_problems
 
 __all__ = ["Recipe", "blaming", "load_recipe", "make_recipe"]
 
@@ -71,8 +72,7 @@ class Recipe(ModelOptions):
             raise RecipeError(f"the recipe cannot be trained: {'; '.join(wrong)}; see pipedream.Recipe")
 
     def _own_problems(self) -> Iterator[str]:
-        if not callable(self.optimizer):
-            yield f"optimizer is {self.optimizer!r}; give a factory, as in partial(torch.optim.SGD, lr=0.1)"
+        yield from optimizer_problems(self.optimizer)
         if self.loss is not None and not callable(self.loss):
             yield "loss cannot be called; it is loss(output, batch), or None if the output carries .loss"
         if not (hasattr(self.model, "named_parameters") and callable(self.model)):
@@ -200,4 +200,4 @@ def blaming(when: str) -> Iterator[None]:
 def _brief(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return "; ".join([f"{type(error).__name__}: {error}{place}", *notes_of(error)])

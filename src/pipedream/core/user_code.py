@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["note_module", "source_of", "user_line", "with_place"]
+__all__ = ["note_module", "notes_of", "source_of", "user_line", "with_place"]
 
 _MODULE = "pipedream_module"  # attribute of an exception
 _PACKAGE = str(Path(__file__).parents[1])
@@ -52,7 +52,7 @@ def user_line(error: BaseException | None = None) -> str:
 
 def with_place(error: BaseException) -> str:
     """Returns an error's type and text, with the module and the user's line where it was raised."""
-    text = f"{type(error).__name__}: {str(error).strip() or repr(error)}"
+    text = "; ".join([f"{type(error).__name__}: {str(error).strip() or repr(error)}", *notes_of(error)])
     module, source = getattr(error, _MODULE, ("", ""))
     line = user_line(error)
     if not line and source:
@@ -61,6 +61,11 @@ def with_place(error: BaseException) -> str:
         line = ""
     places = [f"in {module}"] * bool(module) + [f"at {line}"] * bool(line)
     return f"{text} ({', '.join(places)})" if places else text
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Returns the notes of an error (`BaseException.add_note`)."""
+    return [str(note) for note in getattr(error, "__notes__", ())]
 
 
 def note_module(error: BaseException, modules: Iterable[tuple[str, Any]]) -> None:

@@ -46,7 +46,7 @@ def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
     """Returns a floating-point dtype by its name, such as ``bfloat16``. Raises ProfileError."""
     if name is None or isinstance(name, torch.dtype):
         return name
-    found = getattr(torch, name, None)
+    found = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ProfileError(f"dtype {name!r} is not known; write bfloat16, float16, float32 or float64")
     return found

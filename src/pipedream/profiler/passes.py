@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipedream.core.errors import CaptureError, ProfileError
 from pipedream.core.model.graph import LayerGraph
+from pipedream.core.user_code import notes_of
 from pipedream.profiler.allocations import Allocations
 from pipedream.profiler.sizes import Sizes
 from pipedream.profiler.stopwatch import Watch
@@ -231,7 +232,8 @@ def _leave(leaf: Any) -> Any:
 
 def _failure(what: str, arguments: Sample, error: Exception) -> ProfileError:
     shapes = ", ".join(str(list(shape)) for shape in shapes_of(arguments)) or "no tensor"
+    advice = "; ".join(notes_of(error)) or "check the sample's shape, dtype and device"
     return ProfileError(
         f"{what} should run forward and backward on inputs of shape {shapes}, but raised "
-        f"{type(error).__name__}: {error}; check the sample's shape, dtype and device"
+        f"{type(error).__name__}: {error}; {advice}"
     )

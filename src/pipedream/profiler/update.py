@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
 from pipedream.core.cold import compute_for
@@ -71,6 +72,8 @@ def measure_update(
     with _named_failure(len(copies)):
         stepper = optimizer(copies)
         rates = None if scheduler is None else scheduler(stepper)
+        if isinstance(rates, ReduceLROnPlateau):  # steps at evaluations
+            rates = None
         beginning = None if rates is None else deepcopy(rates.state_dict())
 
         def step_s(some: Sequence[nn.Parameter]) -> float:

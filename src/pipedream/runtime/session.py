@@ -362,6 +362,17 @@ class Session:
             found = [event for event in self._run(streams) if isinstance(event, Done)]
         return found[-1]
 
+    @property
+    def follows_evaluations(self) -> bool:
+        """Whether the learning-rate schedule steps at evaluations."""
+        return any(state.optimizer.follows_evaluations for state in self.lead.stage_states.values())
+
+    def evaluated(self, value: float) -> None:
+        """Steps such a schedule; every rank calls it with the same value."""
+        for worker in self.workers:
+            for stage_state in worker.stage_states.values():
+                stage_state.optimizer.evaluated(value)
+
     def predict(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Iterator[Output]:
         """Yields the outputs, at rank 0 only."""
         with self._evaluation_data(loader, adapt) as data, self._evaluating():

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipedream.callbacks import EarlyStopping
+from pipedream.core.errors import RecipeError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.core.schedule.program import Program
@@ -143,6 +145,7 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
         for found in pipeline.prepared:
             if found.proof.lateness:
                 console.print(f"{found.proof.lateness}\n")
+        _check_evaluations(pipeline, recipe, options)
         policy = _checkpoint_policy(job, process)
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s)
         if job.resumed is not None:
@@ -154,6 +157,15 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
             )
         interrupted = loop.train(job.epochs, options.minibatches)
         return _outcome(pipeline, loop, interrupted, plan)
+
+
+def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOptions) -> None:
+    """Raises a `RecipeError` if something follows evaluations that this run does not make."""
+    stopping = [one for one in recipe.callbacks if isinstance(one, EarlyStopping)]
+    follower = "the scheduler ReduceLROnPlateau" if pipeline.follows_evaluations else "early stopping" * bool(stopping)
+    if follower and (recipe.test is None or not options.evaluate_every):
+        missing = "the recipe has no test loader" if recipe.test is None else "evaluate_every=0 leaves only the last"
+        raise RecipeError(f"{follower} follows the evaluations, but {missing}; evaluate after epochs, or leave it out")
 
 
 def _checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:

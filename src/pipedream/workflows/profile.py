@@ -70,7 +70,7 @@ def profile(
         dtype: with 'meta', the dtype of all floating-point tensors; None leaves each its own.
         warmup: runs before the measured ones.
         runs: measured runs, of which the median counts.
-        autocast: low-precision dtype of the forwards.
+        autocast: low-precision dtype of the forwards, or its name.
         seed: of the random numbers that layers draw.
         finest: also split the modules of a chain into those inside them.
         batch_dim: dimension of the samples in the inputs, as in `pipedream.Pipeline`.
@@ -87,7 +87,7 @@ def profile(
         "preserve_state": preserve_state,
         "loss": loss,
         "optimizer": optimizer,
-        "autocast": autocast,
+        "autocast": profiler.dtype_of(autocast),
         "samples": known_samples(sample, batch_dim),
     }
 

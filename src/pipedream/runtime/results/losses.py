@@ -198,7 +198,7 @@ class Loss:
 
     def _evaluated(self, output: Any, batch: Any) -> Any:
         if self.function is not None:
-            return self.function(output, batch)
+            return _called(self.function, "loss", output, batch)
         found = loss_of_output(output)
         if found is None:
             what = type(output).__name__
@@ -253,8 +253,8 @@ def metric_scores(
     """Returns for each metric its sum and its weight, each as value and factor; a value on a GPU is not read."""
     found: list[tuple[float | torch.Tensor, float]] = []
     with torch.no_grad():
-        for metric in metrics.values():
-            value = metric(output, batch)
+        for name, metric in metrics.items():
+            value = _called(metric, f"metric {name!r}", output, batch)
             total, weight = (
                 ((value[0], 1.0), (value[1], 1.0))
                 if isinstance(value, tuple)
@@ -262,6 +262,20 @@ def metric_scores(
             )
             found += [total, weight]
     return found
+
+
+def _called(function: Callable[[Any, Any], Any], name: str, output: Any, batch: Any) -> Any:
+    """Calls a loss or a metric; an error of one that expects targets where it gets the batch states the rule."""
+    try:
+        return function(output, batch)
+    except Exception as error:
+        if not isinstance(batch, torch.Tensor):
+            size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+            error.add_note(
+                f"the {name} was called with the output and what targets=... returns, by default the whole batch, here "
+                f"a {type(batch).__name__}{size}; with targets=lambda batch: batch[1] it gets (output, targets)"
+            )
+        raise
 
 
 def _is_one_of(function: Any, functions: tuple[Any, ...], modules: tuple[type, ...]) -> bool:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.update import UpdateRule
@@ -317,11 +318,24 @@ class Optimizer:
         own, first = self._clock_rate
         return self.updates * own // first
 
+    @property
+    def follows_evaluations(self) -> bool:
+        """Whether the scheduler steps at evaluations instead of updates."""
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def evaluated(self, value: float) -> None:
+        """Steps a scheduler that follows evaluations; the value is the same at all stages."""
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(value)
+
     def unpredicted(self) -> dict[str, torch.Tensor]:
         return self.compensator.unpredicted(self.rate_factor)
 
     def step_scheduler(self, steps: int) -> None:
         if self.scheduler is None or steps <= 0:
+            return
+        if self.follows_evaluations:
+            self.scheduled += steps
             return
         with nullcontext() if self._has_stepped else warnings.catch_warnings():
             if not self._has_stepped:  # skipped updates, and those before a checkpoint, count too

@@ -1,0 +1,107 @@
+"""ReduceLROnPlateau: one schedule for all stages, which follows the evaluations."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import pipedream as pd
+from pipedream.core.errors import PipelineError, RecipeError
+from pipedream.recipe import Recipe
+from pipedream.training.train import train_recipe
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+HALVES = partial(ReduceLROnPlateau, factor=0.5, patience=1, threshold=0.1)  # most epochs improve less than by a tenth
+
+
+def spread(output: Tensor, targets: Tensor) -> Tensor:
+    return output.std()
+
+
+def trained(
+    counts: tuple[int, ...],
+    *,
+    epochs: int = 8,
+    folder: Path | None = None,
+    resume: bool = False,
+    scheduler: Any = HALVES,
+    **options: Any,
+) -> tuple[list[float], list[dict[str, float]], tuple[float, ...], dict[str, Tensor]]:
+    """Returns the rate of each minibatch, the evaluations, the stages' rates at the end, and the weights."""
+    animal = zoo.make("mlp")
+    rates, evaluations = [], []
+    with pd.Pipeline(
+        animal.model,
+        zoo.plan_of(animal, len(counts), counts),
+        loss=animal.loss,
+        optimizer=SGD,
+        metrics={"spread": spread},
+        scheduler=scheduler,
+        **{"schedule": "1f1b"} | options,
+    ) as pipeline:
+        if resume:
+            assert folder is not None
+            pipeline.load(folder)
+        for done in pipeline.train(animal.batches, epochs=epochs - pipeline.position[0]):
+            rates.append(done.rate)
+            if done.ends_epoch:
+                pipeline.evaluate(animal.batches, name="again")  # which nothing follows
+                evaluations.append(pipeline.evaluate(animal.batches))
+                if folder is not None and done.epoch == 3 and not resume:
+                    pipeline.save(folder)
+        return rates, evaluations, pipeline.learning_rates(), pipeline.state_dict()
+
+
+def rates_of_torch(scheduler: Any, values: list[float], count: int) -> list[float]:
+    """Returns the rate of each minibatch if the scheduler is stepped once after each epoch."""
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))])
+    made, found = scheduler(optimizer), []
+    for value in values:
+        found += [optimizer.param_groups[0]["lr"]] * count
+        made.step(value)
+    return found
+
+
+@pytest.mark.parametrize(("counts", "monitor"), [((1, 1), "loss"), ((2, 1), "spread")])
+def test_rates_are_those_of_torch(counts: tuple[int, ...], monitor: str) -> None:
+    scheduler = partial(HALVES, mode="max") if monitor == "spread" else HALVES
+    rates, evaluations, at_stages, _ = trained(counts, monitor=monitor, scheduler=scheduler)
+    count = len(zoo.make("mlp").batches)
+    expected = rates_of_torch(scheduler, [found[monitor] for found in evaluations], count)
+    assert rates == expected
+    assert len(set(rates)) > 2
+    assert len(set(at_stages)) == 1
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (1, 1, 1)])
+def test_a_resumed_run_has_the_same_rates(counts: tuple[int, ...], tmp_path: Path) -> None:
+    rates, *_, weights = trained((1, 1), folder=tmp_path)
+    later, *_, resumed = trained(counts, folder=tmp_path, resume=True)
+    assert later == rates[-len(later) :]
+    if counts == (1, 1):  # another plan has other microbatches
+        assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+
+
+def test_what_would_never_step_is_refused(tmp_path: Path) -> None:
+    animal = zoo.make("mlp")
+
+    def recipe(**rest: Any) -> Any:
+        made = Recipe(animal.model, animal.loss, SGD, animal.batches, name="zoo", **rest)
+        return lambda seed: made
+
+    run = partial(train_recipe, workers=2, schedule="1f1b", out=tmp_path, quiet=True, epochs=2, checkpoint_every=0)
+    with pytest.raises(RecipeError, match="ReduceLROnPlateau follows the evaluations, but the recipe has no test"):
+        run(recipe(scheduler=HALVES))
+    with pytest.raises(RecipeError, match="early stopping follows the evaluations, but evaluate_every=0 leaves only"):
+        run(recipe(callbacks=[pd.callbacks.EarlyStopping()], test=animal.batches), evaluate_every=0)
+    with pytest.raises(PipelineError, match="monitor is 'accuracy', but an evaluation has loss"):
+        recipe(scheduler=HALVES, monitor="accuracy")
+    summary = run(recipe(scheduler=HALVES, test=animal.batches))
+    assert summary["minibatches"] == 2 * len(animal.batches), "it is profiled, too"
