@@ -10,7 +10,7 @@ pipedream.Recipe(..., callbacks=[pipedream.callbacks.EarlyStopping("loss"), Save
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from pipedream.core.errors import PipelineError
 if TYPE_CHECKING:
     from pipedream.runtime.results.results import Done
 
-__all__ = ["Callback", "EarlyStopping", "load_states", "states_of"]
+__all__ = ["Callback", "EarlyStopping", "load_states", "monitored", "states_of"]
 
 
 class Callback:
@@ -77,10 +77,6 @@ class EarlyStopping(Callback):
         self.wait_count = 0
 
     def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
-        if self.monitor not in metrics:
-            raise PipelineError(
-                f"early stopping follows {self.monitor!r}, but an evaluation has {', '.join(metrics)}; name one of them"
-            )
         value = metrics[self.monitor]
         sign = 1.0 if self.mode == "max" else -1.0
         if self.best_score is None or sign * (value - self.best_score) > self.min_delta:
@@ -95,6 +91,13 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best_score, self.wait_count = state["best_score"], state["wait_count"]
+
+
+def monitored(callbacks: Any) -> list[str]:
+    """Returns what early stopping follows."""
+    return (
+        [one.monitor for one in callbacks if isinstance(one, EarlyStopping)] if isinstance(callbacks, Sequence) else []
+    )
 
 
 def states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from pipedream.callbacks import Callback
+from pipedream.callbacks import Callback, monitored
 from pipedream.core.errors import PipelineError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
@@ -125,8 +125,8 @@ class ModelOptions:
             yield f"batch_dim is {self.batch_dim!r}, neither a number nor a mapping from inputs to numbers or None"
         if not isinstance(self.metrics, Mapping) or not all(map(callable, self.metrics.values())):
             yield "metrics is not a dict of functions metric(output, batch)"
-        elif self.monitor not in (known := ["loss", *self.metrics]):
-            yield f"monitor is {self.monitor!r}, but an evaluation has {', '.join(known)}"
+        elif wrong := {self.monitor, *monitored(self.callbacks)} - {"loss", *self.metrics}:
+            yield f"monitor is {min(wrong)!r}, but an evaluation has {', '.join(['loss', *self.metrics])}"
         if not isinstance(self.loggers, Iterable) or isinstance(self.loggers, str):
             yield f"loggers is {self.loggers!r}, not a list of loggers"
         if not isinstance(self.callbacks, Sequence) or not all(isinstance(one, Callback) for one in self.callbacks):

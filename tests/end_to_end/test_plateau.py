@@ -96,12 +96,18 @@ def test_what_would_never_step_is_refused(tmp_path: Path) -> None:
         made = Recipe(animal.model, animal.loss, SGD, animal.batches, name="zoo", **rest)
         return lambda seed: made
 
-    run = partial(train_recipe, workers=2, schedule="1f1b", out=tmp_path, quiet=True, epochs=2, checkpoint_every=0)
+    run = partial(train_recipe, plan=zoo.plan_of(animal, 2), out=tmp_path, quiet=True, checkpoint_every=0)
     with pytest.raises(RecipeError, match="ReduceLROnPlateau follows the evaluations, but the recipe has no test"):
         run(recipe(scheduler=HALVES))
     with pytest.raises(RecipeError, match="early stopping follows the evaluations, but evaluate_every=0 leaves only"):
         run(recipe(callbacks=[pd.callbacks.EarlyStopping()], test=animal.batches), evaluate_every=0)
     with pytest.raises(PipelineError, match="monitor is 'accuracy', but an evaluation has loss"):
         recipe(scheduler=HALVES, monitor="accuracy")
-    summary = run(recipe(scheduler=HALVES, test=animal.batches))
-    assert summary["minibatches"] == 2 * len(animal.batches), "it is profiled, too"
+
+
+@pytest.mark.slow
+def test_a_recipe_is_profiled_with_it(tmp_path: Path) -> None:
+    animal = zoo.make("mlp")
+    made = Recipe(animal.model, animal.loss, SGD, animal.batches, animal.batches, scheduler=HALVES, name="zoo")
+    summary = train_recipe(lambda seed: made, workers=2, out=tmp_path, quiet=True, checkpoint_every=0)
+    assert summary["minibatches"] == len(animal.batches)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedream.callbacks import EarlyStopping
+from pipedream.callbacks import monitored
 from pipedream.core.errors import RecipeError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text
@@ -161,8 +161,8 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
 
 def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOptions) -> None:
     """Raises a `RecipeError` if something follows evaluations that this run does not make."""
-    stopping = [one for one in recipe.callbacks if isinstance(one, EarlyStopping)]
-    follower = "the scheduler ReduceLROnPlateau" if pipeline.follows_evaluations else "early stopping" * bool(stopping)
+    stopping = "early stopping" * bool(monitored(recipe.callbacks))
+    follower = "the scheduler ReduceLROnPlateau" if pipeline.follows_evaluations else stopping
     if follower and (recipe.test is None or not options.evaluate_every):
         missing = "the recipe has no test loader" if recipe.test is None else "evaluate_every=0 leaves only the last"
         raise RecipeError(f"{follower} follows the evaluations, but {missing}; evaluate after epochs, or leave it out")
