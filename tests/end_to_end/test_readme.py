@@ -11,11 +11,13 @@ import re
 import shlex
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pipedream
 from pipedream import cli
+from pipedream.options import ModelOptions
 from pipedream.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +73,7 @@ def without_code(page: Path) -> str:
 
 def test_there_is_something_to_check() -> None:
     assert len(blocks(ROOT / "README.md", "python")) == 1
-    assert len(blocks(DOCS / "quickstart.md", "python")) == 3
+    assert len(blocks(DOCS / "quickstart.md", "python")) == 4
     assert len(shown()) >= 5
     assert sum(len(block.splitlines()) for page in PAGES for block in blocks(page, "sh")) >= 20
 
@@ -112,6 +114,13 @@ def test_quickstart_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row[0] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1][2] < rows[0][2], "the test loss falls"
     assert sorted(space["weights"]) == ["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]  # type: ignore[call-overload]
+
+
+def test_callbacks_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {"__name__": "quickstart"}
+    exec(compile(blocks(DOCS / "quickstart.md", "python")[3], "quickstart.md", "exec"), space)
+    assert not list(ModelOptions(**space["logged"]).problems())
 
 
 def test_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
