@@ -44,3 +44,12 @@ def test_falling_losses_fall_in_the_picture() -> None:
     heights = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
     assert heights == sorted(heights)
     assert heights[-1] - heights[0] == pytest.approx(240 - 40 - 14, abs=5)
+
+
+def test_labels_at_the_right_edge_are_whole() -> None:
+    """A label that begins or is centred there would be cut."""
+    drawn = curve_svg([(x, 1.0) for x in range(0, 10_001, 100)], named=[(9_900, "pipedream_2bw")], width_px=400)
+    for label in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text"):
+        wide = 6 * len(label.text or "")
+        right = {"end": 0.0, "middle": wide / 2, "start": wide}[label.get("text-anchor", "start")]
+        assert float(label.get("x", "")) + right <= 400, label.text

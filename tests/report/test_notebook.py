@@ -7,6 +7,7 @@ import io
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,8 +114,11 @@ def test_a_long_run_is_cut(nouns: dict[str, Any]) -> None:
     assert len(timeline.svg()) > 10 * len(timeline.svg(start_s=0, end_s=timeline.makespan_s / 20))
 
 
-def test_what_cannot_be_drawn_is_left_out(nouns: dict[str, Any]) -> None:
+def test_what_cannot_be_drawn_is_left_out(nouns: dict[str, Any], tmp_path: Path) -> None:
     assert picture(replace(nouns["Plan"], schedule="zbv")) == "", "whose layout the plan does not have"
+    code = tmp_path / "code.py"
+    code.write_text("raise SystemExit('a plan ran code')")
+    assert picture(replace(nouns["Plan"], schedule=str(code))) == "", "a plan does not run the code that it names"
     assert picture(Timeline("x", "measured", 1, (), 0)).startswith("<svg")
     assert picture(Plan.uniform(40)) == ""
 

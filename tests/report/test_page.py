@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,23 @@ def test_it_tells_all(full: str) -> None:
     ):  # fmt: skip
         assert word in words, word
     assert full.count("<svg") == 5
+
+
+def test_the_start_is_the_start(simulated: Simulated, measured: Timeline) -> None:
+    """The compared part may begin later in the run, after a drain."""
+    late = replace(measured, spans=tuple(span._replace(index=span.index + 364) for span in measured.spans))
+    words = " ".join(_read(page(SUMMARY, measured=late, start=measured)).words)
+    assert "Measured, from microbatch 0 on" in words.partition("At the start")[2]
+    assert "from microbatch 0 on" not in words.partition("At the start")[0]
+
+
+def test_curves_of_the_evaluations() -> None:
+    rows = [{"epoch": k, "minibatches": 30 * k, "seconds": 1.0, "accuracy": k / 9, "loss": 1 / k} for k in (1, 2, 3)]
+    words = _read(page({"evaluations": rows})).words
+    assert {"Evaluations", "Test accuracy", "Test loss"} <= set(words)
+    assert "Test seconds" not in words
+    for wrong in ([{"epoch": 0}], [3], "x", [{"accuracy": "high", "minibatches": None}]):
+        assert "Evaluations" not in _read(page({"evaluations": wrong})).words
 
 
 def test_timelines_are_on_one_scale(full: str) -> None:

@@ -13,6 +13,7 @@ __all__ = ["curve_svg", "thinned"]
 
 _LEFT, _RIGHT, _BOTTOM = 56, 16, 40
 _MOST_POINTS = 200
+_HALF_LABEL = 24  # pixels
 
 
 def curve_svg(
@@ -60,14 +61,17 @@ def curve_svg(
             parts += [text(_LEFT - 8, y + 4, figure(tick), colour="faint", anchor="end")]
         for tick in ticks(left_x, right_x, max(2, int(width_px / 100))):
             x = at(tick, low)[0]
-            parts.append(text(x, bottom + 15, figure(tick), colour="faint", anchor="middle"))
+            anchor = "end" if x > right - _HALF_LABEL else "middle"
+            parts.append(text(x, bottom + 15, figure(tick), colour="faint", anchor=anchor))
         for mark in marks:
             if left_x <= mark <= right_x:
                 parts.append(_line("drain", at(mark, low)[0], top, at(mark, low)[0], bottom, "faint", "3 4"))
         for mark, word in named:
             if left_x <= mark <= right_x:
                 x = at(mark, low)[0]
-                parts += [_line("phase", x, top, x, bottom, "faint"), text(x + 4, top + 11, word, colour="faint")]
+                side = ("end", -4) if x > right - 7 * len(word) else ("start", 4)
+                label = text(x + side[1], top + 11, word, colour="faint", anchor=side[0])
+                parts += [_line("phase", x, top, x, bottom, "faint"), label]
         parts += _drawn(thinned(kept), at, len(kept))
     else:
         parts.append(

@@ -47,6 +47,7 @@ def page(
     profile: Profile | None = None,
     predicted: Timeline | None = None,
     measured: Timeline | None = None,
+    start: Timeline | None = None,
     losses: Iterable[tuple[int, float]] = (),
     title: str = "",
 ) -> str:
@@ -54,6 +55,8 @@ def page(
 
     Args:
         summary: the content of the run's ``summary.json``.
+        measured: the part of the run that is compared with the prediction.
+        start: the begin of the run, if it is not in `measured`.
         losses: (minibatch number, loss).
         title: '': the recipe and the schedule.
     """
@@ -62,8 +65,9 @@ def page(
     runs = [({"simulated": "predicted"}.get(source, source), timeline) for source, timeline in known]
     sections = [
         f'<dl class="cards">{cards(_figures(summary))}</dl>',
-        _timelines(runs, _numbers(summary.get("drains"))),
+        _timelines(runs, start, _numbers(summary.get("drains"))),
         _section("Loss", _curve(summary, losses)),
+        _section("Evaluations", curves) if (curves := _test_curves(summary)) else "",
         _section("Phases", phase_table(_phases(summary))) if _phases(summary) else "",
         _section("Stages", stage_table(_list(summary.get("stages")))) if summary.get("stages") else "",
         _section("Plan", plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else "")) if plan else "",
@@ -142,13 +146,14 @@ def _metric(name: str, value: Any) -> str:
     return percent(number) if is_share else figure(number)
 
 
-def _timelines(runs: Runs, drains: list[int]) -> str:
+def _timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> str:
     """Middle and start of the run; predicted above measured, on one scale of time."""
     if not runs:
         return ""
     boxes = []
     steady = [(word, t, middle_window(t, _count(t), drains)) for word, t in runs]
-    start = [(word, t, start_window(t, _count(t))) for word, t in runs]
+    first = [(word, begin if begin is not None and t.source == "measured" else t) for word, t in runs]
+    start = [(word, t, start_window(t, _count(t))) for word, t in first]
     for name, shown in (("In the middle of the run", steady), ("At the start", start)):
         present = [(word, t, window) for word, t, window in shown if window is not None]
         if present:
@@ -206,6 +211,23 @@ def _curve(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> s
         standalone=False,
     )
     return f'<div class="scroll" tabindex="0" role="region" aria-label="Loss">{picture}</div>{note}'
+
+
+def _test_curves(summary: Mapping[str, Any]) -> str:
+    """Returns a picture of each metric of the evaluations, over the minibatches."""
+    rows = [row for row in _list(summary.get("evaluations")) if isinstance(row, Mapping)]
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("epoch", "minibatches", "seconds"))
+    pictures = []
+    for name in names:
+        found = [(_number(row.get("minibatches")), _number(row.get(name))) for row in rows]
+        points = [(x, y) for x, y in found if x is not None and y is not None]
+        if points:
+            pictures.append(
+                curve_svg(points, title=f"Test {name}", width_px=560, height_px=200, y_label=name, standalone=False)
+            )
+    if not pictures:
+        return ""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="Evaluations">{"".join(pictures)}</div>'
 
 
 def _phases(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -74,7 +74,8 @@ def _(noun: Program) -> str:
 def _(noun: Plan) -> str:
     if noun.workers > _MOST_WORKERS:
         return ""
-    with suppress(PipelineError):  # a plan for a method of another layout
+    with suppress(PipelineError):  # a plan for a method of another layout, or one that names a file of code
+        schedules.refuse_code(noun.schedule, "the plan")
         return picture(lower(schedules.build(noun.method()[0], noun, noun.method()[1])))
     return ""
 

@@ -132,7 +132,7 @@ def _axis(seconds: float, scale: float, top: float, bottom: float) -> list[str]:
             f'<line class="tick" x1="{length(x)}" x2="{length(x)}" y1="{length(top - 4)}" '
             f'y2="{length(bottom)}" stroke="{COLOURS["line"][0]}"/>'
         )
-        anchor = "end" if x > LEFT + seconds * scale - 14 else "middle"
+        anchor = "end" if x > LEFT + seconds * scale - 24 else "middle"
         parts.append(text(x, bottom + 13, f"{figure(tick)} {unit}", colour="faint", anchor=anchor))
     return parts
 

@@ -5,7 +5,7 @@ report.html     the same to read, with the timelines
 weights.pt      the whole model's state dict (and weights_ema.pt)
 trace.json      the measured timeline for Perfetto or chrome://tracing
 checkpoints/    to resume from (`--resume`); named by `training.resume.CHECKPOINTS`
-plan.json, profile.json, predicted.json, measured.json, losses.json
+plan.json, profile.json, predicted.json, measured.json, start.json, losses.json
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.html import save_page
+from pipedream.report.lanes import start_window
 from pipedream.report.trace import save_trace
 from pipedream.runtime.checkpoint.files import save_weights
 from pipedream.runtime.checkpoint.storage import newest_checkpoint
@@ -42,6 +43,8 @@ __all__ = [
     "write_report",
     "write_run",
 ]
+
+_SHOWN_MICROBATCHES = 40  # of the begin of a run
 
 
 def last_segment(measured: Timeline, drains: list[int]) -> Timeline:
@@ -77,7 +80,7 @@ def summarise(
     stages = []
     placement = plan.placement
     for index, stage in enumerate(plan.stages):
-        for rank in placement.ranks[index]:
+        for rank, worker in zip(placement.ranks[index], plan.workers_of(index), strict=True):
             now, then = after.per_rank[rank], before.per_rank[rank]
             stages.append(
                 {
@@ -94,7 +97,7 @@ def summarise(
                     "bytes_sent": sent_bytes.get(rank, 0),
                     "peak_bytes": now.peak_bytes,
                     "reserved_bytes": measured.reserved_bytes[rank] if measured.reserved_bytes else None,
-                    "predicted_peak_bytes": stage.peak_bytes,
+                    "predicted_peak_bytes": plan.worker_bytes[worker],  # of all its stages, as it is measured
                     "versions": measured.peak_versions[rank] if measured.peak_versions else None,
                     "staleness": now.staleness,
                 }
@@ -207,6 +210,8 @@ def write_run(folder: Path, files: RunFiles) -> None:
         keep_plan(folder, files.plan, files.profile)
         files.predicted.save(folder / "predicted.json")
         files.steady.save(folder / "measured.json")
+        if (start := _start(files.measured[0])) is not None:
+            start.save(folder / "start.json")
         write_text(folder / "losses.json", json.dumps(files.losses))
         write_text(folder / "summary.json", json.dumps(files.summary, indent=1) + "\n")
         save_trace(files.measured, folder / "trace.json")
@@ -215,6 +220,15 @@ def write_run(folder: Path, files: RunFiles) -> None:
         saved = newest_checkpoint(folder / CHECKPOINTS)
         advice = "" if saved is None else f"{saved} is complete: with --resume {folder} only what is missing is done"
         raise WorkerError(0, "writing the run folder", str(error), advice) from None
+
+
+def _start(measured: Timeline) -> Timeline | None:
+    """Returns the begin of a run, for its picture; None if nothing ran."""
+    window = start_window(measured, _SHOWN_MICROBATCHES)
+    if window is None:
+        return None
+    kept = tuple(tag for tag in measured.gradient_versions if tag.microbatch < window.last)
+    return replace(measured.between(window.start_s, window.end_s), gradient_versions=kept)
 
 
 def write_report(folder: Path) -> Path:
@@ -234,6 +248,7 @@ def write_report(folder: Path) -> Path:
         "profile": Profile.load(profile) if profile.exists() else None,
         "predicted": Timeline.load(folder / "predicted.json"),
         "measured": Timeline.load(folder / "measured.json"),
+        "start": Timeline.load(start) if (start := folder / "start.json").exists() else None,
     }
     try:
         title = f"{summary.get('recipe', 'run')}, {summary.get('schedule', '')}"
