@@ -65,6 +65,8 @@ class SavedStage:
 
     Attributes:
         numbers: parameter -> key -> value.
+        common: the optimizer's state that belongs to no parameter.
+        modules: module -> what its ``get_extra_state`` returned.
         updates, scheduled: steps of the optimizer and the learning-rate scheduler.
         norm_square: of the gradients' newest known global norm.
         skipped: updates with gradients that were not finite.
@@ -81,6 +83,8 @@ class SavedStage:
     skipped: int = 0
     loss_scale: tuple[float, int] | None = None
     rounds_before: int = 0
+    common: dict[str, Any] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.groups:

@@ -19,6 +19,7 @@ from pipedream.core.checkpoint import Checkpoint, Position, RunRequest, SavedSta
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import optimizer_state, parameters, storage
+from pipedream.runtime.checkpoint.extra_state import extra_states_of, set_extra_states
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.data.rng import restore_rng, saved_rng
@@ -35,6 +36,8 @@ class Checkpointer:
 
     Args:
         names: each stage's parameters and buffers.
+        unused: those of the model that no stage reads; at rank 0 only.
+        loss: None if it is no module.
         group, writer_group: gloo groups of all ranks, the latter for the background; None in a single process.
     """
 
@@ -46,8 +49,13 @@ class Checkpointer:
         group: dist.ProcessGroup | None,
         writer_group: dist.ProcessGroup | None,
         device: torch.device,
+        *,
+        unused: Sequence[str] = (),
+        loss: nn.Module | None = None,
     ) -> None:
         self._model = model
+        self._unused = unused
+        self._loss = {} if loss is None else {f"loss/{name}": t for name, t in loss.state_dict(keep_vars=True).items()}
         self._workers = workers
         self._names = names
         self._group = group
@@ -136,8 +144,9 @@ class Checkpointer:
 
     def _collect(self) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
         state = named_state(self._model)
-        tensors: dict[str, torch.Tensor] = {}
+        tensors = {f"model/{name}": state[name].detach() for name in self._unused}
         stages: dict[int, Any] = {}
+        extra_states = self.extra_states()
         for stage, stage_state in self._stage_states(first_replicas=True):
             tensors |= {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
             tensors |= optimizer_state.tensors_of(stage_state.optimizer)
@@ -146,9 +155,20 @@ class Checkpointer:
                 replace(
                     optimizer_state.to_saved_stage(stage_state.optimizer),
                     norm_square=self._workers[0].update_barrier.norm_square,
+                    modules=extra_states[stage],
                 )
             )
+            if stage == len(self._names) - 1:
+                tensors |= {name: tensor.detach() for name, tensor in self._loss.items()}
         return tensors, stages
+
+    def extra_states(self) -> dict[int, dict[str, Any]]:
+        """Returns the extra states, in JSON, of the modules of each stage whose replica 0 is here."""
+        layers = [stage.names for stage in self._program.plan.stages]
+        return {
+            stage: extra_states_of(self._model, stage, layers, self._names)
+            for stage, _ in self._stage_states(first_replicas=True)
+        }
 
     def _fetch(self, path: Path, manifest: Checkpoint, names: set[str]) -> dict[str, torch.Tensor]:
         """Returns tensors from this machine's files, and those that others have from them."""
@@ -171,8 +191,14 @@ class Checkpointer:
 
     def _restore(self, path: Path, manifest: Checkpoint, found: dict[str, torch.Tensor]) -> None:
         values = {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
-        mine = {name for stage in self._stages() for name in self._names[stage]}
+        mine = {name for stage in self._stages() for name in self._names[stage]} | (set(self._unused) & set(values))
         parameters.load(self._model, values, mine, {}, self._device)
+        for held in manifest.stages:
+            set_extra_states(self._model, held.modules)
+        with torch.no_grad():
+            for name, tensor in self._loss.items():
+                if name in found:
+                    tensor.copy_(found[name])
         share_with_replicas(self._workers)
         same = self._counts_alike(manifest)
         for stage, stage_state in self._stage_states():
@@ -215,6 +241,8 @@ class Checkpointer:
         here = {name for stage in self._stages() for name in self._names[stage]}
         # A shared weight has its first name, perhaps that of a layer elsewhere.
         yield from (f"model/{name}" for name in trained - here if f"model/{name}" in manifest.tensors)
+        yield from (name for name in self._loss if name in manifest.tensors)
+        yield from (f"model/{name}" for name in self._unused if f"model/{name}" in manifest.tensors)
         averaged = any(stage_state.optimizer.ema for _, stage_state in self._stage_states())
         stepped = {
             name

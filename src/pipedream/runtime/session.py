@@ -34,6 +34,7 @@ from pipedream.runtime.assemble import (
     remote_forwards_of,
 )
 from pipedream.runtime.checkpoint import parameters
+from pipedream.runtime.checkpoint.extra_state import keys_of, modules_by_key
 from pipedream.runtime.checkpoint.files import fit_names, open_weights
 from pipedream.runtime.checkpoint.initial_values import materialise, named_state
 from pipedream.runtime.checkpointing import Checkpointer, share_with_replicas
@@ -105,12 +106,16 @@ class Session:
         stages, batch_dim = blueprint.program.plan.stages, blueprint.settings.batch_dim
         self._stage_names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
         self._shared_names = parameters.shared_names(model)
+        self._unused: list[str] = []
         self._guard: Guard | None = None
         self._activity = Activity()
         self._group: dist.ProcessGroup | None = None
         self._connections: Connections | None = None
         self._microbatches: dict[int, Microbatches] = {}
         self._data_channels: list[Sender | Receiver] = []
+        if self.rank == 0:
+            every = [name for names in self._stage_names for name in names]
+            self._unused = parameters.unused_names(model, every)
         if processes == 1:
             self.workers = self._build_all(weights)
             self._data = DataSource(blueprint.programs, range(blueprint.placement.workers), batch_dim=batch_dim)
@@ -123,7 +128,14 @@ class Session:
         self._clock = measured.ClockOffset(self._group)
         self._writer_group = dist.new_group(backend="gloo") if self.distributed else None
         self.checkpointer = Checkpointer(
-            model, self.workers, self._stage_names, self._group, self._writer_group, blueprint.device
+            model,
+            self.workers,
+            self._stage_names,
+            self._group,
+            self._writer_group,
+            blueprint.device,
+            unused=self._unused,
+            loss=blueprint.settings.loss.module,
         )
         self.interrupts = Interrupts(patient=self.distributed)
         for worker in self.workers:
@@ -144,9 +156,11 @@ class Session:
         """Loads this rank's part of a file. Returns the names of all ranks' parts."""
         if weights is None:
             return set()
-        names = [name for owned in self._stage_names for name in owned]
-        state = fit_names(self.model, open_weights(weights), names, self._shared_names, weights)
-        parameters.load(self.model, state, self._names_here, self._shared_names, self._blueprint.device)
+        found = open_weights(weights)
+        names = [name for owned in self._stage_names for name in owned] + [n for n in self._unused if n in found]
+        state = fit_names(self.model, found, names, self._shared_names, weights)
+        here = self._names_here | (set(self._unused) & set(state))
+        parameters.load(self.model, state, here, self._shared_names, self._blueprint.device)
         return set(state)
 
     def _connect(self, processes: int, stuck_after_s: float) -> Connections:
@@ -198,7 +212,7 @@ class Session:
             for stage, _ in placement.remote_forwards(self.rank)
         }
         remote_forwards = remote_forwards_of(blueprint, self.rank, visited)
-        parameters.drop_foreign(model, self._names_here)
+        parameters.drop_foreign(model, self._names_here | set(self._unused))
         for remote_forward in remote_forwards.values():
             remote_forward.empty()
         handles = {stage: parameters.trained(model, self._stage_names[stage]) for stage in own_stages}
@@ -451,7 +465,11 @@ class Session:
                 same = {id(tensor): others[name] for name, tensor in state.items() if name in others}
                 own = {name: same.get(id(tensor), tensor) for name, tensor in own.items()}
             placement = self.program.placement
-            whole = parameters.collect(own, state, self._stage_names, placement, self.rank, self._group)
+            whole: dict[str, Any] = parameters.collect(own, state, self._stage_names, placement, self.rank, self._group)
+            whole |= {name: state[name].detach().cpu().clone() for name in self._unused}
+            for text in gather_texts(json.dumps(self.checkpointer.extra_states()), self._group):
+                for states in json.loads(text).values() if self.rank == 0 else ():
+                    whole |= keys_of(states)
             return {name: whole[name] for name in self.model.state_dict() if name in whole}
 
     def save_pretrained(self, folder: Path, ema: bool, predicted: bool) -> None:
@@ -469,7 +487,11 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Each rank reads its part of the whole state."""
-        parameters.load(self.model, state, self._names_here, self._shared_names, self._blueprint.device)
+        here = self._names_here | (set(self._unused) & set(state))
+        parameters.load(self.model, state, here, self._shared_names, self._blueprint.device)
+        for key, module in modules_by_key(self.model).items():
+            if key in state:
+                module.set_extra_state(state[key])
         share_with_replicas(self.workers)
         for worker in self.workers:
             for stage_state in worker.stage_states.values():

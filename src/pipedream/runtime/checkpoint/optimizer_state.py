@@ -14,6 +14,7 @@ import torch
 
 from pipedream.core.checkpoint import ParameterGroup, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
+from pipedream.runtime.data.tensor_json import from_json, to_json
 from pipedream.runtime.update.optimizer import Optimizer
 
 __all__ = ["restore", "tensors_of", "to_saved_stage"]
@@ -55,6 +56,7 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
         name: _checked({k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}, f"state of {kind}")
         for name, state in _states(optimizer).items()
     }
+    everything: dict[Any, Any] = optimizer.optimizer.state  # also under keys that are texts
     scheduler = None
     if optimizer.scheduler is not None:
         state = optimizer.scheduler.state_dict()
@@ -68,6 +70,11 @@ def to_saved_stage(optimizer: Optimizer) -> SavedStage:
         skipped=optimizer.skipped,
         loss_scale=None if optimizer.loss_scale is None else (optimizer.loss_scale.value, optimizer.loss_scale.good),
         rounds_before=optimizer.rounds_before,
+        common={
+            key: to_json(value, f"the state {key!r} of {kind}")
+            for key, value in everything.items()
+            if isinstance(key, str)
+        },
     )
 
 
@@ -100,10 +107,11 @@ def restore(
             name = names.get(id(parameter))
             if name is not None:
                 whole["state"][index] = _state_of(name, places, stages, tensors)
-    whole["state"] = {index: state for index, state in whole["state"].items() if state}
-    inner.load_state_dict(whole)
     # What belongs to a stage: from the same stage, else from the first.
     then = stages[0 if stage is None else stage]
+    whole["state"] = {index: state for index, state in whole["state"].items() if state}
+    whole["state"] |= {key: from_json(value) for key, value in then.common.items()}
+    inner.load_state_dict(whole)
     optimizer.skipped = then.skipped
     if optimizer.loss_scale is not None and optimizer.loss_scale.changes and then.loss_scale is not None:
         optimizer.loss_scale.value, optimizer.loss_scale.good = then.loss_scale

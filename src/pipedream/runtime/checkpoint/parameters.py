@@ -14,12 +14,23 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.placement import Placement
 from pipedream.runtime.checkpoint.initial_values import Slots, named_state
 
-__all__ = ["collect", "drop_foreign", "load", "share_initial", "shared_names", "stage_names", "trained"]
+__all__ = ["collect", "drop_foreign", "load", "share_initial", "shared_names", "stage_names", "trained", "unused_names"]
 
 
 def stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
     """Returns the parameters and buffers of layers first <= i < last, each once."""
     return list(dict.fromkeys(name for layer in graph.layers[first:last] for name in layer.parameters))
+
+
+def unused_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Returns the parameters and buffers that no layer reads and a state dict holds, without those on the meta device.
+
+    Args:
+        names: of all layers.
+    """
+    state, saved = named_state(model), model.state_dict(keep_vars=True)
+    used = {id(state[name]) for name in names}
+    return [name for name, t in state.items() if id(t) not in used and name in saved and not t.is_meta]
 
 
 def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

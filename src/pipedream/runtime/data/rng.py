@@ -4,7 +4,7 @@ What else draws from the global generators differs from rank to rank and from pl
 state of them that is in force only while a loader or sampler draws. If nothing else draws, the order is that of a
 plain ``for batch in loader``.
 
-A user's own `torch.Generator` is drawn from in place; it has the same state on all ranks.
+A user's own generator, of torch, Python or NumPy, is drawn from in place; it has the same state on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.data.tensor_json import base64_of, bytes_of
+from pipedream.runtime.data.tensor_json import base64_of, bytes_of, from_json, to_json
 
 __all__ = ["DataOrder", "RngStates", "generators_of", "preserved_rng", "restore_rng", "saved_rng"]
 
@@ -99,6 +99,63 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
     return found
 
 
+_READ = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
+
+
+def _own_generators(loader: Any) -> dict[str, Any]:
+    """Returns attribute path -> generator of Python, NumPy or torch that a loader or one of its samplers holds."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    found: dict[str, Any] = generators_of(loader)
+    known = {id(torch.default_generator), *map(id, found.values())}
+    for path in _READ:
+        holder = loader
+        for name in path.split(".") if path else ():
+            holder = getattr(holder, name, None)
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, kinds) and id(value) not in known:
+                known.add(id(value))
+                found[f"{path}.{name}".lstrip(".")] = value
+    return found
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return _text_of(generator.get_state())
+    if isinstance(generator, random.Random):
+        return to_json(generator.getstate())
+    if hasattr(generator, "bit_generator"):
+        return _arrays_to_json(generator.bit_generator.state)
+    return _arrays_to_json(generator.get_state(legacy=False))
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(_tensor_of(state))
+    elif isinstance(generator, random.Random):
+        generator.setstate(from_json(state))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = _arrays_from_json(state)
+    else:
+        generator.set_state(_arrays_from_json(state))
+
+
+def _arrays_to_json(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _arrays_to_json(value) for key, value in state.items()}
+    return {"values": state.tolist(), "dtype": str(state.dtype)} if hasattr(state, "tolist") else state
+
+
+def _arrays_from_json(state: Any) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+    if set(state) == {"values", "dtype"}:
+        return sys.modules["numpy"].array(state["values"], dtype=state["dtype"])
+    return {key: _arrays_from_json(value) for key, value in state.items()}
+
+
 @contextmanager
 def preserved_rng(loader: Any) -> Iterator[None]:
     """Restores all generators at the end, the loader's included."""
@@ -139,14 +196,14 @@ class DataOrder:
 
     def snapshot(self, loader: Any) -> dict[str, Any]:
         states = self._current()
-        own = {path: _text_of(generator.get_state()) for path, generator in generators_of(loader).items()}
+        own = {path: _state_of(generator) for path, generator in _own_generators(loader).items()}
         return states.to_json() | {"generators": own}
 
     def restore(self, state: Mapping[str, Any], loader: Any) -> None:
         self._states = RngStates.from_json(state)
-        for path, generator in generators_of(loader).items():
+        for path, generator in _own_generators(loader).items():
             if path in state["generators"]:
-                generator.set_state(_tensor_of(state["generators"][path]))
+                _set_state(generator, state["generators"][path])
 
     def _current(self) -> RngStates:
         if self._states is None:

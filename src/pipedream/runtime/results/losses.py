@@ -69,6 +69,7 @@ class Loss:
 
     Attributes:
         function, weight: the arguments `loss` and `weight`.
+        module: the loss itself, if it is one; or None.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Loss:
         self._is_of_classes = _is_one_of(self._unwrapped, _CLASS_LOSSES, _CLASS_MODULES)
         self._is_of_elements = _is_one_of(self._unwrapped, _ELEMENT_LOSSES, _ELEMENT_MODULES)
         self._of_model = LossWeight(of_model)
+        self.module = self._unwrapped if isinstance(self._unwrapped, nn.Module) else None
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
         self._calls = LossCalls() if watches else None
         self._is_watched = False

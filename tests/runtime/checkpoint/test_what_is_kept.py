@@ -1,0 +1,162 @@
+"""What belongs to no stage is kept, too: in checkpoints, and in state dicts where plain PyTorch has it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+import pipedream as pd
+from pipedream.core.hardware.cluster import Cluster
+
+
+class Scale(nn.Module):
+    """Its factor is no parameter; it depends on how often it was called, and is its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.tensor(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.factor = self.factor * 0.9
+        return x * self.factor
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"factor": self.factor, "place": (1, "a")}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert state["place"] == (1, "a")
+        self.factor = state["factor"]
+
+
+class Model(nn.Module):
+    """The unused head is in its state dict only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.scale = Scale()
+        self.last = nn.Linear(4, 1)
+        self.unused = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.scale(self.first(x)))
+
+
+class RunningLoss(nn.Module):
+    """Divides by a running size of the loss."""
+
+    size: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        loss = (output - batch[1]).square().mean()
+        if torch.is_grad_enabled():
+            self.size.mul_(0.5).add_(loss.detach(), alpha=0.5)
+        return loss / self.size
+
+
+class Counting(torch.optim.SGD):
+    """Its rate depends on a count that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["count"] = self.state.get("count", torch.zeros(())) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / float(self.state["count"])
+        super().step(closure)
+
+
+class Shuffled(Sampler[int]):
+    """Draws from a generator of its own."""
+
+    def __init__(self, length: int, draw: Callable[[int], list[int]], own: Any) -> None:
+        self.length = length
+        self.draw = draw
+        self.own = own
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw(self.length))
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def shuffled(kind: str) -> Shuffled:
+    """Returns a sampler with a generator of one of the kinds."""
+    own: Any
+    if kind == "python":
+        own = random.Random(1)
+        return Shuffled(20, lambda n: own.sample(range(n), n), own)
+    if kind == "torch":
+        own = torch.Generator().manual_seed(1)
+        return Shuffled(20, lambda n: torch.randperm(n, generator=own).tolist(), own)
+    own = np.random.default_rng(1) if kind == "numpy" else np.random.RandomState(1)
+    return Shuffled(20, lambda n: [int(i) for i in own.permutation(n)], own)
+
+
+def train(folder: Path, kind: str, epochs: int, resume: bool) -> tuple[list[float], dict[str, Any]]:
+    """Trains in as many stages as there are processes, or two; saves after each epoch."""
+    torch.manual_seed(int(resume))
+    model = Model()
+    if not resume:
+        nn.init.ones_(model.unused.weight)
+    inputs = torch.linspace(-1, 1, 60).reshape(20, 3)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    profile = pd.profile(model, inputs[:5], runs=1)
+    losses = []
+    with pd.Pipeline(
+        model,
+        pd.plan(profile, Cluster.flat(2), cuts=["last"]),
+        schedule="1f1b",
+        loss=RunningLoss(),
+        optimizer=partial(Counting, lr=0.1),
+        weight=lambda batch: len(batch[0]),
+        check=False,
+    ) as pipeline:
+        if resume:
+            pipeline.load(folder)
+        loader = DataLoader(data, batch_size=5, sampler=shuffled(kind))
+        for done in pipeline.train(loader, epochs=epochs - pipeline.position[0]):
+            losses.append(done.loss)
+            if done.ends_epoch:
+                pipeline.save(folder)
+        return losses, pipeline.state_dict()
+
+
+def check(tmp_path: Path, kind: str, run: Callable[..., Any]) -> None:
+    """Compares a run with one that was resumed in the middle."""
+    losses, state = run(tmp_path / "whole", kind, 3, False)
+    assert set(state) == set(Model().state_dict()), "a strict load_state_dict takes it"
+    assert torch.equal(state["unused.weight"], torch.ones(2, 4))
+    Model().load_state_dict(state)
+    run(tmp_path / "part", kind, 1, False)
+    rest, resumed = run(tmp_path / "part", kind, 3, True)
+    assert rest == losses[len(losses) - len(rest) :]
+    factors = [one.pop("scale._extra_state")["factor"] for one in (state, resumed)]
+    assert torch.equal(*factors)
+    assert factors[0] < 1
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("kind", ["python", "torch", "numpy", pytest.param("numpy's older", marks=pytest.mark.slow)])
+def test_a_resumed_run_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
+    check(tmp_path, kind, train)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_several_processes_do_too(tmp_path: Path) -> None:
+    check(tmp_path, "python", lambda *args: processes.results(train, 2, *args)[0])
