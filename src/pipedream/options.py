@@ -215,7 +215,8 @@ class TrainingOptions(MethodOptions):
             evaluation drains it, 0 never. They are in the run folder (`training.resume.CHECKPOINTS`).
         keep: number of checkpoints to keep.
         resume: run folder or checkpoint to continue from; another number of workers gets a new plan. After a restart by
-            the launcher the run continues from its newest checkpoint without this.
+            the launcher the run continues from its newest checkpoint without this. The folder `out` may still be empty:
+            the same options then start a run and continue it.
         cluster: workers and links; by default this machine, or if the processes are on several the links are measured.
         memory_bytes: of each worker, if there is no cluster; by default what the machines have.
         weights: to start from, as in `Pipeline`.

@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler
 import pipedream as pd
 from pipedream.core.errors import ArtifactError
 from pipedream.runtime.checkpoint import storage
-from pipedream.training.resume import CHECKPOINTS
+from pipedream.training.resume import CHECKPOINTS, resume_point
 from pipedream.training.train import train_recipe
 
 EPOCHS = 6
@@ -370,3 +370,13 @@ def test_a_loops_own_values_are_kept(tmp_path: Path) -> None:
     with pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=OPTIMIZERS["sgd"]) as pipeline:
         pipeline.load(tmp_path)
         assert pipeline.extra == {"best": 0.5}
+
+
+def test_one_command_starts_and_continues_a_run(tmp_path: Path) -> None:
+    """Only the folder that the run writes may be without a checkpoint."""
+    run = tmp_path / "run"
+    assert resume_point(run, run) is None
+    assert resume_point(str(run), run) is None
+    for out in (None, tmp_path / "other"):
+        with pytest.raises(ArtifactError, match=r"no complete checkpoint in .*run to resume from"):
+            resume_point(run, out)

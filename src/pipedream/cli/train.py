@@ -161,7 +161,9 @@ Keep = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_RUN, hel
 Resume = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", rich_help_panel=_RUN, help="Continue a run: its run folder, or one of its checkpoints."
+        metavar="DIR",
+        rich_help_panel=_RUN,
+        help="Continue a run: its run folder, or one of its checkpoints; if it is that of --out, it may have none yet.",
     ),
 ]
 TrainSeed = Annotated[
@@ -188,6 +190,8 @@ Out = Annotated[
 Log = Annotated[
     list[str] | None,
     typer.Option(
+        "--logger",
+        "--log",  # torchrun refuses it, as short for options of its own
         metavar="csv|tensorboard|wandb|mlflow",
         rich_help_panel=_RUN,
         help="Also log to the run folder, or to a service by its own package; repeatable.",
@@ -275,7 +279,8 @@ def train(
         raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
     given = Plan.load(plan) if plan is not None else None
     described = None if cluster is None else cluster_of(cluster, [], [], 0.0, None)
-    count = workers or _planned_workers(given, config, None if is_worker() else resume, schedule, described) or 2
+    planned = None if is_worker() else _planned_workers(given, config, resume, schedule, described, out)
+    count = workers or planned or 2
     if not is_worker() and (count > 1 or max_restarts):
         own = _own_folder(recipe) if (max_restarts or elastic) and out is None else ()
         start_workers(count, more=own, max_restarts=max_restarts, fewest=min_workers if elastic else None)
@@ -341,6 +346,7 @@ def _planned_workers(
     resume: Path | None,
     schedule: str | None = None,
     cluster: Cluster | None = None,
+    out: Path | None = None,
 ) -> int | None:
     """Returns the number of workers that the options imply."""
     if plan is not None:
@@ -355,5 +361,5 @@ def _planned_workers(
         return None
     from pipedream.training.resume import resume_point
 
-    found = resume_point(resume, None)
+    found = resume_point(resume, out)
     return None if found is None else found.manifest.plan.workers

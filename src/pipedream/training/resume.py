@@ -70,7 +70,7 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
     """Returns the requested checkpoint, or after a launcher's restart the run's newest; every rank calls it.
 
     Args:
-        resume: a run folder, a folder of checkpoints, or a checkpoint; or None.
+        resume: a run folder, a folder of checkpoints, or a checkpoint; or None. The folder `out` may still be empty.
 
     Raises:
         ArtifactError: there is no complete checkpoint, or it is damaged.
@@ -84,7 +84,8 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
     group = process_group.world_group()
     path = newest_of_all(found, group)
     if path is None:
-        if resume is None:
+        # One command may start a run and continue it.
+        if resume is None or (out is not None and Path(out) == Path(resume)):
             return None
         raise ArtifactError(
             f"there is no complete checkpoint in {resume} to resume from; give the run folder of a run that has saved "

@@ -1,0 +1,372 @@
+"""docs/clusters.md as an engineer follows it, with a model of their own: every command of the page, as it is written.
+
+Two machines are two network namespaces; for Slurm they have names, a controller and a daemon each. Only addresses,
+folders and the network interface are replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import commands
+import pytest
+import torch
+from commands import Ended, Started
+from two_machines import ADDRESSES, machines
+
+import pipedream
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.plan import Plan
+from pipedream.recipe import load_recipe
+
+__all__ = ["machines"]  # the fixture
+
+PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
+FAILS_WITHIN_S = 15.0
+
+RECIPE = """
+import os, time
+from functools import partial
+import torch
+from torch import nn
+import pipedream
+
+
+class Engine(nn.Module):  # no chain: a residual connection, two inputs, a function between modules
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 64)
+        self.mix = nn.Linear(64, 64)
+        self.norm = nn.LayerNorm(64)
+        self.forget = nn.Dropout(0.1)
+        self.wide = nn.Linear(64, 128)
+        self.head = nn.Linear(128, 4)
+
+    def forward(self, words, weight):
+        x = self.embed(words) * weight.unsqueeze(-1)
+        x = self.norm(x + torch.relu(self.mix(x)))
+        return self.head(self.forget(torch.tanh(self.wide(x))).mean(1))
+
+
+class Batches:
+    def __len__(self):
+        return 30
+
+    def __iter__(self):
+        for n in range(30):
+            time.sleep(float(os.environ.get("SLOW_S", "0")))
+            draw = torch.Generator().manual_seed(n)
+            words = torch.randint(0, 32, (16, 8), generator=draw)
+            yield {"words": words, "weight": torch.rand(16, 8, generator=draw)}, words[:, 0] % 4
+
+
+def recipe(seed=0):
+    torch.manual_seed(seed)
+    return pipedream.Recipe(
+        model=Engine(),
+        loss=nn.functional.cross_entropy,
+        optimizer=partial(torch.optim.Adam, lr=1e-3),
+        train=Batches(),
+        test=list(Batches())[:4],
+        epochs=3,
+    )
+"""
+
+
+def blocks(language: str, folder: Path) -> list[str]:
+    """Returns the page's blocks of a language, for two machines of this one that share a folder."""
+    text = PAGE.read_text(encoding="utf-8")
+    found = re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+    replaced = {"10.0.0.1": ADDRESSES[0], "/shared": str(folder / "shared"), "eth0": "cable"}
+    return [re.sub("|".join(map(re.escape, replaced)), lambda match: replaced[match[0]], block) for block in found]
+
+
+def folder_of(folder: Path) -> Path:
+    (folder / "shared").mkdir()
+    for name in ("machine0", "machine1"):
+        (folder / name).mkdir()
+        (folder / name / "recipe.py").write_text(RECIPE, encoding="utf-8")
+    return folder
+
+
+def typed(line: str, folder: Path, within: tuple[str, ...] = (), **environment: str) -> Started:
+    """Starts a line of shell in a folder, with this environment's commands on the path."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, module in (("pipedream", "pipedream"), ("torchrun", "torch.distributed.run")):
+        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n', encoding="utf-8")
+        (folder / "bin" / name).chmod(0o755)
+    environment |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    shell = "import os, sys; os.execvp('bash', ['bash', '-c', sys.argv[1]])"
+    return commands.start("-c", shell, line, folder=folder, environment=environment, within=within)
+
+
+def ran(line: str, folder: Path) -> Ended:
+    ended = typed(line, folder).end()
+    assert ended.status == 0, f"{line}\n{ended.err}"
+    return ended
+
+
+def on_each(line: str, names: tuple[str, str], folder: Path, **environment: str) -> list[Started]:
+    """Types a line of torchrun on both machines."""
+    assert " --node-rank 0 " in line
+    started = []
+    for rank, name in enumerate(names):
+        # Processes of one machine are none of the other's business.
+        within = ("ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+        own = line.replace("--node-rank 0", f"--node-rank {rank}")
+        started.append(typed(own, folder / f"machine{rank}", within, **environment))
+    return started
+
+
+def wait_for(what: str, ready: Any, started: list[Started], most_s: float = 120.0) -> None:
+    end = time.monotonic() + most_s
+    while not ready():
+        assert time.monotonic() < end, f"no {what} after {most_s} s"
+        assert all(one.processes() for one in started), f"it ended without {what}"
+        time.sleep(0.05)
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.parent.name for path in (folder / "run" / "checkpoints").glob("[!.]*/checkpoint.json"))
+
+
+def worker_of(started: Started) -> int:
+    """Returns the worker's process: torchrun starts it with -u."""
+    words = started.processes()
+    return next(pid for pid, line in words.items() if re.match(r"\S+ -u -m pipedream train ", line))
+
+
+def same_as_in_one_process(shared: Path, folder: Path, plan: Plan) -> None:
+    torch.set_num_threads(1)  # as many as each of the workers has
+    made = lambda seed: load_recipe(str(folder / "machine0" / "recipe.py"), seed=seed)  # noqa: E731
+    pipedream.run(made, plan=plan, out=folder / "here", quiet=True)
+    one, other = (torch.load(run / "weights.pt", weights_only=True) for run in (shared / "run", folder / "here"))
+    assert all(torch.equal(one[key], other[key]) for key in one), "the interrupted run has other weights"
+    losses = [json.loads((run / "losses.json").read_text()) for run in (shared / "run", folder / "here")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.network
+@pytest.mark.processes
+def test_path_of_the_engineer_with_torchrun(machines: tuple[str, str], tmp_path: Path) -> None:
+    """Probe, plan, launch, watch; one worker is killed; resume."""
+    folder = folder_of(tmp_path)
+    shared, first = folder / "shared", folder / "machine0"
+    export, probe, plan, launch, watch = blocks("sh", folder)
+    interfaces = dict(word.split("=") for word in export.split()[1:])
+    ends = [one.end() for one in on_each(probe, machines, folder, **interfaces)]
+    assert [ended.status for ended in ends] == [0, 0], ends[0].err
+    assert "rank 0 to rank 1" in ends[0].out
+    assert Cluster.load(first / "cluster.json").workers == 2
+    printed = "".join(ran(line, first).out for line in plan.splitlines())
+    assert "of Engine" in printed
+    made = Plan.load(shared / "plan.json")
+    assert made.cluster == Cluster.load(first / "cluster.json")
+
+    started = on_each(launch, machines, folder, SLOW_S="0.05", **interfaces)
+    wait_for("checkpoint", lambda: checkpoints(shared), started)
+    rows = ran(watch, folder / "machine1").out.splitlines()
+    assert len(rows) == 3
+    assert all(int(row.split(",")[0]) >= 0 for row in rows)
+    since = time.monotonic()
+    started[1].kill(worker_of(started[1]))
+    ends = [one.end(60.0) for one in started]
+    assert time.monotonic() - since < FAILS_WITHIN_S
+    assert [ended.status for ended in ends] == [1, 1]
+    assert not ends[0].orphans
+    assert not ends[1].orphans
+    assert "rank 0, stage " in ends[0].err, ends[0].err
+    assert "another worker" in ends[0].err
+
+    before = checkpoints(shared)
+    ends = [one.end() for one in on_each(launch, machines, folder, **interfaces)]
+    assert [ended.status for ended in ends] == [0, 0], ends[0].err
+    assert f"resuming from {shared / 'run' / 'checkpoints' / before[-1]}" in ends[0].out
+    assert json.loads((shared / "run" / "summary.json").read_text())["minibatches"] == 90
+    same_as_in_one_process(shared, folder, made)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_job_of_kubernetes(tmp_path: Path) -> None:
+    """The command of each pod, with the variables that the training operator gives it, on one machine."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    folder = folder_of(tmp_path)
+    (text,) = blocks("yaml", folder)
+    job = yaml.safe_load(text)
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert [(kind, one["replicas"]) for kind, one in replicas.items()] == [("Master", 1), ("Worker", 1)]
+    started = []
+    for rank, one in enumerate(replicas.values()):
+        (container,) = one["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch", "the operator looks for this name"
+        mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounted == {one["template"]["spec"]["volumes"][0]["name"]: str(folder / "shared")}
+        each = job["spec"]["nprocPerNode"]
+        variables = {"WORLD_SIZE": str(len(replicas) * int(each)), "RANK": str(rank), "PET_NODE_RANK": str(rank)}
+        variables |= {"PET_NPROC_PER_NODE": each, "PET_NNODES": str(len(replicas))}
+        for prefix in ("", "PET_"):
+            variables |= {f"{prefix}MASTER_ADDR": "127.0.0.1", f"{prefix}MASTER_PORT": "23456"}
+        line = " ".join(container["command"])
+        started.append(typed(line, folder / f"machine{rank}", GLOO_SOCKET_IFNAME="lo", **variables))
+    ends = [one.end() for one in started]
+    assert [ended.status for ended in ends] == [0, 0], ends[0].err
+    summary = json.loads((folder / "shared" / "run" / "summary.json").read_text())
+    assert (summary["minibatches"], summary["configuration"]["processes"]) == (90, 2)
+
+
+# -- Slurm ------------------------------------------------------------------------------------------
+
+SLURM = """
+ClusterName=test
+SlurmctldHost=node1({addresses[0]})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+MpiDefault=none
+KillWait=5
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+SlurmdParameters=config_overrides
+NodeName=node1 NodeAddr={addresses[0]} CPUs=4 State=UNKNOWN
+NodeName=node2 NodeAddr={addresses[1]} CPUs=4 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+class Slurm:
+    """A controller on the first of two machines, and a daemon on each; `names` are of their network namespaces."""
+
+    def __init__(self, folder: Path, names: tuple[str, str]) -> None:
+        self.folder, self._names = folder, names
+        self._started: list[subprocess.Popen[bytes]] = []
+        (folder / "state").mkdir(parents=True)
+        folder.chmod(0o755)
+        hosts = zip(ADDRESSES, ("node1", "node2"), strict=True)
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{ip} {name}\n" for ip, name in hosts))
+        (folder / "slurm.conf").write_text(SLURM.format(folder=folder, addresses=ADDRESSES))
+        (folder / "key").write_bytes(os.urandom(1024))
+        (folder / "key").chmod(0o400)
+
+    def on(self, machine: int, *command: str) -> tuple[str, ...]:
+        """Returns a command as it runs on a machine, with its own name."""
+        inside = f'hostname node{machine + 1}; mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
+        enter = ("nsenter", f"--net=/run/netns/{self._names[machine]}", "unshare", "--uts", "--mount")
+        return (*enter, "sh", "-c", inside, "sh", *command)
+
+    def begin(self) -> None:
+        files = {"key-file": "key", "socket": "munge.sock", "pid-file": "munge.pid", "log-file": "munge.log"}
+        files |= {"seed-file": "munge.seed"}
+        paths = [f"--{option}={self.folder}/{name}" for option, name in files.items()]
+        self._begin("munged", "--foreground", "--force", *paths)
+        self._begin(*self.on(0, "slurmctld", "-D", "-i"))
+        for machine in (0, 1):
+            self._begin(*self.on(machine, "slurmd", "-D", "-N", f"node{machine + 1}"))
+        end = time.monotonic() + 30.0
+        while self.run("sinfo", "--noheader", "--format=%T %D").split() != ["idle", "2"]:
+            logs = "\n".join(path.read_text()[-2000:] for path in self.folder.glob("*.log"))
+            assert time.monotonic() < end, f"Slurm does not start\n{logs}"
+            time.sleep(0.2)
+
+    def _begin(self, *command: str) -> None:
+        environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        with (self.folder / "daemons.out").open("ab") as out:
+            self._started.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+
+    def run(self, *command: str, folder: Path | None = None, **more: str) -> str:
+        environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")} | more
+        done = subprocess.run(
+            self.on(0, *command), env=environment, cwd=folder, capture_output=True, text=True, timeout=180
+        )
+        return done.stdout + done.stderr
+
+    def end(self) -> None:
+        for process in reversed(self._started):
+            process.terminate()
+        for process in self._started:
+            try:
+                process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def slurm(machines: tuple[str, str], tmp_path: Path) -> Iterator[Slurm]:
+    if missing := [name for name in ("munged", "slurmctld", "slurmd", "srun", "sbatch") if not shutil.which(name)]:
+        pytest.skip(f"no {', '.join(missing)} on the path (Debian: slurm-wlm, munge)")
+    found = Slurm(tmp_path / "slurm", machines)
+    try:
+        found.begin()
+        yield found
+    finally:
+        found.end()
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.processes
+def test_job_of_slurm(slurm: Slurm, tmp_path: Path) -> None:
+    """One task on each of two machines; the first attempt loses a task, and the same job resumes."""
+    folder = folder_of(tmp_path)
+    shared, first = folder / "shared", folder / "machine0"
+    (job,) = blocks("bash", folder)
+    (first / "job.sh").write_text(job, encoding="utf-8")
+    typed("true", first).end()  # puts the commands there
+    common = {"PATH": f"{first / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+    number = slurm.run("sbatch", "--parsable", "--no-requeue", "job.sh", folder=first, SLOW_S="0.05", **common).strip()
+    end = time.monotonic() + 120.0
+    while not checkpoints(shared):
+        log = (shared / "job.log").read_text() if (shared / "job.log").exists() else ""
+        assert time.monotonic() < end, f"no checkpoint of job {number}: {log}"
+        time.sleep(0.05)
+    words = {int(path.name): path for path in Path("/proc").glob("[0-9]*")}
+    task = next(pid for pid, place in words.items() if is_task(place, number, rank=1))
+    since = time.monotonic()
+    os.kill(task, 9)
+    while any(is_task(place, number) for place in Path("/proc").glob("[0-9]*")):
+        assert time.monotonic() - since < FAILS_WITHIN_S, "a task waits on for the other"
+        time.sleep(0.1)
+    log = (shared / "job.log").read_text()
+    assert "2 machines, measured in " in log, log
+    assert "rank 0, stage " in log, log
+
+    before = checkpoints(shared)
+    slurm.run("sbatch", "--wait", "job.sh", folder=first, **common)
+    log = (shared / "job.log").read_text()
+    assert f"resuming from {shared / 'run' / 'checkpoints' / before[-1]}" in log, log
+    summary = json.loads((shared / "run" / "summary.json").read_text())
+    assert (summary["minibatches"], summary["configuration"]["processes"]) == (90, 2)
+    same_as_in_one_process(shared, folder, Plan.load(shared / "run" / "plan.json"))
+
+
+def is_task(place: Path, job: str, rank: int | None = None) -> bool:
+    """Whether a process is a task of a job."""
+    try:
+        variables = (place / "environ").read_bytes().split(b"\0")
+        words = (place / "cmdline").read_bytes()
+    except OSError:
+        return False
+    wanted = [f"SLURM_JOB_ID={job}".encode()] + ([] if rank is None else [f"SLURM_PROCID={rank}".encode()])
+    return b"pipedream\0train" in words and b"srun" not in words and all(one in variables for one in wanted)
