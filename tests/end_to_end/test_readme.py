@@ -31,7 +31,8 @@ LINKED = [
     *sorted(DOCS.rglob("*.md")),
     *sorted(ROOT.glob("benchmarks/*/README.md")),
 ]
-STARTS_PROCESSES = ("train", "compare", "report")  # `report` needs the folder that the `train` before it leaves
+# `report` and `checkpoint` need the folder that the `train` before them leaves.
+STARTS_PROCESSES = ("train", "compare", "report", "checkpoint")
 
 
 def blocks(page: Path, language: str) -> list[str]:
