@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -11,12 +12,23 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["note_module", "notes_of", "source_of", "user_line", "with_place"]
+__all__ = [
+    "is_of_loader",
+    "is_users_file",
+    "note_module",
+    "notes_of",
+    "shortened",
+    "source_of",
+    "user_line",
+    "with_place",
+]
 
 _MODULE = "pipedream_module"  # attribute of an exception
 _PACKAGE = str(Path(__file__).parents[1])
 _CALLED_BY_MODELS = ("user_code.py", "placeholder.py", "slice.py", "slice_forward.py")
 _LIBRARY = sysconfig.get_path("stdlib")
+_LONGEST = 1000  # characters of a text that are printed
+_ORIGINAL = "Original Traceback (most recent call last):"  # in errors that torch passes on from another process
 
 
 def user_line(error: BaseException | None = None) -> str:
@@ -51,8 +63,13 @@ def user_line(error: BaseException | None = None) -> str:
 
 
 def with_place(error: BaseException) -> str:
-    """Returns an error's type and text, with the module and the user's line where it was raised."""
-    text = "; ".join([f"{type(error).__name__}: {str(error).strip() or repr(error)}", *notes_of(error)])
+    """Returns an error's type and text, with the module and the user's line where it was raised.
+
+    A long text is shortened. Of an error in a process of a DataLoader, what that process raised.
+    """
+    if is_of_loader(error):
+        return _of_loader(str(error))
+    text = "; ".join([f"{type(error).__name__}: {shortened(str(error).strip() or repr(error))}", *notes_of(error)])
     module, source = getattr(error, _MODULE, ("", ""))
     line = user_line(error)
     if not line and source:
@@ -66,6 +83,32 @@ def with_place(error: BaseException) -> str:
 def notes_of(error: BaseException) -> list[str]:
     """Returns the notes of an error (`BaseException.add_note`)."""
     return [str(note) for note in getattr(error, "__notes__", ())]
+
+
+def shortened(text: str) -> str:
+    """Returns a text without its middle if it is long."""
+    left_out = len(text) - _LONGEST
+    if left_out <= 0:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]} ... ({left_out} characters left out) ... {text[-half:]}"
+
+
+def is_of_loader(error: BaseException) -> bool:
+    """Returns whether torch has passed an error on from a process of a DataLoader."""
+    return str(error).startswith("Caught ") and _ORIGINAL in str(error)
+
+
+def _of_loader(text: str) -> str:
+    head, _, trace = text.partition(_ORIGINAL)
+    process = head.removeprefix("Caught ").strip().rstrip(".").partition(" in ")[2]
+    lines = trace.strip().splitlines()
+    begin = max((i + 1 for i, line in enumerate(lines) if line.startswith("  ")), default=0)
+    cause = shortened("\n".join(lines[begin:]).strip())
+    frames = re.findall(r'^  File "(.+)", line (\d+), in (\S+)$', trace, flags=re.MULTILINE)
+    user = [frame for frame in frames if is_users_file(frame[0])]
+    place = f", at {Path(user[-1][0]).name}:{user[-1][1]} in {user[-1][2]}" if user else ""
+    return f"{cause} (in {process}{place})"
 
 
 def note_module(error: BaseException, modules: Iterable[tuple[str, Any]]) -> None:
@@ -93,7 +136,11 @@ def source_of(function: Any) -> str:
 
 
 def _is_users(code: CodeType) -> bool:
-    file = code.co_filename
+    return is_users_file(code.co_filename)
+
+
+def is_users_file(file: str) -> bool:
+    """Returns whether a source file is not of torch, this package or the standard library."""
     if file.startswith("<") or file.startswith(_PACKAGE):
         return False
     if file.startswith(_LIBRARY) and "site-packages" not in file:

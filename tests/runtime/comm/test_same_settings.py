@@ -1,0 +1,114 @@
+"""Settings as texts: equal for equal code, different for what changes a run, blind to what a rank has of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pipedream.runtime.comm.same_settings import describe, describe_data, describe_model, describe_optimizer
+
+SGD, ADAM, STEP = torch.optim.SGD, torch.optim.Adam, torch.optim.lr_scheduler.StepLR
+RATE = 0.1
+
+
+def _factory(rate: float, device: str = "cpu", rank: int = 0) -> Callable[[Any], Any]:
+    def make(parameters: Any) -> Any:
+        return SGD(parameters, lr=rate * RATE) if device and rank >= 0 else None
+
+    return make
+
+
+class _Loss:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, output: Any, batch: Any) -> Any:
+        return output.mean() * self.weight
+
+
+DIFFERENT: list[tuple[Any, Any]] = [
+    (partial(SGD, lr=0.1), partial(SGD, lr=0.2)),
+    (partial(SGD, lr=0.1), partial(ADAM, lr=0.1)),
+    (partial(STEP, step_size=3), partial(STEP, step_size=4)),
+    (partial(STEP, step_size=3), None),
+    (_factory(0.1), _factory(0.2)),
+    (lambda output, batch: output.sum(), lambda output, batch: output.mean()),
+    (_Loss(1.0), _Loss(2.0)),
+    (nn.functional.cross_entropy, nn.functional.mse_loss),
+    (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(label_smoothing=0.2)),
+    (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])), nn.CrossEntropyLoss(torch.tensor([2.0, 1.0]))),
+    ({"accuracy": _Loss(1.0)}, {}),
+    (torch.bfloat16, None),
+    (0.9, 0.99),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_other_settings_have_other_texts(one: Any, other: Any) -> None:
+    assert describe(one) != describe(other)
+    assert describe(one) == describe(one)
+
+
+def test_what_a_rank_has_of_its_own_is_left_out() -> None:
+    assert describe(_factory(0.1, "cuda:0", 0)) == describe(_factory(0.1, "cuda:1", 1))
+    assert describe(partial(_factory, device="cuda:0")) == describe(partial(_factory, device="cuda:3"))
+    assert describe(_Loss(1.0)) == describe(_Loss(1.0))
+
+
+def test_models_and_optimizers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+    text = describe_model(model)
+    assert text == describe_model(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))), "values are not compared"
+    assert text == describe_model(nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Dropout(0.1)))
+    for other in (
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)),
+        nn.Sequential(nn.Linear(4, 4, bias=False), nn.Dropout(0.1)),
+        nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.Dropout(0.1)),
+        nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.1)),
+    ):
+        assert describe_model(other) != text
+    model[0].requires_grad_(False)
+    assert describe_model(model) != text
+    parameters = list(model.parameters())
+    made = [describe_optimizer(SGD([{"params": parameters, "weight_decay": decay}], lr=0.1)) for decay in (0.0, 0.1)]
+    assert made[0] != made[1]
+
+
+def test_data() -> None:
+    def loader(samples: int, batch: int = 4, shuffle: bool = False) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(samples, 2)), batch, shuffle=shuffle)
+
+    text = describe_data(loader(8))
+    assert text == "DataLoader, 2 batches, 8 samples, batch_size=4, drop_last=False, SequentialSampler"
+    assert text == describe_data(loader(8))
+    assert len({text, *map(describe_data, (loader(9), loader(8, 2), loader(8, shuffle=True), [1], None))}) == 6
+
+
+@pytest.mark.slow
+def test_texts_are_equal_in_another_process() -> None:
+    program = (
+        "import test_same_settings as t\n"
+        "for one, other in t.DIFFERENT: print(repr(t.describe(one)), repr(t.describe(other)))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ
+            | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
