@@ -1,6 +1,6 @@
-"""The job of the trials: a small network that ends or stops its own process where `trial.json` says.
+"""The job of the trials: a small network, one of whose workers sends the signals that `trial.json` names.
 
-The file is removed before the signal, so that the run that goes on is left alone.
+The file is renamed before the signals, so that a run that is resumed is left alone.
 """
 
 from __future__ import annotations
@@ -15,26 +15,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream
+from pipedream.runtime.checkpoint import storage
+from pipedream.training import train
 
 RANK = int(os.environ.get("RANK", "0"))
-TRIAL = Path(os.environ.get("TRIAL_FOLDER", ".")) / "trial.json"
-COUNTS = {"forward": 0, "backward": 0, "save": 0}
+FOLDER = Path(os.environ.get("TRIAL_FOLDER", "."))
+TRIAL = FOLDER / "trial.json"
+COUNTS = {"start": 0, "forward": 0, "backward": 0, "save": 0, "evaluation": 0, "end": 0}
+BATCHES, BATCH, EPOCHS = 20, 8, 2
 
 
 def count(what: str) -> None:
-    """Counts an event on this rank, and sends the trial's signal to this process if it was the one."""
+    """Counts an event on this rank, and sends the trial's signal if it was the one."""
     COUNTS[what] += 1
     if not TRIAL.exists():
         return
     trial = json.loads(TRIAL.read_text(encoding="utf-8"))
-    if (trial["rank"], trial["event"], trial["count"]) == (RANK, what, COUNTS[what]):
-        TRIAL.rename(TRIAL.with_name("fired.json"))
-        TRIAL.with_name("fired_at").write_text(str(time.time()), encoding="utf-8")
-        os.kill(os.getpid(), getattr(signal, trial["signal"]))
+    if (trial["rank"], trial["event"], trial["count"]) != (RANK, what, COUNTS[what]):
+        return
+    launcher = int(os.environ.get("PIPEDREAM_LAUNCHER", f"{os.getppid()} 0").split()[0])
+    own, others = [], []
+    for target in trial["targets"]:
+        pid = launcher if target == "launcher" else int(read(FOLDER / f"pid{target}"))
+        (own if pid == os.getpid() else others).append(pid)
+    TRIAL.rename(TRIAL.with_name("fired.json"))
+    TRIAL.with_name("fired_at").write_text(str(time.time()), encoding="utf-8")
+    for pid in [*others, *own]:
+        os.kill(pid, getattr(signal, trial["signal"]))
+
+
+def read(file: Path) -> str:
+    """Returns a file's text, which a worker that starts has yet to write."""
+    while not file.exists() or not file.read_text(encoding="utf-8"):
+        time.sleep(0.01)
+    return file.read_text(encoding="utf-8")
 
 
 class Seen(torch.autograd.Function):
@@ -58,28 +75,47 @@ class Probe(nn.Module):
         return Seen.apply(x) if torch.is_grad_enabled() else x
 
 
-def recipe(seed: int = 0) -> pipedream.Recipe:
-    """Returns the job: 90 minibatches in shuffled order, dropout, momentum, a schedule, an average of the weights."""
-    written = FileSystemWriter.write_data
+class Test:
+    """The data of an evaluation."""
 
-    def write(self: Any, *args: Any, **rest: Any) -> Any:
-        result = written(self, *args, **rest)
-        count("save")
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        count("evaluation")
+        yield from self.batches
+
+
+def after(function: Any, event: str) -> Any:
+    """Returns the function with an event counted after it."""
+
+    def called(*args: Any, **rest: Any) -> Any:
+        result = function(*args, **rest)
+        count(event)
         return result
 
-    FileSystemWriter.write_data = write
+    return called
+
+
+def recipe(seed: int = 0) -> pipedream.Recipe:
+    """Returns the job: shuffled data, dropout, momentum, a schedule of the rate, an average of the weights."""
+    (FOLDER / f"pid{RANK}").write_text(str(os.getpid()), encoding="utf-8")
+    count("start")
+    storage._write_tensors = after(storage._write_tensors, "save")
+    train.write_run = after(train.write_run, "end")
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for _ in range(3):
         layers += [nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2), Probe()]
-    inputs = torch.randn(30 * 8, 16)
+    inputs = torch.randn(BATCHES * BATCH, 16)
     data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
     return pipedream.Recipe(
         model=nn.Sequential(*layers, nn.Linear(16, 2)),
         loss=nn.functional.cross_entropy,
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
-        scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=90),
+        scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=EPOCHS * BATCHES),
         ema=0.9,
-        train=DataLoader(data, batch_size=8, shuffle=True),
-        epochs=3,
+        train=DataLoader(data, batch_size=BATCH, shuffle=True),
+        test=Test(DataLoader(data, batch_size=BATCH)),
+        epochs=EPOCHS,
     )
