@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mishaps
@@ -290,6 +291,38 @@ def test_when_one_process_fails_all_end_and_say_why(kind: str, stages: int) -> N
             known = "a loop that fails" if kind == "loop" and rank == 0 else words
             assert re.search(known, str(end.error)), f"rank {rank}: {end.error}"
     assert any(end.error is not None for end in ends)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_ranks_with_other_settings_are_refused() -> None:
+    for found in processes.results(mishaps.train_unlike, 2):
+        assert found.keys() == mishaps.UNLIKE.keys()
+        for name, text in found.items():
+            assert f"{name} (" in text, text
+            assert "on rank 0; " in text
+            assert "on rank 1)" in text
+        assert "lr: 0.1 on rank 0; lr: 0.2 on rank 1" in found["optimizer"]
+        assert "epochs (0 to 1 on rank 0; 0 to 2 on rank 1)" in found["epochs"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("rank", "name"),
+    [
+        pytest.param(0, "save", marks=pytest.mark.slow),
+        pytest.param(0, "state_dict", marks=pytest.mark.long),
+        pytest.param(1, "save", marks=pytest.mark.slow),
+        pytest.param(1, "state_dict", marks=pytest.mark.long),
+    ],
+)
+def test_a_call_of_one_rank_alone_ends_all(rank: int, name: str, tmp_path: Path) -> None:
+    ends = processes.launch(mishaps.call_alone, 2, rank, name, str(tmp_path), timeout_s=30.0)
+    assert [end.exit_code for end in ends] == [1, 1]
+    said = "".join([*(file.read_text() for file in tmp_path.glob("*.json")), *(str(end.error) for end in ends)])
+    assert f"{name}() after 5 minibatches" in said
+    assert f"rank {1 - rank} did not" in said or f"close() after 50 minibatches on rank {1 - rank}" in said
+    assert "every rank must make the same calls" in said
 
 
 @pytest.mark.processes

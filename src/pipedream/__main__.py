@@ -1,8 +1,18 @@
 """``python -m pipedream``: the command, also under torchrun (``torchrun ... -m pipedream train RECIPE``)."""
 
-from pipedream.cli import script
+import signal
 
-__all__ = ["script"]
+__all__ = ["run_command"]
+
+
+def run_command() -> None:
+    """The entry point ``pipedream``."""
+    # Ctrl-C while modules are imported needs no traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from pipedream.cli import script
+
+    script()
+
 
 if __name__ == "__main__":
-    script()
+    run_command()

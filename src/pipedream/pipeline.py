@@ -18,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +36,7 @@ from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import process_device
+from pipedream.runtime.comm.same_settings import describe, describe_model
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.results.loggers import Loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
@@ -49,6 +50,9 @@ from pipedream.workflows.prepare import compensated, evaluation_of, phases_of, p
 from pipedream.workflows.profile import layers_of
 
 __all__ = ["Done", "Pipeline"]
+
+_OWN_TO_RANKS = {"callbacks", "loggers", "weights", "device", "stuck_after_s", "sample"}
+_IN_PROGRAMS = {"schedule", "microbatches", "phases", "compensation", "seed"}
 
 
 class Pipeline:
@@ -139,6 +143,7 @@ class Pipeline:
             settings=settings,
             device=process_device(options.device),
             shared=shared,
+            compared=lambda: _compared(model, options, seed),
         )
         self._session = Session(
             model,
@@ -172,6 +177,7 @@ class Pipeline:
         """
         continues = self._training or self._epoch_batches > 0
         self._finish()
+        self._session.note_call("train()", self._number)
         self._training, self.should_stop = True, False
         self._loggers.begin(self._hyperparameters)
         state, self._data_state = self._data_state, None
@@ -193,7 +199,9 @@ class Pipeline:
                 opened, state = end, None
             self._segment = self._session.train(self.phases[self._phase].until)
             while self.ready or self._advance():
-                yield self.ready.popleft()
+                done = self.ready.popleft()
+                self._session.note_given(done.number + 1)
+                yield done
                 if self.should_stop:
                     self._session.stop(Ending.STOP)
             if self._ending is Ending.DRAIN and not self._session.any_rank(self.should_stop):
@@ -246,6 +254,12 @@ class Pipeline:
         self._loggers.pause()
         return self._number
 
+    def _called(self, name: str) -> None:
+        """Begins a call that every rank must make at the same place: drains, and waits for the others."""
+        self._session.note_call(name, self._number - len(self.ready))
+        self.drain()
+        self._session.meet()
+
     def _finish(self) -> None:
         """Ends a stream that its loop has left by a `break`."""
         self.drain()
@@ -264,7 +278,7 @@ class Pipeline:
             name: loggers get ``NAME/loss`` and so on; callbacks and ReduceLROnPlateau follow the evaluations named
                 'test'. By default 'test', or with `ema` 'test_ema'.
         """
-        self.drain()
+        self._called("evaluate()")
         done = self._session.evaluate(loader, self._adapt_batch, ema)
         self._raise_interrupt()
         found, name = {"loss": done.loss, **done.metrics}, name or ("test_ema" if ema else "test")
@@ -281,7 +295,7 @@ class Pipeline:
         Every rank must iterate it to its end. The loader may yield pairs or bare inputs. Objects in the output that
         cannot be sent, such as a cache of keys and values, are None.
         """
-        self.drain()
+        self._called("predict()")
         for output in self._session.predict(loader, lambda batch: (self._adapt_batch.input_of(batch), None), ema):
             yield output.value
         self._raise_interrupt()
@@ -289,8 +303,7 @@ class Pipeline:
     def _raise_interrupt(self) -> None:
         """Raises an interrupt from outside of training; within it the stream ends first."""
         if self._session.interrupts.heard and not self._training:
-            # Raised once: the caller may still want to evaluate or save.
-            self._session.interrupts.heard = False
+            self._session.forget_interrupt()
             self._interrupted = True
             raise KeyboardInterrupt
 
@@ -300,7 +313,7 @@ class Pipeline:
         If a compensation trains predicted weights, these are returned, as they are evaluated and averaged; with
         `predicted=False` the weights they are predicted from, w of `core.schedule.compensation` (SpecTrain, LWP).
         """
-        self.drain()
+        self._called("state_dict()")
         return self._session.state_dict(ema, predicted)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, ema: bool = False, predicted: bool = True) -> None:
@@ -312,7 +325,7 @@ class Pipeline:
         Raises:
             CaptureError: the model has no ``save_pretrained``.
         """
-        self.drain()
+        self._called("save_pretrained()")
         self._session.save_pretrained(Path(folder), ema, predicted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -323,7 +336,7 @@ class Pipeline:
         Raises:
             CaptureError: a name is missing or a shape differs.
         """
-        self.drain()
+        self._called("load_state_dict()")
         self._session.load_state_dict(state)
 
     def save(
@@ -358,7 +371,7 @@ class Pipeline:
             raise ArtifactError(
                 f"extra cannot be kept in a checkpoint: {error}; use numbers, texts and lists"
             ) from None
-        self.drain()
+        self._called("save()")
         data = self._session.data_state(*self.position)
         position = Position(
             self._number,
@@ -389,7 +402,7 @@ class Pipeline:
         Raises:
             ArtifactError: no checkpoint, or one that is damaged or of another model, optimizer or scheduler.
         """
-        self.drain()
+        self._called("load()")
         found = self._session.newest_checkpoint(Path(folder))
         if found is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
@@ -442,7 +455,7 @@ class Pipeline:
         Raises:
             PipelineError: no such phase.
         """
-        self.drain()
+        self._called("timeline()")
         number = max(self.trained, default=self._phase) if phase is None else phase
         return self._session.timeline(number, self.plan.batch)
 
@@ -484,6 +497,8 @@ class Pipeline:
     ) -> None:
         if error is None or (isinstance(error, KeyboardInterrupt) and self._interrupted):
             self._finish()
+            self._session.note_call("close()", self._number)
+            self._session.meet()
             self._session.close(failed=False)
             self._loggers.finalize("success")
         else:
@@ -491,3 +506,9 @@ class Pipeline:
             self._session.close(failed=True)
             with suppress(Exception):  # the error that is raised already says more
                 self._loggers.finalize("failed")
+
+
+def _compared(model: Any, options: PipelineOptions, seed: int) -> dict[str, str]:
+    names = {one.name for one in fields(options)} - _OWN_TO_RANKS - _IN_PROGRAMS
+    found = {name: describe(getattr(options, name)) for name in sorted(names)}
+    return found | {"seed": str(seed), "the model": describe_model(model)}

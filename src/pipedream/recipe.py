@@ -27,7 +27,7 @@ from typing import Any
 from pipedream.core.cold import compute_for
 from pipedream.core.errors import PipelineError, RecipeError, ScheduleError
 from pipedream.core.moved import moved_import
-from pipedream.core.user_code import notes_of
+from pipedream.core.user_code import is_of_loader, notes_of, shortened, with_place
 from pipedream.options import ModelOptions, optimizer_problems
 
 __all__ = ["Recipe", "blaming", "load_recipe", "make_recipe"]
@@ -61,6 +61,7 @@ class Recipe(ModelOptions):
     epochs: int = field(default=1, kw_only=True)
     target: tuple[str, float] | None = field(default=None, kw_only=True)
     name: str = field(default="", kw_only=True)
+    source: str = field(default="", kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         wrong = [*self._own_problems(), *self.problems()]
@@ -150,7 +151,9 @@ def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe
     sys.path.insert(0, str(file.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         advice = moved_import(error)
         raise RecipeError(
             f"the recipe {path} does not import: {_brief(error)}{f'; {advice}' if advice else ''}"
@@ -160,7 +163,7 @@ def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe
     make = getattr(module, function, None)
     if not callable(make):
         raise RecipeError(f"the recipe {path} has no function {function}(); define one that returns a pipedream.Recipe")
-    return make_recipe(make, seed=seed, name=file.stem)
+    return replace(make_recipe(make, seed=seed, name=file.stem), source=file.read_text(encoding="utf-8"))
 
 
 def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> Recipe:
@@ -172,9 +175,9 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
     takes_seed = "seed" in inspect.signature(make).parameters
     try:
         made = make(seed=seed) if takes_seed else make()
-    except RecipeError:
+    except (RecipeError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise RecipeError(f"the recipe's function {make.__name__}() failed: {_brief(error)}") from error
     if not isinstance(made, Recipe):
         raise RecipeError(
@@ -191,13 +194,15 @@ def blaming(when: str) -> Iterator[None]:
     """
     try:
         yield
-    except PipelineError:
+    except (PipelineError, KeyboardInterrupt, GeneratorExit):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise RecipeError(f"the recipe failed {when}: {_brief(error)}") from error
 
 
 def _brief(error: BaseException) -> str:
+    if is_of_loader(error):
+        return with_place(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return "; ".join([f"{type(error).__name__}: {error}{place}", *notes_of(error)])
+    return "; ".join([f"{type(error).__name__}: {shortened(str(error))}{place}", *notes_of(error)])

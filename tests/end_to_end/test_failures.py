@@ -45,6 +45,41 @@ def test_forward_of_a_layer_fails(tmp_path: Path) -> None:
     check(ended, 1, "rank 1", "stage 1", "1F5", "ValueError: the ice is thin")
 
 
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        pytest.param(
+            {"second": "partial(Forward, Oddity)"}, ("1F5", "Oddity: the ice is thin"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"second": "partial(Forward, KeyboardInterrupt)"},
+            ("1F5", "KeyboardInterrupt: the ice is thin"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"second": "partial(Forward, SystemExit)"}, ("1F5", "SystemExit: the ice is"), marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"second": "partial(Forward, repeats=10_000)"},
+            ("1F5", "ValueError: the ice is thinthe", "(149000 characters left out)"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"loader": "raises=KeyboardInterrupt()"},
+            ("rank 0, stage 0, 0F", "KeyboardInterrupt"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"samples": "MemoryError()"},
+            ("rank 0, stage 0, 0F", "MemoryError (in DataLoader worker process", "small.py:"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_is_not_an_ordinary_exception(tmp_path: Path, parts: dict[str, str], words: tuple[str, ...]) -> None:
+    check(commands.run(*written(tmp_path, **parts), folder=tmp_path), 1, "rank ", *words)
+
+
 @pytest.mark.slow
 def test_backward_of_a_layer_fails(tmp_path: Path) -> None:
     ended = commands.run(*written(tmp_path, first="Backward"), folder=tmp_path)
@@ -146,6 +181,57 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
     ended = started.end()
     assert (ended.status, ended.orphans) == (1, [])
     assert "the store, which the launcher serves, has not answered for 6." in ended.err
+
+
+@pytest.mark.parametrize(
+    ("moment", "ranks"),
+    [
+        pytest.param("start", (1,), marks=pytest.mark.slow),
+        pytest.param("start", (0, 1), marks=pytest.mark.slow),
+        pytest.param("end", (0,), marks=pytest.mark.long),
+        pytest.param("end", (0, 1), marks=pytest.mark.slow),
+        pytest.param("middle", (0, 1), marks=pytest.mark.long),
+    ],
+)
+def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, ranks: tuple[int, ...]) -> None:
+    loader = "slow=True, count=100_000" if moment == "middle" else ""
+    started = commands.start(*written(tmp_path, loader=loader), folder=tmp_path, environment={"SLOW": moment})
+    for name in ["going"] if moment == "middle" else [f"{moment}{rank}" for rank in (0, 1)]:
+        started.wait_for_file(name)
+    for rank in ranks:
+        started.kill(int((tmp_path / f"pid{rank}").read_text()), signal.SIGSTOP)
+    ended = started.end()
+    check(ended, 1, "a worker was stopped (SIGSTOP, ", "and was killed: ", f"rank {ranks[-1]} ")
+    if moment == "start":
+        assert f"rank {ranks[0]} had not built its pipeline" in ended.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
+def test_launcher_ends_where_there_is_no_pipeline(tmp_path: Path, number: signal.Signals) -> None:
+    started = commands.start(*written(tmp_path), folder=tmp_path, environment={"SLOW": "start"})
+    for rank in (0, 1):
+        started.wait_for_file(f"start{rank}")
+    started.signal(number, group=False)
+    ended = started.end()
+    assert ended.seconds < SOON_S
+    assert not ended.orphans
+    expected = {signal.SIGINT: 130, signal.SIGTERM: 143}.get(number, -signal.SIGKILL)
+    assert ended.status == expected, ended.err
+    lines = ended.err.splitlines()
+    assert len(lines) == (number is signal.SIGSTOP), ended.err
+    assert all("pipedream: the launcher (process " in line for line in lines)
+
+
+@pytest.mark.slow
+def test_worker_hears_an_interrupt_alone(tmp_path: Path) -> None:
+    started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
+    started.wait_for_file("going")
+    started.kill(int((tmp_path / "pid1").read_text()), signal.SIGINT)
+    ended = started.end()
+    assert (ended.status, ended.err, ended.orphans) == (130, "", [])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["interrupted"] is True
 
 
 @pytest.mark.long

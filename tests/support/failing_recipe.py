@@ -20,6 +20,7 @@ SOON_S = 15.0
 
 
 RECIPE = '''
+import atexit
 import os
 import time
 from functools import partial
@@ -35,15 +36,31 @@ RANK = os.environ["RANK"]
 Path(f"pid{RANK}").write_text(str(os.getpid()))
 
 
+def slow(moment):
+    """Takes long at the start or at the end, if asked to."""
+    if os.environ.get("SLOW") == moment:
+        Path(f"{moment}{RANK}").touch()
+        time.sleep(20)
+
+
+atexit.register(slow, "end")
+
+
+class Oddity(BaseException):
+    """Not an Exception."""
+
+
 class Forward(nn.Module):
     """Fails in its sixth forward."""
 
-    calls = 0
+    def __init__(self, kind=ValueError, repeats=1):
+        super().__init__()
+        self.calls, self.kind, self.repeats = 0, kind, repeats
 
     def forward(self, x):
         self.calls += 1
         if self.calls == 6:
-            raise ValueError("the ice is thin")
+            raise self.kind("the ice is thin" * self.repeats)
         return x * 1
 
 
@@ -114,7 +131,8 @@ class Loader:
                 Path("going").touch()
                 time.sleep(1000)
             if number == 5 and self.what.get("raises"):
-                raise OSError("the disk is gone")
+                kind = self.what["raises"]
+                raise OSError("the disk is gone") if kind is True else kind
             if number == 5 and self.what.get("nan"):
                 x = x * float("nan")
             if number == 5 and self.what.get("wide"):
@@ -122,13 +140,29 @@ class Loader:
             yield x, y
 
 
+class Samples(torch.utils.data.Dataset):
+    """Fails at a sample, in a process of a DataLoader."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    def __len__(self):
+        return 320
+
+    def __getitem__(self, i):
+        if i == 50 and torch.utils.data.get_worker_info():
+            raise self.error
+        return torch.randn(4), i % 2
+
+
 def recipe():
+    slow("start")
     torch.manual_seed(0)
     return pipedream.Recipe(
         model=nn.Sequential(nn.Linear(4, 8), FIRST(), nn.Tanh(), SECOND(), nn.Linear(8, 2)),
         loss=F.cross_entropy,
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        train=Loader(LOADER),
+        train=LOADER,
     )
 '''
 
@@ -141,9 +175,20 @@ def plan_for(workers: int, layers: int = 5) -> Plan:
     return manual_plan(profile, Cluster.flat(workers), tuple(range(2, workers + 1)))
 
 
-def written(folder: Path, *, first: str = "nn.Identity", second: str = "nn.Identity", loader: str = "") -> list[str]:
-    """Writes the recipe and a plan for it; returns the arguments that train it."""
-    text = RECIPE.replace("FIRST", first).replace("SECOND", second).replace("LOADER", loader)
+def written(
+    folder: Path,
+    *,
+    first: str = "nn.Identity",
+    second: str = "nn.Identity",
+    loader: str = "",
+    samples: str = "",
+) -> list[str]:
+    """Writes the recipe and a plan for it; returns the arguments that train it.
+
+    With `samples`, the arguments of `Samples`, two processes load them; otherwise a `Loader` with its arguments.
+    """
+    train = f"torch.utils.data.DataLoader(Samples({samples}), 8, num_workers=2)" if samples else f"Loader({loader})"
+    text = RECIPE.replace("FIRST", first).replace("SECOND", second).replace("LOADER", train)
     (folder / "small.py").write_text(text, encoding="utf-8")
     plan_for(2).save(folder / "plan.json")
     return ["-m", "pipedream", "train", "small.py", "--plan", "plan.json", "--out", "run"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import zoo
 from torch import Tensor, nn
@@ -92,3 +94,46 @@ def predict(stages: int, count: int) -> list[Tensor]:
         animal.model, zoo.plan_of(zoo.make("cnn"), stages), optimizer=partial(torch.optim.SGD, lr=0.1), loss=animal.loss
     ) as pipeline:
         return list(pipeline.predict([batch.clone() for batch in batches]))
+
+
+UNLIKE: dict[str, dict[str, Any]] = {
+    "optimizer": {"optimizer": partial(torch.optim.SGD, lr=0.2)},
+    "scheduler": {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=3)},
+    "loss": {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
+    "seed": {"seed": 3},
+    "ema": {"ema": 0.9},
+    "clip_grad_norm": {"clip_grad_norm": 1.0, "clip": "local"},
+    "epochs": {},
+    "the model": {},
+}
+"""Options of the last rank alone, by what the error names."""
+
+
+def train_unlike() -> dict[str, str]:
+    """Builds and trains pipelines whose last rank has another setting; returns the errors."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    found = {}
+    for name, other in UNLIKE.items():
+        animal = zoo.make("mlp")
+        plan = zoo.plan_of(zoo.make("mlp"), dist.get_world_size())
+        if is_last and name == "the model":
+            next(animal.model.parameters()).requires_grad_(False)
+        options: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+        try:
+            with pd.Pipeline(animal.model, plan, **options | (other if is_last else {})) as pipeline:
+                list(pipeline.train(animal.batches, epochs=2 if is_last and name == "epochs" else 1))
+        except pd.PipelineError as error:
+            found[name] = str(error)
+    return found
+
+
+def call_alone(rank: int, name: str, folder: str) -> None:
+    """Makes a call on one rank only, in the middle of the training; errors are in the folder, too."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{dist.get_rank()}.json"
+    animal = zoo.make("mlp")
+    plan = zoo.plan_of(zoo.make("mlp"), dist.get_world_size())
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with pd.Pipeline(animal.model, plan, loss=F.cross_entropy, optimizer=optimizer) as pipeline:
+        for done in pipeline.train(animal.batches, epochs=10):
+            if done.number == 4 and dist.get_rank() == rank:
+                pipeline.save(folder) if name == "save" else pipeline.state_dict()

@@ -21,7 +21,9 @@ from typer.main import get_command
 
 import pipedream
 from pipedream.cli.parsing import OptionParser
+from pipedream.cli.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
+from pipedream.runtime.failure.stopped import stay_with_launcher
 
 __all__ = ["COMMANDS", "app", "load", "main", "script"]
 
@@ -130,15 +132,22 @@ def _failed(error: PipelineError | OSError) -> int:
 
         if write_error(text) and is_launched_here():
             return status  # our own launcher prints it
-        if os.environ.get("RANK", "0") != "0" and not isinstance(error, WorkerError):
+        if os.environ.get("RANK", "0") != "0" and not (isinstance(error, WorkerError) or error.is_first):
             return status  # all ranks found the same, and rank 0 prints it
     print(text, file=sys.stderr, flush=True)
     return status
 
 
 def script() -> None:
-    """The entry point ``pipedream``."""
+    """Runs the command and ends the process."""
+    if is_worker():
+        # Ctrl-C ends it at once, even while it waits for other workers, until its pipeline can drain.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        stay_with_launcher()
+    else:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     status = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is over, and an interpreter that ends prints a traceback
     if status == BAD_CALL and "TORCHELASTIC_ERROR_FILE" in os.environ:
         # The threads of process groups that are still open may abort an interpreter that
         # shuts down; the signal would then replace the status. (Other failures leave the peers time to hear of them.)

@@ -32,7 +32,13 @@ BAD_CALL = 2
 
 
 class PipelineError(Exception):
-    """Base of all errors that this library raises on purpose."""
+    """Base of all errors that this library raises on purpose.
+
+    Attributes:
+        is_first: no other rank has reported one before; its rank prints it.
+    """
+
+    is_first = False
 
 
 class ArtifactError(PipelineError):

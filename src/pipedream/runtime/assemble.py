@@ -79,6 +79,7 @@ class Blueprint:
         programs: one per phase, over the same channels; verified.
         evaluation: forwards alone, verified.
         stages: (name, module) of each stage's layers.
+        compared: returns settings that must be equal on all ranks, as texts by name.
     """
 
     programs: Sequence[Program]
@@ -87,6 +88,7 @@ class Blueprint:
     settings: Settings
     device: torch.device
     shared: Sequence[TiedWeights] = ()
+    compared: Callable[[], Mapping[str, str]] = dict
 
     @property
     def program(self) -> Program:

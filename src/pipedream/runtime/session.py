@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipedream.core.checkpoint import Checkpoint, Position, RunRequest
-from pipedream.core.errors import ArtifactError, CaptureError, PipelineError, PlanError, WorkerError
+from pipedream.core.errors import ArtifactError, CaptureError, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
@@ -45,12 +45,14 @@ from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import (
     broadcast_text,
     check_same_on_all_ranks,
+    check_same_software,
     gather_texts,
-    is_broken_connection,
     join_group,
     leave_group,
     peers_may_end,
+    wait_for_all,
 )
+from pipedream.runtime.comm.same_settings import CALL, check_same_settings, describe_data, describe_optimizer
 from pipedream.runtime.data.batch_adapter import AdaptBatch
 from pipedream.runtime.data.microbatches import LocalMicrobatches, Microbatches
 from pipedream.runtime.data.reader import EpochRange
@@ -66,9 +68,6 @@ from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
 
 __all__ = ["Session"]
-
-_CONNECTION_WAIT_S = 3.0
-"""How long the error that broke a connection may take to arrive from the rank that raised it."""
 
 _LOOP = "the training loop"
 
@@ -102,7 +101,7 @@ class Session:
         self._blueprint = blueprint
         if blueprint.device.type == "cpu":
             keep_freed_memory()
-        self.rank, processes = join_group(blueprint.device)
+        self.rank, processes = join_group(blueprint.device, check_software=False)
         stages, batch_dim = blueprint.program.plan.stages, blueprint.settings.batch_dim
         self._stage_names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
         self._shared_names = parameters.shared_names(model)
@@ -120,11 +119,15 @@ class Session:
             self.workers = self._build_all(weights)
             self._data = DataSource(blueprint.programs, range(blueprint.placement.workers), batch_dim=batch_dim)
         else:
-            connections = self._connections = self._connect(processes, stuck_after_s)
-            self.workers = [self._build_own(connections, weights)]
-            senders, receiver = data_channels(blueprint, self.rank, connections)
-            self._data_channels = [*senders.values(), *([] if receiver is None else [receiver])]
-            self._data = DataSource(blueprint.programs, [self.rank], self._group, senders, receiver, batch_dim)
+            self._guard = Guard.of_session(self.rank, processes, self._activity, stuck_after_s)
+            try:
+                self._join_others(processes, weights)
+            except BaseException as error:
+                first = self._guard.first_cause(error, self._activity.where)
+                self._guard.end()
+                if isinstance(error, PipelineError) and not isinstance(first, PeerError):
+                    raise
+                raise first from error
         self._clock = measured.ClockOffset(self._group)
         self._writer_group = dist.new_group(backend="gloo") if self.distributed else None
         self.checkpointer = Checkpointer(
@@ -138,8 +141,10 @@ class Session:
             loss=blueprint.settings.loss.module,
         )
         self.interrupts = Interrupts(patient=self.distributed)
+        self._interrupts_before = 0
         for worker in self.workers:
-            worker.stop_requested = lambda: self.interrupts.heard
+            worker.stop_requested = self._stop_requested
+        self._activity.interrupts = lambda: self.interrupts.count
         self._activity.describe_op = lambda: self.lead.where
         if self.distributed:
             self.lead.activity = self._activity
@@ -163,8 +168,22 @@ class Session:
         parameters.load(self.model, state, here, self._shared_names, self._blueprint.device)
         return set(state)
 
-    def _connect(self, processes: int, stuck_after_s: float) -> Connections:
-        """Joins the other ranks; all must be asked to do the same."""
+    def _join_others(self, processes: int, weights: str | os.PathLike[str] | None) -> None:
+        blueprint = self._blueprint
+        connections = self._connections = self._connect(processes)
+        self.workers = [self._build_own(connections, weights)]
+        own = self.workers[0].stage_states
+        optimizers = {f"stage {n}'s optimizer": describe_optimizer(own[n].optimizer.optimizer) for n in own}
+        check_same_settings(optimizers, self._group)
+        senders, receiver = data_channels(blueprint, self.rank, connections)
+        self._data_channels = [*senders.values(), *([] if receiver is None else [receiver])]
+        self._data = DataSource(
+            blueprint.programs, [self.rank], self._group, senders, receiver, blueprint.settings.batch_dim
+        )
+
+    def _connect(self, processes: int) -> Connections:
+        """Connects to the other ranks; all must be asked to do the same."""
+        check_same_software()
         blueprint = self._blueprint
         program, workers = blueprint.program, blueprint.placement.workers
         if processes != workers:
@@ -174,9 +193,8 @@ class Session:
             )
         connections = connect(program, blueprint.device, blueprint.shared)
         self._group = connections.everyone
-        store = dist.distributed_c10d._get_default_store()
-        self._guard = Guard(store, self.rank, processes, self._activity, stuck_after_s=stuck_after_s)
         check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), self._group)
+        check_same_settings(blueprint.compared(), self._group)
         return connections
 
     def _build_own(self, connections: Connections, weights: str | os.PathLike[str] | None) -> Worker:
@@ -245,6 +263,23 @@ class Session:
         """Why the last stream ended."""
         return self.lead.ending
 
+    def note_call(self, name: str, given: int) -> None:
+        """Notes a call that every rank must make, after its loop was given so many minibatches."""
+        self._activity.calls.append((name, given))
+
+    def meet(self, settings: Mapping[str, str] | None = None) -> None:
+        """Waits until every rank has made the call that was noted last, with the same settings."""
+        name, given = self._activity.calls[-1] if self._activity.calls else ("calibration", 0)
+        call = {CALL: f"{name} after {given} minibatches"}
+        try:
+            check_same_settings(call | dict(settings or {}), self._group)
+        except (PipelineError, RuntimeError) as error:
+            assert self._guard is not None, "a single process has nobody to differ from"
+            raise self._guard.first_cause(error, self.lead.where) from error
+
+    def note_given(self, minibatches: int) -> None:
+        self._activity.given = minibatches
+
     # -- data in, results out -----------------------------------------------------------------------
 
     def open_feed(
@@ -268,6 +303,10 @@ class Session:
             skip: finished minibatches of the first epoch.
             state: from `data_state` for this position; None keeps the data's order.
         """
+        settings = {"epochs": f"{first_epoch} to {epochs}", "finished minibatches of the epoch": str(skip)}
+        if self.rank in self.program.placement.readers:  # others may have a loader that is never read
+            settings["the training data"] = describe_data(loader)
+        self.meet(settings)
         try:
             self._microbatches = self._data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)
         except PipelineError as error:
@@ -360,6 +399,15 @@ class Session:
             names = list(stage_state.versions.handles)
             stage_state.first = FirstOfStage(check, stage, buffers, names, alone=alone)
 
+    def _stop_requested(self) -> bool:
+        # A signal may have been sent to one worker alone, which need not be one that reads the data.
+        return self.interrupts.heard or (self._guard is not None and self._guard.interrupts > self._interrupts_before)
+
+    def forget_interrupt(self) -> None:
+        """Forgets one that was raised: the caller may still want to evaluate or save."""
+        self.interrupts.heard = False
+        self._interrupts_before = 0 if self._guard is None else self._guard.interrupts
+
     def stop(self, ending: Ending = Ending.DRAIN) -> None:
         """Ends the stream after the admitted minibatches; at a rank that does not read the data, does nothing."""
         for microbatches in self._microbatches.values():
@@ -419,7 +467,11 @@ class Session:
             self._drain()
         except PipelineError as error:
             raise self._reported(error) from error.__cause__
-        except Exception as error:  # e.g. of the user's loader
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # e.g. of the user's loader
+            if isinstance(error, KeyboardInterrupt) and self._guard is None and self.interrupts.may_raise:
+                raise
             raise self._reported(WorkerError(self.rank, self.lead.where, with_place(error))) from error
         finally:
             self._activity.place = _LOOP
@@ -435,22 +487,7 @@ class Session:
     def _reported(self, error: PipelineError) -> PipelineError:
         """Returns the error to raise here: it, or its cause elsewhere."""
         self._activity.stop()
-        if self._guard is None:
-            return error
-        lost = error.__cause__ is not None and is_broken_connection(error.__cause__)
-        first = self._guard.failure(_CONNECTION_WAIT_S if lost else 0.0)
-        if first is not None:
-            return first
-        if lost:
-            error = WorkerError(
-                self.rank,
-                self.lead.where,
-                "lost the connection to another worker, which left no message (killed, out of memory, machine gone)",
-                f"look at what that worker printed last; torch's error: {error.__cause__}",
-            )
-        elif not isinstance(error, WorkerError):
-            error = WorkerError(self.rank, self.lead.where, str(error))
-        return self._guard.report(error) or error
+        return error if self._guard is None else self._guard.first_cause(error, self.lead.where)
 
     # -- weights ------------------------------------------------------------------------------------
 
@@ -541,7 +578,7 @@ class Session:
 
     def any_rank(self, asked: bool) -> bool:
         """Returns whether a rank asks for something; every rank calls it."""
-        return any(gather_texts("yes" if asked else "", self._group))
+        return "yes" in gather_texts("yes" if asked else "", self._group)
 
     def sent_bytes(self) -> dict[int, int]:
         """Returns rank -> payload bytes; every rank calls it."""
@@ -565,8 +602,7 @@ class Session:
     def abort(self, error: BaseException) -> None:
         """Reports an error of the user's own code to the other ranks."""
         if self._guard is not None and not isinstance(error, PipelineError):
-            cause = f"{type(error).__name__}: {error}"
-            self._guard.report(WorkerError(self.rank, _LOOP, cause))
+            self._guard.report(WorkerError(self.rank, _LOOP, with_place(error)))
 
     def close(self, failed: bool) -> None:
         """Waits for the other ranks, unless a failure ended them."""
@@ -576,7 +612,7 @@ class Session:
         if not failed:
             self.check_saved(wait=True)
             if self._connections is not None:
-                gather_texts("", self._group)  # all ranks are here
+                wait_for_all()
                 self._connections.close()
                 leave_group(self._writer_group)
                 self._connections = None

@@ -261,9 +261,9 @@ class Worker:
                     yield from step.run(step.at, step.index) or ()
         except CaptureError as error:
             raise WorkerError(self.rank, self.where, str(error)) from error
-        except PipelineError:
+        except (PipelineError, GeneratorExit, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             advice = next((advice for words, advice in _ADVICE.items() if words in str(error)), "")
             raise WorkerError(self.rank, self.where, with_place(error), advice) from error
         # The end arrives once on each channel that serves forwards; receive those still unread.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group
+from pipedream.runtime.failure.guard import guarded
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.training.resume import locked
 from pipedream.training.run_folder import RunFiles, last_segment, software_versions, summarise, write_run
@@ -60,9 +62,10 @@ def emulate(
         raise PlanError(f"{minibatches} minibatches were asked for; run at least 1")
     rank, processes = _join_group(plan)
     named = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = Path(process_group.from_rank_0(lambda: str(out or named), rank))
-    name, parts = asked_of(scaled, schedule, microbatches)
-    with locked(folder, rank):
+    with guarded(rank, processes), ExitStack() as stack:
+        folder = Path(process_group.from_rank_0(lambda: str(out or named), rank))
+        name, parts = asked_of(scaled, schedule, microbatches)
+        stack.enter_context(locked(folder, rank))
         with emulated_pipeline(scaled, schedule=name, microbatches=parts) as pipeline:
             if rank == 0 and not quiet:
                 print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
@@ -103,6 +106,7 @@ def emulate(
             write_text(folder / "planned.json", plan.to_json() + "\n")
             if not quiet:
                 print(_result_text(summary, folder), flush=True)
+        process_group.wait_for_all()
     return summary
 
 

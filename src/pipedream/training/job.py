@@ -66,7 +66,7 @@ class Process:
     def join(cls, options: TrainingOptions) -> Process:
         began_s = time.perf_counter()
         device = process_group.process_device(options.device)
-        rank, count = process_group.join_group(device)
+        rank, count = process_group.join_group(device, check_software=False)  # once it is watched
         set_threads(count)
         console = Console(quiet=options.quiet or rank != 0, highlight=False, markup=False, soft_wrap=True)
         return cls(rank, count, device, console, began_s)

@@ -20,7 +20,9 @@ from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe, blaming, make_recipe
 from pipedream.runtime.checkpoint.storage import ranks_that_see
-from pipedream.runtime.comm.process_group import world_group
+from pipedream.runtime.comm import process_group
+from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
+from pipedream.runtime.failure.guard import guarded
 from pipedream.runtime.results.loggers import loggers_of
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
@@ -71,16 +73,38 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
 
 def _train(make: Callable[[int], Recipe], options: TrainingOptions) -> dict[str, Any]:
     process = Process.join(options)
-    job = resolve(make, options, process)
-    with locked(job.folder, process.rank):
-        if job.resumed is None:
-            check_unused(job.folder)
-        planned = plan_job(job, process)
-        outcome = run_job(planned, process)
-        summary = report(planned, outcome, process)
+    with guarded(process.rank, process.count) as activity:
+        process_group.check_same_software()
+        activity.place = "preparing the run"
+        job = resolve(make, options, process)
+        check_same_settings(_compared(job), process_group.world_group())
+        with locked(job.folder, process.rank):
+            if job.resumed is None:
+                check_unused(job.folder)
+            planned = plan_job(job, process)
+            outcome = run_job(planned, process)
+            activity.place = "writing the run folder"
+            summary = report(planned, outcome, process)
+        process_group.wait_for_all()  # they watch rank 0 until its last file is written
     if outcome.interrupted:
         raise KeyboardInterrupt
     return summary
+
+
+def _compared(job: Job) -> dict[str, str]:
+    """Returns what must be equal on all ranks; the pipeline compares the rest."""
+    options, recipe = job.options, job.recipe
+    return {
+        "the recipe's file": recipe.source,
+        "seed": str(job.seed),
+        "epochs": str(job.epochs),
+        "minibatches": str(options.minibatches),
+        "evaluate_every": str(options.evaluate_every),
+        "checkpoint_every": str(options.checkpoint_every),
+        "the training data": describe_data(recipe.train),
+        "the test data": describe_data(recipe.test),
+        "target": str(recipe.target),
+    }
 
 
 @dataclass(frozen=True)
@@ -170,7 +194,7 @@ def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOpti
 
 def _checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
     every, folder = job.options.checkpoint_every, job.folder
-    if every != 0 and not all(ranks_that_see(folder, process.rank, world_group())):
+    if every != 0 and not all(ranks_that_see(folder, process.rank, process_group.world_group())):
         process.console.print(
             f"not all machines see the folder {folder}: each keeps its own part of a checkpoint; resume on the same "
             "machines, or put the parts together by 'pipedream checkpoint gather'\n"

@@ -194,3 +194,45 @@ def test_where_says_the_place_and_within_a_task_the_op() -> None:
         with activity.running("a forward"):  # of an evaluation, say
             assert activity.where == "stage 0, 0F3"
     assert activity.where == "stage 0, 0F3"
+
+
+CALLS = [("train()", 0), ("save()", 5), ("save()", 5), ("evaluate()", 9), ("close()", 12)]
+
+
+@given(st.integers(0, len(CALLS)), st.integers(0, len(CALLS)), st.integers(1, 5), st.integers(0, 12))
+def test_ranks_that_make_the_same_calls_are_never_blamed(mine: int, others: int, sent: int, ahead: int) -> None:
+    """However far they have come."""
+    bench = Bench()
+    bench.activity.calls = CALLS[:mine]
+    coming = CALLS[mine][1] if mine < len(CALLS) else 12
+    bench.activity.given = min(coming, ahead)
+    bench.detector.receive(0.0, {1: other_calls(CALLS[:others], sent)})
+    assert bench.detector.check(0.0) is None
+
+
+def other_calls(calls: list[tuple[str, int]], sent: int = 8, session: int = 0) -> RankStatus:
+    last = [list(one) for one in calls[-sent:]]  # as JSON has them
+    return RankStatus(1, "stage 1", PROCESS, session=session, calls=len(calls), last_calls=last)
+
+
+@pytest.mark.parametrize(
+    ("mine", "given_here", "others", "words"),
+    [
+        (CALLS[:1], 6, CALLS[:2], "this rank called save() after 5 minibatches, rank 0 did not"),
+        (CALLS[:2], 5, [*CALLS[:1], ("save()", 4)], "save() after 4 minibatches, rank 0 called save() after 5"),
+        (CALLS[:2], 5, [*CALLS[:1], ("close()", 12)], "close() after 12 minibatches, rank 0 called save() after 5"),
+        (CALLS[:2], 5, [*CALLS[:1], ("evaluate()", 5), *CALLS[1:2]], "evaluate() after 5 minibatches, rank 0 called"),
+    ],
+)
+def test_a_call_that_is_not_made_by_all(
+    mine: list[tuple[str, int]], given_here: int, others: list[tuple[str, int]], words: str
+) -> None:
+    bench = Bench()
+    bench.activity.calls, bench.activity.given = mine, given_here
+    bench.detector.receive(0.0, {1: other_calls(others, session=1)})
+    assert bench.detector.check(0.0) is None, "it is of another session"
+    bench.detector.receive(0.0, {1: other_calls(others)})
+    verdict = bench.detector.check(0.0)
+    assert verdict is not None
+    assert verdict.rank == 1
+    assert words in verdict.cause

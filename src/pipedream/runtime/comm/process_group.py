@@ -23,6 +23,7 @@ __all__ = [
     "JOIN_TIMEOUT_S",
     "broadcast_text",
     "check_same_on_all_ranks",
+    "check_same_software",
     "from_rank_0",
     "gather_texts",
     "group_of",
@@ -34,6 +35,7 @@ __all__ = [
     "peers_may_end",
     "process_device",
     "run_on_rank_0",
+    "wait_for_all",
     "world_group",
 ]
 
@@ -55,7 +57,7 @@ def is_distributed() -> bool:
     return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def join_group(device: str | torch.device) -> tuple[int, int]:
+def join_group(device: str | torch.device, *, check_software: bool = True) -> tuple[int, int]:
     """Returns (rank, workers); (0, 1) for a single process. Every rank calls it.
 
     Raises PlanError if a launcher's variables are incomplete, the ranks do not meet, or run different software.
@@ -70,7 +72,8 @@ def join_group(device: str | torch.device) -> tuple[int, int]:
                 "with torchrun or srun, or set it for all of them (mpirun -x MASTER_ADDR=<the machine of rank 0>)"
             )
         _join("cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo")
-    _check_same_software(world_group())
+    if check_software:
+        check_same_software()
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -211,6 +214,11 @@ def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
     return [bytes(row[: int(size)].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
+def wait_for_all() -> None:
+    """Returns once every rank has called it."""
+    gather_texts("", world_group())
+
+
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Returns a process group of some ranks; every rank calls it, in the same order."""
     group: dist.ProcessGroup = dist.new_group(list(ranks))
@@ -237,12 +245,12 @@ def check_same_on_all_ranks(what: str, text: str, group: dist.ProcessGroup | Non
         )
 
 
-def _check_same_software(group: dist.ProcessGroup | None) -> None:
-    """Raises PlanError if ranks differ in the versions of pipedream, torch or Python."""
+def check_same_software() -> None:
+    """Raises PlanError if ranks differ in the versions of pipedream, torch or Python; every rank calls it."""
     python = ".".join(platform.python_version_tuple()[:2])
     mine = f"pipedream {__version__}, torch {torch.__version__}, Python {python}"
     ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(gather_texts(mine, group)):
+    for rank, text in enumerate(gather_texts(mine, world_group())):
         ranks.setdefault(text, []).append(rank)
     if len(ranks) > 1:
         found = "; ".join(f"{text} on ranks {', '.join(map(str, who))}" for text, who in ranks.items())

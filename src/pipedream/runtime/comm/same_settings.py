@@ -47,7 +47,11 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup | 
     if group is None:
         return
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in settings.items()}
-    rows = [json.loads(text) for text in gather_texts(json.dumps(digests), group)]
+    try:
+        rows = [dict(json.loads(text)) for text in gather_texts(json.dumps(digests), group)]
+    except (TypeError, ValueError):  # a text of another call
+        call = settings.get(CALL, "this call")
+        raise PlanError(f"another rank did not make the call of this one, {call}; {SAME_CALLS}") from None
     names = dict.fromkeys(name for row in rows for name in row)
     differing = [name for name in names if len({row[name] for row in rows if name in row}) > 1]
     if not differing:

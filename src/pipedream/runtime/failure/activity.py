@@ -27,6 +27,10 @@ class Activity:
     Attributes:
         place: what is done outside of the program ("the training loop"); None while it runs.
         task: (kind, number); None while the rank waits or its caller runs.
+        interrupts: returns how often this rank was interrupted.
+        calls: (name, minibatches that the loop had been given) of each call that all ranks must make.
+        given: minibatches that the loop has been given so far.
+        session: distinguishes this one from earlier ones with the same guard.
     """
 
     def __init__(self) -> None:
@@ -34,6 +38,10 @@ class Activity:
         self.task: tuple[str, int] | None = None
         self.durations: dict[str, TaskDurations] = {}
         self.describe_op: Callable[[], str] = lambda: "the start"
+        self.interrupts: Callable[[], int] = lambda: 0
+        self.calls: list[tuple[str, int]] = []
+        self.given = 0
+        self.session = 0
         self._number = 0
         self._start_s = 0.0
 

@@ -15,46 +15,101 @@ import sys
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from pipedream.core.errors import PeerError, WorkerError
+from pipedream.core.errors import PeerError, PipelineError, WorkerError
+from pipedream.core.user_code import shortened, with_place
 from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.heartbeat import Heartbeat
 from pipedream.runtime.failure.process import RankProcess
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S, FailureDetector, Verdict
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "guarded"]
 
 _LOOK_S = 0.1
 _GRACE_S = 3.0
 
+_CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
+"""One of these is in each of torch's errors of a broken connection."""
+
+_PEER_WORDS = ("Connection reset by peer", "Connection closed by peer")
+"""Of errors that are passed on as a text."""
+
+_CONNECTION_WAIT_S = 3.0
+"""How long the error that broke a connection may take to arrive from the rank that raised it."""
+
+_of_job: Guard | None = None
+
 
 class Guard:
-    """Watches for a failure of any rank until `end`; every rank creates one."""
+    """Watches for a failure of any rank until `end`; every rank creates one, once they are in a process group."""
 
-    def __init__(
-        self, store: Any, rank: int, ranks: int, activity: Activity, *, stuck_after_s: float = STUCK_AFTER_S
-    ) -> None:
+    def __init__(self, rank: int, ranks: int, activity: Activity, *, stuck_after_s: float = STUCK_AFTER_S) -> None:
+        store = dist.distributed_c10d._get_default_store()
         self._rank = rank
         self._activity = activity
+        self._before: list[Activity] = []
+        self._sessions = 0
         self._store_is_rank_0s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         owner = "rank 0" if self._store_is_rank_0s else "the launcher"
         self._detector = FailureDetector(rank, activity, stuck_after_s=stuck_after_s, store_owner=owner)
-        self._heartbeat = Heartbeat(_own_client(store, rank), rank, ranks, lambda: activity.where)
+        client = _own_client(store, rank)
+        self._heartbeat = Heartbeat(client, rank, ranks, lambda: self._activity.where, lambda: self._activity)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pipedream-guard", daemon=True)
         self._thread.start()
         # A rank that ends without closing its pipeline must not look as if stopped.
         atexit.register(self.end)
 
+    @classmethod
+    def of_session(cls, rank: int, ranks: int, activity: Activity, stuck_after_s: float) -> Guard:
+        """Returns the job's guard, which watches this activity until `end`, or a new one."""
+        if _of_job is None:
+            return cls(rank, ranks, activity, stuck_after_s=stuck_after_s)
+        _of_job._sessions += 1
+        activity.session = _of_job._sessions
+        _of_job._before.append(_of_job._activity)
+        _of_job._watch_activity(activity, stuck_after_s)
+        return _of_job
+
+    def _watch_activity(self, activity: Activity, stuck_after_s: float = STUCK_AFTER_S) -> None:
+        self._activity = activity
+        self._detector.watch(activity, stuck_after_s)
+
+    @property
+    def interrupts(self) -> int:
+        """How often other ranks were interrupted, as far as known here."""
+        return sum(status.interrupts for status in self._heartbeat.statuses.values())
+
     def report(self, error: WorkerError) -> PeerError | None:
         """Reports a failure; returns one that another rank reported before."""
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
         return None if first is None or first[0] == self._rank else _peer_error(first[1])
+
+    def first_cause(self, error: BaseException, where: str) -> PipelineError:
+        """Reports any error of this rank; returns the one to raise: it, or its cause at another rank."""
+        origin = error.__cause__ if isinstance(error, PipelineError) else error
+        lost = isinstance(origin, RuntimeError) and any(word in str(origin) for word in _CONNECTION_WORDS)
+        lost = lost or any(words in str(error) for words in _PEER_WORDS)
+        first = self.failure(_CONNECTION_WAIT_S if lost else 0.0)
+        if first is not None:
+            return first
+        if lost:
+            error = WorkerError(
+                self._rank,
+                where,
+                "lost the connection to another worker, which left no message (killed, out of memory, machine gone)",
+                f"look at what that worker printed last; torch's error: {shortened(str(origin or error))}",
+            )
+        elif not isinstance(error, WorkerError):
+            cause = str(error) if isinstance(error, PipelineError) else with_place(error)
+            error = WorkerError(self._rank, where, cause)
+        return self.report(error) or error
 
     def failure(self, wait_s: float = 3.0) -> PeerError | None:
         """Returns another rank's report; waits up to `wait_s` for it."""
@@ -68,7 +123,10 @@ class Guard:
             time.sleep(_LOOK_S / 2)
 
     def end(self) -> None:
-        """Marks this rank as ended in order."""
+        """Marks this rank as ended in order, unless its job continues."""
+        if self._before:
+            self._watch_activity(self._before.pop())
+            return
         atexit.unregister(self.end)
         if not self._stopped.is_set():
             self._stopped.set()
@@ -131,6 +189,35 @@ class Guard:
                 process.kill()
         if not self._stopped.wait(_GRACE_S):
             _exit_now()
+
+
+@contextmanager
+def guarded(rank: int, ranks: int) -> Iterator[Activity]:
+    """Context of a job, which may have sessions; yields what it is doing.
+
+    A failure at any of the ranks is raised as a `WorkerError` or `PeerError`. What all ranks find wrong with a call
+    is raised as it is.
+    """
+    global _of_job
+    activity = Activity()
+    if ranks == 1 or _of_job is not None:
+        yield activity
+        return
+    guard = _of_job = Guard(rank, ranks, activity)
+    try:
+        yield activity
+    except (KeyboardInterrupt, PeerError):
+        raise
+    except BaseException as error:
+        first = guard.first_cause(error, activity.where)
+        if isinstance(error, PipelineError) and not isinstance(first, PeerError):
+            error.is_first = True
+            raise
+        raise first from error
+    finally:
+        _of_job = None
+        guard._before.clear()  # a session may have failed
+        guard.end()
 
 
 def _own_client(store: Any, rank: int) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.process import RankProcess
 from pipedream.runtime.failure.verdict import RankStatus, Verdict
 
@@ -22,6 +23,7 @@ __all__ = ["PERIOD_S", "Heartbeat"]
 PERIOD_S = 0.5
 _ANSWER = timedelta(seconds=2)
 _REPORT = "failure"
+_CALLS = 8  # more than are made from beat to beat where it matters: most of them wait for the others
 
 
 class Heartbeat:
@@ -36,13 +38,16 @@ class Heartbeat:
         report: (reporting rank, failure), the first.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int, where: Callable[[], str]) -> None:
+    def __init__(
+        self, store: Any, rank: int, ranks: int, where: Callable[[], str], activity: Callable[[], Activity] = Activity
+    ) -> None:
         self._store = store
         self._store.set_timeout(_ANSWER)
         self._rank = rank
         self._keys = {other: f"beat/{other}" for other in range(ranks) if other != rank}
         self._seen: list[int] = []
         self._where = where
+        self._activity = activity
         self._process = RankProcess.this()
         self._count = 0
         self._own_failure: Verdict | None = None
@@ -108,7 +113,18 @@ class Heartbeat:
             text = json.dumps([self._rank, asdict(self._own_failure)])
             self.report = _report(self._store.compare_set(_REPORT, "", text))
         self._count += 1
-        status = RankStatus(self._count, self._where(), self._process, ending)
+        activity, where = self._activity(), self._where()
+        calls = list(activity.calls)
+        status = RankStatus(
+            self._count,
+            where,
+            self._process,
+            ending,
+            interrupts=activity.interrupts(),
+            session=activity.session,
+            calls=len(calls),
+            last_calls=calls[-_CALLS:],
+        )
         self._store.set(f"beat/{self._rank}", json.dumps(asdict(status)))
         if ending:
             return

@@ -32,11 +32,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pipedream.core.errors import BAD_CALL
 from pipedream.runtime.failure import notes
+from pipedream.runtime.failure.process import RankProcess, children
+from pipedream.runtime.failure.stopped import launcher_variable, watch_stopped
 
 __all__ = ["launch", "set_threads"]
 
 _ADDRESS = "127.0.0.1"
 _BACKEND = "pipedream-loopback"
+_AGENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def set_threads(processes: int) -> None:
@@ -65,6 +69,8 @@ def launch(
 ) -> int:
     """Runs ``python ARGUMENTS`` in `workers` local processes under torch's elastic agent.
 
+    All of them end with this process, and a stopped one is killed.
+
     Args:
         arguments: of each process; with fewer workers, ``--workers N`` is added.
         max_restarts: after failures (TORCHELASTIC_RESTART_COUNT counts them); not after exit status 2, bad input.
@@ -75,6 +81,18 @@ def launch(
     _quiet_torch()
     rendezvous_handler_registry.register(_BACKEND, _loopback_rendezvous)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo too, or as the user has chosen
+    before = {number: signal.getsignal(number) for number in _AGENTS_SIGNALS}
+    try:
+        return _attempts(workers, arguments, silent, max_restarts, fewest)
+    except (SignalException, KeyboardInterrupt) as error:
+        return 128 + int(getattr(error, "sigval", signal.SIGINT))
+    finally:
+        # The agent leaves functions there that raise.
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def _attempts(workers: int, arguments: Sequence[str], silent: bool, max_restarts: int, fewest: int | None) -> int:
     restarts = attempt = 0
     extra: list[str] = []
     while True:
@@ -99,7 +117,13 @@ def launch(
 
 
 def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool) -> int | _Failure:
-    """Returns the exit status after success or a signal."""
+    """Returns the exit status after success, or after Ctrl-C that a worker was sent."""
+    stopped: set[int] = set()
+
+    def kill(pid: int) -> None:
+        stopped.add(pid)
+        RankProcess.of(pid).kill()
+
     with tempfile.TemporaryDirectory(prefix="pipedream-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -115,17 +139,25 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
         )
         threads = os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // workers))
         # `env` sets the count after the agent has overridden it.
-        variables = (f"OMP_NUM_THREADS={threads}", f"TORCHELASTIC_RESTART_COUNT={attempt}")
+        variables = (f"OMP_NUM_THREADS={threads}", f"TORCHELASTIC_RESTART_COUNT={attempt}", launcher_variable())
+        end_watch = watch_stopped(children, kill)
         try:
             elastic_launch(config, "env")(*variables, sys.executable, *arguments)
         except ChildFailedError as error:
             rank, first = error.get_first_failure()
-            status = first.exitcode if first.exitcode in (1, BAD_CALL) else 1
-            text = notes.read_verdict(Path(folder)) or notes.read_error(first.error_file)
+            if first.exitcode == _INTERRUPTED:
+                return _INTERRUPTED
+            failures = sorted(error.failures.values(), key=lambda one: one.timestamp)
+            status = BAD_CALL if any(one.exitcode == BAD_CALL for one in failures) else 1
+            text = notes.read_verdict(Path(folder))
+            if text is None and (killed := [r for r, one in error.failures.items() if one.pid in stopped]):
+                text = _stopped(killed, Path(folder))
+            text = text or notes.read_error(first.error_file)
+            if text is None and first.exitcode >= 0:  # because of another worker, which may end a little later
+                text = next(filter(None, (notes.read_error(one.error_file) for one in failures)), None)
             return _Failure(text or _silent_end(rank, first.exitcode, notes.read_place(Path(folder), rank)), status)
-        except (SignalException, KeyboardInterrupt) as error:
-            number = getattr(error, "sigval", signal.SIGINT)
-            return 128 + int(number)
+        finally:
+            end_watch()
     return 0
 
 
@@ -136,8 +168,17 @@ def _quiet_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
+def _stopped(ranks: Sequence[int], folder: Path) -> str:
+    places = "; ".join(f"rank {rank} {_last(notes.read_place(folder, rank))}" for rank in sorted(ranks))
+    return f"pipedream: a worker was stopped (SIGSTOP, Ctrl-Z, a frozen container) and was killed: {places}"
+
+
+def _last(place: str | None) -> str:
+    return "had not built its pipeline" if place is None else f"was last in {place}"
+
+
 def _silent_end(rank: int, exitcode: int, place: str | None) -> str:
-    last = "it had not built its pipeline" if place is None else f"it was last in {place}"
+    last = f"it {_last(place)}"
     if exitcode >= 0:
         return f"pipedream: rank {rank} ended with exit status {exitcode} and left no message; {last}"
     number = signal.Signals(-exitcode)

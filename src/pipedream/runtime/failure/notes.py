@@ -16,6 +16,7 @@ from pipedream.runtime.failure.process import is_running
 
 __all__ = [
     "RUN_ID_PREFIX",
+    "has_error",
     "is_launched_here",
     "read_error",
     "read_place",
@@ -51,6 +52,12 @@ def write_error(message: str, *, verdict: bool = False) -> bool:
         Path(path).write_text(json.dumps({"message": body, "verdict": verdict}), encoding="utf-8")
         return True
     return False
+
+
+def has_error() -> bool:
+    """Returns whether this worker has written a message."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    return bool(path) and Path(path).exists()
 
 
 def write_place(where: str) -> None:

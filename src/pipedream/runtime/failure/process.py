@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RankProcess", "is_running"]
+__all__ = ["RankProcess", "children", "is_running", "is_stopped"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,11 @@ class RankProcess:
 
     @staticmethod
     def this() -> RankProcess:
-        pid = os.getpid()
+        return RankProcess.of(os.getpid())
+
+    @staticmethod
+    def of(pid: int) -> RankProcess:
+        """Returns a process of this machine; it started at 0 if there is none."""
         return RankProcess(_this_host(), pid, _started(pid))
 
     @property
@@ -52,6 +56,20 @@ def is_running(pid: int) -> bool:
     """Returns whether a process is neither stopped nor dead."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in "TtZX"
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped, not by a debugger."""
+    return _stat(pid)[:1] == ["T"]
+
+
+def children() -> list[int]:
+    """Returns the ids of this process's children, as far as the system says."""
+    found: list[int] = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, file.read_text(encoding="ascii").split())
+    return found
 
 
 def _this_host() -> str:

@@ -5,8 +5,9 @@ Each check counts for at most a second, so that a detector that was itself stopp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.process import RankProcess
@@ -27,12 +28,19 @@ _TIMES_LONGEST = 20.0
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank sends with each heartbeat; `count` must keep growing until it has `ended` in order."""
+    """What a rank sends with each heartbeat; `count` must keep growing until it has `ended` in order.
+
+    `calls` counts those that all ranks must make in `session`; of the last ones there are (name, minibatches given).
+    """
 
     count: int
     where: str
     process: RankProcess
     ended: bool = False
+    interrupts: int = 0
+    session: int = 0
+    calls: int = 0
+    last_calls: Sequence[Sequence[Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,10 @@ class FailureDetector:
         self._task: tuple[str, int] | None = None
         self._task_s = 0.0
 
+    def watch(self, activity: Activity, stuck_after_s: float) -> None:
+        """Judges another activity of this rank from now on."""
+        self._activity, self._stuck_after_s = activity, stuck_after_s
+
     def receive(self, now_s: float, statuses: Mapping[int, RankStatus]) -> None:
         """Takes the statuses from an exchange that has just succeeded."""
         since_s = 0.0 if self._exchanged_at_s is None else now_s - self._exchanged_at_s
@@ -89,7 +101,7 @@ class FailureDetector:
     def check(self, now_s: float) -> Verdict | None:
         since_s = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, _MOST_COUNTED_S)
         self._looked_at_s = now_s
-        return self._stuck(since_s) or self._silence() or self._store(since_s)
+        return self._stuck(since_s) or self._silence() or self._other_calls() or self._store(since_s)
 
     def process_of(self, rank: int) -> RankProcess | None:
         return self._statuses[rank].process if rank in self._statuses else None
@@ -97,6 +109,31 @@ class FailureDetector:
     @property
     def others(self) -> Mapping[int, RankStatus]:
         return self._statuses
+
+    def _other_calls(self) -> Verdict | None:
+        """Returns a verdict if a rank made a call that this one has not made where it should have."""
+        mine = self._activity
+        given = mine.given  # read before the calls: a call that is made meanwhile then counts
+        calls = len(mine.calls)
+        for rank, status in sorted(self._statuses.items()):
+            if status.session != mine.session:
+                continue
+            for number, (name, at) in enumerate(status.last_calls, status.calls - len(status.last_calls)):
+                if number < calls and mine.calls[number] != (name, at):
+                    own, own_at = mine.calls[number]
+                    difference = f"rank {self._rank} called {own} {_after(own_at)}"
+                elif number == calls and given > at:
+                    difference = f"rank {self._rank} did not"
+                else:
+                    continue
+                return Verdict(
+                    rank,
+                    status.where,
+                    f"this rank called {name} {_after(at)}, {difference}",
+                    "every rank must make the same calls: without a condition on the rank around them; what rank 0 "
+                    "alone needs it is given alone",
+                )
+        return None
 
     def _silence(self) -> Verdict | None:
         for rank, silent_s in sorted(self._silent_s.items()):
@@ -143,3 +180,7 @@ class FailureDetector:
             f"if it may take this long, raise stuck_after_s (--stuck-after), now {self._stuck_after_s:g} s; "
             "0 turns this check off",
         )
+
+
+def _after(minibatches: int) -> str:
+    return f"after {minibatches} minibatch{'es' * (minibatches != 1)}"

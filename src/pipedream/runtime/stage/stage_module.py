@@ -203,7 +203,7 @@ class StageModule:
             if not self._checked:
                 self._check_storages(storages, leaves)
             return value
-        except Exception as error:
+        except BaseException as error:
             note_module(error, self._named_modules())
             raise
         finally:

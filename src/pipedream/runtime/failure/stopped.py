@@ -1,0 +1,121 @@
+"""Launcher and workers of one machine watch each other, from the first line of the command to its last.
+
+A stopped process (SIGSTOP, Ctrl-Z) answers no signal but SIGKILL: the launcher kills a stopped worker. Workers whose
+launcher is stopped end, and a process that they leave kills it. Workers of a launcher that has died are killed by the
+system. The guard does the same between machines, but only while there is a process group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from pipedream.runtime.failure import notes
+from pipedream.runtime.failure.process import RankProcess, is_stopped
+
+__all__ = ["LAUNCHER", "launcher_variable", "stay_with_launcher", "watch_stopped"]
+
+LAUNCHER = "PIPEDREAM_LAUNCHER"
+"""Variable of a worker with its launcher's process id and start time."""
+
+_PERIOD_S = 0.5
+_STOPPED_S = 8.0  # longer than the guard's judgement takes, whose message says more
+_LAUNCHER_LOOKED_AT_S = 2.0
+_LAUNCHER_STOPPED_S = 11.0  # long enough to continue it when its workers have ended
+_PR_SET_PDEATHSIG = 1
+
+
+def watch_stopped(
+    processes: Callable[[], Iterable[int]], end: Callable[[int], None], after_s: float = _STOPPED_S
+) -> Callable[[], None]:
+    """Calls `end(process id)`, in a thread, for each process that has been stopped for `after_s`.
+
+    Returns a function that ends the watch.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        stopped_s: dict[int, float] = {}
+        looked_s = time.monotonic()
+        while not over.wait(_PERIOD_S):
+            # This process may have been stopped itself.
+            since_s, looked_s = min(time.monotonic() - looked_s, 2 * _PERIOD_S), time.monotonic()
+            before_s = stopped_s
+            stopped_s = {pid: before_s.get(pid, 0.0) + since_s for pid in processes() if is_stopped(pid)}
+            for pid in [pid for pid in stopped_s if before_s.get(pid, 0.0) <= after_s < stopped_s[pid]]:
+                end(pid)
+
+    threading.Thread(target=watch, name="pipedream-stopped", daemon=True).start()
+    return over.set
+
+
+def launcher_variable() -> str:
+    """Returns the environment variable by which workers know this process as their launcher."""
+    this = RankProcess.this()
+    return f"{LAUNCHER}={this.pid} {this.started}"
+
+
+def stay_with_launcher() -> None:
+    """Ends this worker, and the processes that it forks, with its launcher; without one, does nothing."""
+    text = os.environ.get(LAUNCHER)
+    if text is None:
+        return
+    pid, started = map(int, text.split())
+    _die_with_parent()
+    if os.getppid() != pid:
+        if RankProcess.of(pid).started == started:
+            return  # a command that a worker has started
+        os._exit(1)  # it died before this line
+    in_main_thread = True
+
+    def before() -> None:
+        nonlocal in_main_thread
+        in_main_thread = threading.current_thread() is threading.main_thread()
+
+    def after() -> None:
+        # The system counts the end of the thread that forked as the parent's.
+        if in_main_thread:
+            _die_with_parent()
+
+    os.register_at_fork(before=before, after_in_child=after)
+    watch_stopped(lambda: [pid], _start_ending_launcher, _LAUNCHER_LOOKED_AT_S)
+    watch_stopped(lambda: [pid], _leave)
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _leave(launcher: int) -> None:
+    """Ends this worker, whose launcher is stopped."""
+    text = f"pipedream: the launcher (process {launcher}) was stopped for {_STOPPED_S:g} s; its workers end"
+    # The guard has written a message if it was there.
+    if os.environ.get("LOCAL_RANK") == "0" and not notes.has_error() and notes.write_error(text, verdict=True):
+        print(text, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _start_ending_launcher(pid: int) -> None:
+    # All workers may have ended before the launcher has been stopped for long enough.
+    subprocess.Popen([sys.executable, "-m", __name__, str(pid)], start_new_session=True)
+
+
+def _end_launcher(pid: int) -> None:
+    """Kills a launcher that stays stopped."""
+    process, end_s = RankProcess.of(pid), time.monotonic() + _LAUNCHER_STOPPED_S - _LAUNCHER_LOOKED_AT_S
+    while is_stopped(pid):
+        if time.monotonic() > end_s:
+            process.kill()
+            return
+        time.sleep(_PERIOD_S / 5)
+
+
+if __name__ == "__main__":
+    _end_launcher(int(sys.argv[1]))
