@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import typer
 
 import pipedream as pd
 from pipedream import cli
@@ -114,3 +116,36 @@ def test_output_that_nobody_takes(command: str, to: str) -> None:
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
     assert done.stderr == ("pipedream: [Errno 28] No space left on device\n" if to[0] == "/" else "")
     assert done.returncode == 1 or (done.returncode == 141 and to[0] != "/")
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (("--workers", "2", "--schedule", "chimera"), "1 worker, "),
+        (("--workers", "4", "--schedule", "chimera", "--min-workers", "2"), "3 workers, "),
+        (("--workers", "4", "--schedule", "chimera", "--min-workers", "4"), ""),
+        (("--workers", "3", "--schedule", "interleaved"), ""),
+    ],
+)
+def test_elastic_runs_need_a_method_for_fewer_workers(
+    options: tuple[str, ...],
+    left: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    started: list[int] = []
+
+    def start_workers(count: int, **rest: object) -> NoReturn:
+        started.append(count)
+        raise typer.Exit(0)
+
+    monkeypatch.setattr("pipedream.cli.train.start_workers", start_workers)
+    recipe = tmp_path / "recipe.py"
+    recipe.touch()
+    status = cli.main(["train", str(recipe), "--elastic", *options])
+    assert (status, len(started)) == ((2, 0) if left else (0, 1))
+    said = capsys.readouterr().err
+    assert f"--elastic may leave {left}" in said if left else not said

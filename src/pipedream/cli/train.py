@@ -30,12 +30,12 @@ from pipedream.cli.options import (
     shape_of,
 )
 from pipedream.cli.workers import is_rank_0, is_worker, start_workers
-from pipedream.core.errors import PipelineError
+from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.options import TrainingOptions
 from pipedream.planner import parse_counts
-from pipedream.schedules import is_torch_csv, load_torch_csv
+from pipedream.schedules import build, is_torch_csv, load_torch_csv, uniform
 
 __all__ = ["train"]
 
@@ -281,6 +281,8 @@ def train(
     described = None if cluster is None else cluster_of(cluster, [], [], 0.0, None)
     planned = None if is_worker() else _planned_workers(given, config, resume, schedule, described, out)
     count = workers or planned or 2
+    if elastic and not is_worker():
+        _check_elastic(given.method(schedule)[0] if given else schedule or "pipedream", count, min_workers, chunks)
     if not is_worker() and (count > 1 or max_restarts):
         own = _own_folder(recipe) if (max_restarts or elastic) and out is None else ()
         start_workers(count, more=own, max_restarts=max_restarts, fewest=min_workers if elastic else None)
@@ -326,6 +328,20 @@ def train(
     )
     if as_json and is_rank_0():
         print_json(summary)
+
+
+def _check_elastic(method: str, most: int, fewest: int, chunks: int | None) -> None:
+    """Raises a `ScheduleError` if the method does not work with a number of workers that may be left."""
+    if method == "auto":
+        return
+    for workers in range(most - 1, fewest - 1, -1):
+        try:
+            build(method, uniform(method, workers, chunks=chunks))
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"--elastic may leave {workers} worker{'s' * (workers != 1)}, with which {method!r} does not work: "
+                f"{error}; give --min-workers {workers + 1}, another method, or no --elastic"
+            ) from error
 
 
 def _own_folder(recipe: str) -> tuple[str, str]:
