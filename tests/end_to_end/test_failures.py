@@ -77,7 +77,7 @@ def test_forward_of_a_layer_fails(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_an_ordinary_exception(tmp_path: Path, parts: dict[str, str], words: tuple[str, ...]) -> None:
-    check(commands.run(*written(tmp_path, **parts), folder=tmp_path), 1, "rank ", *words)
+    check_words(commands.run(*written(tmp_path, **parts), folder=tmp_path), 1, "rank ", *words)
 
 
 @pytest.mark.slow
