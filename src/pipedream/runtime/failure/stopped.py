@@ -25,9 +25,9 @@ LAUNCHER = "PIPEDREAM_LAUNCHER"
 """Variable of a worker with its launcher's process id and start time."""
 
 _PERIOD_S = 0.5
-_STOPPED_S = 8.0  # longer than the guard's judgement takes, whose message says more
+_STOPPED_S = 7.0  # longer than the guard's judgement takes, whose message says more
 _LAUNCHER_LOOKED_AT_S = 2.0
-_LAUNCHER_STOPPED_S = 11.0  # long enough to continue it when its workers have ended
+_LAUNCHER_STOPPED_S = 10.0  # long enough to continue it when its workers have ended
 _PR_SET_PDEATHSIG = 1
 
 
