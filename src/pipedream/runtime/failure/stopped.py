@@ -7,6 +7,7 @@ system. The guard does the same between machines, but only while there is a proc
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -85,6 +86,7 @@ def stay_with_launcher() -> None:
 
     os.register_at_fork(before=before, after_in_child=after)
     watch_stopped(lambda: [pid], _start_ending_launcher, _LAUNCHER_LOOKED_AT_S)
+    atexit.register(_start_ending_launcher, pid)  # it may be stopped while its workers end
     watch_stopped(lambda: [pid], _leave)
 
 
@@ -104,7 +106,8 @@ def _leave(launcher: int) -> None:
 
 def _start_ending_launcher(pid: int) -> None:
     # All workers may have ended before the launcher has been stopped for long enough.
-    subprocess.Popen([sys.executable, "-m", __name__, str(pid)], start_new_session=True)
+    if is_stopped(pid):
+        subprocess.Popen([sys.executable, "-m", __name__, str(pid)], start_new_session=True)
 
 
 def _end_launcher(pid: int) -> None:
