@@ -132,7 +132,8 @@ def _failed(error: PipelineError | OSError) -> int:
 
         if write_error(text) and is_launched_here():
             return status  # our own launcher prints it
-        if os.environ.get("RANK", "0") != "0" and not (isinstance(error, WorkerError) or error.is_first):
+        reports = isinstance(error, WorkerError) or getattr(error, "is_first", False)
+        if os.environ.get("RANK", "0") != "0" and not reports:
             return status  # all ranks found the same, and rank 0 prints it
     print(text, file=sys.stderr, flush=True)
     return status
