@@ -321,7 +321,8 @@ def test_a_call_of_one_rank_alone_ends_all(rank: int, name: str, tmp_path: Path)
     assert [end.exit_code for end in ends] == [1, 1]
     said = "".join([*(file.read_text() for file in tmp_path.glob("*.json")), *(str(end.error) for end in ends)])
     assert f"{name}() after 5 minibatches" in said
-    assert f"rank {1 - rank} did not" in said or f"close() after 50 minibatches on rank {1 - rank}" in said
+    ways = (f"rank {1 - rank} did not", f"close() after 50 minibatches on rank {1 - rank}", "another rank did not make")
+    assert any(words in said for words in ways)
     assert "every rank must make the same calls" in said
 
 
