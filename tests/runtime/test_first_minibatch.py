@@ -217,6 +217,81 @@ def test_what_a_pipeline_does_not_see_is_refused(made: Any) -> None:
         piped(made(), mse, DATA, microbatches=1)
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_on_parameters_are_refused(kind: str, late: bool) -> None:
+    def add(weight: nn.Parameter) -> None:
+        if not weight._backward_hooks and not weight._post_accumulate_grad_hooks:
+            getattr(weight, kind)(lambda _: None)
+
+    model = net()
+    if not late:
+        add(model[0].weight)
+    with pytest.raises(WorkerError, match=r"'0\.weight' has a hook"):
+        _trained_while(model, "gpipe", add)
+
+
+def _trained_while(model: nn.Sequential, schedule: str, change: Any) -> None:
+    """Trains, and changes the first weight after each minibatch."""
+    plan = plan_of(model, DATA[0][0], (1,))
+    with Pipeline(model, plan, schedule=schedule, loss=mse, optimizer=SGD, microbatches=1) as pipeline:
+        for _ in pipeline.train(batches(6)):
+            change(model[0].weight)
+
+
+def _binds(weight: nn.Parameter) -> None:
+    weight.data = weight.data.clamp(-0.1, 0.1)
+
+
+def _writes(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_binds, "was written while"),
+        (_writes, "was written while"),
+        (lambda weight: weight.requires_grad_(False), "requires_grad of .* was changed"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
+def test_changes_between_minibatches_are_noticed(change: Any, words: str, schedule: str) -> None:
+    with pytest.raises(WorkerError, match=words):
+        _trained_while(net(), schedule, change)
+
+
+class Rebinding(torch.optim.SGD):
+    def __init__(self, params: Any, how: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.how = how
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                new = p.data - 0.1 * p.grad
+                if self.how == "data":
+                    p.data = new
+                elif self.how == "set":
+                    with torch.no_grad():
+                        p.set_(new)
+                else:
+                    p.data.copy_(new)
+
+
+@pytest.mark.parametrize("how", ["data", "set", "copy"])
+def test_an_optimizer_that_binds_its_weights_anew_is_refused(how: str) -> None:
+    if how == "copy":
+        found = piped(net(), mse, DATA, optimizer=lambda named: Rebinding(named, how), microbatches=1)
+        assert_equal(found, plain(net(), mse, DATA))
+        return
+    with pytest.raises(WorkerError, match="other memory"):
+        piped(net(), mse, DATA, optimizer=lambda named: Rebinding(named, how), microbatches=1)
+
+
 class Stateful(nn.Module):
     """Draws, counts, and keeps what it has seen, in each way that Python has."""
 

@@ -387,8 +387,14 @@ def low_precision_weights(
         for module in layer.modules():
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) in known:
-                    (cast if isinstance(module, _CAST_LAYERS) else full).add(known[id(parameter)])
+                    (cast if _is_cast(module) else full).add(known[id(parameter)])
     return {name: autocast for name in handles if name in cast - full and handles[name].dtype == torch.float32}
+
+
+def _is_cast(module: nn.Module) -> bool:
+    """Whether it is torch's own layer: a subclass may use its weights in full precision, and so may a hook."""
+    own = type(module).__module__.startswith("torch.nn.modules.")
+    return own and isinstance(module, _CAST_LAYERS) and not module._forward_pre_hooks
 
 
 def outputs_of(value: Any) -> tuple[str, tuple[torch.Tensor, ...], tuple[bool, ...]]:

@@ -29,6 +29,8 @@ from functools import partial
 
 import torch
 
+from pipedream.core.errors import CaptureError
+
 __all__ = ["Versions", "WeightSet"]
 
 
@@ -91,6 +93,7 @@ class Versions:
         self._sets = {0: self._new_set(0, {name: self._leaf(name, handle) for name, handle in handles.items()})}
         self._free: list[WeightSet] = []
         self._predictions: dict[int, WeightSet] = {}
+        self._marks: list[tuple[int, int]] | None = None  # of the handles, after the last update
         self.peak = 1
 
     @property
@@ -163,6 +166,7 @@ class Versions:
         """Makes the handles safe to write: moves them to a free set if a later forward (`coming`) or a reader needs the
         newest.
         """
+        self._check_handles()
         if self._single:
             self._sets = {self.newest + 1: self._sets[self.newest]}
             self._sets[self.newest + 1].version = self.newest + 1
@@ -186,7 +190,34 @@ class Versions:
 
     def end_update(self) -> None:
         self.newest += 1
+        leaves = self._sets[self.newest].leaves
+        for name, handle in self.handles.items():
+            if name not in self._low and handle.data_ptr() != leaves[name].data_ptr():
+                raise CaptureError(
+                    f"the optimizer has given {name!r} other memory (by p.data = ..., or p.set_()), which no forward "
+                    "would read; let it write in place, as by p.data.copy_(...)"
+                )
+        self._marks = [(handle._version, handle.data_ptr()) for handle in self.handles.values()]
         self.cast()
+
+    def _check_handles(self) -> None:
+        """Raises a `CaptureError` if the user's parameters were changed since the last update."""
+        for number, (name, handle) in enumerate(self.handles.items()):
+            if not handle.requires_grad:
+                raise CaptureError(
+                    f"requires_grad of {name!r} was changed while the pipeline trained; make a new Pipeline, which "
+                    "trains what requires a gradient then"
+                )
+            if handle._backward_hooks or handle._post_accumulate_grad_hooks:
+                raise CaptureError(
+                    f"the parameter {name!r} has a hook, which a pipeline would not call: backwards run on versions of "
+                    "the weights. Do in the optimizer what it does, in a step of its own"
+                )
+            if self._marks is not None and self._marks[number] != (handle._version, handle.data_ptr()):
+                raise CaptureError(
+                    f"the weight {name!r} was written while the pipeline trained, where versions of it are in use; "
+                    "write it in the optimizer's step, or hand new weights over by pipeline.load_state_dict(...)"
+                )
 
     def cast(self) -> None:
         if self._low:
@@ -215,6 +246,7 @@ class Versions:
 
     def reload(self) -> None:
         """Adopts weights written into the handles from outside, after a drain."""
+        self._marks = None
         newest = self._sets[self.newest]
         for name, handle in self.handles.items():
             if name in self._low:
