@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from pipedream.core.cold import compute_for
-from pipedream.core.errors import PipelineError, RecipeError, ScheduleError
+from pipedream.core.errors import PipelineError, RecipeError, ScheduleError, install_advice
 from pipedream.core.moved import moved_import
 from pipedream.core.user_code import is_of_loader, notes_of, shortened, with_place
 from pipedream.options import ModelOptions, optimizer_problems
@@ -205,4 +205,6 @@ def _brief(error: BaseException) -> str:
         return with_place(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return "; ".join([f"{type(error).__name__}: {shortened(str(error))}{place}", *notes_of(error)])
+    return "; ".join(
+        [f"{type(error).__name__}: {shortened(str(error))}{place}{install_advice(error)}", *notes_of(error)]
+    )

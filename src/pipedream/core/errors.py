@@ -24,11 +24,32 @@ __all__ = [
     "ScheduleError",
     "ShortageError",
     "WorkerError",
+    "install_advice",
 ]
 
 
 BAD_CALL = 2
 """Exit status for a wrong call or bad input; a run that failed exits with 1."""
+
+
+_EXTRAS = {
+    "cairosvg": "pictures",
+    "ipywidgets": "notebook",
+    "mlflow": "mlflow",
+    "pandas": "notebook",
+    "safetensors": "hf",
+    "sklearn": "digits",
+    "tensorboard": "tensorboard",
+    "transformers": "hf",
+    "wandb": "wandb",
+}
+"""Package -> the extra of this library that installs it."""
+
+
+def install_advice(error: BaseException) -> str:
+    """Returns how to install a missing package that one of the extras has, as the end of a message; or ''."""
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"; pip install 'torch-pipedream[{_EXTRAS[missing]}]'" if missing in _EXTRAS else ""
 
 
 class PipelineError(Exception):

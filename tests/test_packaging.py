@@ -1,0 +1,146 @@
+"""The distribution: what its files hold, and that it works outside of the checkout."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import pipedream
+from pipedream.core import errors
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def _setup() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_of_pipedream", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_of_the_description() -> None:
+    text = "![a picture](docs/a.svg) [here](#use) [page](docs/a.md#b) [web](https://example.org/a) ![b](https://b.org)"
+    absolute = "https://code.example/we/it"
+    assert _setup().description(text, absolute + "/") == (
+        f"![a picture]({absolute}/raw/main/docs/a.svg) [here](#use) [page]({absolute}/blob/main/docs/a.md#b) "
+        "[web](https://example.org/a) ![b](https://b.org)"
+    )
+    plain = " [here](#use) page [web](https://example.org/a) ![b](https://b.org)"
+    assert _setup().description(text, None) == plain
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(_relative(readme)) > 10
+    for repository in (None, absolute):
+        assert not _relative(_setup().description(readme, repository))
+
+
+def _relative(text: str) -> list[str]:
+    """Returns the targets of links that are neither addresses nor places on the page."""
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:|#", target)]
+
+
+def test_each_extra_is_advised() -> None:
+    """An import that fails names the extra that installs it, if one does."""
+    extras = SETTINGS["optional-dependencies"]
+    distributions = {"sklearn": "scikit-learn"}
+    for package, extra in errors._EXTRAS.items():
+        assert any(one.startswith(distributions.get(package, package)) for one in extras[extra])
+        missing = ModuleNotFoundError(f"No module named {package!r}", name=f"{package}.inside")
+        assert errors.install_advice(missing) == f"; pip install 'torch-pipedream[{extra}]'"
+    assert errors.install_advice(ModuleNotFoundError("No module named 'mine'", name="mine")) == ""
+    assert {*errors._EXTRAS.values()} == {*extras} - {"dev", "docs"}
+
+
+def test_the_citation_has_the_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {pipedream.__version__}\n" in text
+    assert f"license: {SETTINGS['license']}\n" in text
+
+
+def build(source: Path, kind: str, into: Path) -> Path:
+    """Builds a wheel or an sdist, without pip's separate environment, which would download."""
+    program = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", program, str(into)], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return into / done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_wheel_of_the_sdist_works_elsewhere(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "runs", "shared", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+    sdist = build(tmp_path / "source", "sdist", tmp_path)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    for name in (
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "docs/quickstart.md",
+        "docs/img/pipedream.svg",
+    ):
+        assert (unpacked / name).is_file(), name
+    assert {path.name for path in (unpacked / "examples").iterdir()} >= {
+        path.name for path in (ROOT / "examples").glob("*.py")
+    }
+    wheel = build(unpacked, "wheel", tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        head = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
+    assert "pipedream/py.typed" in names
+    assert {name.partition("/")[0] for name in names} == {"pipedream", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    described = Parser().parsestr(head)
+    assert described["Name"] == "torch-pipedream"
+    assert described["Description-Content-Type"] == "text/markdown"
+    assert described["License-Expression"] == "MIT"
+    assert described.get_all("Project-URL")
+    assert not _relative(described.get_payload())
+    python = environment(tmp_path / "environment")
+    install = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", str(wheel))
+    assert run(tmp_path, python, *install) == ""
+    assert run(tmp_path, python, "-c", "import pipedream; print(pipedream.__file__)").startswith(str(tmp_path))
+    command = python.with_name("pipedream")
+    assert run(tmp_path, command, "--version") == f"pipedream {pipedream.__version__}\n"
+    assert run(tmp_path, python, "-m", "pipedream", "--version") == f"pipedream {pipedream.__version__}\n"
+    digits = str(unpacked / "examples" / "digits.py")
+    run(tmp_path, command, "train", digits, "--workers", "2", "--epochs", "1", "--minibatches", "4", "--out", "run")
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def environment(folder: Path) -> Path:
+    """Makes a virtual environment that sees the packages of this one, but not the checkout; returns its Python.
+
+    A folder that a .pth file names has its own .pth files ignored, and so an editable installation in it.
+    """
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    packages = [path for path in (*sys.path, *site.getsitepackages()) if path.endswith("site-packages")]
+    inside = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+    Path(inside, "packages.pth").write_text("\n".join(dict.fromkeys(packages)) + "\n")
+    return folder / "bin" / "python"
+
+
+def run(folder: Path, *command: object) -> str:
+    """Runs a command in a folder; returns its output."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run([*map(str, command)], cwd=folder, env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
