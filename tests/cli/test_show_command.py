@@ -202,3 +202,8 @@ def spread(cell: str) -> list[int]:
     """Returns a number for each of four workers."""
     found = [int(number) for number in cell.split(", ")]
     return found * 4 if len(found) == 1 else found
+
+
+def test_more_stages_than_a_picture_can_show_are_refused(run_command: RunCommand) -> None:
+    status, _, error = run_command("show", "1f1b", "--stages", 100_000)
+    assert (status, "'--stages'" in error, "256" in error) == (2, True, True), error

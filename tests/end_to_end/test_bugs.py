@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import weakref
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipedream import Pipeline
 from pipedream.capture import capture
+from pipedream.core.errors import PipelineError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
@@ -142,3 +144,88 @@ def test_a_checkpointed_layer_is_done_again_at_the_stashed_weights() -> None:
         with Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
             found.append([done.loss for done in pipeline.train(batches, epochs=3)])
     assert found[0] == found[1]
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.relu_())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_first_layer_that_works_in_place(schedule: str) -> None:
+    """The parts of a minibatch were views of one tensor, whose changes autograd counts together: the backward of the
+    first part found that the second had changed it.
+    """
+    inputs, targets = torch.randn(8, 4, dtype=torch.float64), torch.randint(2, (8,))
+    outcomes = []
+    for parts in (1, 4):
+        torch.manual_seed(0)
+        with Pipeline(
+            nn.Sequential(InPlace(), nn.Linear(4, 2)).double(),
+            Plan.uniform(2),
+            schedule=schedule,
+            microbatches=parts,
+            loss=F.cross_entropy,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            sample=inputs.clone(),
+        ) as pipeline:
+            outcomes.append([done.loss for done in pipeline.train([(inputs.clone(), targets) for _ in range(3)])])
+    assert outcomes[0] == pytest.approx(outcomes[1])
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex128) @ self.weight).abs()
+
+
+def test_complex_weights_are_clipped_as_torch_does() -> None:
+    """The norm was asked for in a real type, which torch refuses for complex gradients."""
+    inputs, targets = torch.randn(8, 4, dtype=torch.float64), torch.randint(2, (8,))
+    model = nn.Sequential(Complex(), nn.Linear(4, 2).double())
+    plain = copy.deepcopy(model)
+    loss = F.cross_entropy(plain(inputs), targets)
+    loss.backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with Pipeline(
+        model,
+        Plan.uniform(2),
+        schedule="gpipe",
+        microbatches=1,
+        loss=F.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        clip_grad_norm=0.01,
+        sample=inputs,
+    ) as pipeline:
+        assert [done.loss for done in pipeline.train([(inputs, targets)])] == pytest.approx([loss.item()])
+        for name, value in pipeline.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+def test_sparse_embeddings(replicas: tuple[int, ...]) -> None:
+    """With clipping, and with replicas, torch's own errors came; replicas are refused."""
+    data = [(torch.randint(10, (8,)), torch.randint(2, (8,)))] * 2
+    with Pipeline(
+        nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)),
+        Plan.uniform(2, replicas=replicas),
+        schedule="gpipe",
+        microbatches=2,
+        loss=F.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        clip_grad_norm=1.0,
+        sample=data[0][0],
+    ) as pipeline:
+        if replicas == (1, 1):
+            assert len([*pipeline.train(data)]) == 2
+            return
+        with pytest.raises(PipelineError, match=r"shape \(10, 4\) is sparse, and its stage has replicas"):
+            [*pipeline.train(data)]

@@ -40,6 +40,7 @@ from pipedream.workflows.simulate import simulate
 __all__ = ["show"]
 
 _USUAL_MICROBATCHES = 8  # of a picture
+_MOST_STAGES = 256  # drawn in seconds
 
 
 def show(
@@ -56,6 +57,7 @@ def show(
         int | None,
         typer.Option(
             min=1,
+            max=_MOST_STAGES,
             metavar="P",
             show_default="4, or the file's",
             help="Number of stages; of workers, for methods with several stages per worker.",

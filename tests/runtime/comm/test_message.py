@@ -163,3 +163,19 @@ def test_a_transposed_tensor_arrives_transposed() -> None:
         assert found is not None
         assert torch.equal(found, tensor)
         assert found.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([[1 + 2j, 3j], [4 + 0j, 5 - 1j]]).conj(),
+        torch.tensor([[1 + 2j, 3j], [4 + 0j, 5 - 1j]]).conj().imag,
+        torch.tensor([1.0, 2.0, 0.5]).to(torch.float8_e4m3fn),
+    ],
+    ids=["conjugate", "negated", "float8"],
+)
+def test_numbers_that_memory_does_not_hold_as_such(tensor: torch.Tensor) -> None:
+    numbers = in_memory_order(tensor)
+    received = torch.empty_like(numbers)
+    received.view(torch.uint8).copy_(numbers.view(torch.uint8))  # bytes, as gloo sends them
+    assert torch.equal(received.to(torch.complex64), tensor.to(torch.complex64).reshape(-1).resolve_conj())

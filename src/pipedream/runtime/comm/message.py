@@ -395,7 +395,8 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
     Copies only what is not dense.
     """
-    dense = tensor.detach().permute(dimension_order(tensor)).contiguous()
+    numbers = tensor.detach().resolve_conj().resolve_neg()  # whose memory holds other numbers
+    dense = numbers.permute(dimension_order(tensor)).contiguous()
     # Not view(-1): a dimension of size 1 may keep any stride, and bytes are viewed only at stride 1.
     return dense.as_strided((dense.numel(),), (1,))
 

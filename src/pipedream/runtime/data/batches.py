@@ -114,7 +114,10 @@ class _Cut:
     def _cut(self, leaf: Any, dim: int | None) -> Sequence[Any]:
         if dim is None:
             return [leaf] * len(self.sizes)
-        return _samples(leaf, self.sizes) if isinstance(leaf, PackedSequence) else leaf.split(self.sizes, dim)
+        if isinstance(leaf, PackedSequence):
+            return _samples(leaf, self.sizes)
+        # A first layer may work in place: `data`, because autograd counts changes of all views of a tensor together.
+        return [part.data for part in leaf.split(self.sizes, dim)]
 
 
 def _count(inputs: Any, leaves: Sequence[Leaf]) -> int:

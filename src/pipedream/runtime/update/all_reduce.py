@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pipedream.core.errors import PlanError
 from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES
 from pipedream.runtime.comm.channel import Group, Pending, Waiting, wait_for
 
@@ -91,6 +92,11 @@ class GradientAllReduce:
         """
         bucket = self._buckets[self._bucket_of[index]]
         assert index not in bucket.parts, f"handle {index} received its gradient twice for one update"
+        if gradient is not None and gradient.is_sparse:
+            raise PlanError(
+                f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse, and its stage has replicas, "
+                "which exchange dense gradients; make it dense (sparse=False), or give the stage one worker"
+            )
         bucket.parts[index] = gradient
         if len(bucket.parts) < len(bucket.members):
             return

@@ -251,7 +251,11 @@ class Optimizer:
     @property
     def norm_square(self) -> torch.Tensor:
         """Square of the gradients' norm, without weights that another stage counts; float64, on their device."""
-        found = [h.grad for i, h in enumerate(self._handles) if h.grad is not None and i not in self.counted_elsewhere]
+        found = [
+            _numbers_of(handle.grad)
+            for i, handle in enumerate(self._handles)
+            if handle.grad is not None and i not in self.counted_elsewhere
+        ]
         # In double precision the squares of all finite float32 are finite.
         norms = torch._foreach_norm(found, 2, torch.float64) if found else ()
         return torch.stack(list(norms)).square().sum() if found else torch.zeros((), dtype=torch.float64)
@@ -343,3 +347,10 @@ class Optimizer:
             for _ in range(steps):
                 self.scheduler.step()
                 self.scheduled += 1
+
+
+def _numbers_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a dense, real tensor with the norm of a gradient."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
