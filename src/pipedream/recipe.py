@@ -48,6 +48,7 @@ class Recipe(ModelOptions):
         epochs: unless the run chooses.
         target: (metric, value); the seconds until it is reached are reported. For 'loss', lower is better.
         name: by default that of its file.
+        source: of its file, which must be the same on all ranks.
 
     Raises:
         RecipeError: names all fields that cannot be trained with.

@@ -110,7 +110,7 @@ def test_train_takes_a_plan_or_a_shape(profile: str, capfd: pytest.CaptureFixtur
     plan = str(tmp_path / "plan.json")
     asked(capfd, profile, "--workers", "2", "-o", plan)
     for option in (["--config", "1-1"], ["--straight"], ["--update-delay", "1"]):
-        assert "but a plan has its own stages, workers and update delay" in refused(
+        assert "but a plan has its own stages, workers, links and update delay" in refused(
             capfd, "train", "recipe.py", "--plan", plan, *option
         )
 
