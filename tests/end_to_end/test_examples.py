@@ -108,7 +108,7 @@ def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(path, id=path.stem, marks=pytest.mark.slow) for path in EXAMPLES],
+    [pytest.param(path, id=path.stem, marks=pytest.mark.long) for path in EXAMPLES],
 )
 def test_flushing_method_takes_it_too(example: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 3, "minibatches": 2, "quiet": True}

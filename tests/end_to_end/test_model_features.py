@@ -258,7 +258,7 @@ def test_layers_of_a_chain_are_compiled() -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, such as g++")
 def test_compiled_by_inductor(tmp_path: Path) -> None:
     torch.compiler.reset()

@@ -101,7 +101,10 @@ def test_twenty_lengths(case: Case) -> None:
     check_same(plain_loop(case, batches, 2), found, case.tolerance)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 1 else pytest.mark.slow) for n in range(60)])
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(n, marks=[] if n < 1 else pytest.mark.slow if n < 30 else pytest.mark.long) for n in range(60)],
+)
 def test_random_models_at_random_cuts(seed: int) -> None:
     case = random_case(seed)
     batches = batches_of(case)

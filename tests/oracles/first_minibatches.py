@@ -52,7 +52,9 @@ def piped(
     """Trains a copy of the model in a pipeline; returns its state."""
     model = copy.deepcopy(model)
     plan = plan_of(model, data[0][0] if sample is None else sample, cuts, replicas, recompute=recompute)
-    with Pipeline(model, plan, schedule=schedule, loss=loss, optimizer=optimizer, **options) as pipeline:
+    with Pipeline(
+        model, plan, schedule=schedule, loss=loss, optimizer=optimizer, **{"check": True} | options
+    ) as pipeline:
         for _ in pipeline.train(data):
             pass
         return pipeline.state_dict()

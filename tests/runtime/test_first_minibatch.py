@@ -144,7 +144,7 @@ def test_a_loss_that_reads_the_model_is_refused() -> None:
 
     with (
         pytest.raises(WorkerError, match=r"another gradient of '2\.weight'"),
-        Pipeline(model, plan, schedule="gpipe", microbatches=1, loss=loss, optimizer=SGD) as pipeline,
+        Pipeline(model, plan, schedule="gpipe", microbatches=1, loss=loss, optimizer=SGD, check=True) as pipeline,
     ):
         list(pipeline.train(DATA))
 
@@ -234,7 +234,7 @@ def test_hooks_on_parameters_are_refused(kind: str, late: bool) -> None:
 def _trained_while(model: nn.Sequential, schedule: str, change: Any) -> None:
     """Trains, and changes the first weight after each minibatch."""
     plan = plan_of(model, DATA[0][0], (1,))
-    with Pipeline(model, plan, schedule=schedule, loss=mse, optimizer=SGD, microbatches=1) as pipeline:
+    with Pipeline(model, plan, schedule=schedule, loss=mse, optimizer=SGD, microbatches=1, check=True) as pipeline:
         for _ in pipeline.train(batches(6)):
             change(model[0].weight)
 

@@ -102,16 +102,17 @@ class Started:
 
     def end(self, timeout_s: float = 120.0) -> Ended:
         """Waits for its end; after `timeout_s` all its processes are killed and the status is that of the kill."""
+        in_time = True
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            status = -signal.SIGKILL
+            status, in_time = -signal.SIGKILL, False
         seconds = time.monotonic() - self._since
         if not self._signalled:
             there = [path.stat().st_mtime for path in self._folder.glob("pid[0-9]*")]
             seconds = min(seconds, time.time() - max(there, default=0.0))
         end = time.monotonic() + 2.0
-        while self.processes() and status >= 0 and time.monotonic() < end:
+        while self.processes() and in_time and time.monotonic() < end:
             time.sleep(0.05)
         left = self.processes()
         for pid in left:

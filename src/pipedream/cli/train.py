@@ -125,12 +125,12 @@ Compile = Annotated[
         "--compile", rich_help_panel=_RUN, help="Compile the modules that lie within one stage with torch.compile."
     ),
 ]
-NoCheck = Annotated[
+Check = Annotated[
     bool,
     typer.Option(
-        "--no-check",
+        "--check/--no-check",
         rich_help_panel=_RUN,
-        help="Do not compare the first minibatch (loss, gradients, buffers) with the model itself.",
+        help="Compare the first minibatch (loss, gradients, buffers) with the model itself.",
     ),
 ]
 Epochs = Annotated[
@@ -236,7 +236,7 @@ def train(
     config: Config = None,
     update_delay: UpdateDelay = TrainingOptions.update_delay,
     recompute: Recompute = False,
-    no_check: NoCheck = False,
+    check: Check = False,
     in_flight: Depth = "noam",
     chunks: Chunks = None,
     microbatches: Microbatches = None,
@@ -304,7 +304,7 @@ def train(
         shape=shape or TrainingOptions.shape,
         update_delay=update_delay,
         recompute=recompute,
-        check=not no_check,
+        check=check,
         in_flight=depth_of(in_flight),
         chunks=chunks,
         microbatches=microbatches,

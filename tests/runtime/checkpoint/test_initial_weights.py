@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import pipedream as pd
 from pipedream.capture import capture
-from pipedream.core.errors import ArtifactError, CaptureError
+from pipedream.core.errors import ArtifactError, CaptureError, PeerError
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.seeds import layer_seed
 from pipedream.planner import manual_plan
@@ -485,7 +485,7 @@ class Scaled(Bare):
 @pytest.mark.slow
 def test_every_rank_raises_what_one_of_them_finds() -> None:
     for end in processes.launch(start, 2, lame, (2,), None):
-        assert isinstance(end.error, CaptureError)
+        assert isinstance(end.error, (CaptureError, PeerError))  # where it was found, and elsewhere
         assert "the parameter '3.scale' is on the meta device" in str(end.error)
 
 
