@@ -219,7 +219,7 @@ def test_launcher_ends_where_there_is_no_pipeline(tmp_path: Path, number: signal
     assert ended.status == expected, ended.err
     lines = ended.err.splitlines()
     assert len(lines) == (number is signal.SIGSTOP), ended.err
-    assert all("pipedream: the launcher (process " in line for line in lines)
+    assert all("the launcher " in line for line in lines)  # or the store that it serves, whichever was noticed first
 
 
 @pytest.mark.slow
