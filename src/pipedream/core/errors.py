@@ -25,8 +25,12 @@ __all__ = [
     "ShortageError",
     "WorkerError",
     "install_advice",
+    "is_broken_connection",
 ]
 
+
+_CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
+"""One of these is in each of torch's errors of a broken connection."""
 
 BAD_CALL = 2
 """Exit status for a wrong call or bad input; a run that failed exits with 1."""
@@ -44,6 +48,11 @@ _EXTRAS = {
     "wandb": "wandb",
 }
 """Package -> the extra of this library that installs it."""
+
+
+def is_broken_connection(error: BaseException | None) -> bool:
+    """Returns whether an error is one of torch's about a connection to another worker."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _CONNECTION_WORDS)
 
 
 def install_advice(error: BaseException) -> str:

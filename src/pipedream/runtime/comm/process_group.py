@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports 
 from torch.distributed import distributed_c10d
 
 from pipedream._version import __version__
-from pipedream.core.errors import PeerError, PlanError
+from pipedream.core.errors import PeerError, PlanError, is_broken_connection
 from pipedream.runtime.comm.launcher import LOCAL_RANKS, launcher, read_launcher
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "from_rank_0",
     "gather_texts",
     "group_of",
-    "is_broken_connection",
     "is_distributed",
     "join_group",
     "leave_group",
@@ -41,9 +40,6 @@ __all__ = [
 
 JOIN_TIMEOUT_S = 300.0
 """How long the ranks wait for each other; the slowest one may still import torch."""
-
-_CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
-"""One of these is in each of torch's errors of a broken connection."""
 
 _END_FIRST_S = 1.0
 """For the launcher, the first worker that ends is the one that failed."""
@@ -132,11 +128,6 @@ def world_group() -> dist.ProcessGroup | None:
     if _texts not in distributed_c10d._world.pg_map:
         _texts = dist.new_group(backend="gloo")
     return _texts
-
-
-def is_broken_connection(error: BaseException) -> bool:
-    """Returns whether an error is one of torch's about a connection to another worker."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _CONNECTION_WORDS)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipedream.core.errors import PeerError, PipelineError, WorkerError
+from pipedream.core.errors import PeerError, PipelineError, WorkerError, is_broken_connection
 from pipedream.core.user_code import shortened, with_place
 from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.activity import Activity
@@ -33,9 +33,6 @@ __all__ = ["Guard", "guarded"]
 
 _LOOK_S = 0.1
 _GRACE_S = 3.0
-
-_CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
-"""One of these is in each of torch's errors of a broken connection."""
 
 _PEER_WORDS = ("Connection reset by peer", "Connection closed by peer")
 """Of errors that are passed on as a text."""
@@ -94,8 +91,7 @@ class Guard:
     def first_cause(self, error: BaseException, where: str) -> PipelineError:
         """Reports any error of this rank; returns the one to raise: it, or its cause at another rank."""
         origin = error.__cause__ if isinstance(error, PipelineError) else error
-        lost = isinstance(origin, RuntimeError) and any(word in str(origin) for word in _CONNECTION_WORDS)
-        lost = lost or any(words in str(error) for words in _PEER_WORDS)
+        lost = is_broken_connection(origin) or any(words in str(error) for words in _PEER_WORDS)
         first = self.failure(_CONNECTION_WAIT_S if lost else 0.0)
         if first is not None:
             return first
