@@ -70,8 +70,9 @@ def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) 
     rates: list[tuple[int, float]] = []
     for size in sums_bytes:
         terms = _many((size // 4,), torch.float32, place)
-        rate = 2 * size / _op_s(_turns(terms, lambda one: one + 1.0), place, share_s)
-        rates.append((2 * size, min([rate, *(known for _, known in rates)])))
+        rates.append((2 * size, 2 * size / _op_s(_turns(terms, lambda one: one + 1.0), place, share_s)))
+    # Small tensors are no slower than large ones; another program may only have interrupted their measurement.
+    rates = [(size, max(rate for _, rate in rates[index:])) for index, (size, _) in enumerate(rates)]
     memory = (
         torch.cuda.get_device_properties(place).total_memory
         if cuda
