@@ -89,9 +89,7 @@ class _Objects:
             inner = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         elif isinstance(value, partial):
             inner = [value.func, *value.args, *value.keywords.values()]
-        elif type(getattr(value, "__dict__", None)) is dict and not isinstance(
-            value, (ModuleType, MethodType, BuiltinFunctionType)
-        ):
+        elif type(getattr(value, "__dict__", None)) is dict and not isinstance(value, _CODE):
             inner = list(value.__dict__.values())
             self._restore.append(partial(_refill, value.__dict__, dict(value.__dict__)))
         for item in inner:

@@ -379,7 +379,7 @@ class FirstMinibatch:
             self._rank,
             "the comparison of the first minibatch with the model",
             cause,
-            "to train regardless, turn the comparison off: check=False, or --no-check",
+            "to train regardless, leave out check=True (on the command line --check)",
         )
 
 
