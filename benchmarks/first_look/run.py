@@ -3,7 +3,7 @@
     python benchmarks/first_look/run.py            # about fifteen minutes
     python benchmarks/first_look/run.py --quick    # a minute, tiny sizes: that it runs, not how fast
 
-Needs root, iproute2 and two cores; says so where it cannot run. Prints the tables of README.md.
+Needs two cores and network namespaces; says so where it cannot run. Prints the tables of README.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
@@ -23,15 +22,15 @@ from typing import Any
 
 import torch
 from model import Sizes
-from network import ADDRESSES, LINK, lacking, two_namespaces
 
 import pipedream as pd
 from pipedream import Plan, Profile, metrics, planner, schedules
+from pipedream.slow_links import slow_network, why_not
 
 __all__ = ["main"]
 
-RATES = {"no limit": (None, None), "400 mbit/s": ("400mbit", 50e6), "100 mbit/s": ("100mbit", 12.5e6)}
-"""Name -> the rate as tc writes it, and in bytes per second."""
+RATES = {"no limit": None, "400 mbit/s": 50e6, "100 mbit/s": 12.5e6}
+"""Name -> bytes per second."""
 
 PIPEDREAM = {
     "pipedream, depth noam": ("pipedream", "noam"),
@@ -47,10 +46,9 @@ PIPEDREAM = {
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
     options = _options()
-    if (reason := lacking()) is not None:
+    if (reason := why_not()) is not None:
         print(f"benchmarks/first_look cannot run here: {reason}")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and workers go too
     sizes = Sizes(batch=4, microbatches=4, width=0.25, dense=64) if options.quick else Sizes()
     rounds, segment = (1, 8) if options.quick else (options.rounds, options.segment)
     before = os.getloadavg()[0]
@@ -58,10 +56,9 @@ def main() -> int:
     tables = []
     for name in options.rates or RATES:
         print(name, file=sys.stderr, flush=True)
-        tc_rate, bytes_per_s = RATES[name]
-        asked = {"sizes": asdict(sizes), "bytes_per_s": bytes_per_s, "rounds": rounds, "segment": segment,
+        asked = {"sizes": asdict(sizes), "bytes_per_s": RATES[name], "rounds": rounds, "segment": segment,
                  "only": options.only, "patience_s": 0 if options.quick else options.patience}  # fmt: skip
-        tables.append(_table(name, _measured(tc_rate, asked), sizes))
+        tables.append(_table(name, _measured(asked), sizes))
     print(_environment(before, rounds, segment, sizes, time.monotonic() - start))
     print("\n\n".join(tables))
     return 0
@@ -79,23 +76,16 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measured(tc_rate: str | None, asked: dict[str, Any]) -> dict[str, Any]:
+def _measured(asked: dict[str, Any]) -> dict[str, Any]:
     """Runs the two workers, one core each, and returns what rank 0 printed."""
     cores = sorted(os.sched_getaffinity(0))[:2]
-    with two_namespaces(tc_rate) as names:
+    with slow_network((2,), (asked["bytes_per_s"],)) as network:
         workers = []
         try:
-            for rank, (name, core) in enumerate(zip(names, cores, strict=True)):
-                command = ("ip", "netns", "exec", name, "taskset", "-c", str(core), sys.executable,
-                           str(Path(__file__).with_name("worker.py")), json.dumps(asked))  # fmt: skip
-                torch_variables = {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "MASTER_ADDR": ADDRESSES[0],
-                    "MASTER_PORT": "29500",
-                    "GLOO_SOCKET_IFNAME": LINK,
-                    "OMP_NUM_THREADS": "1",
-                }
+            for rank, (host, core) in enumerate(zip(network.hosts, cores, strict=True)):
+                command = host.inside("taskset", "-c", str(core), sys.executable,
+                                      str(Path(__file__).with_name("worker.py")), json.dumps(asked))  # fmt: skip
+                torch_variables = network.variables(rank) | {"OMP_NUM_THREADS": "1"}
                 output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 workers.append(subprocess.Popen(command, env=os.environ | torch_variables, stdout=output, text=True))
             text = workers[0].communicate()[0]

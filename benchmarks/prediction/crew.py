@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from network import LINK, Network
-
 from pipedream import Profile
+from pipedream.slow_links import Network
 
 __all__ = ["REAL", "Crew", "crew_of"]
 
@@ -64,19 +63,15 @@ def crew_of(network: Network, count: int) -> Iterator[Crew]:
     cores = sorted(os.sched_getaffinity(0))
     workers: list[subprocess.Popen[str]] = []
     try:
-        for rank, name in enumerate(network.names[:count]):
+        for rank, host in enumerate(network.hosts[:count]):
             # Those that compute have a core each; those that wait go where there is room.
             pinned = ("taskset", "-c", str(cores[rank])) if count <= min(REAL, len(cores)) else ()
-            variables = {
-                "RANK": str(rank),
+            variables = network.variables(rank, port=29500 + count) | {
                 "WORLD_SIZE": str(count),
-                "MASTER_ADDR": network.addresses[0],
-                "MASTER_PORT": str(29500 + count),
-                "GLOO_SOCKET_IFNAME": LINK,
                 "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
-            command = ("ip", "netns", "exec", name, *pinned, sys.executable, str(Path(__file__).with_name("worker.py")))
+            command = host.inside(*pinned, sys.executable, str(Path(__file__).with_name("worker.py")))
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             workers.append(
                 subprocess.Popen(command, env=os.environ | variables, stdin=subprocess.PIPE, stdout=output, text=True)

@@ -4,7 +4,7 @@
     python benchmarks/prediction/run.py --quick                  # two minutes, few plans: that it runs
     python benchmarks/prediction/run.py --plans 2-1 1-1-1 --rates "400 mbit/s"
 
-Needs root, iproute2 and two cores; says so where it cannot run. Prints the tables of README.md.
+Needs two cores and network namespaces; says so where it cannot run. Prints the tables of README.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import sys
 import time
@@ -23,11 +22,11 @@ from pathlib import Path
 
 from crew import REAL, Crew, crew_of
 from models import MODELS
-from network import Network, lacking, namespaces
 from telling import environment, plot, tables
 
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile, metrics
+from pipedream.slow_links import Network, slow_network, why_not
 
 __all__ = ["main"]
 
@@ -111,17 +110,16 @@ def main() -> int:
         rows = [Row(**{**row, "segments_s": tuple(row["segments_s"])}) for row in json.loads(options.again.read_text())]
         _written([_predicted_again(row) for row in rows], options.out)
         return 0
-    if (reason := lacking()) is not None:
+    if (reason := why_not()) is not None:
         print(f"benchmarks/prediction cannot run here: {reason}")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and workers go too
     load, began = os.getloadavg()[0], time.monotonic()
     wanted = [plan for plan in PLANS if not options.plans or plan[0] in options.plans]
     patience = _Patience(options.rounds, options.free, options.patience)
     links = options.rates or list(RATES)
     rows: list[Row] = []
     counts = [_workers(config) for config, _ in wanted]
-    with namespaces(max(counts)) as network:
+    with slow_network((max(counts),), (None,)) as network:
         with crew_of(network, REAL) as crew:
             profiles = {name: crew.profile(name) for name in options.models or MODELS}
             patience.end_s = began + 60 * options.minutes * sum(count <= REAL for count in counts) / len(counts)
@@ -270,7 +268,7 @@ def _run(
 ) -> tuple[list[float], float]:
     """Returns the seconds of a minibatch in each segment of a run, undilated, and the share that others took of it."""
     turn = _cycle(plan)
-    network.shape(None)
+    network.limit(None)
     ready = crew.asked(
         {
             "do": "run",
@@ -282,7 +280,7 @@ def _run(
         }
     )
     assert ready == "ready"
-    network.shape(f"{8 * bytes_per_s / compute.dilation:.0f}bit")
+    network.limit(bytes_per_s / compute.dilation)
     busy_s, own_s, began = _busy_s(), crew.cpu_s(), time.monotonic()
     crew.tell("go")
     seconds = crew.heard()

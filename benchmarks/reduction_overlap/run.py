@@ -3,7 +3,7 @@
     python benchmarks/reduction_overlap/run.py            # some minutes
     python benchmarks/reduction_overlap/run.py --quick    # that it runs, not how fast
 
-Needs root, iproute2 and two cores; says so where it cannot run. Prints the tables of README.md.
+Needs two cores and network namespaces; says so where it cannot run. Prints the tables of README.md.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "first_look"))
-from network import ADDRESSES, LINK, lacking, two_namespaces
+from pipedream.slow_links import slow_network, why_not
 
 __all__ = ["main"]
 
-RATES = {"no limit": None, "1 gbit/s": "1gbit", "400 mbit/s": "400mbit"}
-"""Name -> the rate as tc writes it."""
+RATES = {"no limit": None, "1 gbit/s": 125e6, "400 mbit/s": 50e6}
+"""Name -> bytes per second."""
 
 BASE = "pipedream, sums at the update"
 
@@ -39,7 +38,7 @@ def main() -> int:
     parser.add_argument("--segment", type=int, default=12, help="minibatches a worker that a segment times")
     parser.add_argument("--rates", nargs="+", choices=list(RATES), help="of the link; all unless given")
     options = parser.parse_args()
-    if (reason := lacking()) is not None:
+    if (reason := why_not()) is not None:
         print(f"benchmarks/reduction_overlap cannot run here: {reason}")
         return 0
     asked = {"rounds": options.rounds, "segment": options.segment, "batch": 12, "width": 1.0, "dense": 1024}
@@ -59,17 +58,16 @@ def main() -> int:
     return 0
 
 
-def _measured(tc_rate: str | None, asked: dict[str, object]) -> dict[str, list[float]]:
+def _measured(bytes_per_s: float | None, asked: dict[str, object]) -> dict[str, list[float]]:
     """Runs the two workers, one core each; returns variant -> seconds per minibatch of a worker, round by round."""
     cores = sorted(os.sched_getaffinity(0))[:2]
-    with two_namespaces(tc_rate) as names:
+    with slow_network((2,), (bytes_per_s,)) as network:
         workers: list[subprocess.Popen[str]] = []
         try:
-            for rank, name in enumerate(names):
-                command = ["ip", "netns", "exec", name, "taskset", "-c", str(cores[rank]), sys.executable,
-                           str(Path(__file__).with_name("worker.py")), json.dumps(asked)]  # fmt: skip
-                variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500",
-                             "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}  # fmt: skip
+            for rank, (host, core) in enumerate(zip(network.hosts, cores, strict=True)):
+                command = host.inside("taskset", "-c", str(core), sys.executable,
+                                      str(Path(__file__).with_name("worker.py")), json.dumps(asked))  # fmt: skip
+                variables = network.variables(rank) | {"OMP_NUM_THREADS": "1"}
                 output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 workers.append(subprocess.Popen(command, env=os.environ | variables, stdout=output, text=True))
             text = workers[0].communicate()[0]

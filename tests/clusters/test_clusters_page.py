@@ -21,12 +21,13 @@ import commands
 import pytest
 import torch
 from commands import Ended, Started
-from two_machines import ADDRESSES, machines
+from two_machines import machines, within
 
 import pipedream
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.recipe import load_recipe
+from pipedream.slow_links import LINK, Network
 
 __all__ = ["machines"]  # the fixture
 
@@ -86,7 +87,7 @@ def blocks(language: str, folder: Path) -> list[str]:
     """Returns the page's blocks of a language, for two machines of this one that share a folder."""
     text = PAGE.read_text(encoding="utf-8")
     found = re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
-    replaced = {"10.0.0.1": ADDRESSES[0], "/shared": str(folder / "shared"), "eth0": "cable"}
+    replaced = {"10.0.0.1": "10.84.0.1", "/shared": str(folder / "shared"), "eth0": LINK}
     return [re.sub("|".join(map(re.escape, replaced)), lambda match: replaced[match[0]], block) for block in found]
 
 
@@ -115,15 +116,13 @@ def ran(line: str, folder: Path) -> Ended:
     return ended
 
 
-def on_each(line: str, names: tuple[str, str], folder: Path, **environment: str) -> list[Started]:
+def on_each(line: str, machines: Network, folder: Path, **environment: str) -> list[Started]:
     """Types a line of torchrun on both machines."""
     assert " --node-rank 0 " in line
     started = []
-    for rank, name in enumerate(names):
-        # Processes of one machine are none of the other's business.
-        within = ("ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    for rank, host in enumerate(machines.hosts):
         own = line.replace("--node-rank 0", f"--node-rank {rank}")
-        started.append(typed(own, folder / f"machine{rank}", within, **environment))
+        started.append(typed(own, folder / f"machine{rank}", within(host), **environment))
     return started
 
 
@@ -157,7 +156,7 @@ def same_as_in_one_process(shared: Path, folder: Path, plan: Plan) -> None:
 
 @pytest.mark.network
 @pytest.mark.processes
-def test_path_of_the_engineer_with_torchrun(machines: tuple[str, str], tmp_path: Path) -> None:
+def test_path_of_the_engineer_with_torchrun(machines: Network, tmp_path: Path) -> None:
     """Probe, plan, launch, watch; one worker is killed; resume."""
     folder = folder_of(tmp_path)
     shared, first = folder / "shared", folder / "machine0"
@@ -255,24 +254,24 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 class Slurm:
-    """A controller on the first of two machines, and a daemon on each; `names` are of their network namespaces."""
+    """A controller on the first of two machines, and a daemon on each."""
 
-    def __init__(self, folder: Path, names: tuple[str, str]) -> None:
-        self.folder, self._names = folder, names
+    def __init__(self, folder: Path, machines: Network) -> None:
+        self.folder, self._hosts = folder, machines.hosts
         self._started: list[subprocess.Popen[bytes]] = []
         (folder / "state").mkdir(parents=True)
         folder.chmod(0o755)
-        hosts = zip(ADDRESSES, ("node1", "node2"), strict=True)
+        addresses = [host.address for host in machines.hosts]
+        hosts = zip(addresses, ("node1", "node2"), strict=True)
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{ip} {name}\n" for ip, name in hosts))
-        (folder / "slurm.conf").write_text(SLURM.format(folder=folder, addresses=ADDRESSES))
+        (folder / "slurm.conf").write_text(SLURM.format(folder=folder, addresses=addresses))
         (folder / "key").write_bytes(os.urandom(1024))
         (folder / "key").chmod(0o400)
 
     def on(self, machine: int, *command: str) -> tuple[str, ...]:
         """Returns a command as it runs on a machine, with its own name."""
         inside = f'hostname node{machine + 1}; mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
-        enter = ("nsenter", f"--net=/run/netns/{self._names[machine]}", "unshare", "--uts", "--mount")
-        return (*enter, "sh", "-c", inside, "sh", *command)
+        return self._hosts[machine].inside("unshare", "--uts", "--mount", "sh", "-c", inside, "sh", *command)
 
     def begin(self) -> None:
         files = {"key-file": "key", "socket": "munge.sock", "pid-file": "munge.pid", "log-file": "munge.log"}
@@ -312,7 +311,7 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm(machines: tuple[str, str], tmp_path: Path) -> Iterator[Slurm]:
+def slurm(machines: Network, tmp_path: Path) -> Iterator[Slurm]:
     if missing := [name for name in ("munged", "slurmctld", "slurmd", "srun", "sbatch") if not shutil.which(name)]:
         pytest.skip(f"no {', '.join(missing)} on the path (Debian: slurm-wlm, munge)")
     found = Slurm(tmp_path / "slurm", machines)

@@ -1,6 +1,6 @@
-"""Two machines, as far as one can be two: network namespaces that are joined by a cable only.
+"""Two machines, as far as one can be two: network namespaces that one link joins.
 
-Each has its own addresses, its own loopback and no way to the other but the cable, so a worker that offers the
+Each has its own addresses, its own loopback and no way to the other but that link, so a worker that offers the
 wrong address to the others, or meets them on loopback, is found out here.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,12 +15,13 @@ import pytest
 import torch
 from commands import Started
 from failing_recipe import SOON_S, written
-from two_machines import ip, machines, on_both, started_on_both
+from two_machines import machines, on_both, started_on_both
 
 import pipedream
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.recipe import load_recipe
+from pipedream.slow_links import LINK, Network
 from pipedream.training.job import profile_recipe
 from pipedream.workflows import plan as planning
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.network, pytest.mark.processes]
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 
 
-def test_two_machines_give_the_losses_of_one_process(machines: tuple[str, str], tmp_path: Path) -> None:
+def test_two_machines_give_the_losses_of_one_process(machines: Network, tmp_path: Path) -> None:
     plan = planning.plan(profile_recipe(load_recipe(DIGITS), runs=1), Cluster.flat(2), shape="straight")
     plan.save(tmp_path / "plan.json")
     program = ("-m", "pipedream", "train", DIGITS, "--plan", str(tmp_path / "plan.json"), "--epochs", "1")
@@ -50,7 +50,7 @@ def test_two_machines_give_the_losses_of_one_process(machines: tuple[str, str], 
     assert kept in ([], ["checkpoints"]), "rank 0 writes the rest of the run folder"
 
 
-def test_example_as_it_is_on_two_machines(machines: tuple[str, str], tmp_path: Path) -> None:
+def test_example_as_it_is_on_two_machines(machines: Network, tmp_path: Path) -> None:
     first, second = on_both(machines, "static", (DIGITS,), tmp_path)
     assert "Plan 1-1 of DigitNet" in first.out
     assert second.out == ""
@@ -60,14 +60,8 @@ def test_example_as_it_is_on_two_machines(machines: tuple[str, str], tmp_path: P
     assert summary["accuracy"] > 0.9
 
 
-def slow_down(machines: tuple[str, str], megabits: int) -> None:
-    for name in machines:
-        shape = f"tc -n {name} qdisc add dev cable root tbf rate {megabits}mbit burst 32kb limit 16mb"
-        subprocess.run(shape.split(), check=True)
-
-
-def test_links_between_machines_are_measured_before_planning(machines: tuple[str, str], tmp_path: Path) -> None:
-    slow_down(machines, 80)
+def test_links_between_machines_are_measured_before_planning(machines: Network, tmp_path: Path) -> None:
+    machines.limit(80e6 / 8)
     program = ("-m", "pipedream", "train", DIGITS, "--minibatches", "3", "--out", "run")
     first, second = on_both(machines, "c10d", program, tmp_path)
     assert re.search(r"^2 machines, measured in \d+\.\d s: Cluster of .*; levels: 2 x ", first.out, re.M), first.out
@@ -92,8 +86,8 @@ print(pipeline.rank, len(losses), plan.cluster.bandwidth_bytes_per_s)
 """
 
 
-def test_scripts_plan_measures_and_one_for_a_single_machine_warns(machines: tuple[str, str], tmp_path: Path) -> None:
-    slow_down(machines, 80)
+def test_scripts_plan_measures_and_one_for_a_single_machine_warns(machines: Network, tmp_path: Path) -> None:
+    machines.limit(80e6 / 8)
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     found = {}
     for how in ("measured", "assumed"):
@@ -113,14 +107,14 @@ def test_scripts_plan_measures_and_one_for_a_single_machine_warns(machines: tupl
 
 
 @pytest.mark.parametrize("rendezvous", [pytest.param("c10d", marks=pytest.mark.long), "static"])
-def test_both_sides_end_when_the_link_goes_away(machines: tuple[str, str], tmp_path: Path, rendezvous: str) -> None:
+def test_both_sides_end_when_the_link_goes_away(machines: Network, tmp_path: Path, rendezvous: str) -> None:
     program = written(tmp_path, loader="slow=True, count=100_000")
     program[2:] = ["train", str(tmp_path / "small.py"), "--plan", str(tmp_path / "plan.json"), "--out", "run"]
     started = started_on_both(machines, rendezvous, tuple(program), tmp_path)
     try:
         started[0].wait_for_file("going")
         assert all(workers_of(one) for one in started)
-        ip("-n", machines[1], "link", "set", "cable", "down")
+        machines.hosts[1].ip(f"link set {LINK} down")
         end = time.monotonic() + SOON_S
         while any(workers_of(one) for one in started):
             assert time.monotonic() < end, "a worker waits on for the other side"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from two_machines import machines, on_both
 
 from pipedream import Cluster, PipelineError
 from pipedream.core.hardware.survey import Survey
+from pipedream.slow_links import LINK, Network
 from pipedream.workflows.probe import probe, steps_of
 
 __all__ = ["machines"]  # the fixture
@@ -117,11 +117,10 @@ def test_command_writes_the_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.network
 @pytest.mark.processes
-def test_shaped_link_is_measured_at_its_rate(machines: tuple[str, str], tmp_path: Path) -> None:
+def test_shaped_link_is_measured_at_its_rate(machines: Network, tmp_path: Path) -> None:
     rates = (200, 80)  # mbit/s that each of the two machines sends
-    for name, rate in zip(machines, rates, strict=True):
-        shape = f"tc -n {name} qdisc add dev cable root tbf rate {rate}mbit burst 32kb limit 16mb"
-        subprocess.run(shape.split(), check=True)
+    for host, rate in zip(machines.hosts, rates, strict=True):
+        host.namespace.batch("tc", [f"qdisc add dev {LINK} root tbf rate {rate}mbit burst 32kb limit 16mb"])
     arguments = ("-m", "pipedream", "probe", "-o", str(tmp_path / "cluster.json"), "--json")
     found = json.loads(on_both(machines, "c10d", arguments, tmp_path)[0].out)
     rows = {(link["sender"], link["receiver"]): link for link in found["measured"]["links"]}

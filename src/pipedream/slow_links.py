@@ -1,0 +1,262 @@
+"""Slow networks on one machine: a network namespace for each worker, with links of a chosen rate between them.
+
+Each namespace belongs to a process that waits for the end of its input, a pipe of this process: however this process
+ends, its namespaces end with it. Root makes them directly, other users in a user namespace of their own.
+
+Needs Linux with iproute2 (``ip``, ``tc``) and util-linux (``unshare``, ``nsenter``, ``setpriv``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from pipedream.core.errors import PipelineError
+
+__all__ = ["LINK", "Host", "Network", "loopback_bytes_per_s", "slow_network", "why_not"]
+
+LINK = "wire"
+"""Name of a host's network interface."""
+
+# The bucket is little beside a message, so the rate holds for all of it; only fast links need a larger one, as the
+# timer that refills it is late by some microseconds. The queue holds several messages, so nothing is dropped.
+_LEAST_BURST_BYTES, _BURST_S, _QUEUE_BYTES = 32_000, 2e-4, 16_000_000
+
+# Jumbo frames: the machine's cores do the work of the network cards too, and a shaped link wakes them for each packet.
+# With packets of 1500 bytes that takes 4 to 10 ms of a core for each message of 0.8 MB at 400 Mbit/s.
+_PACKET_BYTES = 9000
+
+_TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
+_AS_ROOT = ("unshare", "--net")
+_AS_USER = ("unshare", "--user", "--map-root-user", "--net")
+_SETTINGS = {  # of the kernel -> the value that forbids namespaces to users, and one that allows them
+    "kernel.apparmor_restrict_unprivileged_userns": ("1", "0"),
+    "kernel.unprivileged_userns_clone": ("0", "1"),
+    "user.max_user_namespaces": ("0", "10000"),
+}
+
+
+@dataclass(frozen=True)
+class _Namespace:
+    """A network namespace and the process that keeps it."""
+
+    pid: int
+    owned: bool  # by a user namespace
+
+    def enter(self, *, net: bool = True) -> tuple[str, ...]:
+        user = ("--user", "--preserve-credentials") if self.owned else ()
+        return ("nsenter", f"--target={self.pid}", *user, *(("--net",) if net else ()))
+
+    def batch(self, tool: str, lines: Sequence[str]) -> None:
+        """Runs lines of ``ip`` or ``tc`` here."""
+        done = subprocess.run(
+            (*self.enter(), tool, "-batch", "-"), input="\n".join(lines), capture_output=True, text=True
+        )
+        if done.returncode:
+            raise PipelineError(f"{tool} {lines[0]} ...: {done.stderr.strip()}")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a slow network: a namespace with one network interface, `LINK`, and a loopback."""
+
+    number: int
+    address: str
+    namespace: _Namespace
+
+    def inside(self, *command: str) -> tuple[str, ...]:
+        """Returns a command that runs on this host. This process must start it, and it is killed with this one."""
+        # A parent that ended before the signal was asked for would never send it.
+        still = f'[ "$PPID" = {os.getpid()} ] && exec "$@"'
+        return (*self.namespace.enter(), "setpriv", "--pdeathsig", "KILL", "sh", "-c", still, "sh", *command)
+
+    def ip(self, line: str) -> None:
+        """Runs a line of ``ip`` on this host, as in ``link set wire down``."""
+        self.namespace.batch("ip", [line])
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts joined by links.
+
+    Attributes:
+        hosts: in the order of the ranks.
+    """
+
+    hosts: tuple[Host, ...]
+    _ports: tuple[tuple[tuple[tuple[_Namespace, str], ...], ...], ...]  # level -> component -> its port's two ends
+
+    def limit(self, bytes_per_s: float | None, *, level: int = 0, component: int | None = None) -> None:
+        """Limits what components of a level send to others, and what they receive; None takes the limit away.
+
+        Args:
+            component: one of the level's; by default all.
+        """
+        ports = self._ports[level] if component is None else (self._ports[level][component],)
+        lines: dict[_Namespace, list[str]] = {}
+        for port in ports:
+            for namespace, device in port:
+                burst = max(_LEAST_BURST_BYTES, round((bytes_per_s or 0) * _BURST_S))
+                queue = max(_QUEUE_BYTES, 2 * burst)
+                # bps: bytes per second, in the language of tc
+                rule = f"tbf rate {round(bytes_per_s)}bps burst {burst} limit {queue}" if bytes_per_s else "pfifo_fast"
+                lines.setdefault(namespace, []).append(f"qdisc replace dev {device} root {rule}")
+        for namespace, rules in lines.items():
+            namespace.batch("tc", rules)
+
+    def variables(self, rank: int, *, port: int = 29500) -> dict[str, str]:
+        """Returns torchrun's environment variables for the worker on a host, with torch's messages over `LINK`."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(self.hosts)),
+            "MASTER_ADDR": self.hosts[0].address,
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": LINK,
+        }
+
+
+@contextmanager
+def slow_network(widths: Sequence[int], bytes_per_s: Sequence[float | None]) -> Iterator[Network]:
+    """Makes hosts and links of a rate, and removes them at the end.
+
+    Args:
+        widths: of the levels, innermost first, as in `Cluster`: (2, 3) is three groups of two hosts.
+        bytes_per_s: of each level: what a component sends to others, and what it receives; None for no limit.
+
+    Raises:
+        PipelineError: this machine does not allow it; says what it answered and what to run.
+    """
+    if len(widths) != len(bytes_per_s) or min(widths, default=0) < 1 or prod(widths) > 60_000:
+        raise PipelineError(f"a network of {tuple(widths)} hosts with rates {tuple(bytes_per_s)} was asked for; "
+                            "give a width and a rate for each level")  # fmt: skip
+    if missing := [tool for tool in _TOOLS if not shutil.which(tool)]:
+        raise PipelineError(f"no {' and no '.join(missing)} on the path; install iproute2 and util-linux")
+    with ExitStack() as stack:
+        hub = _hub(stack)
+        make = (*hub.enter(net=False), "unshare", "--net")
+        own = [_held(stack, make if hub.owned else _AS_ROOT, owned=hub.owned) for _ in range(prod(widths))]
+        network = _joined(hub, own, widths)
+        for level, rate in enumerate(bytes_per_s):
+            if rate is not None:
+                network.limit(rate, level=level)
+        yield network
+
+
+def why_not() -> str | None:
+    """Returns why this machine has no slow networks, or None."""
+    try:
+        with slow_network((2,), (50e6,)):
+            return None
+    except PipelineError as error:
+        return str(error)
+
+
+def loopback_bytes_per_s(tries: int = 5, each_s: float = 0.06) -> float:
+    """Measures what this machine's loopback carries in one direction: the fastest of several tries."""
+    chunk, buffer, fastest = bytes(1 << 20), bytearray(1 << 20), 0.0
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver = server.accept()[0]
+
+        def send() -> None:
+            with suppress(OSError):  # the receiver has left
+                while True:
+                    sender.sendall(chunk)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        with receiver:
+            for _ in range(tries):
+                total, start = 0, time.monotonic()
+                while (passed := time.monotonic() - start) < each_s:
+                    total += receiver.recv_into(buffer)
+                fastest = max(fastest, total / passed)
+        thread.join()
+    return fastest
+
+
+def _hub(stack: ExitStack) -> _Namespace:
+    """Makes the namespace of the switches, as root or else as a user."""
+    answers = []
+    for make in (_AS_ROOT, _AS_USER) if os.geteuid() == 0 else (_AS_USER,):
+        try:
+            hub = _held(stack, make, owned=make is _AS_USER)
+            hub.batch("ip", ["link add probe type bridge", "link delete probe"])
+            return hub
+        except PipelineError as error:
+            answers.append(f"{' '.join(make)} answers {str(error)!r}")
+    raise PipelineError(f"slow links need network namespaces: {'; '.join(answers)}; {_advice()}")
+
+
+def _advice() -> str:
+    """Returns what to run where namespaces are forbidden."""
+    found = []
+    for name, (forbids, allows) in _SETTINGS.items():
+        file = Path("/proc/sys", *name.split("."))
+        if file.exists() and file.read_text(encoding="ascii").strip() == forbids:
+            found.append(f"sudo sysctl -w {name}={allows}")
+    container = "in a container, start it with --privileged"
+    if os.geteuid() == 0:
+        return container
+    return f"run it with sudo{''.join(f', or allow it to users: {one}' for one in found)}; {container}"
+
+
+def _held(stack: ExitStack, make: Sequence[str], *, owned: bool) -> _Namespace:
+    """Makes a namespace that ends with this process."""
+    process = subprocess.Popen(
+        (*make, "sh", "-c", "echo; exec cat"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the workers, which need the links until they end
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    stack.enter_context(process)  # which closes the pipes and waits
+    if not process.stdout.readline():
+        raise PipelineError(process.stderr.read().decode(errors="replace").strip())
+    return _Namespace(process.pid, owned)
+
+
+def _joined(hub: _Namespace, own: Sequence[_Namespace], widths: Sequence[int]) -> Network:
+    """Joins the hosts by switches, one for each group of each level; all switches are in the hub."""
+    up = f"mtu {_PACKET_BYTES} up"
+    counts = [prod(widths[level:]) for level in range(len(widths) + 1)]  # components of each level, and the switch
+    lines = [
+        line
+        for level, count in enumerate(counts[1:])
+        for number in range(count)
+        for line in (f"link add switch{level}.{number} type bridge", f"link set switch{level}.{number} {up}")
+    ]
+    ports: list[tuple[tuple[tuple[_Namespace, str], ...], ...]] = []
+    hosts = []
+    for level, count in enumerate(counts[:-1]):
+        ends: list[tuple[tuple[_Namespace, str], ...]] = []
+        for number in range(count):
+            switch, port, other = f"switch{level}.{number // widths[level]}", f"port{level}.{number}", LINK
+            place = f"netns {own[number].pid} "
+            if level:
+                place, other = "", f"up{level}.{number}"
+            lines += [
+                f"link add {other} {place}type veth peer name {port}",
+                f"link set {port} master {switch} {up}",
+            ]
+            if level:
+                lines.append(f"link set {other} master switch{level - 1}.{number} {up}")
+            ends.append((((hub if level else own[number]), other), (hub, port)))
+        ports.append(tuple(ends))
+    hub.batch("ip", lines)
+    for number, namespace in enumerate(own):
+        address = f"10.84.{(number + 1) // 256}.{(number + 1) % 256}"
+        namespace.batch("ip", ["link set lo up", f"address add {address}/16 dev {LINK}", f"link set {LINK} {up}"])
+        hosts.append(Host(number, address, namespace))
+    return Network(tuple(hosts), tuple(ports))

@@ -1,0 +1,160 @@
+"""Slow networks: they are as slow as asked, they need no root, and nothing of them stays."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import commands
+import pytest
+
+from pipedream import slow_links
+from pipedream.core.errors import PipelineError
+from pipedream.slow_links import Network, loopback_bytes_per_s, slow_network, why_not
+
+RECEIVER = """
+import socket
+with socket.create_server(("0.0.0.0", 5000)) as server:
+    print("ready", flush=True)
+    taken = server.accept()[0]
+    while taken.recv(1 << 20):
+        pass
+    taken.sendall(b"!")
+"""
+SENDER = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 5000)) as sender:
+    start = time.monotonic()
+    sender.sendall(bytes(int(sys.argv[2])))
+    sender.shutdown(socket.SHUT_WR)
+    assert sender.recv(1) == b"!"
+    print(time.monotonic() - start)
+"""
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from pipedream.slow_links import slow_network
+with slow_network((2, 2), (1e9, 1e6)) as network:
+    for host in network.hosts:
+        subprocess.Popen(host.inside("sleep", "1000"))
+    Path("going").touch()
+    time.sleep(1000)
+"""
+
+
+def seconds(network: Network, sender: int, receiver: int, size: int) -> float:
+    """The seconds of so many bytes from one host to another."""
+    command = network.hosts[receiver].inside(sys.executable, "-c", RECEIVER)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        to = (network.hosts[receiver].address, str(size))
+        command = network.hosts[sender].inside(sys.executable, "-c", SENDER, *to)
+        return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("as_user", [False, True])
+def test_link_is_as_slow_as_asked(as_user: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if as_user:
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with slow_network((2,), (10e6,)) as network:
+        assert {host.namespace.owned for host in network.hosts} == {as_user or os.geteuid() != 0}
+        for sender, receiver in ((0, 1), (1, 0)):
+            assert seconds(network, sender, receiver, 3_000_000) > 0.29
+        network.limit(2e6, component=1)  # it sends and receives at no more
+        assert seconds(network, 0, 1, 1_000_000) > 0.48
+        network.limit(None)
+        assert seconds(network, 0, 1, 3_000_000) < 0.29
+
+
+@pytest.mark.network
+def test_only_messages_between_groups_cross_the_outer_links() -> None:
+    with slow_network((2, 2), (None, 4e6)) as network:
+        assert len({host.address for host in network.hosts}) == 4
+        assert seconds(network, 0, 1, 4_000_000) < 0.9
+        assert seconds(network, 2, 3, 4_000_000) < 0.9
+        assert seconds(network, 1, 2, 4_000_000) > 0.98
+
+
+@pytest.mark.network
+def test_hosts_have_no_way_to_the_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, slow_network((1,), (None,)) as network:
+        ask = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
+        done = subprocess.run(network.hosts[0].inside(sys.executable, "-c", ask), capture_output=True, text=True)
+    assert "Connection refused" in done.stderr
+
+
+@pytest.mark.network
+def test_nothing_is_left_at_the_end() -> None:
+    pids: list[int] = []
+
+    def interrupted() -> None:
+        with slow_network((2,), (1e6,)) as network:
+            pids.extend(host.namespace.pid for host in network.hosts)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(pids) == 2
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, None])
+def test_nothing_is_left_after_a_kill(after_s: float | None, tmp_path: Path) -> None:
+    """The kill comes so many seconds after its first process, or when all is made."""
+    started = commands.start("-c", HOLDER, folder=tmp_path)
+    if after_s is None:
+        started.wait_for_file("going")
+    else:
+        while len(started.processes()) < 2:
+            time.sleep(0.001)
+        time.sleep(after_s)
+    started.signal(9, group=False)
+    assert started.end().orphans == []
+
+
+def test_neither_root_nor_user_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(slow_links, "_TOOLS", ("sh",))
+    monkeypatch.setattr(slow_links, "_AS_ROOT", ("sh", "-c", "echo no root >&2; exit 1"))
+    monkeypatch.setattr(slow_links, "_AS_USER", ("sh", "-c", "echo no users >&2; exit 1"))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    found = why_not()
+    assert found is not None
+    assert "answers 'no root'" in found
+    assert "answers 'no users'" in found
+    assert "--privileged" in found
+    assert "sudo" not in found
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    forbidden = Path("/proc/sys/kernel/overflowuid")  # a setting that every kernel has
+    monkeypatch.setattr(slow_links, "_SETTINGS", {"kernel.overflowuid": (forbidden.read_text().strip(), "7")})
+    found = why_not()
+    assert found is not None
+    assert "no root" not in found
+    assert "sudo sysctl -w kernel.overflowuid=7" in found
+
+
+def test_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_links.shutil, "which", lambda tool: None if tool in ("ip", "tc") else tool)
+    with (
+        pytest.raises(PipelineError, match=r"no ip and no tc on the path; install iproute2"),
+        slow_network((2,), (1e6,)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("widths", "rates"), [((2, 2), (1e6,)), ((0,), (1e6,)), ((), ())])
+def test_levels_that_do_not_fit(widths: tuple[int, ...], rates: tuple[float, ...]) -> None:
+    with pytest.raises(PipelineError, match="give a width and a rate for each level"), slow_network(widths, rates):
+        pass
+
+
+def test_loopback_is_measured() -> None:
+    assert loopback_bytes_per_s(tries=2, each_s=0.02) > 1e6
