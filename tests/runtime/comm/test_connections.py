@@ -88,3 +88,14 @@ def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypa
     assert link["pg_options"].config.max_ctas == 4
     assert sums["backend"] == "cpu:gloo,cuda:nccl"
     assert all(call["device_id"] == gpu and call["timeout"].days >= 7 for call in calls)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_messages_up_and_down_use_groups_of_their_own(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """While a rank sends on a connection, it would wait to read what arrives on the same one."""
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    everyone: Any = object()
+    upward: Any = object()
+    of_run = connections.Connections(everyone, upward, (), (), {}, {})
+    ends: Any = [of_run.sender(1 - rank, 0, 1, 1, CPU), of_run.receiver(1 - rank, 0, 1, 1, CPU)]
+    assert [end._endpoint.group for end in ends] == ([upward, everyone] if rank == 0 else [everyone, upward])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import processes
@@ -19,6 +20,7 @@ from pipedream import metrics
 from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.runtime.comm import process_group
+from pipedream.runtime.results import memory
 from pipedream.runtime.results.memory import MemoryMeter, tensor_bytes
 from pipedream.workflows import profile
 
@@ -59,6 +61,28 @@ def test_an_evaluation_after_a_drain_does_not_count() -> None:
     del block
     meter.sample(False)
     assert (meter.at_drain().rise_bytes or 0) < MB
+
+
+def test_reading_the_heap_takes_a_bounded_share_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = spent_s = 0.0
+    reads = 0
+
+    def read_slowly() -> int:
+        nonlocal now_s, spent_s, reads
+        now_s, spent_s, reads = now_s + 0.0003, spent_s + 0.0003, reads + 1
+        return 1
+
+    monkeypatch.setattr(memory, "_heap_bytes", read_slowly)
+    monkeypatch.setattr(memory, "time", SimpleNamespace(perf_counter=lambda: now_s, thread_time=lambda: spent_s))
+    meter = MemoryMeter(CPU)
+    for ops, phase_s in ((40, 0.0), (100_000, 100.0)):  # the first ops of a phase are all read, then 0.3% of its time
+        reads = 0
+        meter.reset()
+        for _ in range(ops):
+            now_s += phase_s / ops
+            meter.sample(False)
+        allowed_s = 0.01 + 0.003 * phase_s
+        assert min(ops, 0.9 * allowed_s / 0.0003) <= reads <= allowed_s * 1.01 / 0.0003 + 1
 
 
 def test_a_gpus_peak_is_not_that_of_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +166,7 @@ def test_out_of_memory_says_what_to_set() -> None:
 
 PAGES = """
 import resource, sys, torch
+from pipedream.runtime.results import memory
 from pipedream.runtime.results.memory import keep_freed_memory
 keep_freed_memory()
 def update():
