@@ -193,18 +193,13 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
 @pytest.mark.parametrize(
     ("name", "feature", "backend"),
     [
-        *(
-            pytest.param(name, feature, backend, marks=_marks(name, False))
-            for name, feature, backend in [
-                ("tied_gpt", Feature("pipedream_2bw", 2), "eager"),
-                ("resnet", Feature("pipedream", 1, (1, 1, 1)), "aot_eager"),
-                ("resnet", Feature("zb_h1", 2, recompute=True), "aot_eager"),
-                ("checkpointed", Feature(recompute=True), "aot_eager"),
-                ("attention_lstm", Feature(), "aot_eager"),
-                ("hf_gpt2", Feature("1f1b", 2, (2, 1)), "eager"),
-                ("hf_t5", Feature(), "eager"),
-            ]
-        ),
+        pytest.param("tied_gpt", Feature("pipedream_2bw", 2), "eager", marks=pytest.mark.slow),
+        pytest.param("resnet", Feature("pipedream", 1, (1, 1, 1)), "aot_eager", marks=pytest.mark.slow),
+        pytest.param("resnet", Feature("zb_h1", 2, recompute=True), "aot_eager", marks=pytest.mark.long),
+        pytest.param("checkpointed", Feature(recompute=True), "aot_eager", marks=pytest.mark.long),
+        pytest.param("attention_lstm", Feature(), "aot_eager", marks=pytest.mark.slow),
+        pytest.param("hf_gpt2", Feature("1f1b", 2, (2, 1)), "eager", marks=[pytest.mark.slow, needs_hf]),
+        pytest.param("hf_t5", Feature(), "eager", marks=[pytest.mark.long, needs_hf]),
     ],
 )
 def test_compiled_modules_equal_the_others(name: str, feature: Feature, backend: str, tmp_path: Path) -> None:

@@ -22,6 +22,16 @@ DEFAULT = ("resnet", "tied_gpt", "attention_lstm", "hf_gpt2", "hf_t5")
 QUICK = ("attention_lstm", "hf_t5")
 """Those that the default run trains in stages here; it does so with others in test_model_features.py."""
 WITH_DROPOUT = ("tied_gpt", "glue_dropout", "attention_lstm", "densenet", "hf_bert", "hf_t5", "hf_swin")
+ALIKE = tuple(
+    f"hf_{name}"
+    for name in (
+        "roberta distilbert electra bert_classes bert_answers "  # as hf_bert
+        "gpt_neo gptj opt falcon "  # as hf_gpt2, hf_gpt_neox or hf_bloom
+        "gemma gemma3 phi phi3 mistral qwen2 olmo2 olmoe stablelm cohere granite qwen3_moe "  # as hf_llama, or with experts
+        "mbart pegasus marian deit beit hubert"  # as hf_bart, hf_vit, hf_wav2vec2
+    ).split()
+)
+"""Built like others here, so that continuous integration leaves them out."""
 UNUSED = {"hf_xlnet": ("mask_emb", "r_s_bias", "seg_embed"), "hf_dinov2": ("mask_token",)}
 """Parameters that a model has for other tasks, by the end of their names."""
 RUNS = ((2, "gpipe", 3), (3, "1f1b", 4), (4, "1f1b", 2), (4, "gpipe", 1))
@@ -40,10 +50,10 @@ def _chosen(
     default: tuple[str, ...] = DEFAULT,
     other: pytest.MarkDecorator = pytest.mark.slow,
 ) -> list[object]:
-    """Returns cases by name; those that are not in the default run are slow, or have another mark."""
+    """Returns cases by name; those that are not in the default run are slow or long, or have another mark."""
     found = []
     for name in names:
-        marks = [] if name in default else [other]
+        marks = [] if name in default else [pytest.mark.long if name in ALIKE else other]
         if name in KNOWN:
             marks.append(pytest.mark.xfail(reason=KNOWN[name], strict=False))
         found.append(pytest.param(CASES[name], id=name, marks=marks + [needs_hf] * CASES[name].needs_hf))
