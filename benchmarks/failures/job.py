@@ -1,10 +1,12 @@
 """The job of the trials: a small network, one of whose workers sends the signals that `trial.json` names.
 
-The file is renamed before the signals, so that a run that is resumed is left alone.
+The file is renamed before the signals, so that a run that is resumed is left alone. TRIAL_TRAINING chooses how it
+trains.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -24,8 +26,8 @@ from pipedream.training import train
 RANK = int(os.environ.get("RANK", "0"))
 FOLDER = Path(os.environ.get("TRIAL_FOLDER", "."))
 TRIAL = FOLDER / "trial.json"
-COUNTS = {"start": 0, "forward": 0, "backward": 0, "save": 0, "evaluation": 0, "end": 0}
-BATCHES, BATCH, EPOCHS = 20, 8, 2
+COUNTS = {"start": 0, "forward": 0, "backward": 0, "save": 0, "evaluation": 0, "end": 0, "exit": 0}
+BATCHES, BATCH, EPOCHS = 20, 32, 2
 
 
 def count(what: str) -> None:
@@ -98,23 +100,27 @@ def after(function: Any, event: str) -> Any:
 
 
 def recipe(seed: int = 0) -> pipedream.Recipe:
-    """Returns the job: shuffled data, dropout, momentum, a schedule of the rate, an average of the weights."""
+    """Returns the job: shuffled data and a schedule of the rate; dropout or BatchNorm, AdamW or SGD with momentum."""
     (FOLDER / f"pid{RANK}").write_text(str(os.getpid()), encoding="utf-8")
+    atexit.register(count, "exit")
     count("start")
     storage._write_tensors = after(storage._write_tensors, "save")
     train.write_run = after(train.write_run, "end")
     torch.manual_seed(seed)
+    adamw = os.environ.get("TRIAL_TRAINING", "adamw") == "adamw"
     layers: list[nn.Module] = []
     for _ in range(3):
-        layers += [nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2), Probe()]
+        layers += [nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2) if adamw else nn.BatchNorm1d(16), Probe()]
     inputs = torch.randn(BATCHES * BATCH, 16)
     data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
+    steps = partial(torch.optim.lr_scheduler.StepLR, step_size=7, gamma=0.5)
     return pipedream.Recipe(
         model=nn.Sequential(*layers, nn.Linear(16, 2)),
         loss=nn.functional.cross_entropy,
-        optimizer=partial(torch.optim.AdamW, lr=1e-3),
-        scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=EPOCHS * BATCHES),
-        ema=0.9,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3) if adamw else sgd,
+        scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=EPOCHS * BATCHES) if adamw else steps,
+        ema=0.9 if adamw else None,
         train=DataLoader(data, batch_size=BATCH, shuffle=True),
         test=Test(DataLoader(data, batch_size=BATCH)),
         epochs=EPOCHS,

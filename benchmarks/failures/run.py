@@ -1,27 +1,31 @@
 """Sends signals to the processes of a run, at every moment, many times, and counts what comes of it.
 
-    python benchmarks/failures/run.py                       # 120 trials
-    python benchmarks/failures/run.py --piece 1/4           # a quarter of them
+    python benchmarks/failures/run.py                       # 160 trials; again, to continue where it was stopped
+    python benchmarks/failures/run.py --trials 20           # of those that are left, 20
+    python benchmarks/failures/run.py --seed 1              # with other plans and methods, in another order
     python benchmarks/failures/run.py --only SIGSTOP --only end
+    python benchmarks/failures/run.py --table               # of the finished trials
 
-For each signal, target and moment there is a trial, with plans and methods in turn: how long until the last process
-has ended, whether one is left, what is printed; then the run is resumed from its newest checkpoint (started again
-where there is none yet) and must end with the weights of an undisturbed run, bit for bit.
+For each signal, target and moment there is a trial, with a plan and a method drawn for it: how long until the last
+process has ended, whether one is left, what is printed; then the run is resumed from its newest checkpoint (started
+again where there is none yet) and must end with the weights of an undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -36,30 +40,40 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import manual_plan
 from pipedream.runtime.checkpoint.storage import complete_checkpoints
 from pipedream.training.resume import CHECKPOINTS
+from pipedream.workflows.plan import plan
 
 HERE = Path(__file__).resolve().parent
-PLANS = {"1-1": ((8,), (1, 1)), "2-1": ((8,), (2, 1)), "1-1-1": ((4, 8), (1, 1, 1))}
+PLANS = {"1-1": ((8,), (1, 1)), "2-1": ((8,), (2, 1)), "1-1-1": ((4, 8), (1, 1, 1)), "2-2": ((8,), (2, 2))}
 CASES = (
-    ("1-1", "pipedream"),
-    ("1-1", "1f1b"),
-    ("2-1", "pipedream"),
-    ("1-1", "pipedream_2bw"),
-    ("1-1-1", "1f1b"),
-    ("1-1", "pipemare"),
-    ("1-1-1", "pipedream"),
+    ("1-1", "pipedream", "adamw"),
+    ("1-1", "1f1b", "sgd"),
+    ("2-1", "pipedream", "sgd"),
+    ("2-1", "1f1b", "adamw"),
+    ("1-1", "pipedream_2bw", "adamw"),
+    ("1-1-1", "1f1b", "adamw"),
+    ("2-2", "chimera", "sgd"),
+    ("2-2", "chimera", "adamw"),
+    ("1-1", "pipemare", "sgd"),
+    ("1-1-1", "pipedream", "adamw"),
+    ("1-1-1", "pipedream_2bw", "sgd"),
 )
-FLUSHING = {"1f1b"}
+"""Plan, method, and how the job trains; Chimera's 2-2 are two workers, both of which have both stages."""
+
+FLUSHING = {"1f1b", "chimera"}
 SIGNALS = ("SIGSTOP", "SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 TARGETS = ("first", "last", "two", "launcher")
-MOMENTS = {  # event, and its number from 1
+MOMENTS = {  # event in the job, and its number from 1
+    "launch": None,
     "start-up": ("start", 1),
     "warm-up": ("forward", 1),
     "steady": ("forward", 6),
     "save": ("save", 1),
     "evaluation": ("evaluation", 1),
     "end": ("end", 1),
+    "exit": ("exit", 1),
 }
 EVERY = 8  # minibatches between checkpoints
+LAUNCH_S = 2.0  # within which "launch" is, from when the processes exist
 SOON_S = 15.0
 PATIENCE_S = 60.0
 OWN_DATA = {"evaluation", "end"}  # rank 0 alone knows these moments
@@ -70,16 +84,21 @@ class Trial:
     """One of them, and what came of it.
 
     Attributes:
+        number: its place in the order of the seed.
+        load: the machine's load average when it was over.
         ended_s: from the signal to the end of the last process.
-        exact: None where the run was left at another drain, from which a method without a flush continues otherwise.
+        exact: None where the run was left at another drain, from which it continues otherwise.
     """
 
+    seed: int
     number: int
     plan: str
     method: str
+    training: str
     signal: str
     target: str
     moment: str
+    load: float = 0.0
     fired: bool = True
     ended_s: float = 0.0
     left: int = 0
@@ -93,19 +112,31 @@ class Trial:
     def good(self) -> bool:
         return self.ended_s <= SOON_S and not self.left and not self.tracebacks and self.exact is not False
 
+    @property
+    def drains_anywhere(self) -> bool:
+        """Whether it is the same run wherever the pipeline is drained; averages of BatchNorm's statistics are not."""
+        replicated = max(PLANS[self.plan][1]) > 1
+        return self.method in FLUSHING and not (replicated and self.training == "sgd")
 
-def trials() -> Iterator[Trial]:
-    """Yields all trials."""
-    for number, (name, target, moment) in enumerate(product(SIGNALS, TARGETS, MOMENTS)):
-        plan, method = CASES[number % len(CASES)]
-        yield Trial(number, plan, method, name, target, moment)
+    @property
+    def ranks(self) -> int:
+        return 2 if self.method == "chimera" else sum(PLANS[self.plan][1])
+
+
+def trials(seed: int) -> list[Trial]:
+    """Returns all trials, in an order of the seed's."""
+    rng = random.Random(seed)
+    kinds = list(product(SIGNALS, TARGETS, MOMENTS))
+    rng.shuffle(kinds)
+    cases = [CASES[number % len(CASES)] for number in range(len(kinds))]
+    return [Trial(seed, number, *cases[number], *kind) for number, kind in enumerate(kinds)]
 
 
 def order(trial: Trial) -> dict[str, object]:
     """Returns what `job.py` reads: which rank sends the signal, when, and to whom."""
-    last = sum(PLANS[trial.plan][1]) - 1
+    last = trial.ranks - 1
     targets = {"first": [0], "last": [last], "two": [0, last], "launcher": ["launcher"]}[trial.target]
-    event, number = MOMENTS[trial.moment]
+    event, number = MOMENTS[trial.moment] or ("", 0)
     sender = 0 if trial.moment in OWN_DATA or targets == ["launcher"] else targets[0]
     return {"rank": sender, "event": event, "count": number, "signal": trial.signal, "targets": targets}
 
@@ -113,25 +144,36 @@ def order(trial: Trial) -> dict[str, object]:
 class Job:
     """A training run in a folder of its own."""
 
-    def __init__(self, folder: Path, plan: Path, method: str) -> None:
+    def __init__(self, folder: Path, plan: Path, trial: Trial) -> None:
         self.folder = folder
-        self.plan = plan
-        self.method = method
+        self.trial = trial
         self.mark = uuid.uuid4().hex
+        self._fired_at = folder / "fired_at"
+        self._command = ["train", str(HERE / "job.py"), "--plan", str(plan), "--schedule", trial.method]
+        self._command += ["--checkpoint-every", str(EVERY), "--keep", "9", "--json"]
+        self._variables = {
+            "TRIAL_FOLDER": str(folder),
+            "TRIAL_TRAINING": trial.training,
+            "TRIAL_MARK": self.mark,
+            "OMP_NUM_THREADS": "1",
+        }
 
     def run(self, *options: str) -> tuple[int | None, float, str]:
         """Trains; returns the exit status (None: had to be killed), when the last process ended, and its errors."""
-        environment = os.environ | {"TRIAL_FOLDER": str(self.folder), "TRIAL_MARK": self.mark, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pipedream", "train", str(HERE / "job.py"), "--plan", str(self.plan)]
-        command += ["--schedule", self.method, "--checkpoint-every", str(EVERY), "--keep", "9", "--json", *options]
         with (self.folder / "errors").open("w+") as errors:
             process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+                [sys.executable, "-m", "pipedream", *self._command, *options],
+                env=os.environ | self._variables,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
             )
+            if MOMENTS[self.trial.moment] is None:
+                self._signal_soon(process)
             started = time.monotonic()
             while process.poll() is None or self.left():
                 time.sleep(0.1)
-                fired = self.folder / "fired_at"
+                fired = self._fired_at
                 since_s = time.time() - float(fired.read_text() or "inf") if fired.exists() else 0.0
                 if since_s > PATIENCE_S or time.monotonic() - started > 5 * PATIENCE_S:
                     break
@@ -139,13 +181,49 @@ class Job:
             errors.seek(0)
             return process.poll(), ended, errors.read()
 
-    def left(self) -> list[int]:
-        """Returns the processes of this job that are still there."""
-        found = []
+    def train(self, *options: str) -> tuple[bool, str]:
+        """Trains, undisturbed, in processes that need not load torch; returns whether it succeeded, and its errors."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        ranks, errors = self.trial.ranks, self.folder / "errors"
+        variables = self._variables | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        errors.write_text("")
+        forked = multiprocessing.get_context("forkserver")
+        workers = [
+            forked.Process(target=worker, args=(rank, variables, [*self._command, *options], errors))
+            for rank in range(ranks)
+        ]
+        for one in workers:
+            one.start()
+        for one in workers:
+            one.join(PATIENCE_S)
+            one.kill()
+        return all(one.exitcode == 0 for one in workers), errors.read_text()
+
+    def _signal_soon(self, launcher: subprocess.Popen[bytes]) -> None:
+        """Sends the trial's signal soon after its targets exist, while they import."""
+        targets = order(self.trial)["targets"]
+        assert isinstance(targets, list)
+        pids = [launcher.pid]
+        while targets != ["launcher"]:
+            found = [self.left(f"RANK={rank}") for rank in targets]
+            if all(found):
+                pids = [pid for (pid,) in found]
+                break
+            time.sleep(0.02)
+        time.sleep(random.Random(self.trial.number).uniform(0.0, LAUNCH_S))
+        self._fired_at.write_text(str(time.time()))
+        for pid in pids:
+            os.kill(pid, getattr(signal, self.trial.signal))
+
+    def left(self, variable: str = "") -> list[int]:
+        """Returns the processes of this job that are still there, with a variable of theirs."""
+        found, wanted = [], {f"TRIAL_MARK={self.mark}".encode(), variable.encode()} - {b""}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 try:
-                    if self.mark.encode() in (entry / "environ").read_bytes():
+                    if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
                         found.append(int(entry.name))
                 except OSError:
                     continue
@@ -159,26 +237,43 @@ class Job:
         return len(found)
 
 
-def plan_file(folder: Path, name: str) -> Path:
+def worker(rank: int, variables: dict[str, str], command: list[str], errors: Path) -> None:
+    """Is one rank of a run."""
+    os.environ.update(variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    torch.set_num_threads(1)
+    with errors.open("a") as file:
+        os.dup2(file.fileno(), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    from pipedream.cli import main
+
+    sys.exit(main(command))
+
+
+def plan_file(folder: Path, trial: Trial) -> Path:
     """Writes the plan of the job's model."""
     sys.path.insert(0, str(HERE))
-    os.environ["TRIAL_FOLDER"] = str(folder)
-    from job import recipe
+    os.environ["TRIAL_FOLDER"], os.environ["TRIAL_TRAINING"] = str(folder), trial.training
+    import job
 
-    model = recipe().model
+    model = job.recipe().model
     assert isinstance(model, nn.Module)
-    graph = capture(model, (torch.zeros(8, 16),)).graph
-    rows = tuple(LayerProfile(1e-3, 2e-3, 512, 64) for _ in graph.layers)
-    cuts, counts = PLANS[name]
-    plan = manual_plan(Profile("Sequential", graph, rows, 8), Cluster.flat(sum(counts)), cuts, counts)
-    return plan.save(folder / f"{name}.json")
+    graph = capture(model, (torch.zeros(32, 16),)).graph
+    profile = Profile("Sequential", graph, tuple(LayerProfile(1e-3, 2e-3, 512, 64) for _ in graph.layers), 32)
+    if trial.method == "chimera":
+        made = plan(profile, Cluster.flat(2), schedule="chimera", microbatches=4, shape="pipeline")
+    else:
+        cuts, counts = PLANS[trial.plan]
+        made = manual_plan(profile, Cluster.flat(sum(counts)), cuts, counts)
+    assert made.config == trial.plan, made
+    return made.save(folder / "plan.json")
 
 
 def attempt(trial: Trial, folder: Path, plan: Path, wanted: dict[str, torch.Tensor]) -> None:
     """Makes a trial and notes what came of it."""
-    job = Job(folder, plan, trial.method)
+    job = Job(folder, plan, trial)
     (folder / "trial.json").write_text(json.dumps(order(trial)))
     trial.status, ended, said = job.run("--out", str(folder / "run"))
+    trial.load = os.getloadavg()[0]
     trial.left = job.kill()
     trial.message, trial.tracebacks = said.strip()[-1000:], said.count("Traceback")
     trial.fired = (folder / "fired_at").exists()
@@ -189,14 +284,13 @@ def attempt(trial: Trial, folder: Path, plan: Path, wanted: dict[str, torch.Tens
     saved = complete_checkpoints(run / CHECKPOINTS)
     trial.checkpoint = saved[-1].name if saved else "none"
     again = ("--resume", str(run)) if saved else ("--out", str(folder / "again"))
-    (folder / "fired_at").unlink()
-    status, _, said = job.run(*again)
-    job.kill()
-    if status != 0:
+    (folder / "trial.json").unlink(missing_ok=True)  # of a moment that did not come
+    in_order, said = job.train(*again)
+    if not in_order:
         trial.message += f" | resumed: {said.strip()[-500:]}"
-    same = status == 0 and equal(run if saved else folder / "again", wanted)
-    asynchronous = trial.method not in FLUSHING
-    trial.exact = None if trial.signal == "SIGINT" and asynchronous and status == 0 and not same else same
+    same = in_order and equal(run if saved else folder / "again", wanted)
+    other_drain = trial.signal == "SIGINT" and not trial.drains_anywhere
+    trial.exact = None if other_drain and in_order and not same else same
 
 
 def equal(run: Path, wanted: dict[str, torch.Tensor]) -> bool:
@@ -206,47 +300,54 @@ def equal(run: Path, wanted: dict[str, torch.Tensor]) -> bool:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    """Returns a run's weights and their average."""
+    """Returns a run's weights and their average, if it keeps one."""
     last: dict[str, torch.Tensor] = torch.load(run / "weights.pt", weights_only=True)
-    average = torch.load(run / "weights_ema.pt", weights_only=True)
-    return last | {f"average of {name}": tensor for name, tensor in average.items()}
+    if (run / "weights_ema.pt").exists():
+        average = torch.load(run / "weights_ema.pt", weights_only=True)
+        last |= {f"average of {name}": tensor for name, tensor in average.items()}
+    return last
+
+
+def read(file: Path) -> list[Trial]:
+    """Returns the finished trials."""
+    return [Trial(**row) for row in json.loads(file.read_text())] if file.exists() else []
 
 
 def main() -> None:
-    """Makes the trials, writes them after each, and prints the table."""
+    """Makes the trials that are left, appends each to the file, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="a signal, target, moment, plan or method")
-    parser.add_argument("--piece", default="1/1", help="which of how many pieces, e.g. 2/4")
-    parser.add_argument("--table", type=Path, nargs="+", help="print the table of finished pieces only")
+    parser.add_argument("--seed", type=int, default=0, help="of the order, and of who gets which plan and method")
+    parser.add_argument("--trials", type=int, help="no more than this many")
+    parser.add_argument("--number", type=int, action="append", default=[], help="this trial, even if it is finished")
+    parser.add_argument("--table", action="store_true", help="make no trials")
     parser.add_argument("-o", "--output", type=Path, default=HERE / "trials.json")
     options = parser.parse_args()
-    if options.table:
-        print(table([Trial(**row) for file in options.table for row in json.loads(file.read_text())]))
-        return
-    piece, pieces = map(int, options.piece.split("/"))
+    done = read(options.output)
+    over = {(trial.seed, trial.number) for trial in done} - {(options.seed, number) for number in options.number}
     chosen = [
         t
-        for t in trials()
-        if t.number % pieces == piece - 1
-        and all(word in (t.signal, t.target, t.moment, t.plan, t.method) for word in options.only)
+        for t in trials(options.seed)
+        if (t.seed, t.number) not in over
+        and (not options.number or t.number in options.number)
+        and all(word in (t.signal, t.target, t.moment, t.plan, t.method, t.training) for word in options.only)
     ]
-    done: list[Trial] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    multiprocessing.set_forkserver_preload(["pipedream.training.train", "pipedream.cli.train", "pipedream.recipe"])
+    with tempfile.TemporaryDirectory(prefix="trials-") as scratch:
         base = Path(scratch)
-        plans: dict[str, Path] = {}
-        wanted: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
-        for trial in chosen:
-            case = (trial.plan, trial.method)
-            if trial.plan not in plans:
-                plans[trial.plan] = plan_file(base, trial.plan)
-            if case not in wanted:
+        cases: dict[tuple[str, ...], tuple[Path, dict[str, torch.Tensor]]] = {}
+        for trial in [] if options.table else chosen[: options.trials]:
+            case = (trial.plan, trial.method, trial.training)
+            if case not in cases:
                 whole = base / "-".join(case)
-                status, _, said = Job(base, plans[trial.plan], trial.method).run("--out", str(whole))
-                assert status == 0, said
-                wanted[case] = weights(whole)
+                whole.mkdir()
+                made = plan_file(whole, trial)
+                in_order, said = Job(whole, made, trial).train("--out", str(whole / "run"))
+                assert in_order, said[:1000]
+                cases[case] = made, weights(whole / "run")
             folder = base / str(trial.number)
             folder.mkdir()
-            attempt(trial, folder, plans[trial.plan], wanted[case])
+            attempt(trial, folder, *cases[case])
             shutil.rmtree(folder)
             done.append(trial)
             options.output.write_text(json.dumps([asdict(one) for one in done], indent=1) + "\n")
@@ -257,34 +358,56 @@ def main() -> None:
 def line(trial: Trial) -> str:
     """Returns a trial in one line."""
     exact = {True: "exact", False: "DIFFERS", None: "other drain"}[trial.exact]
-    words = [f"{trial.plan:5} {trial.method:13} {trial.signal:7} {trial.target:8} {trial.moment:10}"]
+    words = [f"{trial.plan:5} {trial.method:13} {trial.training:5}"]
+    words += [f"{trial.signal:7} {trial.target:8} {trial.moment:10}", f"load {trial.load:.0f}"]
+    if not trial.fired:
+        return f"{trial.number:3}  " + "  ".join([*words, f"ended before the moment: {trial.message}"])
     words += [f"{trial.ended_s:5.1f} s, {exact}", "" if trial.good else "BAD", trial.message.replace("\n", " ")[:300]]
-    return f"{trial.number:3}  " + "  ".join(words if trial.fired else [words[0], "ended before the moment"])
+    return f"{trial.number:3}  " + "  ".join(words)
 
 
 def table(done: list[Trial]) -> str:
     """Returns the counts, and the seconds from the signal to the end of the last process."""
     done = [trial for trial in done if trial.fired]
-    rows = [
-        "",
-        f"| signal | trials | over {SOON_S:g} s | left | tracebacks | exact | other drain | median s | worst s |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    heads = [f"over {SOON_S:g} s", "left", "tracebacks", "exact", "other drain", "median s", "worst s"]
+    lines = []
+    for what, names in (("signal", SIGNALS), ("target", TARGETS), ("moment", tuple(MOMENTS)), ("method", METHODS)):
+        lines += ["", f"| {what} | trials | {' | '.join(heads)} |", f"| --- |{' ---: |' * (len(heads) + 1)}"]
+        for name in names:
+            mine = [trial for trial in done if getattr(trial, what) == name]
+            if mine:
+                lines.append(f"| {name} | {' | '.join(counts(mine))} |")
+    lines.append(f"| all | {' | '.join(counts(done))} |" if done else "no trials")
+    return "\n".join([*lines, "", matrix(done)])
+
+
+METHODS = tuple(dict.fromkeys(method for _, method, _ in CASES))
+
+
+def counts(trials: list[Trial]) -> list[str]:
+    """Returns one row of a table."""
+    seconds = [trial.ended_s for trial in trials]
+    numbers = [
+        len(trials),
+        sum(one > SOON_S for one in seconds),
+        sum(trial.left for trial in trials),
+        sum(trial.tracebacks for trial in trials),
+        sum(trial.exact is True for trial in trials),
+        sum(trial.exact is None for trial in trials),
     ]
-    for name in (*SIGNALS, "all"):
-        mine = [trial for trial in done if name in (trial.signal, "all")]
-        if not mine:
-            continue
-        seconds = [trial.ended_s for trial in mine]
-        counts = [
-            len(mine),
-            sum(one > SOON_S for one in seconds),
-            sum(trial.left for trial in mine),
-            sum(trial.tracebacks for trial in mine),
-            sum(trial.exact is True for trial in mine),
-            sum(trial.exact is None for trial in mine),
-        ]
-        rows.append(f"| {name} | {' | '.join(map(str, counts))} | {median(seconds):.1f} | {max(seconds):.1f} |")
-    return "\n".join(rows)
+    return [*map(str, numbers), f"{median(seconds):.1f}", f"{max(seconds):.1f}"]
+
+
+def matrix(done: list[Trial]) -> str:
+    """Returns the seconds of each signal, target and moment; the longest of several trials."""
+    lines = [f"| signal | target | {' | '.join(MOMENTS)} |", f"| --- | --- |{' ---: |' * len(MOMENTS)}"]
+    for name, target in product(SIGNALS, TARGETS):
+        cells = []
+        for moment in MOMENTS:
+            mine = [t for t in done if (t.signal, t.target, t.moment) == (name, target, moment)]
+            cells.append(f"{max(t.ended_s for t in mine):.1f}" if mine else "")
+        lines.append(f"| {name} | {target} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
