@@ -68,8 +68,8 @@ class ModelOptions:
         compile: True compiles the modules that lie within one stage with torch.compile; a text names its backend, a
             mapping holds its arguments. Random numbers are drawn inside compiled modules, so that dropout masks are
             others than without, and may depend on the cuts.
-        on_nan: 'error' at a loss that is not a number, 'continue' past it, or 'skip' updates whose gradients are not
-            finite (docs/couplings.md).
+        on_nan: 'error' at a loss that is not a number, or weights that are not finite; 'continue' past it; or 'skip'
+            updates whose gradients are not finite (docs/couplings.md).
         grad_scaler: a constant factor on the loss, or a torch.amp.GradScaler whose state is copied (needs a flush).
         sample: the model's input for one minibatch, to profile it and find its layers; by default a recipe's first
             training batch.

@@ -25,7 +25,7 @@ from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.forward import DataStream, ForwardRunner
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Moment, Recorder
-from pipedream.runtime.results.results import Done, Output, Results
+from pipedream.runtime.results.results import NOT_FINITE_ADVICE, Done, Output, Results
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
 from pipedream.runtime.stage.stage_module import SavedForward
@@ -169,8 +169,10 @@ class Worker:
             until: total of minibatches at which it drains; None for no limit.
 
         Raises:
-            WorkerError: an op failed; names rank, stage, op and cause.
+            WorkerError: an op failed, or the last updates left weights that are not finite; names rank, stage, op and
+                cause.
         """
+        not_finite = self._not_finite()
         stream = DataStream(self.program.microbatches, self.done_minibatches, trains=True)
         self._begin(stream, data, self.program.round_minibatches, until)
         self._mailbox.begin(self.program.microbatches)
@@ -187,7 +189,34 @@ class Worker:
         self.done_minibatches += (self._total or 0) // self.program.microbatches
         if self._total:
             self.trained[self.recorder.phase] = begin, self.done_minibatches
+        if found := {name: stage for name, stage in self._not_finite().items() if name not in not_finite}:
+            self._refuse(*next(iter(found.items())))
         self.recorder.note_peak(max(stage_state.versions.peak for stage_state in self.stage_states.values()))
+
+    def _not_finite(self) -> dict[str, int]:
+        """Returns each trained weight that is not finite, with its stage; none where the run continues regardless."""
+        if not self.results.raises_on_nan:
+            return {}
+        return {
+            name: stage
+            for stage, stage_state in self.stage_states.items()
+            for name, handle in stage_state.versions.handles.items()
+            if not handle.detach().isfinite().all()
+        }
+
+    def _refuse(self, name: str, stage: int) -> None:
+        """Raises the error of a weight that no loss has shown: no later forward has read it."""
+        last, program = self.done_minibatches - 1, self.program
+        minibatches = f"minibatch {last}"
+        if any(program.weights.mean_staleness(s) for s in range(len(self._replicas))):
+            unread = -(-max(program.plan.in_flight) // program.microbatches) + 1  # the weights after so many, at most
+            minibatches = f"one of the minibatches {max(0, last + 1 - unread)} to {last}"
+        raise WorkerError(
+            self.rank,
+            f"stage {stage}, the updates after minibatch {last}",
+            f"the weight {name!r} is not finite, because a gradient of {minibatches} was not",
+            NOT_FINITE_ADVICE,
+        )
 
     def evaluate(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Yields at the end one `Done` with the means over all minibatches; the stages are in evaluation mode."""

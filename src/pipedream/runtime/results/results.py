@@ -21,7 +21,12 @@ from pipedream.runtime.comm.channel import Receiver, Sender, Waiting, wait_for
 from pipedream.runtime.comm.message import ENDS_EPOCH, Message
 from pipedream.runtime.comm.values import unflatten
 
-__all__ = ["Done", "MinibatchSums", "Output", "Results", "Score"]
+__all__ = ["NOT_FINITE_ADVICE", "Done", "MinibatchSums", "Output", "Results", "Score"]
+
+NOT_FINITE_ADVICE = (
+    "lower the learning rate, clip the gradients (clip_grad_norm=...), check that minibatch's data, or continue "
+    "regardless with on_nan='continue'"
+)
 
 Score = tuple[float | torch.Tensor, float]
 """A number of one microbatch, as value and factor: their product. A value on a GPU is read later."""
@@ -158,7 +163,7 @@ class Results:
         self.senders = senders
         self.receivers = receivers
         self._metrics = tuple(metrics)
-        self._raises_on_nan = raises_on_nan
+        self.raises_on_nan = raises_on_nan
         self._late = late
         self.where: Callable[[], str] = lambda: "the start"
         self._reached_ranks: dict[int, frozenset[int]] = {}
@@ -227,13 +232,12 @@ class Results:
         self._parts[self._owners.index(self._rank), key] = sums
 
     def _add(self, sums: MinibatchSums, numbers: Sequence[float]) -> None:
-        if numbers[0] != numbers[0] and self._raises_on_nan and self._split:
+        if numbers[0] != numbers[0] and self.raises_on_nan and self._split:
             raise WorkerError(
                 self._rank,
                 self.where(),
                 f"the loss of minibatch {sums.minibatch} is nan",
-                "lower the learning rate, clip the gradients (clip_grad_norm=...), check that minibatch's data, or "
-                "continue regardless with on_nan='continue'",
+                NOT_FINITE_ADVICE,
             )
         sums.add(numbers)
 
