@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -13,6 +15,7 @@ import typer
 import pipedream as pd
 from pipedream import cli
 from pipedream.core.model.profile import LayerProfile
+from pipedream.schedules import uniform
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +124,14 @@ def test_output_that_nobody_takes(command: str, to: str) -> None:
 @pytest.mark.parametrize(
     ("options", "left"),
     [
-        (("--workers", "2", "--schedule", "chimera"), "1 worker, "),
-        (("--workers", "4", "--schedule", "chimera", "--min-workers", "2"), "3 workers, "),
+        (("--workers", "2", "--schedule", "chimera"), "--elastic may leave 1 worker, "),
+        (("--workers", "4", "--schedule", "chimera", "--min-workers", "2"), "--elastic may leave 3 workers, "),
         (("--workers", "4", "--schedule", "chimera", "--min-workers", "4"), ""),
         (("--workers", "3", "--schedule", "interleaved"), ""),
+        (("--workers", "3", "--phases", "1f1b:10,chimera"), "--elastic may leave 1 worker, "),
+        (("--workers", "3", "--phases", "1f1b:10,pipedream"), ""),
+        (("--plan", "chimera.json"), "--elastic may leave 1 worker, "),
+        (("--plan", "code.json"), "the plan names the method 'code.py'"),
     ],
 )
 def test_elastic_runs_need_a_method_for_fewer_workers(
@@ -143,9 +150,33 @@ def test_elastic_runs_need_a_method_for_fewer_workers(
         raise typer.Exit(0)
 
     monkeypatch.setattr("pipedream.cli.train.start_workers", start_workers)
-    recipe = tmp_path / "recipe.py"
-    recipe.touch()
-    status = cli.main(["train", str(recipe), "--elastic", *options])
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.py").touch()
+    Path("code.py").write_text("raise AssertionError('a plan is data')")
+    replace(uniform("chimera", 2), schedule="chimera").save("chimera.json")
+    replace(uniform("1f1b", 2), schedule="code.py").save("code.json")
+    status = cli.main(["train", "recipe.py", "--elastic", *options])
     assert (status, len(started)) == ((2, 0) if left else (0, 1))
     said = capsys.readouterr().err
-    assert f"--elastic may leave {left}" in said if left else not said
+    assert left in said if left else not said
+
+
+def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = "torch.nn.Linear(1, 1), loss=None, train=[], optimizer=torch.optim.SGD"
+    Path("recipe.py").write_text(
+        f"import torch, pipedream\ndef recipe(): return pipedream.Recipe(model={model}, phases='chimera:10,1f1b')\n"
+    )
+    saved = SimpleNamespace(phases="1f1b:10,chimera", schedule="1f1b", plan=uniform("1f1b", 2))
+    found = SimpleNamespace(path="run", manifest=saved)
+    monkeypatch.setattr("pipedream.training.resume.resume_point", lambda *_: found)
+    monkeypatch.setattr("pipedream.training.train.train_recipe", lambda make, **_: make(0))
+    for options, size in ((["--resume", "run"], None), ([], "2")):
+        for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        if size is not None:
+            monkeypatch.setenv("WORLD_SIZE", size)
+        assert cli.main(["train", "recipe.py", "--elastic", *options]) == 2
+        assert "--elastic may leave 1 worker, with which 'chimera' does not work" in capsys.readouterr().err

@@ -33,9 +33,11 @@ from pipedream.cli.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.phase import read_phases
+from pipedream.core.schedule.schedule import Schedule as ScheduleObject
 from pipedream.options import TrainingOptions
 from pipedream.planner import parse_counts
-from pipedream.schedules import build, is_torch_csv, load_torch_csv, uniform
+from pipedream.schedules import build, is_torch_csv, load_torch_csv, refuse_code, uniform
 
 __all__ = ["train"]
 
@@ -282,7 +284,8 @@ def train(
     planned = None if is_worker() else _planned_workers(given, config, resume, schedule, described, out)
     count = workers or planned or 2
     if elastic and not is_worker():
-        _check_elastic(given.method(schedule)[0] if given else schedule or "pipedream", count, min_workers, chunks)
+        for method in _methods(given, schedule, phases, resume, out):
+            _check_elastic(method, count, min_workers, chunks)
     if not is_worker() and (count > 1 or max_restarts):
         own = _own_folder(recipe) if (max_restarts or elastic) and out is None else ()
         start_workers(count, more=own, max_restarts=max_restarts, fewest=min_workers if elastic else None)
@@ -291,11 +294,19 @@ def train(
         given, shape, described = None, None, None  # workers were lost: plan again for those that are left
     if bandwidth or latency is not None:
         described = cluster_of(None, _widths(count, len(bandwidth or ())), bandwidth or [], latency or 0.0, memory)
-    from pipedream.recipe import load_recipe
+    from pipedream.recipe import Recipe, load_recipe
     from pipedream.training.train import train_recipe
+    from pipedream.workflows.prepare import phases_of
+
+    def make(chosen: int) -> Recipe:
+        found = load_recipe(recipe, seed=chosen)
+        if elastic and phases is None and schedule is None and found.phases:
+            for phase in phases_of(None, None, found.phases):
+                _check_elastic(phase.schedule, int(os.environ.get("WORLD_SIZE", "1")), min_workers, chunks)
+        return found
 
     summary = train_recipe(
-        lambda chosen: load_recipe(recipe, seed=chosen),
+        make,
         workers=workers,
         schedule=schedule,
         compensation=None if compensation is None else [text for text in compensation if text != "none"],
@@ -330,16 +341,39 @@ def train(
         print_json(summary)
 
 
-def _check_elastic(method: str, most: int, fewest: int, chunks: int | None) -> None:
+def _methods(
+    plan: Plan | None, schedule: str | None, phases: str | None, resume: Path | None, out: Path | None
+) -> list[str]:
+    """Returns the methods that the options, the checkpoint or the plan name; the recipe is not known yet."""
+    if phases is not None:
+        return [phase.name for phase in read_phases(phases)]
+    if schedule is not None:
+        return [schedule]
+    named, source = [] if plan is None else [plan.method()[0]], "the plan"
+    if resume is not None:
+        from pipedream.training.resume import resume_point
+
+        if (found := resume_point(resume, out)) is not None:
+            saved, source = found.manifest, f"the checkpoint {found.path}"
+            named = [phase.name for phase in read_phases(saved.phases)] if saved.phases else named or [saved.schedule]
+    for name in named:
+        refuse_code(name, source)
+    return named or ["pipedream"]
+
+
+def _check_elastic(method: str | ScheduleObject, most: int, fewest: int, chunks: int | None) -> None:
     """Raises a `ScheduleError` if the method does not work with a number of workers that may be left."""
     if method == "auto":
         return
     for workers in range(most - 1, fewest - 1, -1):
         try:
+            if not isinstance(method, str):
+                raise ScheduleError(f"it is a Schedule object, made for {method.plan.workers} workers")
             build(method, uniform(method, workers, chunks=chunks))
         except ScheduleError as error:
+            name = method if isinstance(method, str) else method.name
             raise ScheduleError(
-                f"--elastic may leave {workers} worker{'s' * (workers != 1)}, with which {method!r} does not work: "
+                f"--elastic may leave {workers} worker{'s' * (workers != 1)}, with which {name!r} does not work: "
                 f"{error}; give --min-workers {workers + 1}, another method, or no --elastic"
             ) from error
 
