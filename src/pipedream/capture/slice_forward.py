@@ -349,11 +349,17 @@ class SliceForward:
         stage's own calls this concerns the first at most, whose activations are then kept.
         """
         module: Any = torch.utils.checkpoint
-        generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+        name = "_checkpoint_without_reentrant_generator"
+        if hasattr(module, f"{name}_impl"):  # from torch 2.15 on, which keeps the other name but does not call it
+            name += "_impl"
+        generator, function = getattr(module, name), module.CheckpointFunction
+
+        def nothing() -> Iterator[None]:
+            yield
 
         def passing(run: Any, /, *args: Any, **kwargs: Any) -> Any:
             if _has_placeholder(args, kwargs):
-                return iter((None,))
+                return nothing()
             return generator(self._repeatable(run, repeats=True), *args, **kwargs)  # the checkpoint calls it first
 
         class Passing:
@@ -363,11 +369,13 @@ class SliceForward:
                     return run(*args)
                 return function.apply(self._repeatable(run, repeats=False), preserve, *args)
 
-        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = passing, Passing
+        setattr(module, name, passing)
+        module.CheckpointFunction = Passing
         try:
             yield
         finally:
-            module._checkpoint_without_reentrant_generator, module.CheckpointFunction = generator, function
+            setattr(module, name, generator)
+            module.CheckpointFunction = function
 
     def _repeatable(self, run: Callable[..., Any], repeats: bool) -> Callable[..., Any]:
         """Returns a function that makes its calls as this forward does now: the first time only if it `repeats`."""
