@@ -556,7 +556,7 @@ def test_a_plan_of_another_model() -> None:
         pd.Pipeline(Base(), plan, loss=F.mse_loss, optimizer=sgd)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripted_models_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"the model .* is a TorchScript module .*; pass the eager module"):
         capture(torch.jit.script(nn.Linear(4, 2)), X)

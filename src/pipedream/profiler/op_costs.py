@@ -118,11 +118,9 @@ def _lap_of(func: Any, args: Any, kwargs: Any, out: Any, device: Device) -> Lap:
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
-    formula = flop_registry.get(func._overloadpacket)
-    if formula is not None:
-        return int(formula(*args, **kwargs, out_val=out))
     if name == "_scaled_dot_product_flash_attention_for_cpu":
-        # Two products of the scores' size; if causal, the kernel skips the half above the diagonal.
+        # Two products of the scores' size; if causal, the kernel skips the half above the diagonal, which torch's own
+        # formula (from 2.15 on) counts.
         return _attention_flops(args[0], args[1], 2, kwargs.get("is_causal", args[4] if len(args) > 4 else False))
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         return _attention_flops(args[1], args[2], 5, kwargs.get("is_causal", args[7] if len(args) > 7 else False))
@@ -131,7 +129,8 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
         steps = prod(layer[0].shape[:-1])
         # Input and hidden weights once for each step; twice that in the backward.
         return 2 * steps * (layer[1].numel() + layer[2].numel()) * (2 if name.endswith("backward") else 1)
-    return 0
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, products: int, is_causal: bool) -> int:
