@@ -51,7 +51,7 @@ gpu: $(STAMP)
 	@$(BIN)/python benchmarks/gpu/run.py
 
 clean:
-	@rm -rf .venv build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	@rm -rf .venv .nox build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	@find src tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(STAMP): requirements/pins.txt pyproject.toml scripts/install.sh

@@ -73,6 +73,17 @@ def test_the_citation_has_the_version() -> None:
     assert f"license: {SETTINGS['license']}\n" in text
 
 
+def test_the_readme_names_the_versions_that_are_tested() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tried = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    (oldest,) = (one.removeprefix("torch>=") for one in SETTINGS["dependencies"] if one.startswith("torch>="))
+    newest = re.findall(r'^NEWEST = "([\d.]+)"$', tried, re.MULTILINE)[0]
+    pythons = [one.rpartition(" ")[2] for one in SETTINGS["classifiers"] if "Python :: 3." in one]
+    assert f"Python {pythons[0]} to {pythons[-1]}" in readme
+    assert f"PyTorch {oldest} to {newest}" in readme
+    assert SETTINGS["requires-python"] == f">={pythons[0]}"
+
+
 def build(source: Path, kind: str, into: Path) -> Path:
     """Builds a wheel or an sdist, without pip's separate environment, which would download."""
     program = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"

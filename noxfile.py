@@ -1,0 +1,61 @@
+"""Before a release: tests the built wheel outside of the checkout, with each Python and the torch versions claimed.
+
+uvx nox                                     all of them, with the default tests: an hour on two cores
+uvx nox -p 3.13 -- tests/runtime -k comm    one Python, and what pytest is given
+uvx nox -- none                             the commands alone
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+SETTINGS = nox.project.load_toml(ROOT / "pyproject.toml")
+OLDEST = next(one for one in SETTINGS["project"]["dependencies"] if one.startswith("torch>=")).removeprefix("torch>=")
+NEWEST = "2.15"
+EXTRAS = ("dev", "notebook")
+
+nox.options.default_venv_backend = "uv"
+nox.options.stop_on_first_error = False
+
+
+@nox.session(python=nox.project.python_versions(SETTINGS))
+@nox.parametrize("torch", [OLDEST, NEWEST])
+def wheel(session: nox.Session, torch: str) -> None:
+    """Installs the wheel of the sdist; starts the commands, a run and its continuation; then the sdist's tests."""
+    folder = Path(session.create_tmp()).resolve()
+    session.run("rm", "-rf", *map(str, folder.iterdir()), external=True, silent=True)
+    session.run("uv", "build", "--quiet", "--out-dir", str(folder), str(ROOT), external=True)
+    (sdist,), (built,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    # PyTorch's own index has builds without CUDA. Where it cannot be reached, the ordinary build works too.
+    cpu = ("--index-url", "https://download.pytorch.org/whl/cpu")
+    session.install(f"torch=={torch}.*", *cpu, silent=True, success_codes=(0, 1, 2))
+    # With the oldest Python and torch also the oldest of what else pyproject.toml names.
+    lowest = (session.python, torch) == (nox.project.python_versions(SETTINGS)[0], OLDEST)
+    wanted = [one for extra in EXTRAS for one in ("--extra", extra)]
+    session.install(
+        f"torch=={torch}.*",
+        *("-r", str(ROOT / "pyproject.toml"), *wanted),
+        *(("--resolution", "lowest-direct") if lowest else ()),
+    )
+    session.install("--no-deps", str(built))
+    session.chdir(folder)
+    session.run("tar", "xf", sdist.name, external=True)
+    unpacked = folder / sdist.name.removesuffix(".tar.gz")
+    version = session.run("python", "-c", "import torch; print(torch.__version__)", silent=True)
+    session.log(f"torch {version}")
+    # Warnings are errors in all processes; old versions of other packages warn of each other.
+    strict = {} if lowest else {"PYTHONWARNINGS": "error"}
+    session.run(
+        "python", "-c", f"import pipedream; assert pipedream.__file__.startswith({session.virtualenv.location!r})"
+    )
+    session.run("pipedream", "--version", env=strict)
+    session.run("pipedream", "schedules", env=strict)
+    train = ("pipedream", "train", str(unpacked / "examples" / "digits.py"), "--workers", "2", "--out", "run")
+    session.run(*train, "--minibatches", "8", "--checkpoint-every", "4", env=strict)
+    session.run(*train, "--minibatches", "12", "--resume", "run", env=strict)
+    if session.posargs != ["none"]:
+        session.chdir(unpacked)
+        session.run("pytest", "-q", "-n", "2", *session.posargs)
