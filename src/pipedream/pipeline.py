@@ -1,7 +1,7 @@
 """Pipeline: training from the user's own loop.
 
-    with pd.Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy,
-                     optimizer=partial(torch.optim.SGD, lr=0.1)) as pipeline:
+    with pipedream.Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy,
+                            optimizer=partial(torch.optim.SGD, lr=0.1)) as pipeline:
         for done in pipeline.train(loader, epochs=10):
             print(done.number, done.loss)
 

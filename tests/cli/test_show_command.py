@@ -35,6 +35,21 @@ def test_microbatches_are_those_of_a_minibatch(run_command: RunCommand) -> None:
         assert {int(number) for number in re.findall(r"F(\d+)", "\n".join(more["grid"]))} == set(range(3 * m))
 
 
+def test_ops_as_objects(run_command: RunCommand) -> None:
+    found = json.loads(run_command("show", "zb_h1", "--stages", 2, "--microbatches", 3, "--json")[1])
+    ops = found["ops"]
+    assert list(ops[0]) == ["rank", "kind", "stage", "index", "start_s", "end_s", "version", "microbatch"]
+    for kind in "FIW":
+        assert sorted((op["stage"], op["microbatch"]) for op in ops if op["kind"] == kind) == [
+            (stage, k) for stage in (0, 1) for k in range(3)
+        ]
+    assert [(op["stage"], op["index"], op["microbatch"]) for op in ops if op["kind"] == "U"] == [
+        (0, 1, None),
+        (1, 1, None),
+    ]
+    assert {op["version"] for op in ops if op["kind"] == "F"} == {0}
+
+
 def test_a_number_that_training_refuses_is_refused(run_command: RunCommand) -> None:
     for command in (("show", "pipedream_2bw"), ("simulate", "--uniform", 4, "--schedule", "one_step_ef")):
         status, _, error = run_command(*command, "--microbatches", 2)

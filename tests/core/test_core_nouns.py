@@ -235,22 +235,26 @@ class TestPlan:
         """Rates and all-reduces of replicated stages; a straight plan has neither column nor word of them."""
         rows = (Stage(0, 1, 4, 1.0, 2.0, parameter_bytes=1000), Stage(1, 2, 1, 1.0, 2.0, 0.5, output_bytes=7))
         plan = Plan(rows, (2, 1), Cluster.flat(5, 100.0))
-        head, names, first, second = str(plan).splitlines()
+        head, names, first, second, words = str(plan).splitlines()
         assert head == "Plan 4-1: 5 workers, depth noam, 4.50 s per minibatch predicted"
         columns = re.split(r"\s{2,}", names.strip())
         assert columns == [
             *("stage", "layers", "workers", "forward", "backward", "update", "all-reduce", "sends", "weights"),
-            *("in flight", "rate", "peak"),
+            *("in flight", "lr factor", "peak"),
         ]
         shown = dict(zip(columns, re.split(r"\s{2,}", first.strip()), strict=True))
-        assert (shown["workers"], shown["all-reduce"], shown["rate"]) == ("4", "15.0 s", "1")  # 2 * 3 / 4 * 1000 / 100
+        assert (shown["workers"], shown["all-reduce"], shown["lr factor"]) == ("4", "15.0 s", "1")  # 2*3/4 * 1000/100
         shown = dict(zip(columns, re.split(r"\s{2,}", second.strip()), strict=True))
-        assert (shown["all-reduce"], shown["sends"], shown["rate"]) == ("-", "-", "0.25")
+        assert (shown["all-reduce"], shown["sends"], shown["lr factor"]) == ("-", "-", "0.25")
+        assert words.startswith("in flight: microbatches at depth noam, as in the paper; lr factor: on the learning")
         late = str(replace(plan, update_delay=(1, 0))).splitlines()
-        assert [line.split()[-3] for line in late[1:]] == ["delay", "1", "0"]
-        straight = str(Plan.uniform(2)).splitlines()[1]
+        assert [line.split()[-3] for line in late[2:4]] == ["1", "0"]
+        assert late[1].split()[-4:] == ["delay", "lr", "factor", "peak"]
+        assert late[4].endswith("; delay: 1 if the next forward runs before the update")
+        straight = str(Plan.uniform(2))
         assert "all-reduce" not in straight
         assert "delay" not in straight
+        assert "lr factor" not in straight
 
     def test_layers(self) -> None:
         Plan.uniform(3).check_layers(3)

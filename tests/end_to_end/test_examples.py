@@ -345,7 +345,7 @@ def test_json_of_uniform_stages(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_json_of_show_and_schedules(capfd: pytest.CaptureFixture[str]) -> None:
     found = asked(capfd, "show", "1f1b", "--stages", "3", "--microbatches", "4", "--verify")
-    assert set(found) == {"grid", "proof", "claims"}
+    assert set(found) == {"grid", "ops", "proof", "claims"}
     assert len(found["grid"]) >= 3
     assert set(asked(capfd, "schedules")) == {*pipedream.schedules.SCHEDULES, *pipedream.schedules.COMPENSATED}
 

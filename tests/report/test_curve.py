@@ -43,7 +43,22 @@ def test_falling_losses_fall_in_the_picture() -> None:
     (line,) = tree.iter(f"{SVG}polyline")
     heights = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
     assert heights == sorted(heights)
-    assert heights[-1] - heights[0] == pytest.approx(240 - 40 - 14, abs=5)
+    assert heights[-1] - heights[0] == pytest.approx(240 - 40 - 20, abs=5)
+
+
+@pytest.mark.parametrize("title", ["", "Test accuracy"])
+def test_labels_do_not_cover_each_other(title: str) -> None:
+    points = [(45.0, 0.88), (90.0, 0.9), (135.0, 0.961)]
+    drawn = curve_svg(points, title=title, y_label="accuracy", width_px=480, height_px=180)
+    boxes = []
+    for label in ElementTree.fromstring(drawn).iter(f"{SVG}text"):
+        tall = float(label.get("font-size", "11"))
+        wide = tall * 0.55 * len(label.text or "")
+        left = float(label.get("x", "")) - {"end": wide, "middle": wide / 2}.get(label.get("text-anchor", ""), 0.0)
+        boxes.append((left, left + wide, float(label.get("y", "")) - 0.75 * tall, float(label.get("y", ""))))
+    for i, (left, right, top, bottom) in enumerate(boxes):
+        for a, b, c, d in boxes[:i]:
+            assert right <= a or b <= left or bottom <= c or d <= top, (boxes[i], (a, b, c, d))
 
 
 def test_labels_at_the_right_edge_are_whole() -> None:

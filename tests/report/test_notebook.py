@@ -19,6 +19,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.report.html_tables import profile_table
 from pipedream.report.notebook import picture
 from pipedream.schedules import build
 from pipedream.verifier import verify
@@ -128,3 +129,14 @@ def test_svg_of_a_timeline(nouns: dict[str, Any]) -> None:
     assert drawn.startswith("<svg xmlns=")
     assert "mine</text>" in drawn
     assert "v0</text>" in drawn
+
+
+def test_equal_rows_are_shown_once() -> None:
+    block = LayerProfile(1e-3, 2e-3, 1000, 2000, 5000)
+    ends = (LayerProfile(1e-3, 2e-3, 10, 20, 50),) * 2  # two are shown apart
+    profile = Profile.of_chain((*ends, *[block] * 80), batch=32)
+    assert [line.split("  ")[0] for line in str(profile).splitlines()[2:6]] == [
+        *("layer0", "layer1", "layer2 .. layer81", "total"),
+    ]
+    assert profile._repr_html_().count("<tr>") == profile_table(profile).count("<tr>") == 4
+    assert len(profile.rows()) == 82

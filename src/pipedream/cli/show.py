@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +28,7 @@ from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
+from pipedream.core.schedule.timeline import WORK, Timeline
 from pipedream.report.files import save_picture
 from pipedream.report.svg import timeline_svg
 from pipedream.report.text import grid
@@ -122,7 +123,7 @@ def show(
     if svg is not None:
         save_picture(timeline_svg(timeline, title=f"{built.name}, {len(built.plan.stages)} stages"), svg)
     if as_json:
-        found = {"grid": grid(timeline).splitlines(), "proof": encode(proof)}
+        found = {"grid": grid(timeline).splitlines(), "ops": _ops(timeline), "proof": encode(proof)}
         print_json(found if checked is None else found | {"claims": encode(checked)})
     else:
         print_grid(timeline)
@@ -131,6 +132,15 @@ def show(
             print(f"\n{proof}\n\n{checked}")
     if checked is not None and checked.differences:
         raise typer.Exit(1)
+
+
+def _ops(timeline: Timeline) -> list[dict[str, Any]]:
+    """Returns a row for each op, as in the CSV of `pipedream simulate`, and its microbatch; updates have none."""
+    return [
+        row | {"microbatch": None if row["kind"] == "U" else row["index"]}
+        for row in timeline.rows()
+        if row["kind"] in WORK
+    ]
 
 
 def _on_equal_stages(

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from pipedream.core.errors import PipelineError
 
-__all__ = ["Tabular", "draw_with", "drawing"]
+__all__ = ["Tabular", "draw_with", "drawing", "fold"]
+
+_FEWEST_FOLDED = 3
 
 _load: list[Callable[[], Any]] = []
 
@@ -26,6 +29,22 @@ def draw_with(load: Callable[[], Any]) -> None:
 def drawing() -> Any:
     """Returns the module of the pictures."""
     return _load[0]()
+
+
+def fold(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Joins three or more neighbouring rows that differ only in their first cell, which names them.
+
+    >>> fold([["0", "in"], ["1", "block"], ["2", "block"], ["3", "block"], ["4", "out"]])
+    [['0', 'in'], ['1 .. 3', 'block'], ['4', 'out']]
+    """
+    folded = []
+    for _, same in groupby(rows, key=lambda row: list(row[1:])):
+        group = [list(row) for row in same]
+        if len(group) < _FEWEST_FOLDED:
+            folded += group
+        else:
+            folded.append([f"{group[0][0]} .. {group[-1][0]}", *group[0][1:]])
+    return folded
 
 
 class Tabular:

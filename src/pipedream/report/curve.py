@@ -38,7 +38,7 @@ def curve_svg(
     """
     given = list(points)
     kept = sorted((x, y) for x, y in given if math.isfinite(x) and math.isfinite(y))
-    top = 34.0 if title else 14.0
+    top = 46.0 if title else 20.0
     right, bottom = width_px - _RIGHT, height_px - _BOTTOM
     parts = [text(_LEFT, 21, title, size=14, weight=600)] if title else []
     if kept:
@@ -80,7 +80,7 @@ def curve_svg(
     missing = len(given) - len(kept)
     note = f"{x_label} ({missing} not finite left out)" if missing else x_label
     parts.append(text((_LEFT + right) / 2, height_px - 8, note, colour="faint", anchor="middle"))
-    parts.append(text(8, top - 4 if not title else top + 2, y_label, colour="faint"))
+    parts.append(text(8, top - 9, y_label, colour="faint"))
     return frame("".join(parts), width_px, height_px, title or f"{y_label} over {x_label}", standalone)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from pipedream.core.display import fold
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
@@ -165,7 +166,7 @@ def profile_table(profile: Profile) -> str:
         for layer, cost in zip(profile.graph.layers, profile.layers, strict=True)
     ]
     heads = ("layer", "kind", "forward", "backward", "output", "kept", "weights")
-    return table(f"Profile of {profile.model}: batch {profile.batch}, {profile.device}", heads, rows, words=2)
+    return table(f"Profile of {profile.model}: batch {profile.batch}, {profile.device}", heads, fold(rows), words=2)
 
 
 def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from pipedream import schedules
-from pipedream.core.display import Tabular
+from pipedream.core.display import Tabular, fold
 from pipedream.core.errors import PipelineError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
@@ -99,10 +99,10 @@ def _table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     kept = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    cells = [[_cell(name, row[name]) for name in kept] for row in rows[:_MOST_ROWS]]
-    more = f"<p>{len(rows) - _MOST_ROWS} more rows: to_frame()</p>" if len(rows) > _MOST_ROWS else ""
+    cells = fold([_cell(name, row[name]) for name in kept] for row in rows)
+    more = f"<p>{len(cells) - _MOST_ROWS} more rows: to_frame()</p>" if len(cells) > _MOST_ROWS else ""
     heads = [name.removesuffix("_s").removesuffix("_bytes").replace("_", " ") for name in kept]
-    return table("", heads, cells, show_caption=False) + more
+    return table("", heads, cells[:_MOST_ROWS], show_caption=False) + more
 
 
 def _cell(name: str, value: Any) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.display import Tabular
+from pipedream.core.display import Tabular, fold
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.units import format_bytes, format_number, format_seconds
@@ -222,26 +222,26 @@ class Profile(Tabular, Artifact):
     def __str__(self) -> str:
         how = f"median of {self.runs} runs" if self.runs else "not run"
         head = f"Profile of {self.model}: batch {self.batch}, {self.dtype}, {self.device}, {how}\n"
-        width = max([5, *(len(layer.name) for layer in self.graph.layers)])
-        kinds = max([4, *(len(layer.kind) for layer in self.graph.layers)])
-        rows = [
-            f"{'layer':<{width}}  {'kind':<{kinds}}  {'forward':>9}  {'backward':>9}  {'spread':>9}  "
-            f"{'output':>9}  {'kept':>9}  {'params':>9}"
+        heads = ["layer", "kind", "forward", "backward", "spread", "output", "kept", "weights"]
+        cells = [
+            [
+                layer.name,
+                layer.kind,
+                *map(format_seconds, (cost.forward_s, cost.backward_s, cost.forward_spread_s + cost.backward_spread_s)),
+                *map(format_bytes, (cost.output_bytes, cost.activation_bytes, cost.parameter_bytes)),
+            ]
+            for layer, cost in zip(self.graph.layers, self.layers, strict=True)
         ]
-        for layer, cost in zip(self.graph.layers, self.layers, strict=True):
-            rows.append(
-                f"{layer.name:<{width}}  {layer.kind:<{kinds}}  {format_seconds(cost.forward_s):>9}  "
-                f"{format_seconds(cost.backward_s):>9}  "
-                f"{format_seconds(cost.forward_spread_s + cost.backward_spread_s):>9}  "
-                f"{format_bytes(cost.output_bytes):>9}  {format_bytes(cost.activation_bytes):>9}  "
-                f"{format_bytes(cost.parameter_bytes):>9}"
-            )
-        rows.append(
-            f"{'total':<{width}}  {'':<{kinds}}  {format_seconds(self.forward_s):>9}  "
-            f"{format_seconds(self.backward_s):>9}  {'':>9}  {'':>9}  "
-            f"{format_bytes(sum(c.activation_bytes for c in self.layers)):>9}  "
-            f"{format_bytes(self.parameter_bytes):>9}"
-        )
+        kept_bytes = sum(cost.activation_bytes for cost in self.layers)
+        total = ["total", "", *map(format_seconds, (self.forward_s, self.backward_s)), "", ""]
+        total += map(format_bytes, (kept_bytes, self.parameter_bytes))
+        shown = [heads, *fold(cells), total]
+        widths = [max(len(row[i]) for row in shown) for i in (0, 1)]
+        rows = [
+            "  ".join([*(f"{row[i]:<{widths[i]}}" for i in (0, 1)), *(f"{cell:>9}" for cell in row[2:])])
+            for row in shown
+        ]
+        rows.append("kept: by the forward, for the backward; spread: between the quartiles of the runs")
         if self.optimizer:
             rows.append(
                 f"update ({self.optimizer}): {format_seconds(self.update_s)}, state "

@@ -22,11 +22,17 @@ from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.site import Site, ports_s
 from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.tied import TiedWeights, least_sum_s
-from pipedream.core.units import format_bytes, format_excess, format_seconds, shorten
+from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten
 
 __all__ = ["Plan", "Stage"]
 
 _SAME = 2e-6  # a relative gap up to this counts as none
+_DEPTHS = {
+    "noam": "as in the paper",
+    "full": "enough to hide messages",
+    "auto": "the deepest that fits",
+    "hand": "as given",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -424,8 +430,10 @@ class Plan(Tabular, Artifact):
             ("in flight", 9, lambda s, stage: str(self.in_flight[s])),
             ("peak", 9, lambda s, stage: format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"),
         ]
-        if self.microbatches == 1:  # otherwise there is one rate
-            columns.insert(-1, ("rate", 5, lambda s, stage: f"{self.rate_factors[s]:.3g}"))
+        words = [f"in flight: microbatches at depth {self.depth_mode}, {_DEPTHS[self.depth_mode]}"]
+        if self.microbatches == 1 and len(set(self.rate_factors)) > 1:  # otherwise there is one rate
+            columns.insert(-1, ("lr factor", 9, lambda s, stage: format_number(self.rate_factors[s])))
+            words.append("lr factor: on the learning rate, as an update covers a minibatch of each replica")
         if self.cluster.kinds:
             taken = [
                 dict.fromkeys(self.cluster.devices[w] for w in self.workers_of(s)) for s in range(len(self.stages))
@@ -434,6 +442,7 @@ class Plan(Tabular, Artifact):
             columns.append(("on", width, lambda s, stage: "+".join(taken[s])))
         if any(self.update_delay):
             columns.insert(7, ("delay", 5, lambda s, stage: str(self.update_delay[s])))
+            words.append("delay: 1 if the next forward runs before the update")
         if max(self.replicas) > 1:
             sync_s = self.sync_s
             columns.insert(
@@ -445,6 +454,7 @@ class Plan(Tabular, Artifact):
         for s, stage in enumerate(self.stages):
             cells = (f"{cell(s, stage):>{w}}" for _, w, cell in columns)
             rows.append("  ".join([f"{s:>5}", f"{spans[s]:<{wide}}", *cells]))
+        rows.append("; ".join(words))
         rows += [
             f"tied: {one}, {format_bytes(one.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
             for one, seconds in zip(self.tied, self.tied_sums_s, strict=True)
