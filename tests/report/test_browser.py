@@ -35,6 +35,7 @@ document.body.dataset.answer = JSON.stringify({
   timelines: all('.timelines svg').map(box), ops: all('.timelines rect.op').length,
   drawn: all('.timelines rect.op').filter(e => e.getBoundingClientRect().width > 0).length,
   scrolls: all('.timelines').map(e => [e.scrollWidth, e.clientWidth]),
+  pictures: all('.fits').map(e => [e.scrollWidth, e.clientWidth]),
   rows: all('table').map(t => [t.parentNode.ariaLabel, t.rows.length, ...box(t).slice(2)]),
   cards: all('.card').map(box), curve: all('polyline.curve').map(box),
   colours: ['body', '.card', 'rect.op'].map(s => {
@@ -94,6 +95,8 @@ def test_the_page_is_drawn(opened: Opened, report: str) -> None:
     assert captions == {"Stages": 3, "Plan": 3, "Configuration": 2, "Versions": 2}
     assert all(width > 200 and height > 40 for *_, width, height in answer["rows"])
     assert answer["curve"][0][2] > 900
+    assert len(answer["pictures"]) == 3
+    assert all(inside <= outside for inside, outside in answer["pictures"]), "a picture is cut off at the right"
     assert all(y + height < 768 for _, y, _, height in answer["cards"]), "key figures are on the first screen"
 
 

@@ -189,8 +189,9 @@ def _box(name: str, shown: Sequence[tuple[str, Timeline, Window]]) -> str:
         )
         for word, timeline, window in shown
     )
+    kind = "scroll timelines" + " fits" * (scale == fits)
     return (
-        f'<h3>{escape(name)}</h3><div class="scroll timelines" tabindex="0" role="region" '
+        f'<h3>{escape(name)}</h3><div class="{kind}" tabindex="0" role="region" '
         f'aria-label="{escape(name)}">{pictures}</div>'
     )
 
@@ -210,7 +211,7 @@ def _curve(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> s
         named=[(phase["begin"], str(phase.get("schedule", ""))) for phase in _phases(summary) if "begin" in phase],
         standalone=False,
     )
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="Loss">{picture}</div>{note}'
+    return f'<div class="scroll fits" tabindex="0" role="region" aria-label="Loss">{picture}</div>{note}'
 
 
 def _test_curves(summary: Mapping[str, Any]) -> str:
@@ -227,7 +228,7 @@ def _test_curves(summary: Mapping[str, Any]) -> str:
             )
     if not pictures:
         return ""
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="Evaluations">{"".join(pictures)}</div>'
+    return f'<div class="scroll fits row" tabindex="0" role="region" aria-label="Evaluations">{"".join(pictures)}</div>'
 
 
 def _phases(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:

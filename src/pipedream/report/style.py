@@ -143,6 +143,8 @@ small{display:block;font-size:12.5px;font-weight:400;letter-spacing:0;color:var(
 .scroll{overflow-x:auto;border-radius:6px}
 .scroll:focus-visible,summary:focus-visible{outline:2px solid var(--pd-mark);outline-offset:2px}
 .scroll svg{display:block}
+.fits svg{max-width:100%;min-width:560px;height:auto}
+.row{display:flex;flex-wrap:wrap;gap:12px}
 .timelines svg+svg{margin-top:2px}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--pd-faint);font-size:13px;padding-bottom:6px}
