@@ -9,12 +9,12 @@ pipedream.Recipe(..., callbacks=[pipedream.callbacks.EarlyStopping("loss"), Save
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipedream.core.artifact import check_json
 from pipedream.core.errors import PipelineError
 
 if TYPE_CHECKING:
@@ -104,17 +104,11 @@ def states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:
     """Returns the states of callbacks that have one, by class, for a checkpoint.
 
     Raises:
-        PipelineError: JSON cannot hold a state.
+        ArtifactError: JSON cannot hold a state.
     """
     states = {name: state for name, callback in _named(callbacks).items() if (state := callback.state_dict())}
     for name, state in states.items():
-        try:
-            json.dumps(state)
-        except (TypeError, ValueError) as error:
-            raise PipelineError(
-                f"the state_dict() of the callback {name} cannot be kept in a checkpoint: {error}; use numbers, texts "
-                "and lists there"
-            ) from None
+        check_json(state, f"the state_dict() of the callback {name}")
     return states
 
 

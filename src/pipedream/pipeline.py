@@ -12,7 +12,6 @@ plain process all workers take turns in one thread.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections import deque
@@ -25,6 +24,7 @@ from typing import Any, Self
 
 from pipedream.callbacks import Callback, load_states, states_of
 from pipedream.capture import PlainModel
+from pipedream.core.artifact import check_json
 from pipedream.core.checkpoint import Position, RunRequest
 from pipedream.core.errors import ArtifactError
 from pipedream.core.plan.plan import Plan
@@ -365,12 +365,7 @@ class Pipeline:
                 cannot be kept.
         """
         self.extra = self.extra if extra is None else dict(extra)
-        try:
-            json.dumps(self.extra)
-        except (TypeError, ValueError) as error:
-            raise ArtifactError(
-                f"extra cannot be kept in a checkpoint: {error}; use numbers, texts and lists"
-            ) from None
+        check_json(self.extra, "extra")
         self._called("save()")
         data = self._session.data_state(*self.position)
         position = Position(

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 
 from pipedream.core.errors import ArtifactError
 
-__all__ = ["Artifact", "decode", "encode", "new_file", "write_text", "writing"]
+__all__ = ["Artifact", "check_json", "decode", "encode", "new_file", "write_text", "writing"]
 
 
 class Artifact:
@@ -115,6 +115,16 @@ def writing(path: Path) -> Iterator[None]:
         advice = "free space, or choose a place with more" if full else "choose another place"
         why = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror or error
         raise ArtifactError(f"cannot write {path}: {why}; {advice}") from None
+
+
+def check_json(value: Any, what: str) -> None:
+    """Raises an `ArtifactError` if a checkpoint cannot keep a value, because JSON cannot hold it."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{what} cannot be kept in a checkpoint: {error}; use numbers, texts, lists and dicts"
+        ) from None
 
 
 def encode(value: Any) -> Any:
