@@ -39,7 +39,10 @@ class Callback:
         """After an evaluation named 'test', with 'loss' and the metrics."""
 
     def on_checkpoint(self, pipeline: Any, folder: Path) -> None:
-        """After a checkpoint was saved; a callback with this method has training wait until it is complete."""
+        """After a checkpoint was saved; a callback with this method has training wait until it is complete.
+
+        Of one at a URL, `folder` is not a `Path`, but has the URL as its ``str``.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps, as JSON can hold it."""

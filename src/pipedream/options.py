@@ -215,13 +215,14 @@ class TrainingOptions(MethodOptions):
         checkpoint_every: minibatches between checkpoints, each of which drains the pipeline; None saves whenever an
             evaluation drains it, 0 never. They are in the run folder (`training.resume.CHECKPOINTS`).
         keep: number of checkpoints to keep.
-        resume: run folder or checkpoint to continue from; another number of workers gets a new plan. After a restart by
-            the launcher the run continues from its newest checkpoint without this. The folder `out` may still be empty:
-            the same options then start a run and continue it.
+        resume: run folder or checkpoint to continue from, also as a URL; another number of workers gets a new plan.
+            After a restart by the launcher the run continues from its newest checkpoint without this. The folder `out`
+            may still be empty: the same options then start a run and continue it.
         cluster: workers and links; by default this machine, or if the processes are on several the links are measured.
         memory_bytes: of each worker, if there is no cluster; by default what the machines have.
         weights: to start from, as in `Pipeline`.
-        out: run folder; by default a new one under ``runs/``, or that of `resume`.
+        out: run folder; by default a new one under ``runs/``, or that of `resume`. If it is a URL of fsspec, such as
+            ``s3://bucket/run``, checkpoints go there, and its other files at the end.
         logs: more loggers: 'csv' and 'tensorboard' write into the run folder, 'wandb' and 'mlflow' to these services.
         quiet: print nothing.
     """

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from pipedream.callbacks import Callback, load_states, states_of
 from pipedream.capture import PlainModel
@@ -34,6 +34,7 @@ from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
 from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
+from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import process_device
 from pipedream.runtime.comm.same_settings import describe, describe_model
@@ -117,7 +118,7 @@ class Pipeline:
         self._training = False
         self._interrupted = False
         self._data_state: Mapping[str, Any] | None = None
-        self._checkpoint: Path | None = None
+        self._checkpoint: AnyPath | None = None
         self.drains: list[int] = []
         self.extra: Mapping[str, Any] = {}
         loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
@@ -341,19 +342,20 @@ class Pipeline:
 
     def save(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | RemotePath,
         *,
         keep: int | None = None,
         wait: bool = True,
         extra: Mapping[str, Any] | None = None,
-    ) -> Path:
+    ) -> AnyPath:
         """Writes weights, optimizers, schedules, averages, random states and position into a new folder in `folder`.
 
         Drains first. A checkpoint is atomic: an incomplete one is never visible. Every rank calls it, in or after its
         loop. A machine that does not see rank 0's folder keeps its own part in one of the same name.
 
         Args:
-            folder: of this run's checkpoints.
+            folder: of this run's checkpoints; or a URL of fsspec, such as ``s3://bucket/run``, which no two runs may
+                share.
             keep: newest checkpoints to keep; None keeps all.
             wait: until it is complete; otherwise training continues meanwhile, and a later call raises its error.
             extra: numbers, texts, lists and dicts of the loop's own, which `load` puts into `self.extra`; by default
@@ -378,27 +380,27 @@ class Pipeline:
         )
         listening = [one for one in self._callbacks if type(one).on_checkpoint is not Callback.on_checkpoint]
         wait = wait or bool(listening)
-        path = self._session.save(Path(folder), self._request, position, keep=keep, wait=wait, extra=self.extra)
+        path = self._session.save(any_path(folder), self._request, position, keep=keep, wait=wait, extra=self.extra)
         if listening and path != self._checkpoint:
             self._session.any_rank(False)  # rank 0 has completed it
             for callback in listening:
-                callback.on_checkpoint(self, path)
+                callback.on_checkpoint(self, cast(Path, path))
         self._checkpoint = path
         return path
 
-    def load(self, folder: str | os.PathLike[str]) -> tuple[int, int]:
+    def load(self, folder: str | os.PathLike[str] | RemotePath) -> tuple[int, int]:
         """Loads a checkpoint of this model, saved under any plan and schedule. Returns the position.
 
         With the same plan, schedule and data, training continues bit for bit like a run that was only drained there.
 
         Args:
-            folder: a checkpoint, or a folder whose newest is taken.
+            folder: a checkpoint, or a folder whose newest is taken, or the URL of one.
 
         Raises:
             ArtifactError: no checkpoint, or one that is damaged or of another model, optimizer or scheduler.
         """
         self._called("load()")
-        found = self._session.newest_checkpoint(Path(folder))
+        found = self._session.newest_checkpoint(any_path(folder))
         if found is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
         manifest = self._session.read_checkpoint(found)

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 import pipedream as pd
-from pipedream.core.errors import ArtifactError
+from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import storage
+from pipedream.runtime.checkpoint.remote import RemotePath
 from pipedream.training.resume import CHECKPOINTS, resume_point
 from pipedream.training.train import train_recipe
 
@@ -328,28 +329,32 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
         assert list(pipeline.train(Fresh(animal.batches), epochs=1))
 
 
+def regression(seed: int) -> pd.Recipe:
+    """Returns a recipe of 4 epochs of 5 minibatches."""
+    torch.manual_seed(7)
+    data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
+    torch.manual_seed(seed)
+    return pd.Recipe(
+        model=torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)),
+        loss=torch.nn.functional.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=1e-3),
+        train=data,
+        test=data,
+        target=("loss", 1e9),
+        epochs=4,
+    )
+
+
+OPTIONS: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "workers": 2, "quiet": True}
+
+
 def test_a_resumed_run_reports_all_of_it(tmp_path: Path) -> None:
     """Seconds, evaluations, target and losses are carried through the checkpoint."""
-    data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
-
-    def recipe(seed: int) -> pd.Recipe:
-        torch.manual_seed(seed)
-        return pd.Recipe(
-            model=torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)),
-            loss=torch.nn.functional.mse_loss,
-            optimizer=partial(torch.optim.SGD, lr=1e-3),
-            train=data,
-            test=data,
-            target=("loss", 1e9),
-            epochs=4,
-        )
-
-    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "workers": 2, "quiet": True}
-    first = train_recipe(recipe, epochs=2, out=tmp_path / "a", **options)
+    first = train_recipe(regression, epochs=2, out=tmp_path / "a", **OPTIONS)
     saved = storage.read_manifest(storage.complete_checkpoints(tmp_path / "a" / CHECKPOINTS)[-1])
     assert [row["minibatches"] for row in first["evaluations"]] == [5, 10]
     assert saved.extra["evaluations"] == first["evaluations"]
-    rest = train_recipe(recipe, resume=tmp_path / "a", out=tmp_path / "b", **options)
+    rest = train_recipe(regression, resume=tmp_path / "a", out=tmp_path / "b", **OPTIONS)
     assert rest["evaluations"][:2] == first["evaluations"]
     assert [row["minibatches"] for row in rest["evaluations"]] == [5, 10, 15, 20]
     seconds = [row["seconds"] for row in rest["evaluations"]]
@@ -380,3 +385,48 @@ def test_one_command_starts_and_continues_a_run(tmp_path: Path) -> None:
     for out in (None, tmp_path / "other"):
         with pytest.raises(ArtifactError, match=r"no complete checkpoint in .*run to resume from"):
             resume_point(run, out)
+
+
+@pytest.mark.slow
+def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is complete there: a machine that has nothing else continues the run."""
+    monkeypatch.chdir(tmp_path)
+    url = "memory://bucket/gpt"
+    store = RemotePath(url)
+    train_recipe(regression, epochs=2, out=url, resume=url, **OPTIONS)
+    shutil.rmtree("runs")
+    with pytest.raises(ArtifactError, match="holds checkpoints of an earlier run"):
+        train_recipe(regression, out=url, **OPTIONS)
+    shutil.rmtree("runs")
+    rest = train_recipe(regression, epochs=3, resume=url, **OPTIONS)
+    assert rest["resumed_from"] == 10
+    assert [number for number, _ in json.loads((store / "losses.json").read_text())] == list(range(15))
+    here = Path("runs", "memory", "bucket", "gpt")
+    files = sorted(path.name for path in here.iterdir())
+    assert "report.html" in files
+    assert sorted(path.name for path in store.glob("*")) == sorted([*files, CHECKPOINTS])
+    with (store / "weights.pt").open("rb") as file:
+        assert file.read() == (here / "weights.pt").read_bytes()
+    assert [storage.minibatches_of(p.name) for p in storage.complete_checkpoints(store / CHECKPOINTS)] == [10, 15]
+    store.remove_folder()
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_cannot_be_copied_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = "memory://bucket/gpt"
+    write = RemotePath.write_bytes
+
+    def limited(self: RemotePath, data: bytes) -> None:
+        if self.name == "weights.pt":
+            raise OSError("the credentials have expired")
+        write(self, data)
+
+    monkeypatch.setattr(RemotePath, "write_bytes", limited)
+    with pytest.raises(WorkerError, match="credentials have expired") as caught:
+        train_recipe(regression, epochs=1, out=url, **OPTIONS)
+    here = Path("runs", "memory", "bucket", "gpt")
+    assert (here / "report.html").exists()
+    assert f"the files are in {here}" in str(caught.value)
+    assert f"--resume {url} only what is missing" in str(caught.value)
+    RemotePath(url).remove_folder()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,10 +31,13 @@ def checkpoint(
         ),
     ],
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Run folders, folders of checkpoints, or checkpoints.")
+        list[str],
+        typer.Argument(
+            metavar="DIR...", help="Run folders, folders of checkpoints, or checkpoints; also URLs, as s3://bucket/run."
+        ),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="New run folder, for what is gathered.")
+        str | None, typer.Option("-o", "--output", metavar="DIR", help="New run folder, for what is gathered.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -47,20 +50,22 @@ def checkpoint(
       pipedream checkpoint verify runs/digits
       pipedream checkpoint gather host1/digits host2/digits -o runs/digits
     """
+    from pipedream.runtime.checkpoint.remote import any_path
     from pipedream.runtime.checkpoint.storage import gather_parts
     from pipedream.training.resume import CHECKPOINTS, checkpoints_of
 
     if (verb is _Verb.GATHER) != (output is not None):
         raise ArtifactError("gather needs a folder to write into (-o DIR), verify writes nothing")
+    given = [any_path(folder) for folder in folders]
     if output is not None:
-        places = [folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder for folder in folders]
-        paths = [gather_parts(places, output / CHECKPOINTS)]
+        places = [folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder for folder in given]
+        paths = [gather_parts(places, any_path(output) / CHECKPOINTS)]
     else:
-        paths = [path for folder in folders for path in checkpoints_of(folder)]
+        paths = [path for folder in given for path in checkpoints_of(folder)]
     _verify(paths, as_json)
 
 
-def _verify(paths: list[Path], as_json: bool) -> None:
+def _verify(paths: Iterable[Any], as_json: bool) -> None:
     """Prints which are intact; raises an `ArtifactError` that names the damage of the others."""
     from pipedream.runtime.checkpoint.storage import verify_checkpoint
 

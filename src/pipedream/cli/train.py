@@ -161,7 +161,7 @@ CheckpointEvery = Annotated[
 ]
 Keep = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_RUN, help="Number of checkpoints to keep.")]
 Resume = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         metavar="DIR",
         rich_help_panel=_RUN,
@@ -186,8 +186,13 @@ Weights = Annotated[
     ),
 ]
 Out = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", rich_help_panel=_RUN, show_default="a new one in runs/", help="Run folder."),
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        rich_help_panel=_RUN,
+        show_default="a new one in runs/",
+        help="Run folder; or a URL such as s3://bucket/run, to which checkpoints and, at the end, all files go.",
+    ),
 ]
 Log = Annotated[
     list[str] | None,
@@ -393,10 +398,10 @@ def _widths(count: int, levels: int) -> list[str]:
 def _planned_workers(
     plan: Plan | None,
     config: str | None,
-    resume: Path | None,
+    resume: str | None,
     schedule: str | None = None,
     cluster: Cluster | None = None,
-    out: Path | None = None,
+    out: str | None = None,
 ) -> int | None:
     """Returns the number of workers that the options imply."""
     if plan is not None:

@@ -38,9 +38,11 @@ BAD_CALL = 2
 
 _EXTRAS = {
     "cairosvg": "pictures",
+    "gcsfs": "gcs",
     "ipywidgets": "notebook",
     "mlflow": "mlflow",
     "pandas": "notebook",
+    "s3fs": "s3",
     "safetensors": "hf",
     "sklearn": "digits",
     "tensorboard": "tensorboard",

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,6 +20,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import optimizer_state, parameters, storage
 from pipedream.runtime.checkpoint.extra_state import extra_states_of, set_extra_states
 from pipedream.runtime.checkpoint.initial_values import named_state
+from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.data.rng import restore_rng, saved_rng
 from pipedream.runtime.stage_state import StageState
@@ -66,14 +66,14 @@ class Checkpointer:
 
     def save(
         self,
-        folder: Path,
+        folder: AnyPath,
         request: RunRequest,
         position: Position,
         *,
         keep: int | None,
         wait: bool,
         extra: Mapping[str, Any],
-    ) -> Path:
+    ) -> AnyPath:
         """Writes a checkpoint; every rank calls it at a drain.
 
         Args:
@@ -108,16 +108,16 @@ class Checkpointer:
             self.writer.finish()
         return path
 
-    def newest(self, folder: Path) -> Path | None:
+    def newest(self, folder: AnyPath) -> AnyPath | None:
         """Returns the newest checkpoint in a folder, or the folder if it is one; every rank calls it."""
         return storage.newest_of_all(storage.newest_checkpoint(folder), self._group)
 
-    def read(self, path: Path) -> Checkpoint:
+    def read(self, path: AnyPath) -> Checkpoint:
         """Reads the manifest; every rank calls it, and raises the same `ArtifactError` if it is damaged."""
         manifest, self._owners = storage.read_shared_manifest(path, self._group)
         return manifest
 
-    def restore(self, path: Path, manifest: Checkpoint) -> None:
+    def restore(self, path: AnyPath, manifest: Checkpoint) -> None:
         """Restores a checkpoint saved under any plan and schedule; every rank calls it, and raises the same
         `ArtifactError` if it is damaged or of another model or optimizer.
         """
@@ -170,7 +170,7 @@ class Checkpointer:
             for stage, _ in self._stage_states(first_replicas=True)
         }
 
-    def _fetch(self, path: Path, manifest: Checkpoint, names: set[str]) -> dict[str, torch.Tensor]:
+    def _fetch(self, path: AnyPath, manifest: Checkpoint, names: set[str]) -> dict[str, torch.Tensor]:
         """Returns tensors from this machine's files, and those that others have from them."""
         elsewhere = storage.absent_files(path, manifest)
         here = {name for name in names if manifest.tensors[name].file not in elsewhere}
@@ -189,7 +189,7 @@ class Checkpointer:
                         dist.send(_bytes_of(found[name]), rank, group=self._group)
         return {name: found[name] for name in names}
 
-    def _restore(self, path: Path, manifest: Checkpoint, found: dict[str, torch.Tensor]) -> None:
+    def _restore(self, path: AnyPath, manifest: Checkpoint, found: dict[str, torch.Tensor]) -> None:
         values = {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
         mine = {name for stage in self._stages() for name in self._names[stage]} | (set(self._unused) & set(values))
         parameters.load(self._model, values, mine, {}, self._device)
@@ -224,7 +224,7 @@ class Checkpointer:
         if manifest.random:
             restore_rng(manifest.random[self._rank % len(manifest.random)], self._device)
 
-    def _wanted(self, path: Path, manifest: Checkpoint) -> list[str]:
+    def _wanted(self, path: AnyPath, manifest: Checkpoint) -> list[str]:
         names = list(self._wanted_names(manifest))
         storage.check_names(path, manifest, names)
         return names

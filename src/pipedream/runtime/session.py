@@ -37,6 +37,7 @@ from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.extra_state import keys_of, modules_by_key
 from pipedream.runtime.checkpoint.files import fit_names, open_weights
 from pipedream.runtime.checkpoint.initial_values import materialise, named_state
+from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.runtime.checkpointing import Checkpointer, share_with_replicas
 from pipedream.runtime.clock import run_in_process
 from pipedream.runtime.comm.channel import Receiver, Sender, drain
@@ -536,7 +537,7 @@ class Session:
                 for name, average in stage_state.optimizer.ema.items():
                     average.copy_(stage_state.versions.handles[name].detach())
 
-    def save(self, folder: Path, request: RunRequest, position: Position, **options: Any) -> Path:
+    def save(self, folder: AnyPath, request: RunRequest, position: Position, **options: Any) -> AnyPath:
         """See `Checkpointer.save`."""
         try:
             with self._activity.at("saving a checkpoint"):
@@ -544,15 +545,15 @@ class Session:
         except PipelineError as error:
             raise self._reported(error) from error.__cause__
 
-    def newest_checkpoint(self, folder: Path) -> Path | None:
+    def newest_checkpoint(self, folder: AnyPath) -> AnyPath | None:
         with self._activity.at("looking for a checkpoint"):
             return self.checkpointer.newest(folder)
 
-    def read_checkpoint(self, path: Path) -> Checkpoint:
+    def read_checkpoint(self, path: AnyPath) -> Checkpoint:
         with self._activity.at("reading a checkpoint"):
             return self.checkpointer.read(path)
 
-    def restore(self, path: Path, manifest: Checkpoint) -> None:
+    def restore(self, path: AnyPath, manifest: Checkpoint) -> None:
         self._plain = None
         with self._activity.at("reading a checkpoint"):
             self.checkpointer.restore(path, manifest)

@@ -22,6 +22,7 @@ from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.options import TrainingOptions
 from pipedream.planner import SHAPES, parse_counts
 from pipedream.recipe import Recipe, blaming
+from pipedream.runtime.checkpoint.remote import AnyPath, any_path
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
@@ -81,6 +82,8 @@ class Job:
         schedule: a method's name or file, or 'auto'; with several phases that of the one planned for.
         phases: empty if the run has one method.
         compensation: None leaves it to the recipe and the methods.
+        place: the run folder, perhaps at a URL.
+        folder: the same on disk; if `place` is a URL, what is copied to it.
     """
 
     options: TrainingOptions
@@ -92,6 +95,7 @@ class Job:
     compensation: Any
     seed: int
     workers: int
+    place: AnyPath
     folder: Path
 
     @property
@@ -149,7 +153,8 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         saved = resumed.folder if resumed is not None else None
         return str(options.out or saved or Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
 
-    folder = Path(process_group.from_rank_0(chosen_folder, process.rank))
+    place = any_path(process_group.from_rank_0(chosen_folder, process.rank))
+    folder = place if isinstance(place, Path) else Path("runs", str(place).replace("://", "/"))
     loggers_of(options.logs, folder)  # before anything is measured: a package may be missing
     return Job(
         options=options,
@@ -161,6 +166,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         compensation=_compensation(options, resumed, phases, schedule),
         seed=seed,
         workers=workers,
+        place=place,
         folder=folder,
     )
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from pipedream.core.artifact import write_text
 from pipedream.pipeline import Done, Pipeline
 from pipedream.recipe import Recipe
+from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.training.progress import Progress
 
 __all__ = ["CheckpointPolicy", "TrainingLoop"]
@@ -27,7 +28,7 @@ class CheckpointPolicy:
         every: minibatches between them; None: whenever the pipeline is drained anyway; 0: never.
     """
 
-    folder: Path
+    folder: AnyPath
     every: int | None
     keep: int
 
@@ -143,7 +144,11 @@ class TrainingLoop:
         if self.pipeline.rank == 0:
             # The checkpoint includes minibatches that the drain has finished and this loop has yet to be given.
             known = [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
-            write_text(self._checkpoints.folder.parent / "losses.json", json.dumps(known))
+            path = self._checkpoints.folder.parent / "losses.json"
+            if isinstance(path, Path):
+                write_text(path, json.dumps(known))
+            else:
+                path.write_text(json.dumps(known))
 
     def figures(self) -> dict[str, Any]:
         found: dict[str, Any] = {

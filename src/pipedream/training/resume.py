@@ -13,6 +13,7 @@ from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
 from pipedream.core.model.profile import Profile
 from pipedream.runtime.checkpoint.lock import FolderLock
+from pipedream.runtime.checkpoint.remote import AnyPath, any_path
 from pipedream.runtime.checkpoint.storage import (
     complete_checkpoints,
     newest_checkpoint,
@@ -31,14 +32,16 @@ CHECKPOINTS = "checkpoints"
 class ResumePoint:
     """The checkpoint that a run continues from; the folder is the run's, if it is in one."""
 
-    path: Path
+    path: AnyPath
     manifest: Checkpoint
-    folder: Path | None
+    folder: AnyPath | None
 
     @property
     def profile(self) -> Profile | None:
         path = self.folder / "profile.json" if self.folder is not None else None
-        return Profile.load(path) if path is not None and path.exists() else None
+        if path is None or not path.exists():
+            return None
+        return Profile.from_json(path.read_text(encoding="utf-8"), str(path))
 
     @property
     def losses(self) -> list[tuple[int, float]]:
@@ -52,7 +55,7 @@ class ResumePoint:
             return []
 
 
-def checkpoints_of(folder: Path) -> list[Path]:
+def checkpoints_of(folder: AnyPath) -> list[AnyPath]:
     """Returns the complete checkpoints of a run folder or a folder of checkpoints, the oldest first, or the one given.
 
     Raises:
@@ -70,22 +73,23 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
     """Returns the requested checkpoint, or after a launcher's restart the run's newest; every rank calls it.
 
     Args:
-        resume: a run folder, a folder of checkpoints, or a checkpoint; or None. The folder `out` may still be empty.
+        resume: a run folder, a folder of checkpoints, or a checkpoint, on disk or a URL; or None. The folder `out` may
+            still be empty.
 
     Raises:
         ArtifactError: there is no complete checkpoint, or it is damaged.
     """
 
     if resume is not None:
-        found = newest_checkpoint(Path(resume) / CHECKPOINTS) or newest_checkpoint(resume)
+        found = newest_checkpoint(any_path(resume) / CHECKPOINTS) or newest_checkpoint(resume)
     else:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        found = newest_checkpoint(Path(out) / CHECKPOINTS) if restarted and out is not None else None
+        found = newest_checkpoint(any_path(out) / CHECKPOINTS) if restarted and out is not None else None
     group = process_group.world_group()
     path = newest_of_all(found, group)
     if path is None:
         # One command may start a run and continue it.
-        if resume is None or (out is not None and Path(out) == Path(resume)):
+        if resume is None or (out is not None and any_path(out) == any_path(resume)):
             return None
         raise ArtifactError(
             f"there is no complete checkpoint in {resume} to resume from; give the run folder of a run that has saved "
@@ -117,7 +121,7 @@ def locked(folder: Path, rank: int) -> Iterator[None]:
             one.release()
 
 
-def check_unused(folder: Path) -> None:
+def check_unused(folder: AnyPath) -> None:
     """Raises an `ArtifactError` if a new run would overwrite the folder's checkpoints."""
     if complete_checkpoints(folder / CHECKPOINTS):
         raise ArtifactError(

@@ -30,11 +30,13 @@ from pipedream.report.html import save_page
 from pipedream.report.lanes import start_window
 from pipedream.report.trace import save_trace
 from pipedream.runtime.checkpoint.files import save_weights
+from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath
 from pipedream.runtime.checkpoint.storage import newest_checkpoint
 from pipedream.training.resume import CHECKPOINTS
 
 __all__ = [
     "RunFiles",
+    "copy_run",
     "keep_plan",
     "last_segment",
     "phase_figures",
@@ -196,12 +198,24 @@ class RunFiles:
     average: dict[str, Any] | None = None
 
 
-def write_run(folder: Path, files: RunFiles) -> None:
+def copy_run(folder: Path, place: AnyPath) -> None:
+    """Copies the files of a run folder to its URL; does nothing if it has none. Raises an OSError if it cannot."""
+    if isinstance(place, RemotePath):
+        for file in sorted(folder.rglob("[!.]*")):
+            if file.is_file():
+                (place / file.relative_to(folder)).write_bytes(file.read_bytes())
+
+
+def write_run(folder: Path, files: RunFiles, place: AnyPath | None = None) -> None:
     """Writes a run folder, the weights first; creates it if needed.
+
+    Args:
+        place: with its checkpoints; if it is a URL, the files are then copied there.
 
     Raises:
         WorkerError: a file cannot be written.
     """
+    place = place or folder
     try:
         if files.weights is not None:
             save_weights(folder / "weights.pt", files.weights)
@@ -216,9 +230,12 @@ def write_run(folder: Path, files: RunFiles) -> None:
         write_text(folder / "summary.json", json.dumps(files.summary, indent=1) + "\n")
         save_trace(files.measured, folder / "trace.json")
         write_report(folder)
-    except ArtifactError as error:
-        saved = newest_checkpoint(folder / CHECKPOINTS)
-        advice = "" if saved is None else f"{saved} is complete: with --resume {folder} only what is missing is done"
+        copy_run(folder, place)
+    except (ArtifactError, OSError) as error:
+        saved = newest_checkpoint(place / CHECKPOINTS)
+        advice = "" if saved is None else f"{saved} is complete: with --resume {place} only what is missing is done"
+        if place != folder:
+            advice = f"the files are in {folder}; {advice}"
         raise WorkerError(0, "writing the run folder", str(error), advice) from None
 
 

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipedream.callbacks import monitored
@@ -29,6 +28,7 @@ from pipedream.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.training.resume import CHECKPOINTS, check_unused, locked
 from pipedream.training.run_folder import (
     RunFiles,
+    copy_run,
     keep_plan,
     last_segment,
     phase_figures,
@@ -80,9 +80,10 @@ def _train(make: Callable[[int], Recipe], options: TrainingOptions) -> dict[str,
         check_same_settings(_compared(job), process_group.world_group())
         with locked(job.folder, process.rank):
             if job.resumed is None:
-                check_unused(job.folder)
+                check_unused(job.place)
+            policy = _checkpoint_policy(job, process)
             planned = plan_job(job, process)
-            outcome = run_job(planned, process)
+            outcome = run_job(planned, process, policy)
             activity.place = "writing the run folder"
             summary = report(planned, outcome, process)
         process_group.wait_for_all()  # they watch rank 0 until its last file is written
@@ -136,12 +137,13 @@ class Outcome:
     predicted: Timeline
 
 
-def run_job(planned: PlannedJob, process: Process) -> Outcome:
+def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> Outcome:
     """Trains a planned job, from its checkpoint if resumed."""
     job, plan = planned.job, planned.plan
     options, recipe, console = job.options, job.recipe, process.console
     if process.rank == 0:
         keep_plan(job.folder, plan, planned.profile)  # a run that continues with fewer workers plans again
+        copy_run(job.folder, job.place)
     names_layers = sum(len(stage.names) for stage in plan.stages) == plan.stages[-1].last
     with blaming("while the pipeline was built"):
         made = Pipeline(
@@ -170,7 +172,6 @@ def run_job(planned: PlannedJob, process: Process) -> Outcome:
             if found.proof.lateness:
                 console.print(f"{found.proof.lateness}\n")
         _check_evaluations(pipeline, recipe, options)
-        policy = _checkpoint_policy(job, process)
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s)
         if job.resumed is not None:
             pipeline.load(job.resumed.path)
@@ -193,7 +194,8 @@ def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOpti
 
 
 def _checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
-    every, folder = job.options.checkpoint_every, job.folder
+    """Looks first who sees the run folder, while little was done."""
+    every, folder = job.options.checkpoint_every, job.place
     if every != 0 and not all(ranks_that_see(folder, process.rank, process_group.world_group())):
         process.console.print(
             f"not all machines see the folder {folder}: each keeps its own part of a checkpoint; resume on the same "
@@ -286,12 +288,12 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
             weights=outcome.weights,
             average=outcome.average,
         )
-        write_run(job.folder, files)
-        _print_result(process, summary, job.folder)
+        write_run(job.folder, files, job.place)
+        _print_result(process, summary, job)
     return summary
 
 
-def _print_result(process: Process, summary: dict[str, Any], folder: Path) -> None:
+def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
     results = ", ".join(f"{name} {format_number(value)}" for name, value in summary["metrics"].items())
     rate, bubble, target = summary["throughput"], summary["bubble"], ""
     if summary["seconds_to_target"] is not None:
@@ -301,6 +303,7 @@ def _print_result(process: Process, summary: dict[str, Any], folder: Path) -> No
     memory = summary["memory"]
     peaks = {name: "?" if size is None else format_bytes(size) for name, size in memory.items() if name != "of"}
     crowded = f" (for a core each, but {process.shares_cores})" if process.shares_cores else ""
+    copied = "" if job.place == job.folder else f", copied from {job.folder}"
     process.console.print(
         f"\ntest: {results or 'not evaluated'}"
         f"\nthroughput: {format_number(rate['measured_per_s'])} samples/s measured, "
@@ -310,6 +313,6 @@ def _print_result(process: Process, summary: dict[str, Any], folder: Path) -> No
         f"\npeak memory of {memory['of']}: {peaks['measured_bytes']} of tensors measured, {peaks['predicted_bytes']} "
         f"predicted; the process reserved {peaks['reserved_bytes']}"
         f"\nseconds: {summary['seconds']:.1f}{target}"
-        f"\nrun folder: {folder} (open report.html in a browser, trace.json in Perfetto)"
+        f"\nrun folder: {job.place}{copied} (open report.html in a browser, trace.json in Perfetto)"
     )
     sys.stdout.flush()

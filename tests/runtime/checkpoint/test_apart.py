@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-import zoo
 
-import pipedream as pd
 from pipedream.runtime.checkpoint import storage
 from pipedream.training.resume import CHECKPOINTS
+from tests.runtime.checkpoint import saving
 
 
 def train(base: Path, machines: dict[int, str], counts: tuple[int, ...], epochs: int, resume: bool) -> dict[str, Any]:
@@ -25,21 +23,7 @@ def train(base: Path, machines: dict[int, str], counts: tuple[int, ...], epochs:
     home = base / machines[dist.get_rank()]
     home.mkdir(exist_ok=True)
     os.chdir(home)
-    animal = zoo.make("mlp")
-    with pd.Pipeline(
-        animal.model,
-        zoo.plan_of(zoo.make("mlp"), len(counts), counts),
-        schedule="gpipe",
-        microbatches=3,
-        loss=animal.loss,
-        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    ) as pipeline:
-        if resume:
-            pipeline.load("run")
-        for done in pipeline.train(animal.batches, epochs=epochs - pipeline.position[0]):
-            if done.ends_epoch:
-                pipeline.save("run", keep=2, wait=False)
-        return pipeline.state_dict()
+    return saving.run("run", counts, epochs, 2, "run" if resume else None)
 
 
 @pytest.mark.processes
@@ -72,10 +56,7 @@ def test_each_machine_keeps_its_part(tmp_path: Path) -> None:
 
 
 def test_parts_that_do_not_fit_are_refused(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    animal = zoo.make("mlp")
-    plan = zoo.plan_of(zoo.make("mlp"), 1)
-    with pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=partial(torch.optim.SGD, lr=0.1)) as pipeline:
-        path = pipeline.save(tmp_path / "one" / CHECKPOINTS)
+    (path,) = saving.save(tmp_path / "one" / CHECKPOINTS, (1,), epochs=1)
     two = tmp_path / "two" / CHECKPOINTS / path.name
     two.mkdir(parents=True)
     (path / "__0_0.distcp").rename(two / "__0_0.distcp")

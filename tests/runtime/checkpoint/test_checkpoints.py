@@ -11,7 +11,6 @@ import resource
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +21,16 @@ import torch
 import zoo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import pipedream as pd
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import storage
 from pipedream.runtime.data.rng import restore_rng, saved_rng
 from pipedream.training.resume import CHECKPOINTS, check_unused, resume_point
+from tests.runtime.checkpoint.saving import load, pipeline, save
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "failures"))
 damage = importlib.import_module("damage")
 sys.path.pop()
-
-
-def save(folder: Path, counts: tuple[int, ...] = (1, 1), numbers: int = 4, keep: int | None = None) -> list[Path]:
-    """Trains and saves after each epoch; returns what there is then."""
-    animal = zoo.make("mlp")
-    with pipeline(animal, counts) as made:
-        for done in made.train(animal.batches, epochs=numbers):
-            if done.ends_epoch:
-                made.save(folder, keep=keep, wait=done.epoch % 2 == 0)
-    return storage.complete_checkpoints(folder)
-
-
-def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipeline:
-    """Returns a pipeline that flushes, so that it is drained at the end of each epoch."""
-    return pd.Pipeline(
-        animal.model,
-        zoo.plan_of(zoo.make("mlp"), len(counts), counts),
-        schedule="gpipe",
-        microbatches=3,
-        loss=animal.loss,
-        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    )
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -62,7 +39,7 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def test_the_writers_thread_uses_the_gpu_of_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(tmp_path / "first", numbers=1)[0]
+    path = save(tmp_path / "first", epochs=1)[0]
     done: list[tuple[str, int]] = []
     write = torch.save
 
@@ -92,12 +69,12 @@ def test_a_folder_is_named_after_its_minibatches(tmp_path: Path) -> None:
     assert [storage.minibatches_of(name) for name in ("minibatch-00000091", "minibatch-123456789")] == [91, 123456789]
     for name in (".minibatch-00000091", "minibatch-of-mine", "minibatch-", "minibatch-00000091-old", "91"):
         assert storage.minibatches_of(name) is None
-    saved = save(tmp_path, numbers=2)
+    saved = save(tmp_path, epochs=2)
     assert names(saved) == [storage.folder_name(storage.read_manifest(path).minibatches) for path in saved]
 
 
 def test_the_newest_checkpoint_of_a_run_folder_is_resumed(tmp_path: Path) -> None:
-    saved = save(tmp_path / CHECKPOINTS, numbers=2)
+    saved = save(tmp_path / CHECKPOINTS, epochs=2)
     for resume, path in ((tmp_path, saved[-1]), (tmp_path / CHECKPOINTS, saved[-1]), (saved[0], saved[0])):
         found = resume_point(resume, None)
         assert found is not None
@@ -109,7 +86,7 @@ def test_the_newest_checkpoint_of_a_run_folder_is_resumed(tmp_path: Path) -> Non
 def test_what_is_not_complete_is_not_taken(tmp_path: Path) -> None:
     assert storage.newest_checkpoint(tmp_path) is None
     assert storage.newest_checkpoint(tmp_path / "nowhere") is None
-    saved = save(tmp_path, numbers=2)
+    saved = save(tmp_path, epochs=2)
     (tmp_path / storage.folder_name(99)).mkdir()
     (tmp_path / f".{storage.folder_name(98)}").mkdir()
     (tmp_path / f".{storage.folder_name(98)}" / storage.MANIFEST).write_text("{}")
@@ -124,7 +101,7 @@ def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path: Path) -> N
     left = tmp_path / f".{storage.folder_name(1)}"
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half")
-    saved = save(tmp_path, numbers=1)
+    saved = save(tmp_path, epochs=1)
     assert os.listdir(tmp_path) == names(saved)
 
 
@@ -138,21 +115,15 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-def load(folder: Path) -> tuple[int, int]:
-    """Loads the newest checkpoint into a new pipeline."""
-    with pipeline(zoo.make("mlp")) as made:
-        return made.load(folder)
-
-
 def test_torchs_own_metadata_is_not_unpickled(tmp_path: Path) -> None:
-    path = save(tmp_path, numbers=1)[0]
+    path = save(tmp_path, epochs=1)[0]
     (path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     assert load(tmp_path) == (1, 0)
     assert not (tmp_path / "ran").exists()
 
 
 def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
-    path = save(tmp_path, (2, 1), numbers=1)[0]
+    path = save(tmp_path, (2, 1), epochs=1)[0]
     dcp_to_torch_save(path, tmp_path / "found.pt")
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     animal = zoo.make("mlp")
@@ -165,7 +136,7 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
 
 
 def test_tensors_are_not_unpickled(tmp_path: Path) -> None:
-    path = save(tmp_path, numbers=1)[0]
+    path = save(tmp_path, epochs=1)[0]
     manifest = json.loads((path / storage.MANIFEST).read_text())
     evil = tmp_path / "evil"
     torch.save(Evil(tmp_path / "ran"), evil)
@@ -234,7 +205,7 @@ def manifest_with(**wrong: Any) -> Callable[[Path], None]:
     ],
 )
 def test_damage_is_told(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
-    path = save(tmp_path, numbers=2)[-1]
+    path = save(tmp_path, epochs=2)[-1]
     change(path)
     with pytest.raises(ArtifactError, match=words) as caught:
         load(tmp_path)
@@ -245,14 +216,14 @@ def test_damage_is_told(tmp_path: Path, change: Callable[[Path], None], words: s
 
 def test_no_damage_is_read_as_other_weights(tmp_path: Path) -> None:
     """A few of the trials of benchmarks/failures/damage.py."""
-    counts = damage.trials(save(tmp_path, numbers=1)[0], 20)
+    counts = damage.trials(save(tmp_path, epochs=1)[0], 20)
     assert not [key for key in counts if key[2] == "wrong"]
     assert counts["__0_0.distcp", "flipped bit", "refused"] > 0
     assert counts["checkpoint.json", "flipped bit", "refused"] > 0
 
 
 def test_the_command_verifies(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    old, new = save(tmp_path / CHECKPOINTS, numbers=2)
+    old, new = save(tmp_path / CHECKPOINTS, epochs=2)
     status, out, _ = run_command("checkpoint", "verify", str(tmp_path))
     assert (status, [line.split(", ")[0] for line in out.splitlines()]) == (0, [f"{old}: intact", f"{new}: intact"])
     file = new / "__0_0.distcp"
@@ -307,7 +278,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
 
 
 def test_manifest_goes_through_json(tmp_path: Path) -> None:
-    manifest = storage.read_manifest(save(tmp_path, numbers=1)[0])
+    manifest = storage.read_manifest(save(tmp_path, epochs=1)[0])
     assert Checkpoint.from_json(manifest.to_json()) == manifest
     assert manifest.minibatches == 5
     assert {name.split("/")[0] for name in manifest.tensors} == {"model", "optimizer"}
@@ -326,7 +297,7 @@ def test_generators_come_back(tmp_path: Path) -> None:
 
 
 def test_a_run_that_resumes_from_an_older_one_replaces_the_newer(tmp_path: Path) -> None:
-    old, new = save(tmp_path, numbers=2)
+    old, new = save(tmp_path, epochs=2)
     scrambled(new)
     animal = zoo.make("mlp")
     with pipeline(animal) as made:

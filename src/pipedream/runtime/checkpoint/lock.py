@@ -1,8 +1,11 @@
-"""A lock on a folder: two runs never write into it at the same time.
+"""A lock on a folder: two runs do not write into it at the same time.
 
 It is the kernel's (`flock` on the file ``.lock``), so a run that was killed holds it no longer. On NFS it also holds
 between hosts; a host that is lost holds it until the server gives it up. Where the file system has no locks, there is
 no protection.
+
+An object store has no locks either. There the run that began last has the folder; one that began earlier finds another
+name in ``.lock``, and saves nothing more.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import socket
 import weakref
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from pipedream.core.errors import ArtifactError
+from pipedream.runtime.checkpoint.remote import RemotePath
 
-__all__ = ["FolderLock"]
+__all__ = ["FolderLock", "RemoteLock"]
 
 
 class FolderLock:
@@ -34,7 +39,7 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = self._opened()
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            os.write(descriptor, _this_process().encode())
         except OSError as error:
             raise ArtifactError(f"cannot write into the folder {folder}: {error}; choose another one") from None
         self._closed = weakref.finalize(self, os.close, descriptor)
@@ -59,6 +64,9 @@ class FolderLock:
                     return descriptor
             os.close(descriptor)  # its holder has just removed the file
 
+    def check(self) -> None:
+        """Does nothing: nobody can take it."""
+
     def release(self) -> None:
         """Removes the lock, and the folder if it was made for it and is empty."""
         if self._closed.alive:
@@ -67,6 +75,42 @@ class FolderLock:
                 if self._made:
                     self._folder.rmdir()
             self._closed()
+
+
+class RemoteLock:
+    """A folder in an object store, until another run begins to write into it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, folder: RemotePath) -> None:
+        self._folder = folder
+        self._path = folder / ".lock"
+        self._text = f"{_this_process()}, {uuid4().hex}"
+        self._path.write_text(self._text)
+
+    def check(self) -> None:
+        """Raises an `ArtifactError` if another run has the folder."""
+        try:
+            found = self._path.read_text()
+        except FileNotFoundError:
+            found = "its .lock was removed"
+        if found != self._text:
+            raise ArtifactError(
+                f"another run has begun to write into the folder {self._folder} ({found}); give each run a folder of "
+                "its own"
+            )
+
+    def release(self) -> None:
+        """Removes the lock if it is this run's."""
+        with suppress(ArtifactError, OSError):
+            self.check()
+            self._path.unlink()
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written atomically, optionally in the background, in the form of torch's distributed checkpoint.
+"""Checkpoints: written atomically, optionally in the background, in the form of torch's distributed checkpoint.
 
 Life of a checkpoint:
 
@@ -10,6 +10,9 @@ Life of a checkpoint:
 
 A rank that does not see rank 0's folder has one of the same name on its own machine, without a manifest, which it
 renames before rank 0 does. A rank that resumes gets what its machine lacks from a rank that has it.
+
+An object store (`remote`) has no rename: its files are written where they stay, the manifest last, and removed after
+it. A folder without a manifest is what a killed save has left, and the next save removes it.
 
 The manifest is JSON and tensors are read with ``weights_only``: a checkpoint from elsewhere cannot run code. The
 ``.metadata``, for torch's own tools, is a pickle and is never read here. Torch's `save` agrees on a plan first, in four
@@ -52,7 +55,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from pipedream.core.checkpoint import Checkpoint, Stored
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.runtime.checkpoint.lock import FolderLock
+from pipedream.runtime.checkpoint.lock import FolderLock, RemoteLock
+from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.process_group import broadcast_text, gather_texts
 
 __all__ = [
@@ -77,6 +81,7 @@ MANIFEST = "checkpoint.json"
 """Name of the file that describes a checkpoint; a folder without it is not a checkpoint."""
 
 _PREFIX = "minibatch-"
+_PART_BYTES = 16 << 20  # of a file that is copied
 
 
 def folder_name(minibatches: int) -> str:
@@ -90,12 +95,12 @@ def minibatches_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: AnyPath) -> list[AnyPath]:
     """Returns a folder's complete checkpoints, the oldest first."""
     return _checkpoint_folders(folder)
 
 
-def _checkpoint_folders(folder: Path, *, parts: bool = False) -> list[Path]:
+def _checkpoint_folders(folder: AnyPath, *, parts: bool = False) -> list[AnyPath]:
     found = {
         path: number
         for path in folder.glob(f"{_PREFIX}*")
@@ -104,15 +109,15 @@ def _checkpoint_folders(folder: Path, *, parts: bool = False) -> list[Path]:
     return sorted(found, key=found.__getitem__)
 
 
-def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+def newest_checkpoint(folder: str | os.PathLike[str] | RemotePath) -> AnyPath | None:
     """Returns a folder's newest complete checkpoint, or the folder if it is one itself, or None."""
-    path = Path(folder)
+    path = any_path(folder)
     if (path / MANIFEST).is_file():
         return path
     return next(reversed(complete_checkpoints(path)), None)
 
 
-def newest_of_all(found: Path | None, group: dist.ProcessGroup | None) -> Path | None:
+def newest_of_all(found: AnyPath | None, group: dist.ProcessGroup | None) -> AnyPath | None:
     """Returns the newest of what the ranks have found; every rank calls it.
 
     Without a shared folder one machine has the manifest: that of rank 0 when it was saved.
@@ -120,10 +125,10 @@ def newest_of_all(found: Path | None, group: dist.ProcessGroup | None) -> Path |
     number = -1 if found is None else (minibatches_of(found.resolve().name) or 0)
     rows = [json.loads(row) for row in gather_texts(json.dumps([number, str(found)]), group)]
     newest, path = max(rows, key=lambda row: int(row[0]))
-    return Path(path) if newest >= 0 else None
+    return any_path(path) if newest >= 0 else None
 
 
-def read_manifest(path: Path) -> Checkpoint:
+def read_manifest(path: AnyPath) -> Checkpoint:
     """Reads a manifest; raises an `ArtifactError` if it is damaged, or a file is missing or truncated."""
     try:
         return _read_manifest(path)
@@ -131,7 +136,7 @@ def read_manifest(path: Path) -> Checkpoint:
         raise ArtifactError(f"{error}; {_advice(path)}") from None
 
 
-def read_shared_manifest(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoint, dict[str, int]]:
+def read_shared_manifest(path: AnyPath, group: dist.ProcessGroup | None) -> tuple[Checkpoint, dict[str, int]]:
     """Reads a manifest that some ranks see, and files of which each rank sees some; every rank calls it.
 
     Returns the manifest, and for each file the first rank that has it whole.
@@ -158,31 +163,55 @@ def read_shared_manifest(path: Path, group: dist.ProcessGroup | None) -> tuple[C
     return manifest, {name: ranks[0] for name, ranks in found.items()}
 
 
-def ranks_that_see(folder: Path, rank: int, group: dist.ProcessGroup | None) -> list[bool]:
-    """Returns for each rank whether it sees rank 0's folder, which exists; every rank calls it."""
-    mark, token = folder / ".shared", ""
+def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None) -> list[bool]:
+    """Returns for each rank whether it sees rank 0's folder, which exists; every rank calls it.
+
+    Raises:
+        ArtifactError: the same on every rank: rank 0 cannot write into it, or it is a URL that a rank does not see.
+    """
+    mark, token, failure = folder / ".shared", uuid4().hex, ""
     if rank == 0:
-        token = uuid4().hex
-        mark.write_text(token, encoding="utf-8")
-    token = broadcast_text(token, group)
+        try:
+            mark.write_text(token, encoding="utf-8")
+        except OSError as error:
+            failure = f"cannot write into the folder {folder}: {error}; choose another one"
+    token, failure = json.loads(broadcast_text(json.dumps([token, failure]), group))
+    if failure:
+        raise ArtifactError(failure)
+    seen, why = False, "another file is there"
     try:
         seen = mark.read_text(encoding="utf-8") == token
-    except OSError:
-        seen = False
-    found = [text == "yes" for text in gather_texts("yes" if seen else "no", group)]
+    except OSError as error:
+        why = str(error)
+    rows = gather_texts("" if seen else why, group)
     if rank == 0:
         mark.unlink(missing_ok=True)
-    return found
+    for other, problem in enumerate(rows):
+        if problem and isinstance(folder, RemotePath):
+            raise ArtifactError(
+                f"rank {other} does not see what rank 0 has written into {folder} ({problem}); give a store that all "
+                "machines reach, with the same credentials"
+            )
+    return [not problem for problem in rows]
 
 
-def _read_manifest(path: Path) -> Checkpoint:
-    manifest = Checkpoint.load(path / MANIFEST)
+def _read_manifest(path: AnyPath) -> Checkpoint:
+    manifest = _load_manifest(path)
     for problem in _file_problems(path, manifest).values():
         raise ArtifactError(f"the checkpoint {path} {problem}")
     return manifest
 
 
-def _file_problems(path: Path, manifest: Checkpoint) -> dict[str, str]:
+def _load_manifest(path: AnyPath) -> Checkpoint:
+    page = path / MANIFEST
+    try:
+        text = page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"cannot read the Checkpoint in {page}: {error}") from None
+    return Checkpoint.from_json(text, str(page))
+
+
+def _file_problems(path: AnyPath, manifest: Checkpoint) -> dict[str, str]:
     """Returns what is wrong with files, by their names."""
     problems = {}
     for name, size in manifest.files.items():
@@ -201,19 +230,19 @@ def _file_problems(path: Path, manifest: Checkpoint) -> dict[str, str]:
     return problems
 
 
-def check_names(path: Path, manifest: Checkpoint, names: Iterable[str]) -> None:
+def check_names(path: AnyPath, manifest: Checkpoint, names: Iterable[str]) -> None:
     """Raises an `ArtifactError` if a tensor is not in the checkpoint."""
     for name in names:
         if name not in manifest.tensors:
             raise ArtifactError(f"the checkpoint {path} has no tensor {name!r}; it is of another model or optimizer")
 
 
-def absent_files(path: Path, manifest: Checkpoint) -> set[str]:
+def absent_files(path: AnyPath, manifest: Checkpoint) -> set[str]:
     """Returns the names of files that this machine has not, or not whole."""
     return set(_file_problems(path, manifest))
 
 
-def read_tensors(path: Path, manifest: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_tensors(path: AnyPath, manifest: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Reads the tensors that this rank needs; raises an `ArtifactError` if it cannot, or one is damaged."""
     wanted = list(names)
     check_names(path, manifest, wanted)
@@ -225,7 +254,7 @@ def read_tensors(path: Path, manifest: Checkpoint, names: Iterable[str]) -> dict
         raise ArtifactError(f"the checkpoint {path} cannot be read: {_first_line(error)}; {_advice(path)}") from None
 
 
-def verify_checkpoint(path: Path) -> Checkpoint:
+def verify_checkpoint(path: AnyPath) -> Checkpoint:
     """Reads all of a checkpoint, tensor by tensor; raises an `ArtifactError` if it is damaged."""
     manifest = read_manifest(path)
     for name in manifest.tensors:
@@ -233,7 +262,7 @@ def verify_checkpoint(path: Path) -> Checkpoint:
     return manifest
 
 
-def gather_parts(folders: Iterable[Path], out: Path) -> Path:
+def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
     """Makes one checkpoint in the folder `out` from the parts that machines without a shared folder have kept.
 
     Args:
@@ -243,30 +272,31 @@ def gather_parts(folders: Iterable[Path], out: Path) -> Path:
         ArtifactError: no folder has a manifest, a file is missing or damaged, or `out` has this checkpoint.
     """
     places = list(folders)
-    source = max(filter(None, map(newest_checkpoint, places)), key=lambda path: path.name, default=None)
+    found = [path for path in map(newest_checkpoint, places) if path is not None]
+    source = max(found, key=lambda path: path.name, default=None)
     if source is None:
         raise ArtifactError(
             f"none of {', '.join(map(str, places))} has a manifest ({MANIFEST}); add the folder of rank 0's machine"
         )
-    manifest = Checkpoint.load(source / MANIFEST)
+    manifest = _load_manifest(source)
     path = out / source.name
     if path.exists():
         raise ArtifactError(f"a checkpoint {path} exists already; gather into another folder")
-    scratch = out / f".{path.name}"
-    shutil.rmtree(scratch, ignore_errors=True)
+    scratch = _scratch_of(path)
+    _remove_tree(scratch)
     scratch.mkdir(parents=True)
     parts = [folder if folder.name == source.name else folder / source.name for folder in places]
     whole = {name: part / name for part in parts for name in set(manifest.files) - absent_files(part, manifest)}
     for name in manifest.files:
         if name not in whole:
             raise ArtifactError(f"none of {', '.join(map(str, parts))} has a whole {name}; give the folder that does")
-        shutil.copyfile(whole[name], scratch / name)
+        _copy(whole[name], scratch / name)
     _commit(scratch, path, manifest)
     return path
 
 
-def _read_tensor(path: Path, name: str, stored: Stored) -> torch.Tensor:
-    with open(path / stored.file, "rb") as file:
+def _read_tensor(path: AnyPath, name: str, stored: Stored) -> torch.Tensor:
+    with (path / stored.file).open("rb") as file:
         file.seek(stored.offset)
         tensor = torch.load(io.BytesIO(file.read(stored.length)), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):
@@ -304,11 +334,13 @@ class Writer:
         self._device = device
         self._thread: threading.Thread | None = None
         self._failure: WorkerError | None = None
-        self._last: tuple[Path, int] | None = None
-        self._locks: dict[Path, FolderLock] = {}
-        self._apart: dict[Path, list[bool]] = {}
+        self._last: tuple[AnyPath, int] | None = None
+        self._locks: dict[AnyPath, FolderLock | RemoteLock] = {}
+        self._apart: dict[AnyPath, list[bool]] = {}
 
-    def begin(self, folder: Path, manifest: Checkpoint, tensors: Mapping[str, torch.Tensor], keep: int | None) -> Path:
+    def begin(
+        self, folder: AnyPath, manifest: Checkpoint, tensors: Mapping[str, torch.Tensor], keep: int | None
+    ) -> AnyPath:
         """Starts to write a checkpoint; all ranks call it. Returns its future path.
 
         Args:
@@ -326,24 +358,22 @@ class Writer:
         if self._rank == 0:
             try:
                 self._prepare(folder, path)
-            except ArtifactError as error:
+            except (ArtifactError, OSError) as error:
                 failure = str(error)
         failure = broadcast_text(failure, self._group)
         if failure:
             raise ArtifactError(failure)
-        self._last = (path, manifest.minibatches)
-        scratch = folder / f".{path.name}"
+        scratch = _scratch_of(path)
         what = f"saving the checkpoint of minibatch {manifest.minibatches}"
         if folder not in self._apart:
             self._apart[folder] = [not sees for sees in ranks_that_see(folder, self._rank, self._group)]
+        self._last = (path, manifest.minibatches)
         apart, any_apart = self._apart[folder][self._rank], any(self._apart[folder])
         if apart:
             folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
                 _set_aside(path)  # of a save that rank 0 did not finish, or a course that was left
-            for left in folder.glob(f".{_PREFIX}*"):
-                if left != scratch:  # another rank of this machine may have begun
-                    shutil.rmtree(left, ignore_errors=True)
+            _remove_leftovers(folder, but=scratch)  # another rank of this machine may have begun
         if any_apart:
             self._all_written(what, "", [])  # nobody may rename before all have cleared
 
@@ -357,7 +387,7 @@ class Writer:
             rows = self._all_written(what, failure, places)
             if apart:
                 with suppress(FileNotFoundError):  # another rank of this machine has done it
-                    scratch.rename(path)
+                    _move(scratch, path)
                 _prune(folder, keep and keep + 1, parts=True)  # the oldest counts until rank 0 is done
             if any_apart:
                 self._all_written(what, "", [])
@@ -369,6 +399,7 @@ class Writer:
                     files[file] = max(files.get(file, 0), start + length)
                 named = {stored.file for stored in tensors_at.values()}
                 files = {file: size for file, size in sorted(files.items()) if file in named}
+                self._locks[folder].check()
                 _commit(scratch, path, replace(manifest, tensors=dict(sorted(tensors_at.items())), files=files))
                 _prune(folder, keep)
 
@@ -385,22 +416,22 @@ class Writer:
                 raise _failed(rank, what, failed)
         return [found for _, found in rows]
 
-    def _prepare(self, folder: Path, path: Path) -> None:
+    def _prepare(self, folder: AnyPath, path: AnyPath) -> None:
         """Locks the folder for this run, and removes what a killed save has left."""
         if folder not in self._locks:
-            self._locks[folder] = FolderLock(folder)
+            self._locks[folder] = RemoteLock(folder) if isinstance(folder, RemotePath) else FolderLock(folder)
+        self._locks[folder].check()
         last, number = self._last or (None, 0)
         if last is not None and last.resolve().parent == folder.resolve():
             # Resumed from an older one: a later resume must not take those of the course that was left.
             for other in complete_checkpoints(folder):
                 if (minibatches_of(other.name) or 0) > number:
                     _set_aside(other)
-        if path.exists():
+        if (path / MANIFEST if isinstance(path, RemotePath) else path).exists():
             raise ArtifactError(
                 f"a checkpoint {path} exists already; resume from it (--resume), or save into another folder"
             )
-        for left in folder.glob(f".{_PREFIX}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        _remove_leftovers(folder)
 
     def close(self) -> None:
         """Gives the folders free, unless a save that was given up is still writing."""
@@ -422,7 +453,7 @@ class Writer:
             failure, self._failure = self._failure, None
             raise failure
 
-    def loaded(self, path: Path, minibatches: int) -> None:
+    def loaded(self, path: AnyPath, minibatches: int) -> None:
         self._last = (path, minibatches)
 
     def _run(self, write: Callable[[], None], what: str) -> None:
@@ -444,11 +475,11 @@ def _failed(rank: int, what: str, cause: str) -> WorkerError:
     )
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+def _write_tensors(path: AnyPath, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
     """Writes tensors one after the other, each by `torch.save`; returns each name with the fields of `Stored`."""
     path.parent.mkdir(exist_ok=True)
     found = []
-    with open(path, "wb") as file:
+    with path.open("wb") as file:
         for name, tensor in tensors.items():
             own = tensor.detach().cpu()
             if own.untyped_storage().nbytes() != own.nbytes:
@@ -457,19 +488,25 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[tupl
             torch.save(own, file)
             length = file.tell() - start
             found.append((name, _dtype_of(own), tuple(own.shape), path.name, start, length, _crc32(own)))
-        file.flush()
-        os.fsync(file.fileno())
+        _flush(path, file)
     return found
 
 
-def _commit(scratch: Path, path: Path, manifest: Checkpoint) -> None:
+def _commit(scratch: AnyPath, path: AnyPath, manifest: Checkpoint) -> None:
     (scratch / ".metadata").write_bytes(pickle.dumps(_metadata(manifest)))
-    with open(scratch / MANIFEST, "w", encoding="utf-8") as file:
-        file.write(manifest.to_json() + "\n")
+    page = scratch / MANIFEST
+    with page.open("wb") as file:
+        file.write(manifest.to_json().encode() + b"\n")
+        _flush(page, file)
+    _move(scratch, path)
+    if isinstance(path, Path):
+        _flush_folder(path.parent)
+
+
+def _flush(path: AnyPath, file: Any) -> None:
+    if isinstance(path, Path):
         file.flush()
         os.fsync(file.fileno())
-    scratch.rename(path)
-    _flush_folder(path.parent)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -481,18 +518,59 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _set_aside(path: Path) -> None:
+def _scratch_of(path: AnyPath) -> AnyPath:
+    """Returns the folder in which a checkpoint is written, and from which it is removed."""
+    return path.with_name(f".{path.name}") if isinstance(path, Path) else path
+
+
+def _remove_leftovers(folder: AnyPath, but: AnyPath | None = None) -> None:
+    """Removes what killed saves have left."""
+    if isinstance(folder, Path):
+        left: Iterable[AnyPath] = folder.glob(f".{_PREFIX}*")
+    else:
+        left = set(_checkpoint_folders(folder, parts=True)) - set(_checkpoint_folders(folder))
+    for one in left:
+        if one != but:
+            _remove_tree(one)
+
+
+def _remove_tree(path: AnyPath) -> None:
+    if isinstance(path, Path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        (path / MANIFEST).unlink(missing_ok=True)  # first: without it the rest is no checkpoint
+        path.remove_folder()
+
+
+def _move(source: AnyPath, target: AnyPath) -> None:
+    """Gives a folder another name, at once on disk."""
+    if source == target:
+        return
+    if isinstance(source, Path):
+        source.rename(str(target))
+        return
+    for file in source.glob("*"):
+        _copy(file, target / file.name)
+    _remove_tree(source)
+
+
+def _copy(source: AnyPath, target: AnyPath) -> None:
+    with source.open("rb") as given, target.open("wb") as taken:
+        shutil.copyfileobj(given, taken, _PART_BYTES)
+
+
+def _set_aside(path: AnyPath) -> None:
     replaced = path.with_name(f"{path.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    path.rename(replaced)
+    _remove_tree(replaced)
+    _move(path, replaced)
 
 
-def _prune(folder: Path, keep: int | None, *, parts: bool = False) -> None:
+def _prune(folder: AnyPath, keep: int | None, *, parts: bool = False) -> None:
     """Removes the oldest; with `parts` also folders without a manifest."""
     for old in _checkpoint_folders(folder, parts=parts)[: -keep if keep else 0]:
-        doomed = old.with_name(f".{old.name}")
-        old.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        doomed = _scratch_of(old)
+        _move(old, doomed)
+        _remove_tree(doomed)
 
 
 def _metadata(manifest: Checkpoint) -> Metadata:
@@ -517,7 +595,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _advice(path: Path) -> str:
+def _advice(path: AnyPath) -> str:
     """Names the newest other checkpoint whose manifest is intact; one before this, if there is one."""
     others = [other for other in complete_checkpoints(path.parent) if other.name != path.name]
     for other in sorted(others, key=lambda other: (other.name < path.name, other.name), reverse=True):

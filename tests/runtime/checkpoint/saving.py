@@ -1,0 +1,57 @@
+"""A little pipeline that saves."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+import zoo
+
+import pipedream as pd
+from pipedream.runtime.checkpoint import storage
+from pipedream.runtime.checkpoint.remote import AnyPath, any_path
+
+
+def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipeline:
+    """Returns a pipeline that flushes, so that it is drained at the end of each epoch of five minibatches."""
+    return pd.Pipeline(
+        animal.model,
+        zoo.plan_of(zoo.make("mlp"), len(counts), counts),
+        schedule="gpipe",
+        microbatches=3,
+        loss=animal.loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    )
+
+
+def save(
+    folder: str | Path, counts: tuple[int, ...] = (1, 1), epochs: int = 4, keep: int | None = None
+) -> list[AnyPath]:
+    """Trains and saves after each epoch, every other time in the background; returns what there is then."""
+    run(folder, counts, epochs, keep)
+    return storage.complete_checkpoints(any_path(folder))
+
+
+def run(
+    folder: str | Path,
+    counts: tuple[int, ...] = (1, 1),
+    epochs: int = 4,
+    keep: int | None = None,
+    resume: str | Path | None = None,
+) -> dict[str, torch.Tensor]:
+    """Trains from the start, or from a checkpoint, to `epochs` in all, and saves as `save`; returns the weights."""
+    animal = zoo.make("mlp")
+    with pipeline(animal, counts) as made:
+        if resume is not None:
+            made.load(resume)
+        for done in made.train(animal.batches, epochs=epochs - made.position[0]):
+            if done.ends_epoch:
+                made.save(folder, keep=keep, wait=done.epoch % 2 == 0)
+        return made.state_dict()
+
+
+def load(folder: str | Path) -> tuple[int, int]:
+    """Loads the newest checkpoint into a new pipeline; returns the position."""
+    with pipeline(zoo.make("mlp")) as made:
+        return made.load(folder)
