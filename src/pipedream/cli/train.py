@@ -347,7 +347,7 @@ def train(
 
 
 def _methods(
-    plan: Plan | None, schedule: str | None, phases: str | None, resume: Path | None, out: Path | None
+    plan: Plan | None, schedule: str | None, phases: str | None, resume: str | None, out: str | None
 ) -> list[str]:
     """Returns the methods that the options, the checkpoint or the plan name; the recipe is not known yet."""
     if phases is not None:
