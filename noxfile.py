@@ -58,4 +58,4 @@ def wheel(session: nox.Session, torch: str) -> None:
     session.run(*train, "--minibatches", "12", "--resume", "run", env=strict)
     if session.posargs != ["none"]:
         session.chdir(unpacked)
-        session.run("pytest", "-q", "-n", "2", *session.posargs)
+        session.run("pytest", "-q", "-n", "2", *session.posargs, env=strict)

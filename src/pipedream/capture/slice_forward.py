@@ -350,7 +350,7 @@ class SliceForward:
         """
         module: Any = torch.utils.checkpoint
         name = "_checkpoint_without_reentrant_generator"
-        if hasattr(module, f"{name}_impl"):  # from torch 2.15 on, which keeps the other name but does not call it
+        if hasattr(module, f"{name}_impl"):  # from torch 2.14 on, which does not call the other one
             name += "_impl"
         generator, function = getattr(module, name), module.CheckpointFunction
 

@@ -105,7 +105,7 @@ def _join(backend: str) -> None:
         else:
             which = "it tried " + ", ".join(f"rank {other} at {store.get(keys[other]).decode()}" for other in others)
         raise PlanError(f"{here} is not connected within {JOIN_TIMEOUT_S:g} s: {which}; {advice} ({error})") from error
-    # Public from torch 2.15 on, where the private name warns.
+    # Public from torch 2.14 on, where the private name warns.
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout(dist.default_pg_timeout)
 
