@@ -150,8 +150,7 @@ class MethodOptions:
         stuck_after_s: ends a run on several processes if an operation or the loader takes longer than this and than 20
             times its longest time so far; 0 for no limit.
         check: compares the first minibatch (loss, gradients, buffers) with the model itself, run plainly on the same
-            data, before the first update; costs one minibatch (docs/models.md). Off by default: a model whose samples
-            depend on each other within a minibatch is refused with several microbatches.
+            data, before the first update; costs one minibatch (docs/models.md).
     """
 
     schedule: str | Schedule | None = None
@@ -159,7 +158,7 @@ class MethodOptions:
     seed: int | None = None
     device: str = "cpu"
     stuck_after_s: float = STUCK_AFTER_S
-    check: bool = False
+    check: bool = True
 
     def __post_init__(self) -> None:
         if not self.stuck_after_s >= 0:

@@ -10,9 +10,20 @@ import processes
 import pytest
 from models import CASES, Case
 from random_models import random_case
-from split_training import Trained, batches_of, check_same, loss_of, model_of, pipelined, plain_loop, profile_of
+from split_training import (
+    Trained,
+    batches_of,
+    check_same,
+    loss_of,
+    model_of,
+    parts_make_whole,
+    pipelined,
+    plain_loop,
+    profile_of,
+)
 
 import pipedream as pd
+from pipedream.core.errors import WorkerError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The PyTorch API of nested tensors:UserWarning"
@@ -125,6 +136,15 @@ def test_random_models_at_random_cuts(seed: int) -> None:
         case, batches, stages=2 + seed % 3, schedule=("1f1b", "gpipe")[seed % 2], microbatches=3, seed=seed
     )
     check_same(plain_loop(case, batches, 3), found, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["value_branch", pytest.param("number_carried", marks=pytest.mark.slow)])
+def test_samples_that_depend_on_each_other_are_refused(name: str) -> None:
+    case = CASES[name]
+    assert not parts_make_whole(case, batches_of(case)[0], 3)
+    with pytest.raises(WorkerError, match=r"microbatches make .*computes with several samples at once"):
+        pipelined(case, batches_of(case), microbatches=3, check=True)
+    check_same(_plain(case, 1), pipelined(case, batches_of(case), check=True), case.tolerance)
 
 
 @pytest.mark.parametrize("case", _chosen(WITH_DROPOUT, default=("glue_dropout",)))

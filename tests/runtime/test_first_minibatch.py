@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 from functools import partial
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -348,3 +351,112 @@ def test_it_leaves_no_trace(m: int, schedule: str) -> None:
         grads = [parameter.grad is None for parameter in model.parameters()]
         found.append((losses, {name: value.tolist() for name, value in state.items()}, kept, own, rest, grads))
     assert found[0] == found[1]
+
+
+class Mixed(nn.Module):
+    """Layers that draw and count, run by a forward of its own."""
+
+    def __init__(self, rate: float = 0.4) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop, self.last = (
+            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(rate), nn.Linear(4, 4)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+
+
+def test_random_numbers_that_the_profile_lacks_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rate in (0.0, 0.4):  # of the profiled model
+        said: list[str] = []
+        monkeypatch.setattr(
+            logging.getLogger("pipedream"), "warning", lambda text, *args, at=said: at.append(text % args)
+        )
+        torch.manual_seed(0)
+        model = Mixed(0.4).double()
+        plan = plan_of(Mixed(rate).double(), DATA[0][0], (3,))
+        with Pipeline(model, plan, schedule="gpipe", microbatches=1, loss=mse, optimizer=SGD) as pipeline:
+            list(pipeline.train(DATA))
+        assert ("profile it as it is trained" in "".join(said)) is (rate == 0.0)
+
+
+class Holder:
+    value: Any = 0.0
+
+
+def _hands_over() -> nn.Module:
+    class Gives(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            holder.value = x.detach().sum()
+            return super().forward(x)
+
+    class Takes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + holder.value
+
+    holder = Holder()
+    return nn.Sequential(Gives(4, 4), Takes(4, 4)).double()
+
+
+_RUNS: tuple[tuple[str, str, int], ...] = (
+    ("mixed", "1f1b", 2),
+    ("mixed", "pipedream", 1),
+    ("mixed", "pipedream_2bw", 2),
+    ("chain", "zb_h1", 4),
+)
+"""Model, method and microbatches."""
+
+
+def _trained(kind: str, schedule: str, microbatches: int, check: bool) -> Any:
+    """Trains in this process, or as one rank of a process group; returns all that a comparison might change."""
+    torch.manual_seed(1)
+    random.seed(1)
+    made = {"mixed": Mixed, "chain": net, "another stage": _reads_another_stage, "object": _hands_over}
+    model = made[kind]().double()
+    plan = plan_of(model, DATA[0][0], (3 if kind == "mixed" else 1,))
+    loader = torch.utils.data.DataLoader([(x, y) for x, y in DATA], batch_size=None, shuffle=True)
+    with Pipeline(
+        model,
+        plan,
+        schedule=schedule,
+        microbatches=microbatches,
+        loss=mse,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=0.1),
+        check=check,
+    ) as pipeline:
+        once = reversed(DATA)
+        losses = [done.loss for done in pipeline.train(once)]  # of one pass
+        losses += [done.loss for done in pipeline.train(loader, epochs=2)]
+        losses.append(pipeline.evaluate(DATA)["loss"])
+        state = pipeline.state_dict()
+    assert len(losses) == 3 * len(DATA) + 1
+    grads = [parameter.grad is None for parameter in model.parameters()]
+    kept = {name: value.tolist() for name, value in state.items()}
+    return losses, kept, grads, torch.rand(3).tolist(), random.random()
+
+
+def _all_trained(check: bool) -> list[Any]:
+    return [_trained(*run, check) for run in _RUNS]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_train_as_without_it() -> None:
+    compared, alone = (processes.results(_all_trained, 2, check) for check in (True, False))
+    for rank in range(2):
+        for run, found, wanted in zip(_RUNS, compared[rank], alone[rank], strict=True):
+            assert found == wanted, (run, rank)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("another stage", "rank 1, stage 1, .*in the module '1'.*a weight or buffer of another stage"),
+        ("object", "rank ., the comparison of the first minibatch .*through Python objects"),
+    ],
+)
+def test_processes_refuse_what_they_do_not_see(kind: str, words: str) -> None:
+    for end in processes.launch(_trained, 2, kind, "1f1b", 1, True):
+        assert re.search(words, str(end.error).replace(chr(10), " ")), end.error

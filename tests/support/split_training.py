@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import pipedream as pd
 
 __all__ = ["LENGTHS", "Trained", "batches_of", "check_same", "draw_cuts", "loss_of", "model_of", "pipelined"]
-__all__ += ["plain_loop", "profile_of"]
+__all__ += ["parts_make_whole", "plain_loop", "profile_of"]
 
 LENGTHS = (6, 9, 6, 5)
 
@@ -100,6 +101,17 @@ def loss_of(case: Case, model: nn.Module, batch: Any) -> Tensor:
     return case.loss(output, batch[1] if is_torchs else batch)
 
 
+def parts_make_whole(case: Case, batch: Any, microbatches: int) -> bool:
+    """Returns whether the mean loss of a batch's parts is that of the batch, in evaluation mode."""
+    model, parts = model_of(case).eval(), split(batch, microbatches)
+    amounts = [case.amount(part) for part in parts]
+    with torch.no_grad():
+        whole = loss_of(case, model, batch).item()
+        losses = [loss_of(case, model, part).item() for part in parts]
+    mean = sum(loss * amount for loss, amount in zip(losses, amounts, strict=True)) / sum(amounts)
+    return math.isclose(mean, whole, rel_tol=1e-6)
+
+
 def profile_of(case: Case, batch: Any, *, dropout: bool = False) -> pd.Profile:
     """Profiles the model of a case; seconds do not matter here."""
     return pd.profile(model_of(case, dropout=dropout), case.inputs(batch), warmup=0, runs=1)
@@ -124,8 +136,10 @@ def pipelined(
         profile: of the same case; by default it is made from the first batch.
         cuts: by default drawn with the seed, for so many stages, from those that the model allows.
         dropout: as the model has it; otherwise there is none.
-        options: of `pipedream.Pipeline`.
+        options: of `pipedream.Pipeline`, which compares the first minibatch unless the model gives other numbers for a
+            minibatch than for its parts.
     """
+    options.setdefault("check", parts_make_whole(case, batches[0], microbatches or 1))
     model = model_of(case, dropout=dropout)
     profile = profile or profile_of(case, batches[0], dropout=dropout)
     chosen = draw_cuts(profile.graph, stages, seed) if cuts is None else tuple(cuts)

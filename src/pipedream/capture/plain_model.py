@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pipedream.capture.captured import Captured
 from pipedream.capture.compare import fingerprint
 from pipedream.capture.preserve_state import preserve_state, python_generators
-from pipedream.capture.slice import ModelSlice
+from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.errors import CaptureError
 
 __all__ = ["PlainModel"]
@@ -29,14 +30,16 @@ class PlainModel:
 
     Attributes:
         draws: whether a forward has drawn random numbers of torch.
+        draws_unseeded: and has so in a call that drew none when the graph was made, before which no stage seeds.
     """
 
     fingerprint = staticmethod(fingerprint)
 
     def __init__(self, model: nn.Module, captured: Captured) -> None:
         self.model = model
-        self.draws = False
+        self.draws = self.draws_unseeded = False
         self._captured = captured
+        self._in_seeded = False
         self._devices: list[int] = []
         self._hooks: list[Any] = []
 
@@ -55,15 +58,33 @@ class PlainModel:
             return self._chain(inputs, reseed)
 
         def seeded(name: str) -> None:
-            self.draws |= self._has_drawn()
+            self._note_draws()
             reseed(name)
             self._seeded = self._generators()
+            self._in_seeded = True
 
-        whole = ModelSlice(self.model, graph, 0, len(graph.layers))
+        def enter(path: str, *_: Any) -> None:
+            self._note_draws()
+            self._in_seeded = path in graph.seeded
+
+        tables = SliceTables(self.model, graph)
+        whole = ModelSlice(self.model, graph, 0, len(graph.layers), tables)
         whole.reseed = seeded
-        output = whole(inputs)
-        self.draws |= self._has_drawn()
+        leaves = dict.fromkeys(call.path for call in tables.leaves)
+        hooks = [tables.modules[path].register_forward_pre_hook(partial(enter, path), prepend=True) for path in leaves]
+        try:
+            output = whole(inputs)
+            self._note_draws()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._in_seeded = True  # after the forward, a checkpoint repeats calls
         return output
+
+    def _note_draws(self) -> None:
+        drawn = self._has_drawn()
+        self.draws |= drawn
+        self.draws_unseeded |= drawn and not self._in_seeded
 
     def _generators(self) -> list[torch.Tensor]:
         return [torch.default_generator.get_state(), *(torch.cuda.get_rng_state(index) for index in self._devices)]
@@ -139,7 +160,7 @@ class PlainModel:
         slots = [(m._parameters, dict(m._parameters)) for m in every]
         python, numpy = random.getstate(), np.random.get_state()
         generator = torch.get_rng_state()
-        self.draws = False
+        self.draws = self.draws_unseeded = False
         try:
             with preserve_state(modules, devices, others=others):
                 random.setstate(python)

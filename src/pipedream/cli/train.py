@@ -243,7 +243,7 @@ def train(
     config: Config = None,
     update_delay: UpdateDelay = TrainingOptions.update_delay,
     recompute: Recompute = False,
-    check: Check = False,
+    check: Check = TrainingOptions.check,
     in_flight: Depth = "noam",
     chunks: Chunks = None,
     microbatches: Microbatches = None,

@@ -46,6 +46,7 @@ class UserModel(Protocol):
 
     model: nn.Module
     draws: bool
+    draws_unseeded: bool
 
     def forward(self, inputs: Any, reseed: Callable[[str], None]) -> Any: ...
 
@@ -168,6 +169,11 @@ class FirstMinibatch:
             draws = plain.draws
             if draws and self._compiles:
                 reference.incomparable = "compiled modules draw other random numbers"
+            elif plain.draws_unseeded:
+                reference.incomparable = (
+                    "the model draws random numbers where it drew none when it was profiled, so that they depend on "
+                    "the cuts; profile it as it is trained"
+                )
             elif drawn():
                 reference.incomparable = "the forward draws from the generators of Python or NumPy"
             self._check_training(found)
@@ -379,7 +385,7 @@ class FirstMinibatch:
             self._rank,
             "the comparison of the first minibatch with the model",
             cause,
-            "to train regardless, leave out check=True (on the command line --check)",
+            "to train regardless, turn the comparison off: check=False (on the command line --no-check)",
         )
 
 

@@ -40,6 +40,10 @@ _ADVICE = {
         "reads: let the forward make a new tensor (self.steps = self.steps + 1), or use a method or a number of "
         "microbatches with one microbatch in flight"
     ),
+    "device meta": (
+        "perhaps the forward reads a weight or buffer of another stage, through a reference, a list or a dict: read it "
+        "in the forward of the module that holds it, and pass tensors on"
+    ),
     "CUDA out of memory": (
         "if much memory is reserved but not allocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; otherwise "
         "use recomputation (--recompute), smaller microbatches or more workers"
