@@ -295,6 +295,22 @@ def test_torchrun_starts_workers_again(tmp_path: Path) -> None:
     assert "pipedream: " not in ended.err, "no worker of the second attempt sees the failure of the first"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["start", "middle"])
+def test_torchrun_does_not_wait_for_workers_that_are_all_stopped(tmp_path: Path, moment: str) -> None:
+    arguments = written(tmp_path, loader="slow=True, count=100_000" if moment == "middle" else "")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    started = commands.start(*torchrun, *arguments, folder=tmp_path, environment={"SLOW": moment})
+    for name in ["going"] if moment == "middle" else ["start0", "start1"]:
+        started.wait_for_file(name)
+    for rank in (0, 1):
+        started.kill(int((tmp_path / f"pid{rank}").read_text()), signal.SIGSTOP)
+    ended = started.end()
+    assert (ended.status, ended.orphans) == (1, [])
+    assert ended.seconds < SOON_S
+    assert "was stopped for 10 s and was killed" in ended.err
+
+
 @pytest.mark.slow
 def test_wrong_call_is_not_started_again(tmp_path: Path) -> None:
     arguments = written(tmp_path)

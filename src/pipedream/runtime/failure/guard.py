@@ -27,12 +27,14 @@ from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.heartbeat import Heartbeat
 from pipedream.runtime.failure.process import RankProcess
+from pipedream.runtime.failure.stopped import watch_from_outside
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S, FailureDetector, Verdict
 
 __all__ = ["Guard", "guarded"]
 
 _LOOK_S = 0.1
 _GRACE_S = 3.0
+_HEARD_S = 3.0  # in which the others hear of a failure
 
 _PEER_WORDS = ("Connection reset by peer", "Connection closed by peer")
 """Of errors that are passed on as a text."""
@@ -57,6 +59,7 @@ class Guard:
         self._detector = FailureDetector(rank, activity, stuck_after_s=stuck_after_s, store_owner=owner)
         client = _own_client(store, rank)
         self._heartbeat = Heartbeat(client, rank, ranks, lambda: self._activity.where, lambda: self._activity)
+        watch_from_outside()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pipedream-guard", daemon=True)
         self._thread.start()
@@ -126,9 +129,17 @@ class Guard:
         atexit.unregister(self.end)
         if not self._stopped.is_set():
             self._stopped.set()
+            if self._heartbeat.report is not None and self._store_is_rank_0s and not self._rank:
+                self._wait_for_others()
             self._heartbeat.end()
             if threading.current_thread() is not self._thread:
                 self._thread.join(timeout=2.0)
+
+    def _wait_for_others(self) -> None:
+        """Keeps the store, which ends with this process, until the others have heard why."""
+        end_s = time.monotonic() + _HEARD_S
+        while not all(one.ended for one in self._heartbeat.statuses.values()) and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
 
     def _watch(self) -> None:
         exchanges, place = 0, ""

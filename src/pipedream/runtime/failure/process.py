@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RankProcess", "children", "is_running", "is_stopped"]
+__all__ = ["RankProcess", "children", "is_running", "is_stopped", "parent_of"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ def is_running(pid: int) -> bool:
 def is_stopped(pid: int) -> bool:
     """Returns whether a process is stopped, not by a debugger."""
     return _stat(pid)[:1] == ["T"]
+
+
+def parent_of(pid: int) -> int:
+    """Returns the id of a process's parent; 0 if there is no such process."""
+    return int((_stat(pid) or ["", "0"])[1])
 
 
 def children() -> list[int]:

@@ -2,7 +2,8 @@
 
 A stopped process (SIGSTOP, Ctrl-Z) answers no signal but SIGKILL: the launcher kills a stopped worker. Workers whose
 launcher is stopped end, and a process that they leave kills it. Workers of a launcher that has died are killed by the
-system. The guard does the same between machines, but only while there is a process group.
+system. torchrun does not look whether its workers are stopped; each of them starts a process that does. The guard does
+the same between machines, but only while there is a process group, and not if all ranks are stopped at once.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 
 from pipedream.runtime.failure import notes
-from pipedream.runtime.failure.process import RankProcess, is_stopped
+from pipedream.runtime.failure.process import RankProcess, is_stopped, parent_of
 
-__all__ = ["LAUNCHER", "launcher_variable", "stay_with_launcher", "watch_stopped"]
+__all__ = ["LAUNCHER", "launcher_variable", "stay_with_launcher", "watch_from_outside", "watch_stopped"]
 
 LAUNCHER = "PIPEDREAM_LAUNCHER"
 """Variable of a worker with its launcher's process id and start time."""
@@ -29,6 +31,7 @@ _PERIOD_S = 0.5
 _STOPPED_S = 7.0  # longer than the guard's judgement takes, whose message says more
 _LAUNCHER_LOOKED_AT_S = 2.0
 _LAUNCHER_STOPPED_S = 10.0  # long enough to continue it when its workers have ended
+_ALL_STOPPED_S = 10.0  # longer than the guard of a rank that is not stopped takes
 _PR_SET_PDEATHSIG = 1
 
 
@@ -63,9 +66,10 @@ def launcher_variable() -> str:
 
 
 def stay_with_launcher() -> None:
-    """Ends this worker, and the processes that it forks, with its launcher; without one, does nothing."""
+    """Ends this worker, and the processes that it forks, with its launcher. torchrun's worker is only watched."""
     text = os.environ.get(LAUNCHER)
     if text is None:
+        watch_from_outside()
         return
     pid, started = map(int, text.split())
     _die_with_parent()
@@ -90,6 +94,14 @@ def stay_with_launcher() -> None:
     watch_stopped(lambda: [pid], _leave)
 
 
+@cache
+def watch_from_outside() -> None:
+    """Starts a process that kills this one if it stays stopped, where torchrun, which does not look, has started it."""
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ
+    if torchrun and os.environ.get("WORLD_SIZE", "1") != "1" and sys.platform == "linux":
+        _start("worker", os.getpid())
+
+
 def _die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -107,7 +119,11 @@ def _leave(launcher: int) -> None:
 def _start_ending_launcher(pid: int) -> None:
     # All workers may have ended before the launcher has been stopped for long enough.
     if is_stopped(pid):
-        subprocess.Popen([sys.executable, "-m", __name__, str(pid)], start_new_session=True)
+        _start("launcher", pid)
+
+
+def _start(what: str, pid: int) -> None:
+    subprocess.Popen([sys.executable, "-m", __name__, what, str(pid)], start_new_session=True)
 
 
 def _end_launcher(pid: int) -> None:
@@ -120,5 +136,21 @@ def _end_launcher(pid: int) -> None:
         time.sleep(_PERIOD_S / 5)
 
 
+def _end_worker(pid: int) -> None:
+    """Kills a worker, this process's parent, if it stays stopped; a job that is suspended as a whole is left alone."""
+    _die_with_parent()
+    worker = RankProcess.of(pid)
+    agent = parent_of(pid)
+
+    def kill(_: int) -> None:
+        if os.getppid() == pid and worker.kill():
+            rank = os.environ.get("RANK")
+            print(f"pipedream: rank {rank} was stopped for {_ALL_STOPPED_S:g} s and was killed", file=sys.stderr)
+
+    watch_stopped(lambda: [] if is_stopped(agent) else [pid], kill, _ALL_STOPPED_S)
+    while os.getppid() == pid:
+        time.sleep(_PERIOD_S)
+
+
 if __name__ == "__main__":
-    _end_launcher(int(sys.argv[1]))
+    {"launcher": _end_launcher, "worker": _end_worker}[sys.argv[1]](int(sys.argv[2]))
