@@ -29,7 +29,7 @@ from pipedream.cli.options import (
     print_json,
     shape_of,
 )
-from pipedream.cli.workers import is_rank_0, is_worker, start_workers
+from pipedream.cli.workers import importing_torch, is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
@@ -299,9 +299,10 @@ def train(
         given, shape, described = None, None, None  # workers were lost: plan again for those that are left
     if bandwidth or latency is not None:
         described = cluster_of(None, _widths(count, len(bandwidth or ())), bandwidth or [], latency or 0.0, memory)
-    from pipedream.recipe import Recipe, load_recipe
-    from pipedream.training.train import train_recipe
-    from pipedream.workflows.prepare import phases_of
+    with importing_torch():
+        from pipedream.recipe import Recipe, load_recipe
+        from pipedream.training.train import train_recipe
+        from pipedream.workflows.prepare import phases_of
 
     def make(chosen: int) -> Recipe:
         found = load_recipe(recipe, seed=chosen)

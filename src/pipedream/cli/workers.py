@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import typer
 
 from pipedream.runtime.comm.launcher import read_launcher
 
-__all__ = ["is_rank_0", "is_worker", "start_workers"]
+__all__ = ["importing_torch", "is_rank_0", "is_worker", "start_workers"]
+
+
+@contextmanager
+def importing_torch() -> Iterator[None]:
+    """Context of imports: the garbage collector does not search torch's million objects, during them or later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def is_worker() -> bool:
@@ -30,7 +43,8 @@ def start_workers(
     count: int, *, more: Sequence[str] = (), max_restarts: int = 0, fewest: int | None = None
 ) -> NoReturn:
     """Runs this command line, with `more` arguments, in `count` local processes, and exits with their status."""
-    from pipedream.runtime.failure.launch import launch  # loads torch
+    with importing_torch():
+        from pipedream.runtime.failure.launch import launch
 
     arguments = ["-m", "pipedream", *sys.argv[1:], *more]
     raise typer.Exit(launch(count, arguments, max_restarts=max_restarts, fewest=fewest))
