@@ -21,6 +21,7 @@ SOON_S = 15.0
 
 RECIPE = '''
 import atexit
+import ctypes
 import os
 import time
 from functools import partial
@@ -44,6 +45,16 @@ def slow(moment):
 
 
 atexit.register(slow, "end")
+
+
+def leave(*_):
+    """Ends the process without a word."""
+    os._exit(3)
+
+
+def crash(*_):
+    """Reads address 0."""
+    ctypes.string_at(0)
 
 
 class Oddity(BaseException):
@@ -151,7 +162,7 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         if i == 50 and torch.utils.data.get_worker_info():
-            raise self.error
+            raise self.error() if callable(self.error) else self.error
         return torch.randn(4), i % 2
 
 
