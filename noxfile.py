@@ -40,7 +40,7 @@ def wheel(session: nox.Session, torch: str) -> None:
         *("-r", str(ROOT / "pyproject.toml"), *wanted),
         *(("--resolution", "lowest-direct") if lowest else ()),
     )
-    session.install("--no-deps", str(built))
+    session.install("--no-deps", "--force-reinstall", str(built))
     shutil.unpack_archive(sdist, folder, filter="data")
     unpacked = folder / sdist.name.removesuffix(".tar.gz")
     session.chdir(folder)

@@ -21,7 +21,7 @@ KINDS = [ModelOptions, MethodOptions, PipelineOptions, TrainingOptions, pd.Recip
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_each_option_is_documented_where_it_is_declared(kind: Any) -> None:
-    documented = set(re.findall(r"^        ([a-z_]+):", kind.__doc__.partition("Attributes:")[2], re.MULTILINE))
+    documented = set(re.findall(r"^    ([a-z_]+):", inspect.getdoc(kind).partition("Attributes:")[2], re.MULTILINE))
     assert documented == set(kind.__annotations__)
 
 
