@@ -5,6 +5,7 @@
     python benchmarks/failures/run.py --seed 1              # with other plans and methods, in another order
     python benchmarks/failures/run.py --only SIGSTOP --only end
     python benchmarks/failures/run.py --table               # of the finished trials
+    python benchmarks/failures/run.py --number 7            # trial 7 again
 
 For each signal, target and moment there is a trial, with a plan and a method drawn for it: how long until the last
 process has ended, whether one is left, what is printed; then the run is resumed from its newest checkpoint (started
@@ -323,6 +324,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="make no trials")
     parser.add_argument("-o", "--output", type=Path, default=HERE / "trials.json")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and its children
     done = read(options.output)
     over = {(trial.seed, trial.number) for trial in done} - {(options.seed, number) for number in options.number}
     chosen = [

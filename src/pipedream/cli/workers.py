@@ -19,6 +19,9 @@ __all__ = ["importing_torch", "is_rank_0", "is_worker", "start_workers"]
 @contextmanager
 def importing_torch() -> Iterator[None]:
     """Context of imports: the garbage collector does not search torch's million objects, during them or later."""
+    if "torch" in sys.modules or not gc.isenabled():
+        yield  # what is there now may be the caller's, and garbage some day
+        return
     gc.disable()
     try:
         yield

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipedream.runtime.failure import notes
+from pipedream.runtime.failure import guard, notes
+from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.failure.heartbeat import Heartbeat
 from pipedream.runtime.failure.process import RankProcess, is_running
 from pipedream.runtime.failure.verdict import Verdict
@@ -121,6 +122,25 @@ def test_a_report_is_asked_for_now(store: Store, crew: list[Heartbeat]) -> None:
     crew[1].report_failure(Verdict(1, "stage 1", "the ice is thin"), wait_s=5.0)
     found = crew[0].newest_failure(5.0)
     assert found == (1, Verdict(1, "stage 1", "the ice is thin"))
+
+
+@pytest.mark.slow
+def test_rank_0_serves_the_store_until_the_others_have_heard(
+    crew: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_HEARD_S", 60.0)
+    assert soon(lambda: len(crew[0].statuses) == 2)
+    first = Guard.__new__(Guard)
+    first._heartbeat = crew[0]
+    waits = threading.Thread(target=first._wait_for_others)
+    waits.start()
+    crew[1].end()
+    assert soon(lambda: crew[0].statuses[1].ended)
+    waits.join(0.3)
+    assert waits.is_alive(), "rank 2 has not heard of it"
+    crew[2].end()
+    waits.join(50.0)
+    assert not waits.is_alive()
 
 
 @pytest.mark.parametrize("gone", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["gone", "stopped"])
