@@ -180,3 +180,19 @@ def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
             monkeypatch.setenv("WORLD_SIZE", size)
         assert cli.main(["train", "recipe.py", "--elastic", *options]) == 2
         assert "--elastic may leave 1 worker, with which 'chimera' does not work" in capsys.readouterr().err
+
+
+def test_only_the_first_import_of_torch_is_left_out_of_collections() -> None:
+    program = """
+import gc, sys
+from pipedream.cli.workers import importing_torch
+with importing_torch():
+    assert not gc.isenabled()
+frozen = gc.get_freeze_count()
+assert gc.isenabled() and frozen > 0
+sys.modules["torch"] = sys
+with importing_torch():
+    assert gc.isenabled()
+assert gc.get_freeze_count() <= frozen
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr == ""
