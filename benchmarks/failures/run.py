@@ -334,7 +334,9 @@ def main() -> None:
         and (not options.number or t.number in options.number)
         and all(word in (t.signal, t.target, t.moment, t.plan, t.method, t.training) for word in options.only)
     ]
-    multiprocessing.set_forkserver_preload(["pipedream.training.train", "pipedream.cli.train", "pipedream.recipe"])
+    multiprocessing.set_forkserver_preload(
+        ["torch._dynamo", "pipedream.training.train", "pipedream.cli.train", "pipedream.recipe"]
+    )
     with tempfile.TemporaryDirectory(prefix="trials-") as scratch:
         base = Path(scratch)
         cases: dict[tuple[str, ...], tuple[Path, dict[str, torch.Tensor]]] = {}
