@@ -32,6 +32,7 @@ from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.phase import next_border, phase_after, phase_at, phases_text
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
+from pipedream.probe.machine import available_bytes
 from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
@@ -153,6 +154,7 @@ class Pipeline:
             stuck_after_s=options.stuck_after_s,
             weights=options.weights,
             plain=PlainModel(model, captured) if options.check else None,
+            free_bytes=lambda: available_bytes(blueprint.device, 1),
         )
         warn_of_loopback(plan, self._session.rank)
         self._loggers = Loggers(

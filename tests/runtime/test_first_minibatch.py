@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from first_minibatches import SGD, assert_equal, batches, piped, plain, plan_of
 from torch import Tensor, nn
 
+import pipedream.pipeline
 from pipedream import Pipeline
 from pipedream.capture import capture
 from pipedream.core.errors import WorkerError
@@ -407,11 +408,19 @@ _RUNS: tuple[tuple[str, str, int], ...] = (
 """Model, method and microbatches."""
 
 
-def _trained(kind: str, schedule: str, microbatches: int, check: bool) -> Any:
+def _trained(kind: str, schedule: str, microbatches: int, check: bool, free_bytes: int | None = None) -> Any:
     """Trains in this process, or as one rank of a process group; returns all that a comparison might change."""
     torch.manual_seed(1)
     random.seed(1)
-    made = {"mixed": Mixed, "chain": net, "another stage": _reads_another_stage, "object": _hands_over}
+    if free_bytes is not None:
+        pipedream.pipeline.available_bytes = lambda *_: free_bytes  # type: ignore[attr-defined]
+    made = {
+        "list": _reads_a_list,
+        "mixed": Mixed,
+        "chain": net,
+        "another stage": _reads_another_stage,
+        "object": _hands_over,
+    }
     model = made[kind]().double()
     plan = plan_of(model, DATA[0][0], (3 if kind == "mixed" else 1,))
     loader = torch.utils.data.DataLoader([(x, y) for x, y in DATA], batch_size=None, shuffle=True)
@@ -435,28 +444,31 @@ def _trained(kind: str, schedule: str, microbatches: int, check: bool) -> Any:
     return losses, kept, grads, torch.rand(3).tolist(), random.random()
 
 
-def _all_trained(check: bool) -> list[Any]:
-    return [_trained(*run, check) for run in _RUNS]
+def _all_trained(check: bool, free_bytes: int | None = None) -> list[Any]:
+    return [_trained(*run, check, free_bytes) for run in _RUNS]
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_train_as_without_it() -> None:
-    compared, alone = (processes.results(_all_trained, 2, check) for check in (True, False))
-    for rank in range(2):
-        for run, found, wanted in zip(_RUNS, compared[rank], alone[rank], strict=True):
-            assert found == wanted, (run, rank)
+    alone = processes.results(_all_trained, 2, False)
+    for free_bytes in (None, 0):  # as a whole, and stage by stage
+        compared = processes.results(_all_trained, 2, True, free_bytes)
+        for rank in range(2):
+            for run, found, wanted in zip(_RUNS, compared[rank], alone[rank], strict=True):
+                assert found == wanted, (run, rank)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "free_bytes", "words"),
     [
-        ("another stage", "rank 1, stage 1, .*in the module '1'.*a weight or buffer of another stage"),
-        ("object", "rank ., the comparison of the first minibatch .*through Python objects"),
+        ("list", 0, "rank 0, the comparison of .* stage 0 has another gradient of '0.weight'.*through a list"),
+        ("another stage", None, "rank 1, stage 1, .*in the module '1'.*a weight or buffer of another stage"),
+        ("object", None, "rank ., the comparison of the first minibatch .*through Python objects"),
     ],
 )
-def test_processes_refuse_what_they_do_not_see(kind: str, words: str) -> None:
-    for end in processes.launch(_trained, 2, kind, "1f1b", 1, True):
+def test_processes_refuse_what_they_do_not_see(kind: str, free_bytes: int | None, words: str) -> None:
+    for end in processes.launch(_trained, 2, kind, "1f1b", 1, True, free_bytes):
         assert re.search(words, str(end.error).replace(chr(10), " ")), end.error

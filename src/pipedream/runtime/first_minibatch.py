@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import isfinite, sqrt
-from types import CellType
+from types import CellType, MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -120,9 +120,9 @@ class FirstMinibatch:
         device: torch.device,
         autocast: torch.dtype | None,
         compiles: bool,
-        values: Mapping[str, torch.Tensor],
-        publish: Callable[[str], None] | None,
-        receive: Callable[[], str],
+        values: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        publish: Callable[[str], None] | None = None,
+        receive: Callable[[], str] = str,
     ) -> None:
         self._plain = plain
         self._loss = loss
@@ -314,6 +314,40 @@ class FirstMinibatch:
             f"is a mean over (such as the number of counted targets), let the loss return (sum, weight), {alone}"
         )
 
+    # -- one stage alone ----------------------------------------------------------------------------------
+
+    def untouched(self) -> AbstractContextManager[None]:
+        """A context after which the layers here, the loss and the generators are as before."""
+        return self._plain.untouched({}, [self._loss.function, *self._modules_of_loss])
+
+    def loss_of(self, output: Any, message: Message, targets: Any) -> torch.Tensor:
+        """Returns the loss of the last stage's output, computed anew; the model's own loss is what it returned."""
+        placed = to_device(map_tensors(targets, _clone), self._device)
+        return self._loss.anew()(output, placed, message.samples, message.share, received=targets)[0]
+
+    def note_kinds(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes numbers that were computed with, by which the tolerance is chosen."""
+        self._kinds |= {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+
+    def refer_to(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Takes a stage's own gradients as those that `compare_gradients` wants."""
+        found = {name: None if g is None else self._fingerprint(g) for name, g in gradients.items()}
+        sizes = [self._fingerprint(g)[2] / g.numel() for g in gradients.values() if g is not None and g.numel()]
+        self._reference = _Reference(gradients=found, tolerance=self._tolerance(()), scale=max(sizes, default=0.0))
+
+    def compare_values(
+        self, stage: int, what: str, wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]
+    ) -> None:
+        """Compares tensors that leave a stage with those that its layers give for the same input."""
+        self._reference = self._reference or _Reference(tolerance=self._tolerance(()))
+        for number, (one, other) in enumerate(zip(wanted, found, strict=False)):
+            rows = [self._fingerprint(tensor.detach()) for tensor in (one, other)]
+            if not self._close(rows[0], rows[1], 0.0):
+                raise self._error(
+                    f"for its first microbatch stage {stage} has another {what} {number} than its layers give for the "
+                    f"same input ({_text(rows[1])} in the pipeline, {_text(rows[0])} by the layers); {_CAUSES}"
+                )
+
     # -- the pipeline -------------------------------------------------------------------------------------
 
     @property
@@ -409,9 +443,24 @@ class FirstOfStage:
         self._alone = alone
         self._ready: dict[int, torch.Tensor] = {}
 
+    def loss_of(self, output: Any, message: Message, targets: Any) -> torch.Tensor:
+        """See `FirstMinibatch.loss_of`."""
+        return self._check.loss_of(output, message, targets)
+
     def after_forward(self, index: int) -> None:
         if index == self._check.split - 1:
             self._check.compare_buffers(self._stage, self._buffers)
+
+    def before_forward(self, value: Any, microbatch: int, first: bool, finish: Callable[[Any], Any] | None) -> None:
+        """Called with the value of the first microbatch."""
+
+    def before_backward(
+        self, index: int, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Called with a stage's outputs and their gradients."""
+
+    def sent_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Called with the gradients of the received tensors."""
 
     def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a gradient that leaves for the other replicas."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, to_device, unflatten
+from pipedream.runtime.first_minibatch import FirstOfStage
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer, Targets
@@ -84,6 +86,9 @@ class ForwardRunner:
                 value, saved.graph_inputs = stage_state.module.enter(
                     message.structure, message.tensors, message.gradients
                 )
+            if index == 0 and not again and isinstance(stage_state, StageState) and stage_state.first is not None:
+                finish = None if targets is None else partial(self._plain_loss, stage_state.first, message, targets)
+                stage_state.first.before_forward(value, self._stream.number(index), stage == 0, finish)
             read = stage_state.read_again(saved) if again else weights
             with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
                 output = stage_state.forward(value, read, self._stream.number(index), stage == 0)
@@ -99,6 +104,10 @@ class ForwardRunner:
             return message
 
         return saved, run
+
+    @staticmethod
+    def _plain_loss(first: FirstOfStage, message: Message, targets: Message, output: Any) -> torch.Tensor:
+        return first.loss_of(output, message, unflatten(targets.structure, targets.tensors))  # type: ignore[arg-type]
 
     def recompute(self, stage: int, index: int, stage_state: StageState, message: Message) -> SavedForward:
         """Returns what a forward on another rank has kept: its input."""

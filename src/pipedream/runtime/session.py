@@ -6,9 +6,11 @@ It owns this process's workers, runs them on the right clock, and lets a failure
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -62,6 +64,7 @@ from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.failure.interrupts import Interrupts
 from pipedream.runtime.first_minibatch import FirstMinibatch, FirstOfStage, UserModel
+from pipedream.runtime.plain_stage import PlainStage
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.results.results import Done, Output
 from pipedream.runtime.stage_state import StageState, evaluating
@@ -71,6 +74,7 @@ from pipedream.runtime.worker import Worker
 __all__ = ["Session"]
 
 _LOOP = "the training loop"
+_log = logging.getLogger("pipedream")
 
 
 class Session:
@@ -81,6 +85,7 @@ class Session:
         stuck_after_s: limit for one op or the loader; 0 for none.
         weights: file or folder of initial weights, of which each rank reads its own; by default those of the model.
         plain: the model as the user wrote it, with which the first minibatch is compared; None compares nothing.
+        free_bytes: returns the memory that this process may still take.
 
     Raises:
         PlanError: the number of processes is not the plan's, or the ranks disagree on the plan.
@@ -96,8 +101,10 @@ class Session:
         stuck_after_s: float,
         weights: str | os.PathLike[str] | None = None,
         plain: UserModel | None = None,
+        free_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         self.model = model
+        self._free_bytes = free_bytes
         self._plain = plain
         self._blueprint = blueprint
         if blueprint.device.type == "cpu":
@@ -346,11 +353,14 @@ class Session:
     def _comparison(self) -> FirstMinibatch | None:
         """Begins to compare the first minibatch with the model; None after it."""
         plain, self._plain = self._plain, None
-        program, settings = self.program, self._blueprint.settings
+        program = self.program
         if plain is None or min(program.updates.per_update) < program.microbatches:
             return None
         reader, values, key = program.placement.readers[0], dict[str, torch.Tensor](), ""
         publish, receive = None, lambda: ""
+        if self._group is not None and not self._fits(reader):
+            self._compare_each_stage(plain)
+            return None
         if self._group is not None:
             store = dist.distributed_c10d._get_default_store()
             key = "pipedream/first/" + broadcast_text(uuid.uuid4().hex, self._group)
@@ -366,20 +376,7 @@ class Session:
                     if one in values
                 }
             publish, receive = partial(store.set, key), lambda: store.get(key).decode()
-        check = FirstMinibatch(
-            plain,
-            settings.loss,
-            rank=self.rank,
-            split=program.microbatches,
-            base=self.lead.done_minibatches,
-            seed=settings.seed,
-            device=self._blueprint.device,
-            autocast=settings.autocast,
-            compiles=settings.compile is not None,
-            values=values,
-            publish=publish,
-            receive=receive,
-        )
+        check = self._first_minibatch(plain, values=values, publish=publish, receive=receive)
         for worker in self.workers:
             for stage, replica in program.placement.stage_replicas(worker.rank):
                 self._compare_stage(check, stage, replica, worker.stage_states[stage])
@@ -387,6 +384,41 @@ class Session:
         if isinstance(microbatches, LocalMicrobatches):
             microbatches.on_first = check.read
         return check
+
+    def _first_minibatch(self, plain: UserModel, **how: Any) -> FirstMinibatch:
+        settings = self._blueprint.settings
+        return FirstMinibatch(
+            plain,
+            settings.loss,
+            rank=self.rank,
+            split=self.program.microbatches,
+            base=self.lead.done_minibatches,
+            seed=settings.seed,
+            device=self._blueprint.device,
+            autocast=settings.autocast,
+            compiles=settings.compile is not None,
+            **how,
+        )
+
+    def _fits(self, reader: int) -> bool:
+        """Returns whether the whole model, its gradients and as much again fit the rank that reads the data."""
+        whole = {id(tensor): tensor.nbytes for tensor in named_state(self.model).values()}
+        free = self._free_bytes()
+        fits = self.rank != reader or 4 * sum(whole.values()) <= free
+        return not self.any_rank(not fits)
+
+    def _compare_each_stage(self, plain: UserModel) -> None:
+        """Lets each stage of this rank compare its first microbatch with its own layers."""
+        if self.rank == 0:
+            _log.warning(
+                "the first minibatch is compared stage by stage: the whole model does not fit the worker that reads it"
+            )
+        program = self.program
+        for stage, replica in program.placement.stage_replicas(self.rank):
+            stage_state = self.lead.stage_states[stage]
+            if not replica and not program.placement.is_remote(stage):
+                names = list(stage_state.versions.handles)
+                stage_state.first = PlainStage(self._first_minibatch(plain), stage, stage_state.module, names)
 
     def _compare_stage(self, check: FirstMinibatch, stage: int, replica: int, stage_state: StageState) -> None:
         alone = self.program.updates.per_update[stage] == check.split

@@ -414,6 +414,8 @@ class Worker:
         if saved.weights is not None:
             with stage_state.backward_context(saved):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
+                if stage_state.first is not None:
+                    stage_state.first.before_backward(index, saved.outputs, output_gradients)
                 weight_gradients, input_gradients = stage_state.module.backward(
                     saved, output_gradients, stage_state.gradients.accumulators, ready
                 )
@@ -428,6 +430,8 @@ class Worker:
         if saved.weights is not None:
             with stage_state.backward_context(saved):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
+                if stage_state.first is not None:
+                    stage_state.first.before_backward(index, saved.outputs, output_gradients)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
         self._send_back(stage, index, saved, input_gradients, message)
 
@@ -477,6 +481,9 @@ class Worker:
         """Sends the gradients of a stage's inputs, with the results that travel with them."""
         if not stage:
             return
+        first = self.stage_states[stage].first
+        if first is not None:
+            first.sent_back(index, input_gradients)
         results = self.results.carried(index) if received is None else received
         content = Content.EMPTY if saved.weights is None else Content.DATA
         gradients = Message(index, content, tuple(input_gradients), loss_weight=saved.loss_weight)
