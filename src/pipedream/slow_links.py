@@ -113,6 +113,14 @@ class Network:
         for namespace, rules in lines.items():
             namespace.batch("tc", rules)
 
+    def sent_bytes(self) -> int:
+        """Returns what all hosts have sent so far, with the headers of packets."""
+        total = 0
+        for host in self.hosts:
+            rows = Path(f"/proc/{host.namespace.pid}/net/dev").read_text(encoding="ascii").splitlines()
+            total += next(int(row.split()[9]) for row in rows if row.strip().startswith(f"{LINK}:"))
+        return total
+
     def variables(self, rank: int, *, port: int = 29500) -> dict[str, str]:
         """Returns torchrun's environment variables for the worker on a host, with torch's messages over `LINK`."""
         return {

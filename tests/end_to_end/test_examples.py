@@ -280,25 +280,20 @@ def test_compare(tmp_path: Path) -> None:
     command = ("-m", "pipedream", "compare", DIGITS, "--minibatches", "20", "--schedule", "pipedream")
     ended = commands.run(*command, "--json", folder=tmp_path)
     assert (ended.status, ended.err) == (0, "")
-    rows = json.loads(ended.out)["variants"]
-    assert [(row["variant"], row["workers"]) for row in rows] == [
+    found = json.loads(ended.out)
+    (link,) = found["links"]
+    assert [(row["name"], row["workers"]) for row in link["variants"]] == [
         ("one worker", 1),
-        ("data parallel", 2),
-        ("pipedream", 2),
+        *[(name, 2) for name in ("DDP", "DDP, accumulating", "torch Schedule1F1B", "data parallel")],
+        *[(name, 2) for name in ("PipeDream, noam", "PipeDream, full")],
     ]
-    for row in rows:
-        keys = {
-            "variant",
-            "workers",
-            "samples_per_s",
-            "predicted_per_s",
-            "bubble",
-            "peak_bytes",
-            "bytes_sent",
-            "metrics",
-        }
-        assert set(row) == keys
-        assert row["samples_per_s"] > 0
+    for row in link["variants"]:
+        assert row["why"] == ""
+        assert min(row["samples_per_s"], row["predicted_per_s"]) > 0
+        assert set(row["metrics"]) == {"loss", "accuracy"}
+    assert found["target"] == ["accuracy", 0.97]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "compare.html").exists()
 
 
 # -- one JSON object on standard output -------------------------------------------------------------

@@ -38,7 +38,7 @@ COMMANDS = {
     "simulate": "Predict a run: throughput, bubble, memory, staleness.",
     "show": "Draw a method's schedule, with its proof on request.",
     "schedules": "List the methods, with the claims of their papers.",
-    "compare": "Train a recipe by several methods, one after the other.",
+    "compare": "Train a recipe in several ways, one after the other.",
     "emulate": "Run a plan with waits in place of compute.",
     "probe": "Measure the cluster that the workers run on.",
     "report": "Write report.html of a run folder again.",

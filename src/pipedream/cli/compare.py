@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipedream.cli.options import Device, Json, RecipeFile, Seed, print_json
+from pipedream.cli.options import Device, Json, Microbatches, RecipeFile, Seed, print_json
+from pipedream.core.artifact import encode
+from pipedream.core.errors import PlanError
+from pipedream.core.units import parse_rate
 from pipedream.options import TrainingOptions
 
 __all__ = ["compare"]
@@ -15,15 +20,33 @@ __all__ = ["compare"]
 
 def compare(
     recipe: RecipeFile,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Worker processes of the parallel variants.")] = 2,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", show_default="2, or as many as --hosts", help="Workers of each variant."),
+    ] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RATE[,RATE]",
+            show_default="this machine's own links",
+            help="Run over links of this rate, e.g. 400mbit/s, by network namespaces; repeatable. With --hosts a rate "
+            "within a host and one between hosts: 10gbit/s,400mbit/s.",
+        ),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="HxW", show_default="one worker each", help="Hosts, and the workers on each, e.g. 2x2."),
+    ] = None,
     schedule: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            show_default="pipedream, 1f1b, pipedream_2bw",
-            help="Method to compare with one worker and with data parallelism; repeatable.",
+            show_default="1f1b, pipedream, pipedream_2bw, auto",
+            help="Method to compare with one worker and with what torch offers; auto is the planner's choice. "
+            "Repeatable.",
         ),
     ] = None,
+    microbatches: Microbatches = None,
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Epochs of each variant.")] = 1,
     minibatches: Annotated[
         int | None,
@@ -33,26 +56,66 @@ def compare(
     ] = None,
     seed: Seed = 0,
     device: Device = TrainingOptions.device,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the run folders.")] = Path("runs/compare"),
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default="a new one in runs/", help="Folder for the run folders."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a recipe by several methods, one after the other.
+    """Train a recipe in several ways, one after the other.
 
-    Prints a row for each variant: one worker, data parallelism, and each method.
+    Compares one worker, torch's DDP (also accumulating to the pipeline's batch) and Schedule1F1B, data parallelism, and
+    each method: predicted and measured. Writes compare.html and compare.json.
 
     \b
     Example:
-      pipedream compare examples/digits.py --workers 2 --schedule 1f1b
+      pipedream compare examples/digits.py --workers 2 --link 400mbit/s --link 100mbit/s
     """
-    from pipedream.training.compare import compare_recipe, comparison_table
+    from pipedream.training.compare import COMPARED, compare_recipe
 
-    rows = compare_recipe(
+    widths, links = _widths(hosts), [_rates(text) for text in link or ()]
+    if hosts is not None and not links:
+        raise PlanError("--hosts was given without --link; give the rates of the links, or leave it away")
+    count = workers
+    if count is None:
+        count = 2 if hosts is None else widths[0] * widths[1]
+    if not Path(recipe).is_file():
+        raise PlanError(f"the recipe {recipe} does not exist; give the path of a Python file")
+    found = compare_recipe(
         recipe,
-        tuple(schedule or ("pipedream", "1f1b", "pipedream_2bw")),
-        TrainingOptions(workers=workers, epochs=epochs, minibatches=minibatches, seed=seed, device=device),
-        out,
+        tuple(schedule or COMPARED),
+        TrainingOptions(
+            workers=count,
+            microbatches=microbatches,
+            epochs=epochs,
+            minibatches=minibatches,
+            seed=seed,
+            device=device,
+            out=out,
+        ),
+        links=links,
+        widths=widths,
+        progress=lambda line: None if as_json else print(line, file=sys.stderr, flush=True),
     )
     if as_json:
-        print_json({"variants": rows})
+        print_json({"verdict": found.verdict} | dict(encode(found)))
     else:
-        print(comparison_table(rows))
+        print(f"\n{found}")
+
+
+def _widths(hosts: str | None) -> tuple[int, ...]:
+    """Reads --hosts: workers of a host, hosts."""
+    if hosts is None:
+        return ()
+    match = re.fullmatch(r"0*([1-9]\d{0,3})x0*([1-9]\d{0,3})", hosts)
+    if match is None:
+        raise PlanError(f"--hosts {hosts} was asked for; write hosts and the workers on each, as in 2x2")
+    return int(match[2]), int(match[1])
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    """Reads --link: bytes/s of each level."""
+    try:
+        return tuple(parse_rate(word) for word in text.split(","))
+    except ValueError as error:
+        raise PlanError(f"--link {text}: {error}") from None

@@ -1,0 +1,170 @@
+"""The RecipeComparison: one recipe trained in several ways over links of some rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipedream.core.units import format_bytes, format_number
+
+__all__ = ["DDP", "ONE_WORKER", "TORCH", "OverLink", "RecipeComparison", "Variant", "link_text"]
+
+ONE_WORKER, DDP = "one worker", "DDP"
+TORCH = (DDP, "DDP, accumulating", "torch Schedule1F1B")
+"""What torch offers for several workers."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train, and what came of it; a figure that is not known is None.
+
+    Attributes:
+        plan: replica counts of the stages, and the depth; '' for one of torch's.
+        predicted_per_s: samples per second by simulation.
+        samples_per_update: over all workers.
+        bytes_per_sample: that all workers sent, with evaluations and the packets' headers, per trained sample.
+        bubble: share of the workers' time in which they did not compute; for torch's variants what remains beside the
+            profiled seconds.
+        peak_bytes: of tensors, on the fullest worker.
+        seconds_to_target: None if it was not reached.
+        metrics: of the last evaluation.
+        why: why it did not run; else ''.
+    """
+
+    name: str
+    workers: int
+    plan: str = ""
+    samples_per_s: float | None = None
+    predicted_per_s: float | None = None
+    samples_per_update: int | None = None
+    bytes_per_sample: float | None = None
+    bubble: float | None = None
+    peak_bytes: int | None = None
+    seconds_to_target: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class OverLink:
+    """All variants over one link.
+
+    Attributes:
+        bytes_per_s: of each level of the network, innermost first; () for this machine's own links.
+    """
+
+    bytes_per_s: tuple[float, ...]
+    variants: tuple[Variant, ...]
+
+    @property
+    def link(self) -> str:
+        """The rates in words."""
+        return ", ".join(map(link_text, self.bytes_per_s)) or "this machine's own links"
+
+    def fastest(self) -> Variant | None:
+        """Returns the variant with most samples per second."""
+        ran = [one for one in self.variants if one.samples_per_s]
+        return max(ran, key=lambda one: one.samples_per_s or 0.0, default=None)
+
+    def verdict(self) -> str:
+        """Says what to use over this link, compared with DDP."""
+        where, best = f"over {self.link}", self.fastest()
+        if best is None:
+            return f"{where} nothing ran"
+        if best.name.startswith(DDP):
+            return f"{where} use {best.name}"
+        if best.name == ONE_WORKER:
+            return f"{where} one worker alone is the fastest"
+        ddp = next((one for one in self.variants if one.name == DDP and one.samples_per_s), None)
+        if ddp is None:
+            return f"{where} {best.name} is the fastest"
+        ratio = (best.samples_per_s or 0.0) / (ddp.samples_per_s or 1.0)
+        return f"{where} {best.name} trains {ratio:.1f} times as many samples per second as DDP"
+
+
+@dataclass(frozen=True)
+class RecipeComparison:
+    """One recipe trained in several ways.
+
+    Attributes:
+        target: (metric, value), or None.
+        notes: what a reader of the figures must know.
+    """
+
+    recipe: str
+    workers: int
+    target: tuple[str, float] | None
+    links: tuple[OverLink, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what to use over which link."""
+        text = "; ".join(link.verdict() for link in self.links)
+        return f"{text[:1].upper()}{text[1:]}."
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The columns of `row`."""
+        names = dict.fromkeys(name for link in self.links for one in link.variants for name in one.metrics)
+        return (
+            "variant", "plan", "samples/s", "predicted", "of DDP", "samples/update", "bytes/sample", "bubble", "peak",
+            "s to target", *names,
+        )  # fmt: skip
+
+    def row(self, link: OverLink, one: Variant) -> tuple[str, ...]:
+        """Returns a variant's figures in words, as many as `heads`; '-' where one is not known."""
+        ddp = next((other.samples_per_s for other in link.variants if other.name == DDP), None)
+        share = None if not ddp or one.samples_per_s is None else one.samples_per_s / ddp
+        return (
+            one.name,
+            one.plan or "-",
+            _number(one.samples_per_s),
+            _number(one.predicted_per_s),
+            "-" if share is None else f"{share:.2f}",
+            _number(one.samples_per_update),
+            "-" if one.bytes_per_sample is None else format_bytes(one.bytes_per_sample),
+            "-" if one.bubble is None else f"{one.bubble:.1%}",
+            "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
+            _number(one.seconds_to_target),
+            *(_number(one.metrics.get(name)) for name in self.heads[10:]),
+        )
+
+    def reasons(self) -> tuple[str, ...]:
+        """Returns a sentence for each figure that is missing on purpose, and the notes."""
+        found = [f"{one.name} did not run: {one.why}" for link in self.links for one in link.variants if one.why]
+        if self.target is None:
+            found.append('no seconds to a target: the recipe has none; give it one, as in target=("accuracy", 0.97)')
+        return (*dict.fromkeys(found), *self.notes)
+
+    def __str__(self) -> str:
+        parts = []
+        for link in self.links:
+            rows = [self.heads, *(self.row(link, one) for one in link.variants)]
+            widths = [max(len(row[column]) for row in rows) for column in range(len(self.heads))]
+            lines = [
+                "  ".join(
+                    cell.ljust(width) if column < 2 else cell.rjust(width)
+                    for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+                ).rstrip()
+                for row in rows
+            ]
+            parts.append("\n".join([f"{self.recipe}, {self.workers} workers, over {link.link}", *lines]))
+        notes = [f"note: {reason}" for reason in self.reasons()]
+        return "\n\n".join([*parts, "\n".join([*notes, self.verdict])])
+
+
+def link_text(bytes_per_s: float) -> str:
+    """Returns a rate in bits, as networks are sold.
+
+    >>> link_text(50e6), link_text(1.25e9)
+    ('400 Mbit/s', '10 Gbit/s')
+    """
+    bits = 8 * bytes_per_s
+    for name, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= size:
+            return f"{bits / size:.3g} {name}" if bits < 1000 * size else f"{bits / size:.0f} {name}"
+    return f"{bits:.3g} bit/s"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else format_number(value)

@@ -1,0 +1,86 @@
+"""A worker of `pipedream compare` for what is not `pipedream train`: ``python -m ...training.compare_worker JSON``.
+
+The JSON has recipe, kind, seed, device and out, the file that rank 0 writes. A 'profile' is measured on all workers at
+the same time, with so many `runs`. What torch itself offers is trained by 'plain', 'ddp' or '1f1b', with parts, bounds
+(the layers of the stages), epochs and minibatches; the file has its figures, or why this recipe is not trained so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipedream.core.artifact import write_text
+from pipedream.core.errors import BAD_CALL, PipelineError, RecipeError
+from pipedream.recipe import load_recipe
+from pipedream.runtime.comm import process_group
+from pipedream.runtime.failure.launch import set_threads
+from pipedream.runtime.torch_baselines import Baseline, DataParallel, OneFOneB, PlainLoop
+from pipedream.training.job import capture_recipe, profile_recipe
+
+__all__ = ["BEGUN", "run_asked"]
+
+BEGUN = ".begun"
+"""Suffix of the file that rank 0 makes when the training begins."""
+
+
+def run_asked(asked: dict[str, Any]) -> None:
+    """Trains as asked on this rank."""
+    device = process_group.process_device(asked["device"])
+    rank, workers = process_group.join_group(device, check_software=False)
+    set_threads(workers)
+    recipe = load_recipe(asked["recipe"], seed=asked["seed"])
+    found: dict[str, Any]
+    if asked["kind"] == "profile":
+        profile = profile_recipe(recipe, device=str(device), seed=asked["seed"], runs=asked["runs"])
+        if rank == 0:
+            profile.save(Path(asked["out"]))
+        _leave()
+        return
+    try:
+        made = _made(asked, recipe, rank, workers, device)
+        if rank == 0:
+            Path(asked["out"]).with_suffix(BEGUN).touch()
+        found = made.train(asked["epochs"] or recipe.epochs, asked["minibatches"])
+        found["target"] = recipe.target
+    except PipelineError as error:  # the same on all ranks
+        found = {"why": str(error)}
+    if rank == 0:
+        write_text(Path(asked["out"]), json.dumps(found, indent=1))
+    _leave()
+
+
+def _leave() -> None:
+    process_group.wait_for_all()
+    process_group.leave_group()
+
+
+def _made(asked: dict[str, Any], recipe: Any, rank: int, workers: int, device: Any) -> Baseline:
+    if asked["kind"] == "plain":
+        return PlainLoop(recipe, rank, workers, device)
+    if asked["kind"] == "ddp":
+        return DataParallel(recipe, rank, workers, device, parts=asked["parts"])
+    captured = capture_recipe(recipe, device=str(device))
+    if captured.model is not None:
+        raise RecipeError("Schedule1F1B needs a chain of modules, and this model runs by its own forward")
+    stages = [captured.stage(*bounds) for bounds in asked["bounds"]]
+    return OneFOneB(recipe, rank, workers, device, stages=stages, parts=asked["parts"])
+
+
+def _run() -> int:
+    try:
+        run_asked(json.loads(sys.argv[1]))
+    except PipelineError as error:
+        print(f"pipedream: {error}", file=sys.stderr, flush=True)
+        return BAD_CALL
+    return 0
+
+
+if __name__ == "__main__":
+    status = _run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # gloo's threads may abort an interpreter that shuts down

@@ -1,0 +1,251 @@
+"""Comparing ways to train: what torch offers trains as a plain loop does, and bad input is refused at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import commands
+import processes
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import pipedream
+from pipedream.core.errors import RecipeError
+from pipedream.runtime.torch_baselines import Baseline, DataParallel, OneFOneB, PlainLoop
+from pipedream.training import compare as comparing
+
+Run = Callable[..., tuple[int, str, str]]
+CPU = torch.device("cpu")
+RECIPE = """
+from functools import partial
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+import pipedream
+
+def recipe(seed: int = 0) -> pipedream.Recipe:
+    torch.manual_seed(seed)
+    inputs = torch.randn(160, 8)
+    data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    return pipedream.Recipe(
+        model=nn.Sequential(*hidden, nn.Linear(8, 2)),
+        loss=functional.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        train=DataLoader(data, batch_size=8),
+        test=DataLoader(data, batch_size=32),
+        metrics={"accuracy": lambda output, labels: (output.argmax(1) == labels).float().mean()},
+        target=("loss", 0.69),
+    )
+"""
+
+
+def recipe(seed: int = 0, **changed: Any) -> pipedream.Recipe:
+    torch.manual_seed(seed)
+    inputs = torch.randn(44, 8)
+    data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    given: dict[str, Any] = {
+        "model": nn.Sequential(*hidden, nn.Linear(8, 2)),
+        "loss": functional.cross_entropy,
+        "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5),
+        "scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7),
+        "train": DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1)),
+        "test": DataLoader(data, batch_size=20),
+        "metrics": {"accuracy": lambda output, labels: (output.argmax(1) == labels).float().mean()},
+        "target": ("loss", 10.0),
+    }
+    return pipedream.Recipe(**given | changed)
+
+
+def test_plain_loop_trains_as_the_pipeline_does(tmp_path: Path) -> None:
+    made = recipe()
+    found = PlainLoop(made, 0, 1, CPU).train(2, None)
+    summary = pipedream.run(
+        lambda seed: recipe(), workers=1, schedule="1f1b", microbatches=1, epochs=2, out=tmp_path / "run", quiet=True
+    )
+    assert found["metrics"] == pytest.approx(summary["metrics"], rel=1e-6)
+    assert (found["minibatches"], found["samples_per_update"]) == (12, 8)
+    assert found["samples_per_s"] > 0
+    assert found["seconds_to_target"] > 0
+
+
+def test_minibatches_end_the_run() -> None:
+    found = PlainLoop(recipe(target=None), 0, 1, CPU).train(5, 8)
+    assert found["minibatches"] == 8
+    assert found["seconds_to_target"] is None
+
+
+def _metrics_of(way: str) -> dict[str, Any]:
+    rank, workers, made = torch.distributed.get_rank(), 2, recipe()
+    # Schedule1F1B takes minibatches of one size only.
+    data = made.train.dataset  # type: ignore[attr-defined]
+    made = recipe(train=DataLoader(data, batch_size=8, drop_last=True))
+    layers = [(str(number), layer) for number, layer in enumerate(made.model)]
+    ways: dict[str, Callable[[], Baseline]] = {
+        "shared": lambda: DataParallel(made, rank, workers, CPU, parts=4),
+        "own": lambda: DataParallel(made, rank, workers, CPU),
+        "1f1b": lambda: OneFOneB(made, rank, workers, CPU, stages=[layers[:3], layers[3:]], parts=4),
+    }
+    return ways[way]().train(2, None)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("way", ["shared", "1f1b"])
+def test_torchs_ways_give_the_plain_loops_weights(way: str) -> None:
+    data = recipe().train.dataset  # type: ignore[attr-defined]
+    alone = PlainLoop(recipe(train=DataLoader(data, batch_size=8, drop_last=True)), 0, 1, CPU).train(2, None)
+    for found in processes.results(partial(_metrics_of, way), 2):
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+        assert (found["minibatches"], found["samples_per_update"]) == (10, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ddp_takes_a_minibatch_a_worker() -> None:
+    data = recipe().train.dataset  # type: ignore[attr-defined]
+    # 5 minibatches of 8: two updates of 16 an epoch, and the last is left out.
+    kept = torch.utils.data.Subset(data, range(32))
+    alone = PlainLoop(recipe(train=DataLoader(kept, batch_size=16)), 0, 1, CPU).train(2, None)
+    for found in processes.results(partial(_metrics_of, "own"), 2):
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+        assert found["samples_per_update"] == 16
+
+
+class _Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.used(inputs)
+        return output
+
+
+def test_ddp_refuses_unused_parameters() -> None:
+    with pytest.raises(RecipeError, match=r"does not depend on unused\.weight, unused\.bias; remove them, or freeze"):
+        DataParallel(recipe(model=_Branched()), 0, 2, CPU)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: PlainLoop(recipe(ema=0.9), 0, 1, CPU), "has ema, which"),
+        (
+            lambda: PlainLoop(recipe(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau), 0, 1, CPU),
+            "ReduceLROnPlateau follows evaluations",
+        ),
+        (lambda: OneFOneB(recipe(clip_grad_norm=1.0), 0, 2, CPU, stages=[[], []], parts=2), "clips the norm"),
+        (
+            lambda: OneFOneB(recipe(), 0, 2, CPU, stages=[[("0", nn.Linear(8, 2))], []], parts=3),
+            "needs equal microbatches, but 8 samples are cut into 3",
+        ),
+    ],
+)
+def test_what_torchs_ways_do_not_train(make: Callable[[], Baseline], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--link", "0"), "--link 0: '0' is not a bandwidth; write for example"),
+        (("--link", "5 parsec"), "--link 5 parsec: '5 parsec' is not a bandwidth"),
+        (("--link", "1tbit/s"), "a link of 1000 Gbit/s was asked for, but this machine's loopback carries"),
+        (("--link", "400mbit/s", "--hosts", "2x"), "--hosts 2x was asked for; write hosts and the workers on each"),
+        (("--hosts", "2x2"), "--hosts was given without --link"),
+        (("--link", "400mbit/s", "--hosts", "2x2"), "a link of 1 rates was asked for on a network of 2 levels"),
+        (("--link", "1gbit/s,1mbit/s", "--hosts", "2x2", "--workers", "3"), "3 workers on 2x2 hosts were asked for"),
+        (("--out", "."), "is not empty; name a new folder"),
+    ],
+)
+def test_bad_input(
+    options: tuple[str, ...], words: str, run_command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
+    status, out, err = run_command("compare", "small.py", *options)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert os.listdir() == ["small.py"]
+
+
+def test_profile_with_a_large_spread_is_measured_for_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    layer = SimpleNamespace(forward_spread_s=0.2, backward_spread_s=0.2)
+    profile = SimpleNamespace(forward_s=0.4, backward_s=0.4, layers=[layer], save=lambda path: None)
+    asked = []
+
+    def torch_runs(kind: str, workers: int, name: str, *, runs: int) -> tuple[Path, None]:
+        asked.append(runs)
+        return tmp_path, None
+
+    monkeypatch.setattr(comparing.Profile, "load", lambda path: profile)
+    runs: Any = SimpleNamespace(torch=torch_runs, folder=tmp_path)
+    _, notes = comparing._profiled(runs, 2)
+    assert asked == [10, 40]
+    assert notes[0].startswith("the profile's seconds vary by 50% (also with 40 runs)")
+    layer.forward_spread_s = layer.backward_spread_s = 0.05
+    assert comparing._profiled(runs, 2)[1] == ()
+    assert asked == [10, 40, 10]
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.processes
+def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
+    """All rows, with the bytes that crossed the links; then again, into a new folder."""
+    (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
+    command = ("-m", "pipedream", "compare", "small.py", "--hosts", "1x2", "--link", "80mbit/s,40mbit/s",
+               "--schedule", "1f1b", "--schedule", "auto", "--microbatches", "4", "--json")  # fmt: skip
+    ended = commands.run(*command, folder=tmp_path, timeout_s=400.0)
+    assert ended.status == 0, ended.err
+    assert ended.orphans == []
+    found = json.loads(ended.out)
+    (link,) = found["links"]
+    rows = {row["name"]: row for row in link["variants"]}
+    assert list(rows) == [
+        *("one worker", "DDP", "DDP, accumulating", "torch Schedule1F1B", "data parallel", "1F1B"),
+        "planner's choice",
+    ]
+    assert [row["why"] for row in rows.values()] == [""] * 7
+    assert rows["DDP"]["samples_per_update"] == 16
+    assert rows["DDP, accumulating"]["samples_per_update"] == rows["1F1B"]["samples_per_update"] == 8
+    weights_bytes = 4 * (3 * 72 + 18)
+    for name, samples in (("DDP", 16), ("DDP, accumulating", 8)):  # two workers send the weights' gradients once
+        assert rows[name]["bytes_per_sample"] > 2 * weights_bytes / samples
+    loss = rows["one worker"]["metrics"]["loss"]
+    for name in ("DDP, accumulating", "torch Schedule1F1B", "1F1B"):
+        assert rows[name]["metrics"]["loss"] == pytest.approx(loss, rel=1e-5), name
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "compare.json").read_text()) == found
+    assert found["verdict"] in (folder / "compare.html").read_text().replace("&#x27;", "'")
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("moment", ["profile", "DDP_over_80_Mbit_s", "1F1B_over_80_Mbit_s/plan.json"])
+def test_nothing_is_left_after_a_kill(moment: str, tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
+    command = ("compare", "small.py", "--link", "80mbit/s", "--schedule", "1f1b", "--epochs", "500", "--out", "run")
+    if moment.startswith("1F1B"):
+        command = (*command[:-3], "1", "--out", "run")
+    started = commands.start("-m", "pipedream", *command, folder=tmp_path)
+    started.wait_for_file(f"run/{moment}", timeout_s=300.0)
+    time.sleep(0.3)
+    started.signal(signal.SIGKILL, group=False)
+    assert started.end().orphans == []
