@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ def local_workers(blueprint: Blueprint, handles: Sequence[dict[str, nn.Parameter
         for stage, replica in placement.stage_replicas(rank):
             layers, own = blueprint.stages[stage], handles[stage]
             if replica:
-                layers, own = _copied(layers, own)
+                layers, own = _copied(layers, own, chain.from_iterable(blueprint.stages))
             stage_states[stage] = _stage_state(
                 blueprint,
                 stage,
@@ -281,12 +282,31 @@ def remote_forwards_of(
 
 
 def _copied(
-    layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter]
+    layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], others: Iterable[tuple[str, nn.Module]]
 ) -> tuple[list[tuple[str, nn.Module]], dict[str, nn.Parameter]]:
-    """Copies for a further replica in one process, where the user's model has each layer only once."""
-    memo: dict[int, Any] = {}
+    """Copies for a further replica in one process, where the user's model has each layer only once.
+
+    What shares memory does so in the copy too. What the layers refer to of `others`, the model's, is not copied.
+    """
+    modules = {id(m): m for _, layer in layers for m in layer.modules()}
+    memo: dict[int, Any] = {id(m): m for _, layer in others for m in layer.modules() if id(m) not in modules}
+    for module in modules.values():
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in memo:
+                memo[id(parameter)] = _copied_parameter(parameter, memo)
+        for value in module.__dict__.values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:  # of the last forward, as weight_norm's
+                memo.setdefault(id(value), value.detach().clone())
     copied = [(name, copy.deepcopy(layer, memo)) for name, layer in layers]
     return copied, {name: memo[id(handle)] for name, handle in handles.items()}
+
+
+def _copied_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """Copies a parameter by its storage and with its attributes, neither of which its own deepcopy does."""
+    data = copy.deepcopy(parameter.data, memo)
+    made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    made.__dict__.update(copy.deepcopy(parameter.__dict__, memo))
+    return made
 
 
 def _stage_state(

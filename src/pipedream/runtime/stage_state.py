@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from pipedream.core.errors import CaptureError
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.prediction import VELOCITY
 from pipedream.core.schedule.program import Program
@@ -29,6 +30,23 @@ from pipedream.runtime.update.optimizer import Gradients, Optimizer
 __all__ = ["StageState", "evaluating"]
 
 _NOTHING = nullcontext()
+
+
+class _Kept:
+    """What a tensor held."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.mark = id(tensor), tensor._version
+        self.shape = tensor.shape
+        self.numbers = _numbers(tensor)
+
+
+def _numbers(tensor: torch.Tensor) -> tuple[float, float]:
+    """The sum, and the sum of the sizes."""
+    flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return float(flat.sum(dtype=torch.float64)), float(
+        flat.abs().sum(dtype=torch.float64) if flat.dtype != torch.bool else flat.sum()
+    )
 
 
 @dataclass
@@ -60,6 +78,7 @@ class StageState:
         gradient_versions: (microbatch, forward version, backward version) of the coming update's gradients.
         first: compares the first minibatch with the model; None once it is done, or if that is not asked for.
         _counts: batches that each BatchNorm had tracked when the stream began.
+        _kept: buffers and frozen parameters of a stage with replicas, as they were when the stream began.
         _stashes: a backward reads the weights of its forward.
         _until_forward: weights are kept until their forward only.
         _backward_weights: maps the set that a forward read to the backward's.
@@ -76,6 +95,7 @@ class StageState:
     gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
     first: FirstOfStage | None = None
     _counts: list[int] = field(default_factory=list)
+    _kept: dict[str, _Kept] = field(default_factory=dict)
     _stashes: bool = field(init=False)
     _until_forward: bool = field(init=False)
     _backward_weights: Callable[[WeightSet], WeightSet] = field(init=False)
@@ -115,10 +135,13 @@ class StageState:
         if self.predictions is not None:
             self.predictions.begin()
         self._counts = [int(norm.num_batches_tracked) for norm in self._norms() if norm.num_batches_tracked is not None]
+        if self.optimizer.replica_group is not None:
+            self._kept = {name: _Kept(tensor) for name, tensor in self._untrained()}
 
     def end(self) -> Waiting[None]:
         """Ends a stream, at a drain; yields where it would wait."""
         yield from self.average_statistics()
+        yield from self._check_replicas()
         self.versions.rewind()
 
     def average_statistics(self) -> Waiting[None]:
@@ -136,6 +159,44 @@ class StageState:
                 buffer.copy_(total / self.optimizer.replicas)
             for count, before, total in zip(counts, self._counts, sums[len(floats) :], strict=True):
                 count.copy_(before + total)
+
+    def _untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields buffers and frozen parameters, without the statistics that are averaged."""
+        averaged = {id(buffer) for norm in self._norms() for buffer in norm._buffers.values()}
+        for layer_name, layer in self.module.layers:
+            for name, tensor in (*layer.named_buffers(layer_name), *layer.named_parameters(layer_name)):
+                if not tensor.requires_grad and id(tensor) not in averaged and not tensor.is_meta:
+                    yield name, tensor
+
+    def _check_untrained(self) -> None:
+        """Raises a `CaptureError` if a forward has changed a buffer, which the other replicas have not."""
+        for name, tensor in self._untrained():
+            before = self._kept.get(name)
+            if before is not None and before.mark != (id(tensor), tensor._version):
+                now = self._kept[name] = _Kept(tensor)
+                if now.shape == before.shape and now.numbers != before.numbers:  # others are caches
+                    raise CaptureError(self._differs(name))
+
+    def _check_replicas(self) -> Waiting[None]:
+        """Raises a `CaptureError` if the replicas have other weights or buffers than this one, at a drain."""
+        group = self.optimizer.replica_group
+        if group is None:
+            return
+        tensors = {**self.versions.handles, **dict(self._untrained())}
+        own = torch.tensor([(*_numbers(t), float(t.numel())) for t in tensors.values()], dtype=torch.float64)
+        (sums,) = yield from all_reduce_many(group, [own])
+        mean = sums / self.optimizer.replicas
+        for name, (total, size, count), other in zip(tensors, own.tolist(), mean.tolist(), strict=True):
+            limit = 1e-6 * max(abs(size), abs(other[1]))
+            if count == other[2] and max(abs(total - other[0]), abs(size - other[1])) > limit:
+                raise CaptureError(self._differs(name))
+
+    def _differs(self, name: str) -> str:
+        return (
+            f"{name!r} differs between the replicas of its stage: the forward, or something outside of the optimizer, "
+            "writes it, and each replica would have its own numbers; plan one replica for this stage, or write it where "
+            "every replica computes the same"
+        )
 
     def _norms(self) -> list[Any]:
         layers = [layer for _, layer in self.module.layers]
@@ -213,6 +274,8 @@ class StageState:
         Returns each gradient's (microbatch, forward version, backward version, version before the update).
         """
         self.first = None
+        if self._kept:
+            self._check_untrained()
         stage, updates, compensator = op.stage, program.updates, self.optimizer.compensator
         newest = self.versions.newest
         first, step = self.next_forward, program.placement.replicas[stage]

@@ -42,15 +42,17 @@ class WeightSet:
         leaves: what a forward reads and what gets a gradient, by name.
         readers: forwards without their backward yet.
         ready: called with a watched leaf's index and complete gradient; None leaves it in ``.grad``.
+        marks: versions of the leaves when the set was made; empty if nobody asks.
     """
 
-    __slots__ = ("leaves", "readers", "ready", "version")
+    __slots__ = ("leaves", "marks", "readers", "ready", "version")
 
     def __init__(self, version: int, leaves: dict[str, torch.Tensor]) -> None:
         self.version = version
         self.leaves = leaves
         self.readers = 0
         self.ready: Callable[[int, torch.Tensor], None] | None = None
+        self.marks: list[int] = []
 
     def watch(self, names: Collection[str]) -> None:
         """Makes leaves call `ready`; once per leaf, since adding and removing a hook takes microseconds."""
@@ -94,6 +96,7 @@ class Versions:
         self._free: list[WeightSet] = []
         self._predictions: dict[int, WeightSet] = {}
         self._marks: list[tuple[int, int]] | None = None  # of the handles, after the last update
+        self._note_written()
         self.peak = 1
 
     @property
@@ -167,6 +170,8 @@ class Versions:
         newest.
         """
         self._check_handles()
+        if self._watched:
+            self._check_leaves()
         if self._single:
             self._sets = {self.newest + 1: self._sets[self.newest]}
             self._sets[self.newest + 1].version = self.newest + 1
@@ -199,6 +204,23 @@ class Versions:
                 )
         self._marks = [(handle._version, handle.data_ptr()) for handle in self.handles.values()]
         self.cast()
+        self._note_written()
+
+    def _note_written(self) -> None:
+        """Notes how often each leaf of the newest set was written; updates write through the handles."""
+        newest = self._sets[self.newest]
+        newest.marks = [leaf._version for leaf in newest.leaves.values()] if self._watched else []
+
+    def _check_leaves(self) -> None:
+        """Raises a `CaptureError` if a forward has written weights, which the other replicas have not."""
+        for held in self._sets.values():
+            for (name, leaf), mark in zip(held.leaves.items(), held.marks, strict=False):
+                if leaf._version != mark:
+                    raise CaptureError(
+                        f"the forward writes into the weight {name!r} (as nn.Embedding(max_norm=...) does), and its "
+                        "stage has replicas, each of which would write only its own; write it in the optimizer's step, "
+                        "or plan one replica for this stage"
+                    )
 
     def _check_handles(self) -> None:
         """Raises a `CaptureError` if the user's parameters were changed since the last update."""
@@ -256,6 +278,7 @@ class Versions:
                 newest.leaves[name] = self._leaf(name, handle)
         if self._watched:
             newest.watch(self.handles.keys() - self._low.keys())
+        self._note_written()
 
     def _new_set(self, version: int, leaves: dict[str, torch.Tensor]) -> WeightSet:
         made = WeightSet(version, leaves)
