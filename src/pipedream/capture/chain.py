@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from pipedream.capture.captured import Captured
-from pipedream.capture.preserve_state import preserve_state
+from pipedream.capture.preserve_state import preserve_state, preserve_weights
 from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import walk
 from pipedream.capture.trace import TracedCall, trace, why_not_a_chain
@@ -177,7 +177,7 @@ def _own_reason(module: nn.Module) -> str:
 
 
 def _trace_in_mode(model: nn.Module, sample: tuple[Any, ...], training: bool, devices: list[int]) -> TracedCall:
-    with preserve_state([model], devices):
+    with preserve_state([model], devices), preserve_weights(model):
         for module in model.modules():
             module.training = training  # a user's own train() may have side effects
         copies: dict[int, torch.Tensor] = {}
@@ -282,7 +282,7 @@ def _check_equal_to_model(model: nn.Module, captured: Captured, sample: tuple[An
 def _run_copy(
     model: nn.Module, forward: Callable[..., Any], sample: tuple[Any, ...], training: bool, devices: list[int]
 ) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
-    with preserve_state([model], devices), torch.no_grad():
+    with preserve_state([model], devices), preserve_weights(model), torch.no_grad():
         for module in model.modules():
             module.training = training
         inputs = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)

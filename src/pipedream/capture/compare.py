@@ -15,7 +15,7 @@ from torch import nn
 
 from pipedream.capture.chain import does_not_run
 from pipedream.capture.placeholder import NumbersNeeded, Placeholder
-from pipedream.capture.preserve_state import Attributes, preserve_state, seed_generators
+from pipedream.capture.preserve_state import Attributes, preserve_state, preserve_weights, seed_generators
 from pipedream.capture.record import Recording, record
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.capture.slice_forward import CutFailed, arguments_of
@@ -78,7 +78,7 @@ class _LayerFailed(Exception):
 
 
 def _record(model: nn.Module, inputs: Any, devices: Sequence[int], moving: frozenset[str] = frozenset()) -> Recording:
-    with preserve_state([model], devices), torch.enable_grad():
+    with preserve_state([model], devices), preserve_weights(model), torch.enable_grad():
         _set_mode(model, True)
         args, kwargs = arguments_of(_fresh(inputs))
         try:
@@ -105,7 +105,12 @@ def _both_modes(
     """Runs slices one after the other in training and in evaluation mode. Raises _LayerFailed."""
     found = []
     for training in (True, False):
-        with preserve_state([model], devices), torch.enable_grad(), _gradients(model) as gradients:
+        with (
+            preserve_state([model], devices),
+            preserve_weights(model),
+            torch.enable_grad(),
+            _gradients(model) as gradients,
+        ):
             _set_mode(model, training)
             tables = SliceTables(model, graph)
             parts = [(first, ModelSlice(model, graph, first, last, tables)) for first, last in pairwise(ends)]

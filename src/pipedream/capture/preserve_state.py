@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSet
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,10 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.capture.structure import PLAIN
 
-__all__ = ["Attributes", "preserve_state", "python_generators", "python_generators_seeded", "seed_generators"]
+__all__ = [
+    "Attributes",
+    "preserve_state",
+    "preserve_weights",
+    "python_generators",
+    "python_generators_seeded",
+    "seed_generators",
+]
 
 _DEPTH = 4  # of containers and objects in a module's attributes
 _PLAIN = frozenset(PLAIN)
@@ -151,6 +159,51 @@ def preserve_state(
             for slots, buffers in saved:
                 slots.clear()
                 slots.update(buffers)
+
+
+@contextmanager
+def preserve_weights(model: nn.Module) -> Iterator[None]:
+    """A context after which parameters that a forward has written are as before; only these are copied."""
+    own = [
+        parameter for parameter in model.parameters() if type(parameter.data) is torch.Tensor and not parameter.is_meta
+    ]
+    storages = [(p, p.data) for p in own]
+    writes = _Writes(own)
+    try:
+        with writes if own else nullcontext():
+            yield
+    finally:
+        for parameter, storage in storages:
+            if parameter.data_ptr() != storage.data_ptr():
+                parameter.data = storage
+        for tensor, value in writes.kept:
+            tensor.copy_(value)
+
+
+class _Writes(TorchDispatchMode):
+    """Copies parameters right before an operation writes into them, also through ``.data``."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._watched: dict[int, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            self._watched.setdefault(parameter.untyped_storage()._cdata, []).append(parameter.data)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and self._watched:
+            for number, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[number] if number < len(args) else kwargs.get(argument.name)
+                    for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                        self._keep(tensor)
+        return func(*args, **kwargs)
+
+    def _keep(self, tensor: Any) -> None:
+        if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.layout == torch.strided:
+            for parameter in self._watched.pop(tensor.untyped_storage()._cdata, ()):
+                self.kept.append((parameter, parameter.clone()))
 
 
 def seed_generators(seed: int, devices: Iterable[int]) -> None:

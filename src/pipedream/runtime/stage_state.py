@@ -194,8 +194,8 @@ class StageState:
     def _differs(self, name: str) -> str:
         return (
             f"{name!r} differs between the replicas of its stage: the forward, or something outside of the optimizer, "
-            "writes it, and each replica would have its own numbers; plan one replica for this stage, or write it where "
-            "every replica computes the same"
+            "writes it, and each replica would have its own numbers; plan one replica for this stage, or write it "
+            "where every replica computes the same"
         )
 
     def _norms(self) -> list[Any]:

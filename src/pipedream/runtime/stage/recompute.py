@@ -5,6 +5,7 @@ whole stages. The second forward gives the first one's numbers to the bit:
 
 - weights: the same version (newer ones under the backward rule 'recompute');
 - dropout: each layer's generator is seeded by microbatch and layer, and the loss draws from the earlier state;
+- generators of Python and NumPy, and plain attributes of modules such as counters: put back, and restored afterwards;
 - buffers: read in their earlier state; what is written is dropped, so that statistics change once;
 - input: the one that arrived; the first forward used a copy, because a layer may write into it.
 
@@ -14,12 +15,15 @@ which outputs require a gradient.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -66,6 +70,7 @@ class Recomputation:
         owners = {id(m): m for _, layer in module.layers for m in layer.modules()}.values()
         # Any may change, until the first microbatch has shown which do.
         self._moving = [_BufferSlot(m, name) for m in owners for name, b in m._buffers.items() if b is not None]
+        self._owners = list(owners)
         self._constant: list[_BufferSlot] | None = None
 
     def forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
@@ -74,7 +79,7 @@ class Recomputation:
         Raises:
             RuntimeError: a buffer changes that did not change in the first microbatch.
         """
-        state = self._module.generators.states()
+        state, python = self._module.generators.states(), self._python_state()
         memo: dict[int, torch.Tensor] = {}
         before = [_clone(slot.tensor, memo) for slot in self._moving]
         marks = [slot.mark for slot in self._constant or ()]
@@ -94,17 +99,33 @@ class Recomputation:
                 )
         saved.graph_inputs = ()
         saved.outputs = ()
-        saved.recompute = partial(self._again, message, run, before, state)
+        saved.recompute = partial(self._again, message, run, before, state, python)
         return result
 
-    def _again(self, message: Message, run: ForwardFunction, kept: Sequence[torch.Tensor], state: Any) -> None:
-        now = self._module.generators.states()
+    def _again(
+        self, message: Message, run: ForwardFunction, kept: Sequence[torch.Tensor], state: Any, python: Any
+    ) -> None:
+        now, python_now = self._module.generators.states(), self._python_state()
         self._module.generators.restore(state)
+        self._set_python_state(python)
         try:
             with self._with_buffers(kept):
                 run(message, True)
         finally:
             self._module.generators.restore(now)
+            self._set_python_state(python_now)
+
+    def _python_state(self) -> tuple[Any, Any, list[dict[str, Any]]]:
+        """The generators of Python and NumPy, and the modules' attributes that a forward may count or keep in."""
+        attributes = [{n: v for n, v in m.__dict__.items() if _is_plain(v)} for m in self._owners]
+        return random.getstate(), np.random.get_state(), attributes
+
+    def _set_python_state(self, state: tuple[Any, Any, list[dict[str, Any]]]) -> None:
+        python, numpy, attributes = state
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for module, own in zip(self._owners, attributes, strict=True):
+            module.__dict__.update(own)
 
     @contextmanager
     def _with_buffers(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -116,6 +137,13 @@ class Recomputation:
         finally:
             for slot, tensor in zip(self._moving, own, strict=True):
                 slot.module._buffers[slot.name] = tensor
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a value that is never changed in place, or a tensor outside of a graph."""
+    return isinstance(value, (int, float, str, NoneType)) or (
+        isinstance(value, torch.Tensor) and not value.requires_grad
+    )
 
 
 def without_graph(run: ForwardFunction, message: Message) -> Message:
