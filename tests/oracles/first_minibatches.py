@@ -33,7 +33,9 @@ def plan_of(
     graph = capture(model, sample if isinstance(sample, (tuple, dict)) else (sample,)).graph
     costs = (LayerProfile(1.0, 1.0, 100, 100),) * len(graph.layers)
     counts = tuple(replicas or (1,) * (len(cuts) + 1))
-    return manual_plan(Profile("model", graph, costs, 8), Cluster.flat(sum(counts)), tuple(cuts), counts, **how)
+    return manual_plan(
+        Profile("model", graph, costs, 8).parted(), Cluster.flat(sum(counts)), tuple(cuts), counts, **how
+    )
 
 
 def piped(

@@ -233,6 +233,7 @@ class StageState:
         return _NOTHING if self.predictions is None else self.predictions.backward()
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
+        self.module.check_unchanged()
         if self.saved_tensor_hooks is None:
             return self.module.forward(value, read.leaves, microbatch, first)
         layers = partial(self.module.forward, value, read.leaves, microbatch, first)

@@ -158,6 +158,8 @@ class StageModule:
             for slot, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in known
         ]
+        every = [pair for name, layer in layers for pair in layer.named_parameters(name)]
+        self._frozen = [(name, parameter) for name, parameter in every if not parameter.requires_grad]
         # Recurrent layers have a second list of their weights, which need one buffer on a GPU.
         self._recurrent = [
             (m, [(slot, known.get(id(m._parameters.get(slot)))) for slot in m._flat_weights_names])
@@ -220,6 +222,21 @@ class StageModule:
                 f"the forward moves the weight {moved[0]!r} to other memory (by weight.data = ..., or by a function "
                 "that flattens weights), where no update would reach it; move it before training, not in the forward"
             )
+
+    def check_unchanged(self) -> None:
+        """Raises a `CaptureError` if the user has changed what is trained since the last forward."""
+        for parameters, slot, name in self._slots:
+            if parameters[slot] is not self.handles[name]:
+                raise CaptureError(
+                    f"the parameter {name!r} was replaced by another one while the pipeline trained, which no "
+                    "optimizer has; make a new Pipeline"
+                )
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise CaptureError(
+                    f"requires_grad of {name!r} was changed while the pipeline trained; make a new Pipeline, which "
+                    "trains what requires a gradient then"
+                )
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for name, layer in self.layers:

@@ -1,0 +1,760 @@
+"""What plain PyTorch trains, a pipeline trains to the same numbers, or refuses with a reason: case by case.
+
+Each case is a model, a loss and data, trained by a loop and by a pipeline of two stages. `refused` holds the words of
+the error; without them losses and state must be equal. With several microbatches the loop may also be one that
+accumulates gradients, since normalisation and counters go by microbatch in a pipeline. `check=False` shows what is
+refused without the comparison of the first minibatch.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from first_minibatches import plan_of
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters, weight_norm
+
+from pipedream import Pipeline
+from pipedream.core.errors import PipelineError
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+ADAMW = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+NOTHING = nn.Parameter(torch.zeros(()))
+BOTH = ((1, 1), (2, 1), (1, 2))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is trained.
+
+    Attributes:
+        model: makes it; called with the generators seeded.
+        loss: (output, batch) -> scalar.
+        refused: words of the error; empty if the numbers must be equal.
+        given: the pipeline's own loss, if another, with its targets.
+        replicas: of the two stages; several need two microbatches.
+        between: what the loop does with the model after each minibatch.
+        after_plan: what is done to the model after the plan was made.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Any = None
+    data: Sequence[Any] = ()
+    refused: str = ""
+    given: Any = None
+    m: int = 2
+    replicas: tuple[int, int] = (1, 1)
+    cut: int = 1
+    schedule: str = "gpipe"
+    recompute: str = "never"
+    check: bool = True
+    optimizer: Callable[[Any], torch.optim.Optimizer] = SGD
+    between: Callable[[nn.Module], object] | None = None
+    after_plan: Callable[[nn.Module], object] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def pairs(count: int = 3, samples: int = 8) -> list[tuple[Tensor, Tensor]]:
+    return [(rand(samples, 4, seed=i), rand(samples, 4, seed=100 + i)) for i in range(count)]
+
+
+def words(count: int = 4) -> list[tuple[Tensor, Tensor]]:
+    draw = partial(torch.randint, 5, (8,))
+    return [(draw(generator=torch.Generator().manual_seed(i)), rand(8, 4, seed=i)) for i in range(count)]
+
+
+def mse(output: Tensor, batch: Any) -> Tensor:
+    return F.mse_loss(output, batch[1])
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def sequence(*modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*modules).double()
+
+
+def net() -> nn.Sequential:
+    return sequence(linear(), nn.Tanh(), linear())
+
+
+class Runs(nn.Module):
+    """Runs a function of itself; has a linear layer, and what `made` gives it."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any], made: Callable[[Any], object] = lambda _: None) -> None:
+        super().__init__()
+        self.linear, self.function = linear(), function
+        made(self)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
+def between_two(function: Callable[[Any, Tensor], Any], made: Callable[[Any], object] = lambda _: None) -> Any:
+    return lambda: sequence(linear(), Runs(function, made), linear())
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def plain(case: Case, parts: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Trains in a loop, which cuts each batch into parts and adds up their gradients."""
+    _seed()
+    model = case.model()
+    if case.after_plan is not None:
+        case.after_plan(model)
+    _seed()
+    optimizer, losses = case.optimizer(list(model.named_parameters())), []
+    for batch in copy.deepcopy(case.data):
+        optimizer.zero_grad()
+        total = 0.0
+        for part in [batch] if parts == 1 else zip(*(leaf.chunk(parts) for leaf in batch), strict=True):
+            share = 1.0 if parts == 1 else len(part[0]) / len(batch[0])
+            loss = case.loss(_called(model, part[0]), part) * share
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+        if case.between is not None:
+            case.between(model)
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def piped(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    _seed()
+    model, data = case.model(), copy.deepcopy(case.data)
+    plan = plan_of(model, copy.deepcopy(data[0][0]), (case.cut,), case.replicas, recompute=case.recompute)
+    if case.after_plan is not None:
+        case.after_plan(model)
+    _seed()
+    losses = []
+    with Pipeline(
+        model,
+        plan,
+        schedule=case.schedule,
+        microbatches=case.m,
+        loss=case.given or case.loss,
+        optimizer=case.optimizer,
+        check=case.check,
+        **case.options,
+    ) as pipeline:
+        for done in pipeline.train(data):
+            losses.append(done.loss)
+            if case.between is not None:
+                case.between(model)
+        return losses, pipeline.state_dict()
+
+
+def is_same(found: tuple[list[float], dict[str, Tensor]], wanted: tuple[list[float], dict[str, Tensor]]) -> bool:
+    close = partial(torch.allclose, rtol=1e-9, atol=1e-12)
+    return (
+        found[0] == pytest.approx(wanted[0], rel=1e-9)
+        and found[1].keys() == wanted[1].keys()
+        and all(close(found[1][name], value) for name, value in wanted[1].items())
+    )
+
+
+def run(case: Case) -> None:
+    if case.refused:
+        with pytest.raises(PipelineError, match=case.refused):
+            piped(case)
+        return
+    found, wanted = piped(case), plain(case, 1)
+    if case.m > 1 and not is_same(found, wanted):
+        wanted = plain(case, case.m)
+    assert found[0] == pytest.approx(wanted[0], rel=1e-9)
+    assert is_same(found, wanted)
+
+
+# -- losses whose parts do not make the whole -------------------------------------------------------------------------
+
+
+def tokens(whole_first: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """Targets of which three in the first half are ignored; perhaps not in the first batch."""
+    found = []
+    for i in range(3):
+        targets = torch.randint(0, 4, (8,), generator=torch.Generator().manual_seed(i))
+        targets[: 0 if whole_first and not i else 3] = -100
+        found.append((rand(8, 4, seed=i), targets))
+    return found
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0]).double()
+NOT_A_MEAN = "the loss is not a mean over samples; give weight="
+PROBABLE = [(x, y.softmax(1)) for x, y in pairs(3, 7)]
+SIGNS = [(x, (y > 0).double()) for x, y in pairs()]
+
+
+def of_torch(loss: Any, data: Sequence[Any], **how: Any) -> Case:
+    """A loss of torch, called with (output, targets)."""
+    return Case(how.pop("model", net), lambda output, batch: loss(output, batch[1]), data, given=loss, **how)
+
+
+LOSSES = {
+    "own sum": Case(net, lambda o, b: F.mse_loss(o, b[1], reduction="sum"), pairs(), "the loss is a sum"),
+    "torch's sum": of_torch(nn.MSELoss(reduction="sum"), pairs()),
+    "broadcast": Case(lambda: sequence(linear(), nn.Linear(4, 1)), mse, [(x, y[:, 0]) for x, y in pairs()], NOT_A_MEAN),
+    "broadcast, m = 1": Case(lambda: sequence(linear(), nn.Linear(4, 1)), mse, [(x, y[:, 0]) for x, y in pairs()], m=1),
+    "contrastive": Case(net, lambda o, b: F.cross_entropy(o @ b[1].T, torch.arange(len(o))), pairs(), NOT_A_MEAN),
+    "root of a mean": Case(net, lambda o, b: F.mse_loss(o, b[1]).sqrt(), pairs(), NOT_A_MEAN),
+    "own masked mean": Case(
+        net, lambda o, b: ((o - b[1]) ** 2 * (b[1] > 0)).sum() / (b[1] > 0).sum(), pairs(), NOT_A_MEAN
+    ),
+    "detached": Case(net, lambda o, b: mse(o.detach(), b), pairs(), "nothing would be trained"),
+    "ignored, weighted, smoothed": of_torch(
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=-100, label_smoothing=0.1), tokens()
+    ),
+    "all of a part ignored": of_torch(
+        nn.CrossEntropyLoss(), [(x, y.index_fill(0, torch.arange(4), -100)) for x, y in tokens()]
+    ),
+    "probabilities": of_torch(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), PROBABLE),
+    "pos_weight": of_torch(nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS, weight=CLASS_WEIGHTS), SIGNS),
+    "batchmean": of_torch(
+        nn.KLDivLoss(reduction="batchmean"), PROBABLE, model=lambda: sequence(linear(), nn.LogSoftmax(1))
+    ),
+    "reduction='none'": of_torch(nn.MSELoss(reduction="none"), pairs(), refused="a tensor of shape"),
+    "smaller last batch": of_torch(nn.MSELoss(), [*pairs(2), *pairs(1, 3)]),
+    "penalty on weights": Case(
+        net, lambda o, b: mse(o, b), pairs(), optimizer=partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    run(LOSSES[name])
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.lstm, self.b = linear(), nn.LSTM(4, 4), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.lstm(self.a(x))[0])
+
+
+class OfLists(nn.Module):
+    """Takes a list of tensors, or a tensor with a list of numbers or texts, one entry per sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = linear(), linear(), linear()
+
+    def forward(self, x: Any, entries: Any = None) -> Tensor:
+        x = torch.stack([one.mean(0) for one in x]) if isinstance(x, list) else x
+        x = torch.tanh(self.a(x))
+        if entries is not None:
+            x = x * torch.tensor([len(e) if isinstance(e, str) else e for e in entries], dtype=x.dtype)[:, None]
+        return self.c(torch.tanh(self.b(x)))
+
+
+def by_lengths(output: Tensor, batch: Any) -> Tensor:
+    """Targets of all samples lie one after the other."""
+    flat, lengths = batch[1]
+    losses, at = [], 0
+    for one, length in zip(output, lengths.tolist(), strict=True):
+        losses.append((one.sum() - flat[at : at + length]).square().mean())
+        at += length
+    return torch.stack(losses).mean()
+
+
+STEPS = [(rand(6, 8, 4, seed=i), rand(6, 8, 4, seed=9 + i)) for i in range(3)]
+LISTED = [([rand(2, 4, seed=10 * i + j) for j in range(8)], rand(8, 4, seed=50 + i)) for i in range(3)]
+RAGGED = [([rand(1 + j % 3, 4, seed=10 * i + j) for j in range(8)], rand(8, 4, seed=50 + i)) for i in range(3)]
+LENGTHS = torch.tensor([1, 2, 3, 1, 2, 3, 1, 3])
+
+
+def with_entries(entries: list[Any]) -> list[Any]:
+    return [((x, entries), y) for x, y in pairs()]
+
+
+def list_mse(output: Tensor, batch: Any) -> Tensor:
+    return torch.stack([(o - t).square().mean() for o, t in zip(output, batch[1], strict=False)]).mean()
+
+
+BATCHES = {
+    "batch second": Case(lambda: Recurrent().double(), mse, STEPS, r"say where the samples are \(batch_dim="),
+    "batch second, batch_dim=1": Case(lambda: Recurrent().double(), mse, STEPS, options={"batch_dim": 1}),
+    "batch second, m = 1": Case(lambda: Recurrent().double(), mse, STEPS, m=1),
+    "list of tensors": Case(lambda: OfLists().double(), mse, LISTED, "microbatches make"),
+    "list of tensors, m = 1": Case(lambda: OfLists().double(), mse, LISTED, m=1),
+    "list of numbers": Case(
+        lambda: OfLists().double(), mse, with_entries([float(i) for i in range(8)]), "must match the size of tensor b"
+    ),
+    "list of texts": Case(
+        lambda: OfLists().double(), mse, with_entries(["x" * i for i in range(8)]), "must match the size of tensor b"
+    ),
+    "targets in a list": Case(net, list_mse, [(x, [*y]) for x, y in pairs()], "microbatches make .* give weight="),
+    "targets in a flat tensor with lengths": Case(
+        net, by_lengths, [(x, (rand(16, seed=i), LENGTHS)) for i, (x, _) in enumerate(pairs())], "microbatches make"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name: str) -> None:
+    run(BATCHES[name])
+
+
+# -- weights that are read, written or changed where a pipeline does not see it ---------------------------------------
+
+
+class Reader(nn.Module):
+    """Reads the weight of another module."""
+
+    def __init__(self, other: nn.Linear, detached: bool) -> None:
+        super().__init__()
+        self.own, self.detached = linear(), detached
+        self.__dict__["other"] = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.other.weight
+        return self.own(x) + (weight.detach() if self.detached else weight).sum()
+
+
+def reading(detached: bool) -> nn.Module:
+    first = linear()
+    return sequence(first, nn.Tanh(), Reader(first, detached))
+
+
+def listed() -> nn.Module:
+    model = between_two(lambda self, x: x @ self.weights[0])()
+    model[1].weights = [model[1].linear.weight]
+    return model
+
+
+def with_view() -> nn.Module:
+    model = between_two(lambda self, x: self.linear(x) @ self.view)()
+    model[1].view = model[1].linear.weight.detach()
+    return model
+
+
+def pruned() -> nn.Module:
+    model = net()
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    return model
+
+
+def overlapping() -> nn.Module:
+    model = net()
+    weight = model[0].weight.detach().clone()
+    model[0].weight, model[0].bias = nn.Parameter(weight), nn.Parameter(weight[0])
+    return model
+
+
+def overlapping_over_stages() -> nn.Module:
+    model = net()
+    weight = model[0].weight.detach().clone()
+    model[0].weight, model[2].weight = nn.Parameter(weight), nn.Parameter(weight.t())
+    return model
+
+
+def tied() -> nn.Module:
+    model = net()
+    model[2].weight = model[0].weight
+    return model
+
+
+def without_decay() -> nn.Module:
+    model = net()
+    for parameter in model.parameters():
+        parameter.no_decay = parameter.ndim == 1
+    return model
+
+
+def by_attribute(named: Any) -> torch.optim.Optimizer:
+    groups: list[list[Any]] = [[NOTHING], [nn.Parameter(torch.zeros(()))]]
+    for _, parameter in named:
+        groups[getattr(parameter, "no_decay", False)].append(parameter)
+    return torch.optim.SGD([{"params": groups[0], "weight_decay": 0.5}, {"params": groups[1]}], lr=0.1)
+
+
+def clamped(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.linear.weight.clamp_(-0.3, 0.3)
+    return self.linear(x)
+
+
+def bound(self: Any, x: Tensor) -> Tensor:
+    self.linear.weight.data = self.linear.weight.data.clamp(-0.3, 0.3)
+    return self.linear(x)
+
+
+def frozen() -> nn.Module:
+    model = net()
+    model[0].requires_grad_(False)
+    return model
+
+
+def set_anew(model: Any) -> None:
+    with torch.no_grad():
+        model[0].weight.set_(model[0].weight.clamp(-0.3, 0.3))
+
+
+def replaced(model: Any) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clamp(-0.3, 0.3))
+
+
+def from_vector(model: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach().clamp(-0.3, 0.3), model.parameters())
+
+
+WRITTEN = "was written while the pipeline trained"
+WEIGHTS = {
+    "in a list": Case(listed, mse, pairs(), r"another gradient of '1\.linear\.weight'"),
+    "of another stage": Case(lambda: reading(False), mse, pairs(), r"another gradient of '0\.weight'"),
+    "of another stage, detached": Case(lambda: reading(True), mse, pairs()),
+    "of another stage, detached, replicas": Case(lambda: reading(True), mse, pairs(), replicas=(1, 2)),
+    "tied": Case(tied, mse, pairs()),
+    "two in one storage": Case(overlapping, mse, pairs(), replicas=(2, 1)),
+    "two in one storage, two stages": Case(overlapping_over_stages, mse, pairs(), "share a parameter|share"),
+    "a view of it": Case(with_view, mse, pairs(), replicas=(1, 2)),
+    "weight_norm by hooks": Case(
+        lambda: sequence(weight_norm(linear()), nn.Tanh(), linear()), mse, pairs(), replicas=(2, 1)
+    ),
+    "parametrizations": Case(
+        lambda: sequence(parametrizations.orthogonal(linear()), linear()), mse, pairs(), replicas=(2, 1)
+    ),
+    "pruned": Case(pruned, mse, pairs(), replicas=(2, 1)),
+    "attributes that choose the group": Case(without_decay, mse, pairs(), replicas=(2, 1), optimizer=by_attribute),
+    "clamped in the forward": Case(between_two(clamped), mse, pairs(), m=1, cut=2),
+    "clamped in the forward, replicas": Case(
+        between_two(clamped), mse, pairs(), "the forward writes into the weight", replicas=(2, 1), cut=2
+    ),
+    "bound anew in the forward": Case(between_two(bound), mse, pairs(), "to other memory", m=1, cut=2),
+    "vector_to_parameters": Case(net, mse, pairs(), WRITTEN, between=from_vector),
+    "p.set_()": Case(net, mse, pairs(), WRITTEN, between=set_anew),
+    "another parameter": Case(net, mse, pairs(4), "was replaced by another one", between=replaced),
+    "unfrozen later": Case(
+        frozen, mse, pairs(4), "requires_grad of .* was changed", between=lambda model: model.requires_grad_(True)
+    ),
+    "written by .data, replicas": Case(
+        net, mse, pairs(), "differs between the replicas", replicas=(2, 1),
+        between=lambda model: model[0].weight.data.clamp_(-0.3, 0.3),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights(name: str) -> None:
+    run(WEIGHTS[name])
+
+
+class Experts(nn.Module):
+    """Each sample goes through one of two layers; in some minibatches nobody uses the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([linear(), linear()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert, chosen in zip(self.experts, (x[:, 0] > 0, x[:, 0] <= 0), strict=True):
+            if chosen.any():
+                out[chosen] = expert(x[chosen])
+        return out
+
+
+def sided(sides: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Batches of which one side, or each half another, goes to one expert."""
+    found = pairs(len(sides))
+    for (x, _), side in zip(found, sides, strict=True):
+        x[:, 0] = x[:, 0].abs() * (side or torch.tensor([1.0] * 4 + [-1.0] * 4))
+    return found
+
+
+@pytest.mark.parametrize("replicas", BOTH)
+def test_parameters_that_only_some_microbatches_use(replicas: tuple[int, int]) -> None:
+    """AdamW would decay a weight whose gradient is zero instead of none."""
+    run(
+        Case(
+            lambda: sequence(Experts(), linear(), linear()),
+            mse,
+            sided([1, 0, -1, 1, -1]),
+            replicas=replicas,
+            optimizer=ADAMW,
+        )
+    )
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+class Several(torch.optim.SGD):
+    """SGD, and SparseAdam for embeddings."""
+
+    def __init__(self, named: Any) -> None:
+        sparse = [p for name, p in named if name == "0.weight"]
+        super().__init__([p for name, p in named if name != "0.weight"] or [nn.Parameter(torch.zeros(()))], lr=0.1)
+        self.others = [torch.optim.SparseAdam(sparse, lr=0.1)] if sparse else []
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for one in self.others:
+            one.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for one in self.others:
+            one.zero_grad(set_to_none)
+
+
+def sparse() -> nn.Module:
+    return sequence(nn.Embedding(5, 4, sparse=True), nn.Tanh(), linear())
+
+
+def rate_by_name(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [p], "lr": 0.3 if name.startswith("0") else 0.05} for name, p in named])
+
+
+OPTIMIZERS = {
+    "SparseAdam": Case(sparse, mse, words(), optimizer=Several, m=1),
+    "SparseAdam, m = 2": Case(sparse, mse, words(), optimizer=Several),
+    "SparseAdam, replicas": Case(sparse, mse, words(), "is sparse", optimizer=Several, replicas=(2, 1)),
+    "LBFGS": Case(
+        net, mse, pairs(), "LBFGS computes the loss several times",
+        optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]),
+    ),
+    "rates by name": Case(net, mse, pairs(), optimizer=rate_by_name, replicas=(2, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str) -> None:
+    run(OPTIMIZERS[name])
+
+
+# -- forwards that decide, count, write buffers, or pass things on in Python ------------------------------------------
+
+
+class Drops(nn.Module):
+    """LayerDrop: leaves layers out by a count, by a value, or by torch's or Python's generator."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.layers, self.c = linear(), nn.ModuleList([linear(), linear()]), linear()
+        self.how, self.calls = how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        self.calls += 1
+        for number, layer in enumerate(self.layers):
+            if self.how == "count":
+                skips = (self.calls + number) % 2 == 0
+            elif self.how == "value":
+                skips = bool(x.sum() > 0)
+            else:
+                skips = random.random() < 0.3
+            x = x if skips else layer(x)
+        return self.c(x)
+
+
+def changing() -> nn.Module:
+    """A chain whose forward may be changed later."""
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.how = linear(), linear(), linear(), ""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.how == "order":
+                return self.c(self.a(self.b(x)))
+            if self.how == "skip":
+                return self.c(self.a(x))
+            return self.c(torch.relu(self.b(self.a(x))) if self.how == "relu" else self.b(self.a(x)))
+
+    return Changing().double()
+
+
+def counting(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return self.linear(x) * self.calls
+
+
+def count_from_0(self: Any) -> None:
+    self.calls = 0
+
+
+def drawing(self: Any, x: Tensor) -> Tensor:
+    return self.linear(torch.tanh(self.linear(x)) * (1 + random.random() + float(np.random.rand())))
+
+
+def carried(self: Any, x: Tensor) -> Tensor:
+    """Keeps a state from one batch to the next."""
+    y = self.linear(x)
+    y = y if self.state is None else y * self.state
+    self.state = y.detach().mean(0)
+    return y
+
+
+def state_of_nothing(self: Any) -> None:
+    self.state = None
+
+
+def summing(self: Any, x: Tensor) -> Tensor:
+    self.seen += x.detach().mean(0)
+    return self.linear(x) * self.seen
+
+
+def summing_later(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    if self.calls > 2:
+        self.seen += x.detach().mean(0)
+    return self.linear(x) + self.seen
+
+
+def with_buffer(self: Any) -> None:
+    self.calls = 0
+    self.register_buffer("seen", torch.zeros(4))
+
+
+def embedding(kind: Any) -> Any:
+    return lambda: sequence(kind(5, 4, max_norm=0.5), linear(), linear())
+
+
+def spectral() -> nn.Module:
+    return sequence(parametrizations.spectral_norm(linear()), nn.Tanh(), linear())
+
+
+class Frozen(nn.Module):
+    """A BatchNorm that stays in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = linear(), nn.BatchNorm1d(4), linear()
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(self.a(x)))
+
+
+def change(how: str) -> Callable[[Any], None]:
+    return lambda model: setattr(model, "how", how)
+
+
+RUNS = "runs the layers .* where the pipeline runs"
+IN_REPLICAS = "differs between the replicas"
+FORWARDS = {
+    "LayerDrop by count": Case(lambda: Drops("count").double(), mse, pairs(5), m=1),
+    "LayerDrop by count, m = 2": Case(lambda: Drops("count").double(), mse, pairs(5)),
+    "LayerDrop by value": Case(lambda: Drops("value").double(), mse, pairs(5)),
+    "LayerDrop by Python's generator": Case(
+        lambda: Drops("python").double(), mse, pairs(8), "took another path than when the model was captured"
+    ),
+    "changed after the plan: order": Case(changing, mse, pairs(), RUNS, after_plan=change("order"), m=1),
+    "changed after the plan: skip": Case(changing, mse, pairs(), RUNS, after_plan=change("skip"), m=1),
+    "changed after the plan: relu": Case(changing, mse, pairs(), "another gradient", after_plan=change("relu"), m=1),
+    "counter": Case(between_two(counting, count_from_0), mse, pairs()),
+    "counter, recompute": Case(between_two(counting, count_from_0), mse, pairs(), recompute="always", check=False),
+    "counter, replicas": Case(between_two(counting, count_from_0), mse, pairs(), "another gradient", replicas=(1, 2)),
+    "Python's generators, recompute": Case(between_two(drawing), mse, pairs(), recompute="always"),
+    "state of the batch before": Case(between_two(carried, state_of_nothing), mse, pairs()),
+    "state of the batch before, recompute": Case(
+        between_two(carried, state_of_nothing), mse, pairs(), recompute="always", check=False, cut=2
+    ),
+    "buffer": Case(between_two(summing, with_buffer), mse, pairs(), m=1),
+    "buffer, replicas": Case(
+        between_two(summing, with_buffer), mse, pairs(), IN_REPLICAS, replicas=(1, 2), check=False
+    ),
+    "buffer that changes later, replicas": Case(
+        between_two(summing_later, with_buffer), mse, pairs(5), IN_REPLICAS, replicas=(1, 2)
+    ),
+    "Embedding(max_norm)": Case(embedding(nn.Embedding), mse, words()),
+    "Embedding(max_norm), replicas": Case(
+        embedding(nn.Embedding), mse, words(), r"writes into the weight '0\.weight'", replicas=(2, 1)
+    ),
+    "Embedding(max_norm), replicas elsewhere": Case(embedding(nn.Embedding), mse, words(), replicas=(1, 2)),
+    "spectral_norm": Case(spectral, mse, pairs()),
+    "spectral_norm, replicas": Case(spectral, mse, pairs(), IN_REPLICAS, replicas=(2, 1), check=False),
+    "frozen BatchNorm by train()": Case(lambda: Frozen().double().train(), mse, pairs()),
+    "BatchNorm": Case(lambda: sequence(linear(), nn.BatchNorm1d(4), linear()), mse, pairs()),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forwards(name: str) -> None:
+    run(FORWARDS[name])
+
+
+class Shared:
+    value: Any = None
+
+
+def shares() -> nn.Module:
+    """The first stage hands a value to the second through a Python object."""
+    shared = Shared()
+
+    def give(self: Any, x: Tensor) -> Tensor:
+        shared.value = self.linear(x).detach().mean()
+        return self.linear(x)
+
+    return sequence(Runs(give), nn.Tanh(), Runs(lambda self, x: self.linear(x) * shared.value))
+
+
+class Pair(nn.Module):
+    """Returns a tensor twice, or with a view of it."""
+
+    def __init__(self, part: int) -> None:
+        super().__init__()
+        self.linear, self.part = linear(), part
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(x)
+        return x, x if self.part == 4 else x[:, : self.part]
+
+
+class WritesSecond(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        both[1].mul_(2)
+        return self.linear(both[0])
+
+
+def twice(part: int) -> Any:
+    return lambda: sequence(Pair(part), WritesSecond(), linear())
+
+
+OBJECTS = {
+    "a tensor twice, written": Case(twice(4), mse, pairs()),
+    "with its view, written": Case(twice(2), mse, pairs(), "another gradient", m=1),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects(name: str) -> None:
+    run(OBJECTS[name])
