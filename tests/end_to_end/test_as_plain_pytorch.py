@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+SLOWLY = partial(torch.optim.SGD, lr=0.001)
 NOTHING = nn.Parameter(torch.zeros(()))
 BOTH = ((1, 1), (2, 1), (1, 2))
 
@@ -214,7 +215,30 @@ def of_torch(loss: Any, data: Sequence[Any], **how: Any) -> Case:
 
 
 LOSSES = {
-    "own sum": Case(net, lambda o, b: F.mse_loss(o, b[1], reduction="sum"), pairs(), "the loss is a sum"),
+    "own ignore_index": Case(net, lambda o, b: F.cross_entropy(o, b[1], ignore_index=-100), tokens()),
+    "own ignore_index, replicas": Case(
+        net, lambda o, b: F.cross_entropy(o, b[1], ignore_index=-100), tokens(), replicas=(1, 2), check=False
+    ),
+    "ignores nothing in the first batch": Case(
+        net, lambda o, b: F.cross_entropy(o, b[1]), tokens(whole_first=True), check=False
+    ),
+    "two losses, one of which ignores": Case(
+        net,
+        lambda o, b: F.cross_entropy(o, b[1]) + 0.1 * F.mse_loss(o, b[0]),
+        tokens(True),
+        "do not count by their samples",
+    ),
+    "own sum of torch's": Case(net, lambda o, b: F.mse_loss(o, b[1], reduction="sum"), pairs(), optimizer=SLOWLY),
+    "own sum": Case(net, lambda o, b: ((o - b[1]) ** 2).sum(), pairs(), "the loss is a sum"),
+    "size_average=False": of_torch(partial(F.mse_loss, size_average=False), pairs(), optimizer=SLOWLY),
+    "reduce=False": of_torch(partial(F.mse_loss, reduce=False), pairs(), refused="a tensor of shape"),
+    "masked by an index, later": Case(
+        net,
+        lambda o, b: F.mse_loss(o[b[1] > -9], b[1][b[1] > -9]),
+        [*pairs(1), *((x, y.index_fill(0, torch.arange(3), -10)) for x, y in pairs(2))],
+        "do not count by their samples",
+        check=False,
+    ),
     "torch's sum": of_torch(nn.MSELoss(reduction="sum"), pairs()),
     "broadcast": Case(lambda: sequence(linear(), nn.Linear(4, 1)), mse, [(x, y[:, 0]) for x, y in pairs()], NOT_A_MEAN),
     "broadcast, m = 1": Case(lambda: sequence(linear(), nn.Linear(4, 1)), mse, [(x, y[:, 0]) for x, y in pairs()], m=1),
@@ -434,7 +458,7 @@ WEIGHTS = {
     "of another stage, detached, replicas": Case(lambda: reading(True), mse, pairs(), replicas=(1, 2)),
     "tied": Case(tied, mse, pairs()),
     "two in one storage": Case(overlapping, mse, pairs(), replicas=(2, 1)),
-    "two in one storage, two stages": Case(overlapping_over_stages, mse, pairs(), "share a parameter|share"),
+    "two in one storage, two stages": Case(overlapping_over_stages, mse, pairs(), "share a parameter"),
     "a view of it": Case(with_view, mse, pairs(), replicas=(1, 2)),
     "weight_norm by hooks": Case(
         lambda: sequence(weight_norm(linear()), nn.Tanh(), linear()), mse, pairs(), replicas=(2, 1)
@@ -749,7 +773,21 @@ def twice(part: int) -> Any:
     return lambda: sequence(Pair(part), WritesSecond(), linear())
 
 
+class Reuses(list[Any]):
+    """A loader that fills the same tensors again for each batch."""
+
+    def __iter__(self) -> Any:
+        x, y = map(torch.empty_like, super().__getitem__(0))
+        for inputs, targets in super().__iter__():
+            yield x.copy_(inputs), y.copy_(targets)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
 OBJECTS = {
+    "a batch that the loader fills again": Case(net, mse, Reuses(pairs()), "has written into the one before"),
+    "a value in a shared object": Case(shares, mse, pairs(), m=1),
     "a tensor twice, written": Case(twice(4), mse, pairs()),
     "with its view, written": Case(twice(2), mse, pairs(), "another gradient", m=1),
 }

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.data.rng import DataOrder
 from pipedream.runtime.data.tensor_json import from_json, to_json
 
@@ -198,7 +199,15 @@ class IterableReader(LoaderReader):
             while batch is not _END:
                 batches += 1
                 self._save_loader_state(epoch, batches)
+                versions = _versions(batch)
                 following = self._next_batch()
+                if _versions(batch) != versions:
+                    raise WorkerError(
+                        0,
+                        "the loader",
+                        "to make a batch it has written into the one before, which is still needed",
+                        "let it yield tensors of their own, such as x.clone()",
+                    )
                 if following is _END:
                     self._save_epoch_state(epoch + 1)
                     self._save_loader_state(epoch + 1, 0)
@@ -223,6 +232,11 @@ class IterableReader(LoaderReader):
             self._close_iterator()
             self._start_epoch()
         return int(own["batches"])
+
+
+def _versions(batch: Any) -> list[int]:
+    """How often each tensor of a batch was written."""
+    return [tensor._version for tensor in tensors_in(batch) if not tensor.is_inference()]
 
 
 def _loads_in_processes(loader: Any) -> bool:

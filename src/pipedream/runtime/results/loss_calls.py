@@ -18,7 +18,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from functools import partial, wraps
 from itertools import zip_longest
 from typing import Any, NamedTuple, Self
 
@@ -38,12 +38,14 @@ class Amounts(NamedTuple):
     Attributes:
         values: several if it is a sum of means; none if it is itself a sum.
         terms: values of what is added to the losses of torch, as regularisers and losses of the user's own.
+        full: as `values`, if no target were ignored and all classes had weight 1; empty if that is unknown.
     """
 
     is_sum: bool
     samples: int
     values: tuple[float, ...] = ()
     terms: tuple[float, ...] = ()
+    full: tuple[float, ...] = ()
 
     def fits(self, other: Amounts) -> bool:
         """Returns whether weights of these two parts give the loss of both.
@@ -66,6 +68,7 @@ class _Noted(NamedTuple):
     kind: str  # "mean", "sum" or "elements"
     amounts: tuple[_Amount, ...] = ()
     terms: tuple[torch.Tensor, ...] = ()
+    full: tuple[_Amount, ...] = ()
 
 
 def class_amount(targets: torch.Tensor, ignore_index: int = -100, classes: torch.Tensor | None = None) -> float:
@@ -79,6 +82,11 @@ def class_amount(targets: torch.Tensor, ignore_index: int = -100, classes: torch
 def _classes(given: _Arguments) -> float:
     ignored = given["ignore_index"]
     return class_amount(given["target"], -100 if ignored is None else ignored, given["weight"])
+
+
+def _full(given: _Arguments) -> float:
+    targets = given["target"]
+    return class_amount(targets) if targets.is_floating_point() else float(targets.numel())
 
 
 def _elements(*names: str) -> Callable[[_Arguments], float]:
@@ -121,6 +129,7 @@ _AMOUNTS |= dict.fromkeys(
 )  # fmt: skip
 if hasattr(F, "linear_cross_entropy"):
     _AMOUNTS[F.linear_cross_entropy] = _classes
+_OF_CLASSES = frozenset(function for function, amount in _AMOUNTS.items() if amount is _classes)
 _DEFAULTS = {
     function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     for function in _AMOUNTS
@@ -266,7 +275,8 @@ class LossCalls(TorchFunctionMode):
         elif reduction == "sum":
             noted = _Noted("sum")
         else:
-            noted = _Noted("mean", (lambda: _AMOUNTS[function](given),))
+            amount = partial(_AMOUNTS[function], given)
+            noted = _Noted("mean", (amount,), full=(partial(_full, given) if function in _OF_CLASSES else amount,))
         self._noted[id(result)] = (result, noted)
 
     def _of(self, item: Any) -> _Noted | None:
@@ -336,7 +346,8 @@ def _joined(found: list[_Noted]) -> _Noted | None:
     if len({noted.kind for noted in found}) > 1:
         return None
     amounts = tuple(amount for noted in found for amount in noted.amounts)
-    return _Noted(found[0].kind, amounts, tuple(term for noted in found for term in noted.terms))
+    full = tuple(amount for noted in found for amount in noted.full)
+    return _Noted(found[0].kind, amounts, tuple(term for noted in found for term in noted.terms), full)
 
 
 def _added(noted: _Noted | None, others: list[Any]) -> _Noted | None:
@@ -362,7 +373,8 @@ def _evaluated(noted: _Noted, samples: int) -> Amounts | None:
     # Many sums of losses start from a 0.
     terms = tuple(value for value in map(float, noted.terms) if value)
     if noted.kind == "mean":
-        return Amounts(False, samples, tuple(amount() for amount in noted.amounts), terms)
+        values, full = ([amount() for amount in amounts] for amounts in (noted.amounts, noted.full))
+        return Amounts(False, samples, tuple(values), terms, tuple(full if len(full) == len(values) else values))
     return None if terms else Amounts(True, samples)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn import _reduction as _Reduction
 
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, class_amount
@@ -85,6 +86,7 @@ class Loss:
         self.module = self._unwrapped if isinstance(self._unwrapped, nn.Module) else None
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
         self._calls = LossCalls() if watches else None
+        self._own_calls = LossCalls() if loss is not None and weight is None and not self._is_torch_loss else None
         self._is_watched = False
         self._first_part: tuple[int, Amounts] | None = None  # of the minibatch
         self._copied_weights: tuple[torch.Tensor, int, torch.Tensor] | None = None
@@ -134,21 +136,55 @@ class Loss:
             ValueError: the weight of the model's own loss is unknown.
         """
         received = batch if received is None else received
-        found = self._evaluated(output, batch)
+        watched = self._own_calls if minibatch is not None else None
+        if watched is not None and watched.recognised is False:
+            watched = None
+        with nullcontext() if watched is None else watched.given((), samples):
+            found = self._evaluated(output, batch)
         if isinstance(found, tuple):
             total, weight = found
             return total, float(weight), True
+        if watched is not None and minibatch is not None:
+            found = self._scalar(found)
+            return found, *self._weight_of_own(watched, found, samples, share, minibatch)
         if self.function is None and self.weight is None:
             return self._scalar(found), *self._weight_of_model(found, samples, share, minibatch)
         found = self._scalar(found)
         if self.weight is not None:
             return found, float(self.weight(received)), False
-        reduction = self._option("reduction", "mean")
+        reduction = self._reduction
         if reduction == "sum" and self._is_torch_loss:
             # The minibatch's loss is the sum of its parts: their weights sum to one.
             return found, share, True
         weight = self._torch_weight(output, received, reduction)
         return found, float(samples if weight is None else weight), False
+
+    def _weight_of_own(
+        self, calls: LossCalls, loss: torch.Tensor, samples: int, share: float, minibatch: int
+    ) -> tuple[float, bool]:
+        """Returns the weight of a loss of the user's own, and whether it is a sum.
+
+        It is the number of samples, less those that torch's losses, which it calls, ignore.
+        """
+        amounts = calls.amounts(loss)
+        if amounts is not None and amounts.is_sum:
+            return share, True
+        if amounts is None or not max(amounts.full, default=0.0):
+            return float(samples), False
+        first = self._first_part
+        if first is None or first[0] != minibatch or not max(first[1].values):
+            self._first_part = first = minibatch, amounts
+        was, per_sample = (max(found.full) / found.samples for found in (first[1], amounts))
+        if not first[1].fits(amounts) or abs(was - per_sample) > 1e-9 * was:
+            found, before = (", ".join(f"{v:g}" for v in each.values) for each in (amounts, first[1]))
+            raise ValueError(
+                f"the loss is a mean over {found} in a part of {samples} samples, and over {before} in a part of "
+                f"{first[1].samples} of the same minibatch, so that its parts do not count by their samples; give "
+                "weight=..., a function from a batch to the amount that the loss is a mean over, let the loss return "
+                "(sum, weight), or train with microbatches=1"
+            )
+        most = max(range(len(amounts.full)), key=lambda i: amounts.full[i])
+        return samples * amounts.values[most] / amounts.full[most], False
 
     def _weight_of_model(
         self, loss: torch.Tensor, samples: int, share: float, minibatch: int | None
@@ -187,7 +223,7 @@ class Loss:
         """Returns the weight that follows from shapes alone, whatever the targets hold."""
         if self.weight is not None or not self._is_torch_loss:
             return float(samples)
-        reduction = self._option("reduction", "mean")
+        reduction = self._reduction
         if reduction == "sum":
             return share
         count = self._torch_count(output, batch, reduction) or 0
@@ -242,6 +278,13 @@ class Loss:
         if self._is_of_elements:
             return None if reduction == "batchmean" else max(output.numel(), targets.numel())
         return None
+
+    @property
+    def _reduction(self) -> str:
+        deprecated = [self._keywords.get(name) for name in ("size_average", "reduce")]
+        if any(value is not None for value in deprecated):
+            return str(_Reduction.legacy_get_string(*deprecated, emit_warning=False))
+        return str(self._option("reduction", "mean"))
 
     def _option(self, name: str, default: Any) -> Any:
         if isinstance(self._unwrapped, nn.Module):
