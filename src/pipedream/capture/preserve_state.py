@@ -180,11 +180,11 @@ def preserve_weights(model: nn.Module) -> Iterator[None]:
             tensor.copy_(value)
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies parameters right before an operation writes into them, also through ``.data``."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._watched: dict[int, list[torch.Tensor]] = {}
         for parameter in parameters:

@@ -281,9 +281,9 @@ class Loss:
 
     @property
     def _reduction(self) -> str:
-        deprecated = [self._keywords.get(name) for name in ("size_average", "reduce")]
-        if any(value is not None for value in deprecated):
-            return str(_Reduction.legacy_get_string(*deprecated, emit_warning=False))
+        average, reduce = (self._keywords.get(name) for name in ("size_average", "reduce"))
+        if average is not None or reduce is not None:  # deprecated
+            return _Reduction.legacy_get_string(average, reduce, emit_warning=False)
         return str(self._option("reduction", "mean"))
 
     def _option(self, name: str, default: Any) -> Any:
