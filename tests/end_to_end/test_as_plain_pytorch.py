@@ -458,7 +458,7 @@ WEIGHTS = {
     "of another stage, detached, replicas": Case(lambda: reading(True), mse, pairs(), replicas=(1, 2)),
     "tied": Case(tied, mse, pairs()),
     "two in one storage": Case(overlapping, mse, pairs(), replicas=(2, 1)),
-    "two in one storage, two stages": Case(overlapping_over_stages, mse, pairs(), "one storage under different parameters"),
+    "two in one storage, two stages": Case(overlapping_over_stages, mse, pairs(), "one storage under different"),
     "a view of it": Case(with_view, mse, pairs(), replicas=(1, 2)),
     "weight_norm by hooks": Case(
         lambda: sequence(weight_norm(linear()), nn.Tanh(), linear()), mse, pairs(), replicas=(2, 1)
