@@ -23,6 +23,7 @@ import pipedream as pd
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import storage
 from pipedream.runtime.checkpoint.remote import RemotePath
+from pipedream.training import loop
 from pipedream.training.resume import CHECKPOINTS, resume_point
 from pipedream.training.train import train_recipe
 
@@ -430,3 +431,18 @@ def test_a_run_folder_that_cannot_be_copied_is_kept(tmp_path: Path, monkeypatch:
     assert f"the files are in {here}" in str(caught.value)
     assert f"--resume {url} only what is missing" in str(caught.value)
     RemotePath(url).remove_folder()
+
+
+@pytest.mark.slow
+def test_losses_that_cannot_be_saved_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+
+    def full(path: Path, text: str) -> None:
+        if storage.complete_checkpoints(run / CHECKPOINTS):
+            raise ArtifactError(f"cannot write {path}: No space left on device; free space")
+
+    monkeypatch.setattr(loop, "write_text", full)
+    with pytest.raises(WorkerError, match=r"saving the losses so far: .*No space left") as caught:
+        train_recipe(regression, out=run, **OPTIONS)
+    assert f"checkpoints in {run / CHECKPOINTS} are intact" in str(caught.value)
+    assert storage.verify_checkpoint(storage.complete_checkpoints(run / CHECKPOINTS)[0]).minibatches == 5

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 
 from pipedream.core.errors import ArtifactError
 
-__all__ = ["Artifact", "check_json", "decode", "encode", "new_file", "write_text", "writing"]
+__all__ = ["Artifact", "check_json", "decode", "encode", "new_file", "system_error", "write_text", "writing"]
 
 
 class Artifact:
@@ -115,6 +115,14 @@ def writing(path: Path) -> Iterator[None]:
         advice = "free space, or choose a place with more" if full else "choose another place"
         why = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror or error
         raise ArtifactError(f"cannot write {path}: {why}; {advice}") from None
+
+
+def system_error(error: BaseException) -> BaseException:
+    """Returns the OSError (a full disk, ...) on which another error followed, as torch's do; or the error itself."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__context__
+    return found or error
 
 
 def check_json(value: Any, what: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from pipedream.core.artifact import write_text
+from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.pipeline import Done, Pipeline
 from pipedream.recipe import Recipe
 from pipedream.runtime.checkpoint.remote import AnyPath
@@ -145,10 +146,14 @@ class TrainingLoop:
             # The checkpoint includes minibatches that the drain has finished and this loop has yet to be given.
             known = [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
             path = self._checkpoints.folder.parent / "losses.json"
-            if isinstance(path, Path):
-                write_text(path, json.dumps(known))
-            else:
-                path.write_text(json.dumps(known))
+            try:
+                if isinstance(path, Path):
+                    write_text(path, json.dumps(known))
+                else:
+                    path.write_text(json.dumps(known))
+            except (ArtifactError, OSError) as error:
+                advice = f"checkpoints in {self._checkpoints.folder} are intact: resume from there"
+                raise WorkerError(0, "saving the losses so far", str(error), advice) from None
 
     def figures(self) -> dict[str, Any]:
         found: dict[str, Any] = {

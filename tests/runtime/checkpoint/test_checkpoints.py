@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 import zoo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from pipedream.core.artifact import system_error
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import storage
@@ -274,7 +276,31 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
         assert "File too large" in told[0]
         assert "earlier checkpoints are intact" in told[0]
     assert names(storage.complete_checkpoints(tmp_path)) == ["minibatch-00000005"]
+    assert not list(tmp_path.glob(".minibatch*")), "what was written takes no more space"
     assert load(tmp_path) == (1, 0)
+
+
+@pytest.mark.parametrize("values", [10, 100_000])
+def test_a_full_disk_is_named_where_torch_does_not(values: int) -> None:
+    with pytest.raises((OSError, RuntimeError)) as caught, open("/dev/full", "wb") as full:
+        torch.save(torch.ones(values), full)
+    assert "No space left" in str(system_error(caught.value))
+
+
+def test_a_folder_that_is_removed_during_a_run_is_an_error(tmp_path: Path) -> None:
+    animal = zoo.make("mlp")
+    run = tmp_path / "run"
+    with pipeline(animal) as made:
+        batches = made.train(animal.batches, epochs=2)
+        next(batches)
+        made.save(run)
+        shutil.rmtree(run)
+        next(batches)
+        with pytest.raises(ArtifactError, match="run was removed or replaced while this run was writing"):
+            made.save(run)
+        for _ in batches:
+            pass
+    assert not run.exists()
 
 
 def test_manifest_goes_through_json(tmp_path: Path) -> None:

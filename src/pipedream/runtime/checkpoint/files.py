@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.core.artifact import new_file
+from pipedream.core.artifact import new_file, system_error
 from pipedream.core.errors import ArtifactError, CaptureError
 from pipedream.runtime.checkpoint.hugging_face import LazyTensors, under_model_names
 
@@ -25,7 +25,7 @@ def save_weights(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]
         try:
             torch.save(dict(state), file)
         except RuntimeError as error:
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+            raise system_error(error) from None
 
 
 def open_weights(path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:

@@ -37,7 +37,7 @@ class FolderLock:
         try:
             self._made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = self._opened()
+            self._descriptor = descriptor = self._opened()
             os.ftruncate(descriptor, 0)
             os.write(descriptor, _this_process().encode())
         except OSError as error:
@@ -65,7 +65,16 @@ class FolderLock:
             os.close(descriptor)  # its holder has just removed the file
 
     def check(self) -> None:
-        """Does nothing: nobody can take it."""
+        """Raises an `ArtifactError` if the folder was removed."""
+        try:
+            is_here = os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        except OSError:
+            is_here = False
+        if not is_here:
+            raise ArtifactError(
+                f"the folder {self._folder} was removed or replaced while this run was writing into it; give the run "
+                "a folder of its own"
+            )
 
     def release(self) -> None:
         """Removes the lock, and the folder if it was made for it and is empty."""

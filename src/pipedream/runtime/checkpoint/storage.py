@@ -53,6 +53,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from pipedream.core.artifact import system_error
 from pipedream.core.checkpoint import Checkpoint, Stored
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint.lock import FolderLock, RemoteLock
@@ -383,8 +384,14 @@ class Writer:
             try:
                 places = _write_tensors(scratch / f"__{self._rank}_0.distcp", tensors)
             except Exception as error:
-                failure = _first_line(error)
-            rows = self._all_written(what, failure, places)
+                failure = _first_line(system_error(error))
+            try:
+                rows = self._all_written(what, failure, places)
+            except _SaveError:
+                if apart or self._rank == 0:  # nobody writes any more, and space may be what is missing
+                    with suppress(OSError):
+                        _remove_tree(scratch)
+                raise
             if apart:
                 with suppress(FileNotFoundError):  # another rank of this machine has done it
                     _move(scratch, path)
@@ -404,16 +411,16 @@ class Writer:
                 _prune(folder, keep)
 
         # A daemon, because nothing may wait for it if another rank dies during the save.
-        self._thread = threading.Thread(target=self._run, args=(write, what), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(write, folder, what), daemon=True)
         self._thread.start()
         return path
 
     def _all_written(self, what: str, failure: str, places: list[Any]) -> list[Any]:
-        """Waits for all ranks; returns the places of each, or raises the `WorkerError` of the first that failed."""
+        """Waits for all ranks; returns the places of each, or raises the `_SaveError` of the first that failed."""
         rows = [json.loads(text) for text in gather_texts(json.dumps([failure, places]), self._group)]
         for rank, (failed, _) in enumerate(rows):
             if failed:
-                raise _failed(rank, what, failed)
+                raise _SaveError(rank, failed)
         return [found for _, found in rows]
 
     def _prepare(self, folder: AnyPath, path: AnyPath) -> None:
@@ -456,7 +463,7 @@ class Writer:
     def loaded(self, path: AnyPath, minibatches: int) -> None:
         self._last = (path, minibatches)
 
-    def _run(self, write: Callable[[], None], what: str) -> None:
+    def _run(self, write: Callable[[], None], folder: AnyPath, what: str) -> None:
         try:
             if self._device.type == "cuda":
                 # In a new thread GPU 0 is current, and torch copies tensors to the CPU, and waits for that, on the
@@ -466,13 +473,27 @@ class Writer:
         except WorkerError as error:
             self._failure = error
         except Exception as error:
-            self._failure = _failed(self._rank, what, _first_line(error))
+            failed = error if isinstance(error, _SaveError) else _SaveError(self._rank, _first_line(error))
+            self._failure = WorkerError(failed.rank, what, failed.cause, _advice_after_failure(folder))
 
 
-def _failed(rank: int, what: str, cause: str) -> WorkerError:
-    return WorkerError(
-        rank, what, cause, "earlier checkpoints are intact; free disk space or choose another folder, and resume"
+class _SaveError(Exception):
+    """A rank could not write its part."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(cause)
+        self.rank = rank
+        self.cause = cause
+
+
+def _advice_after_failure(folder: AnyPath) -> str:
+    found = None
+    with suppress(OSError, ArtifactError):
+        found = newest_checkpoint(folder)
+    left = (
+        f"there is no earlier checkpoint in {folder}" if found is None else f"earlier checkpoints are intact ({found})"
     )
+    return f"{left}; free disk space or choose another folder, and resume"
 
 
 def _write_tensors(path: AnyPath, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
