@@ -135,6 +135,9 @@ def test_damage_is_found(run_command: Callable[..., tuple[int, str, str]]) -> No
     with pytest.raises(ArtifactError, match=f"resume from {old}"):
         saving.load(run)
     assert saving.load(str(old)) == (1, 0)
+    (new / stored.file).write_bytes(bytes(storage.read_manifest(old).files[stored.file]))
+    with pytest.raises(ArtifactError, match=f"cannot be read: (?!OSError).*resume from {old}"):
+        saving.load(run)
     flip(old / storage.MANIFEST, 100)
     with pytest.raises(ArtifactError, match=r"damaged|not JSON"):
         saving.load(str(old))

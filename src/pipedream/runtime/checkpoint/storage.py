@@ -251,6 +251,9 @@ def read_tensors(path: AnyPath, manifest: Checkpoint, names: Iterable[str]) -> d
         return {name: _read_tensor(path, name, manifest.tensors[name]) for name in wanted}
     except ArtifactError as error:
         raise ArtifactError(f"the checkpoint {path} is damaged: {error}; {_advice(path)}") from None
+    except pickle.UnpicklingError as error:  # torch's advice would be to run what is in the file
+        what = f"{type(error).__name__}: a tensor's bytes are not as torch writes them"
+        raise ArtifactError(f"the checkpoint {path} cannot be read: {what}; {_advice(path)}") from None
     except Exception as error:
         raise ArtifactError(f"the checkpoint {path} cannot be read: {_first_line(error)}; {_advice(path)}") from None
 
@@ -299,7 +302,8 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
 def _read_tensor(path: AnyPath, name: str, stored: Stored) -> torch.Tensor:
     with (path / stored.file).open("rb") as file:
         file.seek(stored.offset)
-        tensor = torch.load(io.BytesIO(file.read(stored.length)), map_location="cpu", weights_only=True)
+        data = file.read(stored.length)
+    tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):
         raise ArtifactError(f"{name!r} is no tensor")
     found = (_dtype_of(tensor), tuple(tensor.shape))
