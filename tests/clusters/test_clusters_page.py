@@ -157,7 +157,8 @@ def same_as_in_one_process(shared: Path, folder: Path, plan: Plan) -> None:
 @pytest.mark.network
 @pytest.mark.processes
 def test_path_of_the_engineer_with_torchrun(machines: Network, tmp_path: Path) -> None:
-    """Probe, plan, launch, watch; one worker is killed; resume."""
+    """Probe, profile, plan, launch and watch over 400 Mbit/s; one worker is killed; resume; the report."""
+    machines.limit(50e6)
     folder = folder_of(tmp_path)
     shared, first = folder / "shared", folder / "machine0"
     export, probe, plan, launch, watch = blocks("sh", folder)
@@ -165,11 +166,13 @@ def test_path_of_the_engineer_with_torchrun(machines: Network, tmp_path: Path) -
     ends = [one.end() for one in on_each(probe, machines, folder, **interfaces)]
     assert [ended.status for ended in ends] == [0, 0], ends[0].err
     assert "rank 0 to rank 1" in ends[0].out
-    assert Cluster.load(first / "cluster.json").workers == 2
+    found = Cluster.load(first / "cluster.json")
+    assert found.workers == 2
+    assert found.bandwidth_bytes_per_s < 60e6, "not the 2 GB/s of one machine"
     printed = "".join(ran(line, first).out for line in plan.splitlines())
     assert "of Engine" in printed
     made = Plan.load(shared / "plan.json")
-    assert made.cluster == Cluster.load(first / "cluster.json")
+    assert made.cluster == found
 
     started = on_each(launch, machines, folder, SLOW_S="0.05", **interfaces)
     wait_for("checkpoint", lambda: checkpoints(shared), started)
@@ -192,6 +195,14 @@ def test_path_of_the_engineer_with_torchrun(machines: Network, tmp_path: Path) -
     assert f"resuming from {shared / 'run' / 'checkpoints' / before[-1]}" in ends[0].out
     assert json.loads((shared / "run" / "summary.json").read_text())["minibatches"] == 90
     same_as_in_one_process(shared, folder, made)
+
+    page = shared / "run" / "report.html"
+    page.unlink()
+    ran(f"pipedream report {shared / 'run'}", first)
+    shown = page.read_text()
+    assert all(
+        f">{words}" in shown for words in ("Predicted, from microbatch", "Measured, from microbatch", "Test loss")
+    )
 
 
 @pytest.mark.slow
