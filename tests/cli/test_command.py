@@ -83,6 +83,53 @@ def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
     assert "No such command 'simulat'. Did you mean 'simulate'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "mine.py", "--workers", "2"], "measure one first: pipedream profile mine.py -o mine.profile.json"),
+        (["plan", "none.json", "--workers", "2"], "none.json does not exist; give the file of a Profile"),
+        (["plan", "profile.json"], "the number of workers is missing; give --workers N"),
+        (["plan", "profile.json", "--workers", "2", "--bandwidth", "1Gbps"], "'1Gbps' is not a bandwidth; write"),
+        (["plan", "profile.json", "--workers", "9", "--straight"], "ask for at most 4 stages"),
+        (["simulate", "none.json"], "none.json does not exist; give the file of a Plan"),
+        (["simulate", "profile.json"], "should hold a Plan, but holds 'Profile'"),
+        (["simulate", "plan.json", "--svg", "out.gif"], "write name.svg, .pdf or .png"),
+        (["simulate"], "give a plan's file or --uniform P"),
+        (["check", "mine.py"], "so it is no Plan; give the right file"),
+        (["show", "1fb1"], "schedule '1fb1' is not known (did you mean 1f1b?); choose one of"),
+        (["show", "pipedraem_2bw"], "(did you mean pipedream_2bw?)"),
+        (["train", "none.py"], "the recipe none.py does not exist"),
+        (["train", "mine.py", "--plan", "none.json"], "none.json does not exist"),
+        (["report", "nowhere"], "give the folder of a training run"),
+        (["checkpoint", "verify", "nowhere"], "there is no complete checkpoint in nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_first_mistakes(
+    files: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (files / "mine.py").write_text("def recipe(): ...", encoding="utf-8")
+    monkeypatch.chdir(files)
+    assert cli.main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert message in shown.err
+    assert shown.err.startswith("pipedream: ")
+    assert shown.err.count("\n") == 1, "one line"
+
+
+def test_first_mistakes_in_python(files: Path) -> None:
+    profile = pd.Profile.load(files / "profile.json")
+    with pytest.raises(pd.PipelineError, match=r"2 was given as the cluster; give a Cluster, such as"):
+        pd.plan(profile, 2)  # type: ignore[arg-type]
+    with pytest.raises(pd.PipelineError, match=r"a Profile was given to simulate; give a Plan, as pipedream\.plan"):
+        pd.simulate(profile)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("module", ["pipedream", "pipedream.cli"])
 def test_it_is_also_a_module(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)

@@ -232,6 +232,10 @@ def check_outputs(**paths: Path | None) -> None:
 
 def read_profile(path: Path) -> Profile | GraphText:
     """Reads a profile or a graph.txt; the first character decides which."""
+    if path.suffix == ".py":
+        raise PlanError(
+            f"{path} is not a profile; measure one first: pipedream profile {path} -o {path.stem}.profile.json"
+        )
     try:
         begins = path.read_text(encoding="utf-8").lstrip()[:1]
     except (OSError, UnicodeDecodeError):

@@ -45,7 +45,9 @@ class Artifact:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ArtifactError(f"{source} is not JSON: {error}") from None
+            raise ArtifactError(
+                f"{source} is not JSON ({error}), so it is no {cls.__name__}; give the right file"
+            ) from None
         if not isinstance(data, dict) or data.get("artifact") != cls.__name__:
             found = data.get("artifact") if isinstance(data, dict) else type(data).__name__
             raise ArtifactError(f"{source} should hold a {cls.__name__}, but holds {found!r}; give the right file")
@@ -73,6 +75,8 @@ class Artifact:
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ArtifactError(f"{path} does not exist; give the file of a {cls.__name__}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ArtifactError(f"cannot read the {cls.__name__} in {path}: {error}") from None
         return cls.from_json(text, str(path))

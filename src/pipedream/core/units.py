@@ -44,9 +44,10 @@ def parse_rate(text: str | float) -> float:
     """Reads ``1e9`` (bytes per second), ``1.25GB/s`` or ``10 Gbit/s`` as bytes per second.
 
     Raises:
-        ValueError: any other text, or a rate that is not positive.
+        ValueError: any other text, or a rate that is not positive. ``Gb/s`` and ``Gbps`` are among these: bits to some,
+            bytes to others.
     """
-    match = re.fullmatch(_NUMBER + r"(?:([kKmMgGtT])?(bit|[bB])(?:/s|ps)?)?\s*", str(text))
+    match = re.fullmatch(_NUMBER + r"(?:([kKmMgGtT])?(bit|B)(?:/s|ps)?)?\s*", str(text))
     if match is None or float(match[1]) <= 0:
         raise ValueError(f"{text!r} is not a bandwidth; write for example 1e9, 1.25GB/s or 10Gbit/s")
     per_byte = 8.0 if match[3] == "bit" else 1.0

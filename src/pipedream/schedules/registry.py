@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -153,9 +154,11 @@ def method_of(name: str) -> Method:
     key = bare.lower().replace("-", "_")
     found = METHODS.get(ALIASES.get(key, key))
     if found is None:
+        close = get_close_matches(key, METHODS, n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
         raise ScheduleError(
-            f"schedule {name!r} is not known; choose one of {', '.join(sorted(METHODS))}, or give a file: FILE.csv in "
-            "PyTorch's notation, or FILE.py that declares METHODS"
+            f"schedule {name!r} is not known{meant}; choose one of {', '.join(sorted(METHODS))}, or give a file: "
+            "FILE.csv in PyTorch's notation, or FILE.py that declares METHODS"
         )
     return found
 

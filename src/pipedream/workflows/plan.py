@@ -70,6 +70,8 @@ def plan(
         raise PlanError(f"cost model {cost_model!r} is not known; write pipedream or classic")
     if strategy not in ("search", "2bw"):
         raise PlanError(f"strategy {strategy!r} is not known; write search or 2bw")
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise PlanError(f"{cluster!r} was given as the cluster; give a Cluster, such as pipedream.Cluster.flat(4)")
     chosen = {"schedule": schedule, "cost_model": cost_model, "strategy": strategy, "chunks": chunks, "cuts": cuts}
     search: dict[str, Any] = {"microbatches": microbatches, "in_flight": in_flight, "shape": shape}
     search |= {"update_delay": update_delay, "recompute": recompute}

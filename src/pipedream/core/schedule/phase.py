@@ -63,9 +63,8 @@ class Phase:
         for name in ("until", "until_epoch", "microbatches"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ScheduleError(
-                    f"a phase of {self.name} with {name}={value!r} was asked for; give a count from 1 on"
-                )
+                of = f" of {self.name}" if self.name else ""
+                raise ScheduleError(f"a phase{of} with {name}={value!r} was asked for; give a count from 1 on")
         if self.compensation is not None:
             object.__setattr__(self, "compensation", compensations(self.compensation))
 
