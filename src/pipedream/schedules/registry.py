@@ -155,10 +155,10 @@ def method_of(name: str) -> Method:
     found = METHODS.get(ALIASES.get(key, key))
     if found is None:
         close = get_close_matches(key, METHODS, n=1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
+        meant = f"; did you mean {close[0]}?" if close else ""
         raise ScheduleError(
-            f"schedule {name!r} is not known{meant}; choose one of {', '.join(sorted(METHODS))}, or give a file: "
-            "FILE.csv in PyTorch's notation, or FILE.py that declares METHODS"
+            f"schedule {name!r} is not known; choose one of {', '.join(sorted(METHODS))}, or give a file: "
+            f"FILE.csv in PyTorch's notation, or FILE.py that declares METHODS{meant}"
         )
     return found
 
