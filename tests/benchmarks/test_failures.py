@@ -1,0 +1,55 @@
+"""The trials of failures: which there are, what is counted, and one of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import commands
+import pytest
+
+RUN = Path(__file__).parents[2] / "benchmarks" / "failures" / "run.py"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark, as a module."""
+    monkeypatch.syspath_prepend(str(RUN.parent))
+    monkeypatch.delitem(sys.modules, "run", raising=False)
+    import run as found
+
+    monkeypatch.delitem(sys.modules, "run")
+    return found
+
+
+def test_each_signal_goes_to_each_target_at_each_moment(run: ModuleType) -> None:
+    for seed in (0, 1):
+        made = run.trials(seed)
+        assert len({(one.signal, one.target, one.moment) for one in made}) == len(made) == 160
+        assert {(one.plan, one.method, one.training) for one in made} == set(run.CASES)
+        assert made == run.trials(seed)
+    assert run.trials(0) != run.trials(1)
+
+
+def test_what_is_counted(run: ModuleType) -> None:
+    made = [one for one in run.trials(0) if one.signal == "SIGKILL"][:6]
+    ends = [(1, 0, 0, True), (15.1, 0, 0, True), (2, 1, 0, True), (3, 0, 2, True), (4, 0, 0, None), (5, 0, 0, False)]
+    for one, end in zip(made, ends, strict=True):
+        one.ended_s, one.left, one.tracebacks, one.exact = end
+    assert [one.good for one in made] == [True, False, False, False, True, False]
+    made.append(run.Trial(0, 7, "1-1", "1f1b", "sgd", "SIGSTOP", "two", "end", fired=False, ended_s=99.0))
+    assert "| SIGKILL | 6 | 1 | 1 | 2 | 4 | 1 | 3.5 | 15.1 |" in run.table(made)
+    assert "SIGSTOP | 1" not in run.table(made)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_trial(tmp_path: Path) -> None:
+    options = ("--only", "SIGKILL", "--only", "steady", "--only", "first", "-o", "trials.json")
+    ended = commands.run(str(RUN), *options, folder=tmp_path, timeout_s=300.0)
+    assert ended.status == 0, ended.err
+    (row,) = json.loads((tmp_path / "trials.json").read_text())
+    assert (row["fired"], row["left"], row["tracebacks"], row["exact"]) == (True, 0, 0, True)
+    assert "was ended by SIGKILL" in row["message"]
