@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from pipedream.runtime.failure import guard, notes
+from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.failure.heartbeat import Heartbeat
 from pipedream.runtime.failure.process import RankProcess, is_running
-from pipedream.runtime.failure.verdict import Verdict
+from pipedream.runtime.failure.verdict import FailureDetector, RankStatus, Verdict
 
 
 class Store:
@@ -122,6 +123,26 @@ def test_a_report_is_asked_for_now(store: Store, crew: list[Heartbeat]) -> None:
     crew[1].report_failure(Verdict(1, "stage 1", "the ice is thin"), wait_s=5.0)
     found = crew[0].newest_failure(5.0)
     assert found == (1, Verdict(1, "stage 1", "the ice is thin"))
+
+
+@pytest.mark.parametrize("known", [{}, {0: RankStatus(1, "here", RankProcess.this())}])
+def test_one_rank_of_a_machine_reports_that_the_launcher_is_away(
+    known: dict[int, RankStatus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the ranks have heard of each other."""
+    printed: list[int] = []
+    monkeypatch.setattr(guard, "_print_verdict", lambda verdict: printed.append(verdict.rank))
+    monkeypatch.setattr(guard, "_exit_now", lambda: None)
+    monkeypatch.setattr(Guard, "_end_process", lambda self, verdict: None)
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        one = Guard.__new__(Guard)
+        one._rank, one._stopped, one._store_is_rank_0s = rank, threading.Event(), False
+        one._detector = FailureDetector(rank, Activity(), stuck_after_s=1.0, store_owner="the launcher")
+        others = {1 - other: status for other, status in known.items()} if rank == 0 else known
+        one._detector.receive(0.0, others)
+        one._announce(Verdict(rank, "here", "the store has not answered", store_lost=True))
+    assert printed == [0]
 
 
 @pytest.mark.slow

@@ -164,8 +164,9 @@ class Guard:
             return
         reports = True
         if verdict.store_lost:
-            # One rank of this machine prints it.
-            reports = self._rank == min(self._ranks_here())
+            # One rank of this machine prints it; perhaps before they have heard of each other.
+            strangers = not self._detector.others and not self._store_is_rank_0s
+            reports = os.environ.get("LOCAL_RANK", "0") == "0" if strangers else self._rank == min(self._ranks_here())
             if self._store_is_rank_0s and self._rank and (server := self._detector.process_of(0)):
                 verdict = self._blame_rank_0(verdict, server)
         else:
