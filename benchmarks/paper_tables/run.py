@@ -83,7 +83,7 @@ def answer(row: Row, text: GraphText) -> tuple[str, ...]:
     cluster = replace(presets.cluster(row.cluster, machines=row.machines), memory_bytes=None)
     classic = planning.classic(text, cluster)
     profile = text.profile(row.model)
-    ours = planning.plan(profile, cluster)
+    ours = planning.plan(profile, cluster, strategy="search")
     parallel_s = planning.plan(profile, cluster, shape="data-parallel").slowest_stage_s
     try:
         theirs = f"{parallel_s / planning.plan(profile, cluster, shape=shape_of(row)).slowest_stage_s:.2f}x"

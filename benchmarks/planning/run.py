@@ -23,6 +23,7 @@ from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.workflows import plan as planning
+from pipedream.workflows.methods import score
 
 CLASSIC = (
     ("resnet50", (8, 2), (30e9, 3.125e9), "268 s"),
@@ -36,6 +37,9 @@ RATES = (1e9, 1.25e9, 2.5e9, 1e10)
 LEVELS = (((4, 4), (12e9, 1.25e9)), ((8, 2), (30e9, 3.125e9)))
 
 LARGE = ("inception_v3", "nasnetamobile", "nasnetalarge", "gnmt_large")
+
+
+search = partial(planning.plan, strategy="search")
 
 
 def main() -> None:
@@ -63,7 +67,7 @@ def main() -> None:
         profile = GraphText.load(file).profile(file.stem)
         took, configs, gaps = [], [], []
         for rate in RATES:
-            seconds, plan = timed(partial(planning.plan, profile, Cluster.flat(16, rate)))
+            seconds, plan = timed(partial(search, profile, Cluster.flat(16, rate)))
             took.append(f"{seconds:.1f}")
             configs.append(plan.config)
             gaps.append(gap_of(plan))
@@ -77,7 +81,7 @@ def main() -> None:
             profile = GraphText.load(file).profile(file.stem)
             for widths, rates in LEVELS:
                 cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=True)))
-                seconds, plan = timed(partial(planning.plan, profile, cluster))
+                seconds, plan = timed(partial(search, profile, cluster))
                 size = "x".join(map(str, widths))
                 print(f"| {file.stem} | {size} | {seconds:.1f} s | {plan.config} | {gap_of(plan)} |")
     print()
@@ -86,8 +90,19 @@ def main() -> None:
     for layers, levels in ((200, (64,)), (1000, (8, 16, 8))):
         rates = (150e9, 12.5e9, 1.25e9)
         cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(levels, rates, strict=False)))
-        seconds, plan = timed(partial(planning.plan, chain(layers), cluster))
+        seconds, plan = timed(partial(search, chain(layers), cluster))
         print(f"| {layers} layers | {'x'.join(map(str, levels))} | {seconds:.1f} s | {gap_of(plan)} |")
+
+    print("\n| choosing by simulation | workers | search | simulate | ratio | faster |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    cases = [(file.stem, GraphText.load(file).profile(file.stem), 16) for file in sorted(Path(folder).glob("*.txt"))]
+    for name, profile, workers in [*cases, ("96 layers", chain(96), 64)]:
+        cluster = Cluster.flat(workers, 1.25e9, 1e-4)
+        before_s, before = timed(partial(search, profile, cluster))
+        after_s, after = timed(partial(planning.plan, profile, cluster))
+        times = score(before).period_s / score(after).period_s
+        cells = f"{before_s:.2f} s | {after_s:.2f} s | {after_s / before_s:.1f} | {times:.2f} times"
+        print(f"| {name} | {workers} | {cells} |")
 
 
 def gap_of(plan: Plan) -> str:

@@ -61,7 +61,8 @@ def asked(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 
 def test_cuts_across_branches(graph: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "staged.txt"
-    found = asked(capfd, str(graph), "--workers", "2", "--bandwidth", "1e9", "-o", str(out))
+    options = ["--workers", "2", "--bandwidth", "1e9", "--strategy", "search", "-o", str(out)]
+    found = asked(capfd, str(graph), *options)
     assert (found["config"], found["slowest_stage_s"]) == ("1-1", 0.007)
     assert found["planning_s"] > 0
     assert "optimal" in found["note"]

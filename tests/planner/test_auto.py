@@ -184,8 +184,8 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert found["candidates"][0]["schedule"] == "1f1b"
     assert cli.main([*command, "--explain"]) == 0
     printed = capfd.readouterr().out
-    assert printed.startswith("method ")
-    assert "more cannot be faster than the first" in printed
+    assert printed.startswith("verdict: use a straight pipeline of 2 stages with 1f1b: ")
+    assert "more cannot be faster than these" in printed
     assert "Plan 1-1 of chain" in printed
     # What the plan was made for is what is simulated and trained.
     assert Plan.load(plan).method() == ("1f1b", 8)

@@ -98,7 +98,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (found["config"], found["schedule"]) == ("2-2", "pipedream_2bw")
     assert "PipeDream-2BW's planner" in found["note"]
     assert cli.main([*command, "3bw"]) == 2
-    assert "write search or 2bw" in capfd.readouterr().err
+    assert "write simulate, search or 2bw" in capfd.readouterr().err
     assert cli.main([*command, "2bw", "--straight"]) == 2
     assert "leave out --straight" in " ".join(capfd.readouterr().err.split())
 

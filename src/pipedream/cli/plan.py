@@ -39,11 +39,9 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.units import format_seconds
 from pipedream.planner import Comparison
 from pipedream.report.terminal_tables import stage_memory_table
 from pipedream.workflows import plan as planning
-from pipedream.workflows.methods import simulated_period_s
 
 __all__ = ["plan"]
 
@@ -58,14 +56,16 @@ CostModel = Annotated[
 Strategy = Annotated[
     str,
     typer.Option(
-        metavar="search|2bw",
+        metavar="simulate|search|2bw",
         rich_help_panel="Method",
-        help="How to search. 2bw is PipeDream-2BW's planner and cost model: all stages have the same replica count.",
+        help="How to search: the fastest in simulation of several searches' plans (simulate), the plan with the "
+        "fastest slowest stage (search), or by PipeDream-2BW's planner and cost model, where all stages have the same "
+        "replica count (2bw).",
     ),
 ]
 Explain = Annotated[
     bool,
-    typer.Option("--explain", rich_help_panel="Method", help="Print what --schedule auto compared."),
+    typer.Option("--explain", rich_help_panel="Method", help="Print all that --schedule auto compared."),
 ]
 Batch = Annotated[
     int | None,
@@ -112,7 +112,7 @@ def plan(
     chunks: Chunks = None,
     allow_asynchronous: AllowAsynchronous = False,
     explain: Explain = False,
-    strategy: Strategy = "search",
+    strategy: Strategy = "simulate",
     straight: Straight = False,
     data_parallel: DataParallel = False,
     config: Config = None,
@@ -127,7 +127,8 @@ def plan(
 ) -> None:
     """Cut a profiled model into stages.
 
-    The slowest stage is as fast as possible, and each stage fits the memory of its workers.
+    Training is as fast as possible by simulation, and each stage fits the memory of its workers. The first line says
+    what to use: one worker, data parallelism (DDP) or a pipeline.
 
     \b
     Examples:
@@ -162,9 +163,10 @@ def plan(
     if as_json:
         print_json(answer.as_json())
         return
-    if explain and answer.comparison is not None:
-        print(answer.comparison, end="\n\n")
-    print(answer)
+    if answer.compared is not None:
+        print(f"verdict: {answer.compared.verdict}\n")
+        print(answer.compared if explain else answer.compared.finalists(), end="\n\n")
+    print(answer.plan)
     if memory_table:
         print(f"\n{stage_memory_table(answer.plan)}")
 
@@ -178,8 +180,7 @@ class _Answer:
         alone_s: of one worker.
         parallel_s: of data parallelism.
         planning_s: seconds that the planner took.
-        simulated_s: None where it takes long, or by the classic cost model.
-        comparison: of the methods, for the schedule 'auto'.
+        compared: by simulation; None for the classic cost model.
     """
 
     plan: Plan
@@ -187,25 +188,19 @@ class _Answer:
     alone_s: float
     parallel_s: float
     planning_s: float
-    simulated_s: float | None = None
-    comparison: Comparison | None = None
-
-    def __str__(self) -> str:
-        if self.simulated_s is None:
-            return str(self.plan)
-        slower = ", less than this plan" if self.simulated_s > 1.001 * self.alone_s else ""
-        return (
-            f"{self.plan}\n"
-            f"simulated: {format_seconds(self.simulated_s)} per minibatch by {self.plan.schedule}; "
-            f"one worker alone takes {format_seconds(self.alone_s)}{slower}"
-        )
+    compared: Comparison | None = None
 
     def as_json(self) -> dict[str, Any]:
-        found, period_s = self.plan, self.simulated_s or self.slowest_stage_s
+        found, compared = self.plan, self.compared
+        chosen = compared.candidates[0] if compared else None
+        simulated_s = chosen.period_s if chosen else None
+        period_s = simulated_s or self.slowest_stage_s
         return {
+            "verdict": compared.verdict if compared else None,
             "config": found.config,
             "slowest_stage_s": self.slowest_stage_s,
-            "simulated_s": self.simulated_s,
+            "simulated_s": simulated_s,
+            "samples_per_update": chosen.samples_per_update if chosen else None,
             "speedup_over_one_worker": self.alone_s / period_s if period_s else None,
             "speedup_over_data_parallel": self.parallel_s / period_s if period_s else None,
             "planning_s": self.planning_s,
@@ -217,7 +212,8 @@ class _Answer:
             "bound_s": found.bound_s,
             "gap": found.gap,
             "order": list(found.order),
-            **({"candidates": encode(self.comparison.candidates)} if self.comparison else {}),
+            "candidates": encode(compared.candidates) if compared else [],
+            "references": encode(compared.references) if compared else [],
             "stages": [
                 {
                     "layers": list(stage.names),
@@ -254,20 +250,13 @@ def _answer(
     known = given.profile(name) if isinstance(given, GraphText) else given
     if batch is not None:
         known = replace(known, batch=batch)
-    comparison = None
-    if options["schedule"] == "auto":
-        kept = ("microbatches", "in_flight", "shape", "update_delay", "recompute", "allow_asynchronous")
-        comparison = planning.choose(known, cluster, **{key: options[key] for key in kept})
-        found = comparison.plan
-    else:
-        found = planning.plan(known, cluster, **options)
-    planning_s = time.perf_counter() - began
+    compared = planning.choose(known, cluster, **options)
+    found = compared.plan
     return _Answer(
         found,
         found.slowest_stage_s,
         known.forward_s + known.backward_s + known.update_s + known.loss_s,
         planning.plan(known, cluster.unlimited(), shape="data-parallel").slowest_stage_s,
-        planning_s,
-        comparison.candidates[0].period_s if comparison else simulated_period_s(found),
-        comparison,
+        time.perf_counter() - began,
+        compared,
     )

@@ -1,12 +1,13 @@
 """Planning: which layers form a stage, on how many workers, and with which method to train."""
 
-from pipedream.planner.auto import Candidate, Comparison, Score, choose
+from pipedream.planner.auto import choose
+from pipedream.planner.comparison import Candidate, Comparison, Score, fastest, known_of, scored
 from pipedream.planner.dynamic_program.oracle import every_plan, exhaustive
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram, check_recompute
 from pipedream.planner.manual import check_cuts, manual_plan, single_stage_plan
 from pipedream.planner.papers.classic import Classic, classic
 from pipedream.planner.papers.two_bw import two_bw, two_bw_s
-from pipedream.planner.search import SHAPES, parse_counts, plan
+from pipedream.planner.search import SHAPES, Finalist, PlanSearch, finalists, parse_counts, plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace
 
@@ -16,7 +17,9 @@ __all__ = [
     "Classic",
     "Comparison",
     "DynamicProgram",
+    "Finalist",
     "MethodOccupancy",
+    "PlanSearch",
     "Score",
     "SearchSpace",
     "VersionsRule",
@@ -26,9 +29,13 @@ __all__ = [
     "classic",
     "every_plan",
     "exhaustive",
+    "fastest",
+    "finalists",
+    "known_of",
     "manual_plan",
     "parse_counts",
     "plan",
+    "scored",
     "single_stage_plan",
     "stash",
     "two_bw",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -106,6 +107,10 @@ class PipelineSearch:
 
     def best_straight(self) -> Plan | None:
         """Returns the fastest straight pipeline of at least two stages; None also in large searches, to save time."""
+        return self._straight
+
+    @cached_property
+    def _straight(self) -> Plan | None:
         longest = min(len(self.space.positions) - 1, self.workers)
         return (
             self._best(straight_states(longest), None, allow_single_stage=False)

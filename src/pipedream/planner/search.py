@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from pipedream.core.errors import PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
@@ -22,11 +23,16 @@ from pipedream.planner.pipeline_search import PipelineSearch
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["SHAPES", "least_period_s", "parse_counts", "plan"]
+__all__ = ["SHAPES", "Finalist", "PlanSearch", "finalists", "least_period_s", "parse_counts", "plan"]
 
 SHAPES = ("any", "pipeline", "straight", "data-parallel")
 """The shapes that have a name. Replica counts, such as 2-1, are shapes too."""
 
+_FEW_WORKERS = 8  # with more, only numbers of stages that leave no worker idle are finalists
+_VERY_FEW_WORKERS = 4  # up to here all replica counts are
+_SLOWER = (2.0, 4.0, 16.0)  # of random plans on up to 5 workers, these found the most that the other finalists lack
+
+_LARGE = 1e8  # (layers times workers) squared
 _SPARE_STEPS = 4  # of the bisection for the least memory to keep free for messages
 
 
@@ -71,46 +77,147 @@ def plan(
         PlanError: an unknown shape, more stages than the model can be cut into, more workers than the cluster has, or
             nothing fits the memory at this depth.
     """
-    check_recompute(recompute)
-    space = SearchSpace.of(
-        profile, cluster, versions=versions, update_delay=update_delay, microbatches=microbatches, occupancy=occupancy
+    search = PlanSearch.of(
+        profile,
+        cluster,
+        recompute=recompute,
+        all_workers=all_workers,
+        versions=versions,
+        update_delay=update_delay,
+        microbatches=microbatches,
+        occupancy=occupancy,
     )
+    return search.best(shape, in_flight)
 
-    def equal_replicas(space: SearchSpace, counts: tuple[int, ...]) -> Plan:
-        return _with_bound(_plan_with_counts(PipelineSearch.of(space, recompute), counts), space)
 
-    def straight(space: SearchSpace) -> Plan:
-        found = PipelineSearch.of(space, recompute).best_straight()
+@dataclass(frozen=True, eq=False)
+class PlanSearch:
+    """The searches of one space for plans of several shapes, see `plan`."""
+
+    space: SearchSpace
+    recompute: str = "never"
+    all_workers: bool = False
+
+    @classmethod
+    def of(
+        cls, profile: Profile, cluster: Cluster, *, recompute: str = "never", all_workers: bool = False, **space: Any
+    ) -> PlanSearch:
+        check_recompute(recompute)
+        return cls(SearchSpace.of(profile, cluster, **space), recompute, all_workers)
+
+    def best(
+        self, shape: str | tuple[int, ...], in_flight: str | tuple[int, ...] = "noam", slower: float = 1.0
+    ) -> Plan:
+        """Returns the plan of a shape, at a depth.
+
+        Args:
+            slower: of a `Finalist`.
+
+        Raises:
+            PlanError: see `plan`.
+        """
+        if slower != 1:
+            found = self._with_slower_links(slower).best(shape)
+            return self.space.at_depth(replace(found, cluster=self.space.cluster, bound_s=0.0), in_flight)
+        space, profile = self.space, self.space.profile
+        workers, longest = space.cluster.workers, len(space.positions) - 1
+        others: list[Callable[[SearchSpace], Plan]] = []
+        if shape in ("any", "pipeline"):
+            sizes = (stages for stages in range(2, min(longest, workers) + 1) if workers % stages == 0)
+            others = [partial(self._equal_replicas, counts=(workers // stages,) * stages) for stages in sizes]
+            others += [] if self.all_workers else [self._straight]
+        search = partial(self._search, shape=shape)
+        try:
+            found = _fitting(space, search, others)
+            if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
+                found = replace(found, note=f"{found.note}; {together}")
+        except ShortageError as error:
+            raise PlanError(f"{error}{_sufficient_memory(space, (search, *others), error.need_bytes)}") from None
+        return space.at_depth(found, in_flight)
+
+    def _with_slower_links(self, factor: float) -> PlanSearch:
+        return replace(self, space=replace(self.space, cluster=self.space.cluster.slowed(factor)))
+
+    @cached_property
+    def _own_searches(self) -> PipelineSearch:
+        return PipelineSearch.of(self.space, self.recompute)
+
+    def _searches(self, space: SearchSpace) -> PipelineSearch:
+        return self._own_searches if space is self.space else PipelineSearch.of(space, self.recompute)
+
+    def _equal_replicas(self, space: SearchSpace, counts: tuple[int, ...]) -> Plan:
+        return _with_bound(_plan_with_counts(self._searches(space), counts), space)
+
+    def _straight(self, space: SearchSpace) -> Plan:
+        found = self._searches(space).best_straight()
         if found is None:
             raise PlanError("no straight pipeline fits")
         best = "best found" if space.spare_bytes else "optimal"
         return _with_bound(replace(found, note=f"{best} among straight pipelines"), space)
 
-    def search(space: SearchSpace) -> Plan:
-        searches = PipelineSearch.of(space, recompute)
+    def _search(self, space: SearchSpace, shape: str | tuple[int, ...]) -> Plan:
+        searches = self._searches(space)
         if shape in ("any", "pipeline"):
-            found = _fastest(searches, shape == "pipeline", all_workers)
+            found = _fastest(searches, shape == "pipeline", self.all_workers)
         elif shape == "data-parallel":
             found = _data_parallel(searches)
         elif shape == "straight":
-            found = _plan_with_counts(searches, (1,) * cluster.workers)
+            found = _plan_with_counts(searches, (1,) * space.cluster.workers)
         else:
             found = _plan_with_counts(searches, parse_counts(shape))
         return _with_bound(found, space)
 
-    workers, longest = cluster.workers, len(space.positions) - 1
-    others: list[Callable[[SearchSpace], Plan]] = []
-    if shape in ("any", "pipeline"):
-        sizes = (stages for stages in range(2, min(longest, workers) + 1) if workers % stages == 0)
-        others = [partial(equal_replicas, counts=(workers // stages,) * stages) for stages in sizes]
-        others += [] if all_workers else [straight]
-    try:
-        found = _fitting(space, search, others)
-        if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
-            found = replace(found, note=f"{found.note}; {together}")
-    except ShortageError as error:
-        raise PlanError(f"{error}{_sufficient_memory(space, (search, *others), error.need_bytes)}") from None
-    return space.at_depth(found, in_flight)
+
+class Finalist(NamedTuple):
+    """A search whose best plan is simulated: the search's own seconds ignore exposed messages, filling and draining.
+
+    Attributes:
+        slower: the links are taken to be slower by this factor, so that the plan sends less.
+    """
+
+    shape: str
+    slower: float = 1.0
+
+    def __str__(self) -> str:
+        return self.shape if self.slower == 1 else f"{self.shape}, as if links were {self.slower:g} times slower"
+
+
+def finalists(
+    shape: str | tuple[int, ...], profile: Profile, workers: int, all_workers: bool = False
+) -> list[Finalist]:
+    """Returns the searches for 'any' or 'pipeline' whose plans are worth a simulation; any other shape is the only one.
+
+    After the search's own best: one stage on all workers, on one, and on powers of two; pipelines of 2, 3, ... stages
+    with equal replicas, like PipeDream-2BW's planner (ICML 2021, section 3.3), and without; with few workers pipelines
+    of all replica counts; and the best plans for slower links. With many layers and workers only the plain ones of
+    these, for a search may take seconds.
+    """
+    if shape not in ("any", "pipeline"):
+        return [Finalist(shape if isinstance(shape, str) else _config(parse_counts(shape)))]
+    is_large = (len(profile.layers) * workers) ** 2 > _LARGE
+    every = workers <= _FEW_WORKERS and not all_workers
+    powers = [] if all_workers or is_large else [1 << power for power in range(1, (workers - 1).bit_length())]
+    stages = [count for count in range(2, workers + 1) if every or workers % count == 0]
+    counts = [(workers // count,) * count for count in stages] + [(1,) * count for count in powers]
+    counts += _partitions(workers) if workers <= _VERY_FEW_WORKERS else []
+    single = ["data-parallel", *([] if all_workers or workers == 1 else ["1", *map(str, powers)])]
+    shapes = [
+        str(shape),
+        "pipeline",
+        *(single if shape == "any" else []),
+        *(_config(row) for row in counts if len(row) > 1),
+    ]
+    slower = [] if is_large else [Finalist("pipeline", factor) for factor in _SLOWER]
+    return [*map(Finalist, dict.fromkeys(shapes)), *slower]
+
+
+def _partitions(workers: int) -> list[tuple[int, ...]]:
+    """All replica counts of all workers."""
+    return [
+        (first, *rest)
+        for first in range(1, workers + 1)
+        for rest in (_partitions(workers - first) if workers > first else [()])
+    ]
 
 
 def _sufficient_memory(space: SearchSpace, searches: Iterable[Callable[[SearchSpace], Plan]], need_bytes: int) -> str:

@@ -14,7 +14,7 @@ __all__ = ["EXCLUSIONS", "Exclusion", "as_flag", "as_keyword", "check_options"]
 Test = Callable[[Any], bool]
 Spelling = Callable[[str, Any], str]
 
-_DEFAULTS = {"shape": "any", "in_flight": "noam", "recompute": "never", "strategy": "search"}
+_DEFAULTS = {"shape": "any", "in_flight": "noam", "recompute": "never", "strategy": "simulate"}
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ EXCLUSIONS = (
         _is("classic"),
         {
             "shape": _is_not("any", "straight"),
-            **_given("cuts", "update_delay", "microbatches", "recompute", "strategy", "chunks", "batch"),
+            **_given("cuts", "update_delay", "microbatches", "recompute", "chunks", "batch"),
+            "strategy": _is("2bw"),
         },
         "the planner of the original PipeDream has no such option",
         f"{_LEAVE_OUT}, or use the cost model pipedream",

@@ -20,6 +20,7 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.units import format_bytes
 
 __all__ = [
+    "MOST_SIMULATED",
     "asked_of",
     "for_method",
     "methods_of",
@@ -29,10 +30,11 @@ __all__ = [
     "refuse_visitors",
     "score",
     "simulated_period_s",
+    "takes_long",
     "versions_of",
 ]
 
-_MOST_SIMULATED = 128  # workers, or microbatches until all replicas have had a turn: more take seconds
+MOST_SIMULATED = 128  # workers, or microbatches until all replicas have had a turn: more take seconds
 
 
 def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> dict[str, MethodProperties]:
@@ -65,12 +67,18 @@ def score(plan: Plan) -> planner.Score:
     total = end + (0 if program.flushes else -(-2 * admitted // cycle) * cycle)
     timeline = clock.simulate(program, clock.costs(plan, split=m), total)
     found = metrics.between_updates(timeline, settled // per_update, end // per_update, per_update=per_update)
-    return planner.Score(m / found.throughput_per_s, found.bubble)
+    samples = round(plan.batch * max(program.updates.per_update) / m)
+    return planner.Score(m / found.throughput_per_s, found.bubble, samples)
+
+
+def takes_long(plan: Plan) -> bool:
+    """Whether a plan has too many workers, or too long a cycle of its replicas, to be simulated among others."""
+    return max(plan.workers, plan.placement.cycle) > MOST_SIMULATED
 
 
 def simulated_period_s(plan: Plan) -> float | None:
     """Returns a plan's simulated seconds per minibatch; None if simulating it would take long."""
-    if max(plan.workers, plan.placement.cycle) > _MOST_SIMULATED:
+    if takes_long(plan):
         return None
     with suppress(PipelineError):
         return score(plan).period_s

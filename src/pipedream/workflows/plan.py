@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from pipedream import planner, schedules
-from pipedream.core.errors import PlanError
+from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
@@ -15,12 +17,22 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.layouts import lay_out
-from pipedream.workflows.methods import for_method, methods_of, occupancy_of, plan_of_file, score, versions_of
+from pipedream.workflows.methods import (
+    MOST_SIMULATED,
+    for_method,
+    methods_of,
+    occupancy_of,
+    plan_of_file,
+    score,
+    takes_long,
+    versions_of,
+)
 
 __all__ = ["choose", "classic", "plan"]
 
 
 _FEW_WORKERS = 8  # up to here all replica counts are tried, at most 128
+_STRATEGIES = ("simulate", "search", "2bw")
 
 
 def plan(
@@ -37,10 +49,10 @@ def plan(
     recompute: str = "never",
     cost_model: str = "pipedream",
     allow_asynchronous: bool = False,
-    strategy: str = "search",
+    strategy: str = "simulate",
     chunks: int | None = None,
 ) -> Plan:
-    """Cuts a profiled model into stages so that the slowest is as fast as possible and each fits the memory.
+    """Cuts a profiled model into stages so that training is as fast as possible and each stage fits the memory.
 
     Args:
         profile: or a graph.txt of the original PipeDream.
@@ -60,16 +72,86 @@ def plan(
             memory requires it.
         cost_model: 'pipedream', or 'classic' for the original planner's, see `classic`.
         allow_asynchronous: 'auto' may choose a method whose gradients are late.
-        strategy: 'search', or '2bw' for the planner of PipeDream-2BW (`pipedream.planner.two_bw`).
+        strategy: 'simulate': 'any' and 'pipeline' take the finalist of several searches with the fewest simulated
+            seconds, up to 128 workers; 'search': the plan with the fastest slowest stage, without simulation; '2bw':
+            that of PipeDream-2BW's planner (`pipedream.planner.two_bw`).
         chunks: stages of each worker, for methods that interleave (`layouts.lay_out`).
 
     Raises:
         PlanError: nothing fits, the model or the cluster does not allow the shape, or options exclude each other.
     """
+    return _compared(
+        profile,
+        cluster,
+        schedule=schedule,
+        microbatches=microbatches,
+        in_flight=in_flight,
+        shape=shape,
+        cuts=cuts,
+        update_delay=update_delay,
+        all_workers=all_workers,
+        recompute=recompute,
+        cost_model=cost_model,
+        allow_asynchronous=allow_asynchronous,
+        strategy=strategy,
+        chunks=chunks,
+    ).plan
+
+
+def choose(
+    profile: Profile | GraphText,
+    cluster: Cluster,
+    *,
+    schedule: str = "auto",
+    names: Sequence[str] = (),
+    **options: Any,
+) -> planner.Comparison:
+    """Plans as `plan` does, and also returns what was compared.
+
+    The schedule 'auto' finds the method, stages, microbatches and depth with the fewest simulated seconds per
+    minibatch, each update being made of one minibatch. Data parallelism and one worker are always among the candidates
+    or the references: as PyTorch's DistributedDataParallel, with a minibatch for each worker, and at an equal global
+    batch, with each minibatch divided among the workers.
+
+    Args:
+        names: the methods that 'auto' compares; () compares all that are allowed.
+        options: of `plan`. 'auto' keeps microbatches, in_flight, shape and update_delay where they are given, and
+            otherwise searches them.
+
+    Raises:
+        PlanError: no method works, or a name is not known. Also those of `plan`.
+    """
+    found = _compared(profile, cluster, schedule=schedule, names=names, **options)
+    known = profile.profile() if isinstance(profile, GraphText) else profile
+    first, *rest = found.candidates
+    if first.period_s is None:
+        first = _simulated(first, found.plan)
+    references = tuple(_references(known, cluster, found.candidates, options.get("recompute", "never")))
+    return replace(found, candidates=(first, *rest), references=references)
+
+
+def _compared(
+    profile: Profile | GraphText,
+    cluster: Cluster | None,
+    *,
+    schedule: str,
+    microbatches: int | None = None,
+    in_flight: str | tuple[int, ...] = "noam",
+    shape: str | tuple[int, ...] = "any",
+    cuts: tuple[int | str, ...] | None = None,
+    update_delay: int = 0,
+    all_workers: bool = False,
+    recompute: str = "never",
+    cost_model: str = "pipedream",
+    allow_asynchronous: bool = False,
+    strategy: str = "simulate",
+    chunks: int | None = None,
+    names: Sequence[str] = (),
+) -> planner.Comparison:
     if cost_model not in ("pipedream", "classic"):
         raise PlanError(f"cost model {cost_model!r} is not known; write pipedream or classic")
-    if strategy not in ("search", "2bw"):
-        raise PlanError(f"strategy {strategy!r} is not known; write search or 2bw")
+    if strategy not in _STRATEGIES:
+        raise PlanError(f"strategy {strategy!r} is not known; write simulate, search or 2bw")
     if cluster is not None and not isinstance(cluster, Cluster):
         raise PlanError(f"{cluster!r} was given as the cluster; give a Cluster, such as pipedream.Cluster.flat(4)")
     chosen = {"schedule": schedule, "cost_model": cost_model, "strategy": strategy, "chunks": chunks, "cuts": cuts}
@@ -78,25 +160,40 @@ def plan(
     check_options(chosen | search)
     if cluster is None:
         cluster = _own_cluster(profile)
-    if cost_model == "classic":
-        return classic(profile, cluster, straight=shape == "straight", schedule=schedule, in_flight=in_flight).plan
     known = profile.profile() if isinstance(profile, GraphText) else profile
+    _warn_of_another_device(known, cluster)
+    if cost_model == "classic":
+        straight = shape == "straight"
+        return _only(classic(profile, cluster, straight=straight, schedule=schedule, in_flight=in_flight).plan, shape)
     _check_microbatches(known, microbatches)
     if strategy == "2bw":
-        return _two_bw(known.parted(), cluster, microbatches, recompute)
+        return _only(_two_bw(known.parted(), cluster, microbatches, recompute), shape)
+    search["all_workers"] = all_workers
     if schedule == "auto":
-        search |= {"all_workers": all_workers, "allow_asynchronous": allow_asynchronous}
-        return choose(known, cluster, **search).plan
+        methods = methods_of(names, allow_asynchronous=allow_asynchronous)
+        return planner.choose(known, cluster, methods, score, occupancy_of, **search)
     if schedules.properties_of(schedule).same_updates:
         known = known.parted()
     if schedules.layout_of(schedule) is not None:
         always = recompute == "always"
-        return lay_out(known, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=always)
+        found = lay_out(known, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=always)
+        return _only(found, shape)
     if schedules.is_torch_csv(schedule):
         if isinstance(shape, tuple) or shape not in planner.SHAPES:
             planner.parse_counts(shape)  # refuses what are no counts
-        return plan_of_file(known, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
-    return _search(known, cluster, schedule, cuts=cuts, all_workers=all_workers, **search)
+        found = plan_of_file(known, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
+        return _only(found, shape)
+    return _search(known, cluster, schedule, cuts=cuts, simulate=strategy == "simulate", **search)
+
+
+def _warn_of_another_device(profile: Profile, cluster: Cluster) -> None:
+    gpus = sorted({device for device in cluster.devices if not device.startswith("cpu")})
+    if gpus and profile.device.startswith("cpu"):
+        warnings.warn(
+            f"the workers have {', '.join(gpus)}, but the profile was measured on {profile.device}: the plan is one "
+            f"for CPUs; profile on such a GPU (--device cuda), or from a datasheet (--device meta --as {gpus[0]})",
+            stacklevel=4,
+        )
 
 
 def _own_cluster(profile: Profile | GraphText) -> Cluster:
@@ -129,7 +226,6 @@ def _two_bw(profile: Profile, cluster: Cluster, microbatches: int | None, recomp
     return replace(found, schedule="pipedream_2bw")
 
 
-@progress("planning")
 def _search(
     profile: Profile,
     cluster: Cluster,
@@ -142,33 +238,134 @@ def _search(
     update_delay: int,
     recompute: str,
     all_workers: bool,
-) -> Plan:
+    simulate: bool,
+) -> planner.Comparison:
     counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.parse_counts(shape)
     method = schedules.properties_of(schedule)
     if method.recomputes:
         recompute = "always"
 
-    def planned(parts: int, shape: str | tuple[int, ...] = shape) -> Plan:
-        rule = occupancy_of(schedule, parts)
-        how: dict[str, Any] = {
-            "microbatches": parts,
-            "in_flight": in_flight,
-            "update_delay": update_delay,
-            "recompute": recompute,
-        }
-        if cuts is not None:
-            return planner.manual_plan(profile, cluster, cuts, counts, occupancy=rule, **how)
-        return planner.plan(profile, cluster, occupancy=rule, shape=shape, all_workers=all_workers, **how)
+    @cache
+    def searches(parts: int) -> planner.PlanSearch:
+        return planner.PlanSearch.of(
+            profile,
+            cluster,
+            occupancy=occupancy_of(schedule, parts),
+            microbatches=parts,
+            update_delay=update_delay,
+            recompute=recompute,
+            all_workers=all_workers,
+        )
 
-    best = planned(microbatches or 1)
+    def planned(parts: int, shape: str | tuple[int, ...] = shape, slower: float = 1.0) -> Plan:
+        if cuts is None:
+            return searches(parts).best(shape, in_flight, slower)
+        return planner.manual_plan(
+            profile,
+            cluster,
+            cuts,
+            counts,
+            occupancy=occupancy_of(schedule, parts),
+            microbatches=parts,
+            in_flight=in_flight,
+            update_delay=update_delay,
+            recompute=recompute,
+        )
+
+    def best(shape: str | tuple[int, ...] = shape, slower: float = 1.0) -> Plan:
+        found = planned(microbatches or 1, shape, slower)
+        automatic = cuts is None and shape in ("any", "pipeline")
+        if automatic and microbatches is not None and method.splits_minibatch and max(found.replicas) > microbatches:
+            # Each replica takes part in each update, so a stage has at most as many as a minibatch has parts.
+            found = _fewer_replicas(planned, microbatches, cluster.workers, one_stage=shape == "any", every=all_workers)
+        found = for_method(found, profile, schedule, microbatches)
+        if microbatches is not None:
+            return found
+        most = profile.batch if profile.batch > 1 else found.microbatches  # one sample: it may be unknown
+        if found.overfull is not None or found.microbatches > most:  # again, with the microbatches of the method
+            m = max(min(found.microbatches, most), *found.replicas)
+            found = for_method(planned(m, shape, slower), profile, schedule, m)
+        return found
+
     automatic = cuts is None and shape in ("any", "pipeline")
-    if automatic and microbatches is not None and method.splits_minibatch and max(best.replicas) > microbatches:
-        # Each replica takes part in each update, so a stage has at most as many as a minibatch has parts.
-        best = _fewer_replicas(planned, microbatches, cluster.workers, one_stage=shape == "any", every=all_workers)
-    found = for_method(best, profile, schedule, microbatches)
-    if microbatches is None and found.overfull is not None:  # again, with the microbatches of the method
-        found = for_method(planned(found.microbatches), profile, schedule, found.microbatches)
-    return found
+    if not (simulate and automatic) or cluster.workers > MOST_SIMULATED:
+        with progress("planning"):
+            return _only(best(), shape)
+    tried = planner.finalists(shape, profile, cluster.workers, all_workers)
+    plans: dict[tuple[Any, ...], tuple[str, Plan]] = {}
+    refused: list[planner.Candidate] = []
+    errors: list[PipelineError] = []
+    with progress("planning", len(tried)) as advance:
+        for finalist in tried:
+            advance()
+            try:
+                found = best(*finalist)
+            except PipelineError as error:
+                errors.append(error)
+                refused.append(planner.Candidate(schedule, microbatches or 1, "", 0, str(finalist), why=str(error)))
+                continue
+            key = found.microbatches, found.stages, found.in_flight, found.update_delay, found.order
+            plans.setdefault(key, (str(finalist), found))
+    if not plans:
+        raise errors[0]
+    rows = [(_candidate(plan, asked), plan) for asked, plan in plans.values()]
+    # A minibatch of one sample may be one of unknown size.
+    possible = [row for row in rows if profile.batch == 1 or row[1].microbatches <= profile.batch] or rows
+    try:
+        compared = planner.fastest(possible, _score, refused)
+    except PlanError:  # none can be simulated
+        return planner.Comparison(rows[0][1], (rows[0][0],))
+    together = profile.ties_in_words() if cluster.workers > 1 else ""
+    note = "; ".join([compared.fastest_in_words(), *([together] if together else [])])
+    bound_s = min(rows[0][1].bound_s, compared.plan.slowest_stage_s)
+    return replace(compared, plan=replace(compared.plan, note=note, bound_s=bound_s))
+
+
+def _score(plan: Plan) -> planner.Score:
+    if takes_long(plan):
+        raise PlanError(f"the replicas of {plan.config} repeat themselves too seldom to be simulated")
+    return score(plan)
+
+
+def _candidate(plan: Plan, shape: str | tuple[int, ...]) -> planner.Candidate:
+    asked = shape if isinstance(shape, str) else "-".join(map(str, shape))
+    flushes = schedules.properties_of(plan.schedule or "pipedream").flushes
+    known = planner.Candidate(plan.schedule, plan.microbatches, plan.depth_mode, max(plan.update_delay), asked)
+    return planner.known_of(known, plan, flushes)
+
+
+def _only(plan: Plan, shape: str | tuple[int, ...]) -> planner.Comparison:
+    """What was asked leaves nothing to compare."""
+    return planner.Comparison(plan, (_candidate(plan, shape),))
+
+
+def _simulated(candidate: planner.Candidate, plan: Plan) -> planner.Candidate:
+    try:
+        return planner.scored(candidate, _score(plan))
+    except PipelineError as error:
+        return replace(candidate, why=str(error))
+
+
+def _references(
+    profile: Profile, cluster: Cluster, candidates: Sequence[planner.Candidate], recompute: str
+) -> Iterator[planner.Candidate]:
+    """Yields data parallelism, with a minibatch for each worker and with a part of one, and one worker."""
+    known = {(one.schedule, one.microbatches, one.config) for one in candidates if one.period_s is not None}
+    workers = cluster.workers
+    parted = [("1f1b", workers, "data-parallel")] if 1 < workers <= profile.batch else []
+    for schedule, m, shape in [("pipedream", 1, "data-parallel"), *parted, ("pipedream", 1, "1")]:
+        config = str(workers) if shape == "data-parallel" else shape
+        if (schedule, m, config) in known:
+            continue
+        known.add((schedule, m, config))
+        try:
+            found = plan(
+                profile, cluster, schedule=schedule, microbatches=m if m > 1 else None, shape=shape, recompute=recompute
+            )
+        except PlanError as error:
+            yield planner.Candidate(schedule, m, "noam", 0, shape, why=str(error))
+        else:
+            yield _simulated(_candidate(found, shape), found)
 
 
 def _fewer_replicas(
@@ -200,47 +397,6 @@ def _counts(workers: int, most: int) -> list[tuple[int, ...]]:
         ]
     equal = range(1, most + 1)
     return [(size,) * (workers // size) + ((workers % size,) if workers % size else ()) for size in equal]
-
-
-def choose(
-    profile: Profile | GraphText,
-    cluster: Cluster,
-    *,
-    microbatches: int | None = None,
-    in_flight: str | tuple[int, ...] = "noam",
-    shape: str | tuple[int, ...] = "any",
-    update_delay: int = 0,
-    all_workers: bool = False,
-    recompute: str = "never",
-    allow_asynchronous: bool = False,
-    names: Sequence[str] = (),
-) -> planner.Comparison:
-    """Finds the method, stages, microbatches and depth with the fewest simulated seconds per minibatch.
-
-    `plan` does this for the schedule 'auto'; this function also returns what was compared.
-
-    Args:
-        profile, cluster, all_workers, recompute: see `plan`.
-        microbatches, in_flight, shape, update_delay: kept where given, otherwise searched.
-        allow_asynchronous: also methods whose gradients are late.
-        names: methods to compare; () compares all that are allowed.
-
-    Raises:
-        PlanError: no method works, or a name is not known.
-    """
-    return planner.choose(
-        profile.profile() if isinstance(profile, GraphText) else profile,
-        cluster,
-        methods_of(names, allow_asynchronous=allow_asynchronous),
-        score,
-        occupancy_of,
-        shape=shape,
-        microbatches=microbatches,
-        in_flight=in_flight,
-        update_delay=update_delay,
-        all_workers=all_workers,
-        recompute=recompute,
-    )
 
 
 def classic(

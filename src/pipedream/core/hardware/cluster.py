@@ -241,6 +241,24 @@ class Cluster(Artifact):
         kinds = tuple(replace(kind, memory_bytes=change(kind.memory_bytes)) for kind in self.kinds)
         return replace(self, memory_bytes=change(self.memory_bytes), kinds=kinds)
 
+    def slowed(self, factor: float) -> Cluster:
+        """Returns the cluster with slower links: longer latencies, and bandwidths divided by the factor."""
+
+        def divided(rate: float | None) -> float | None:
+            return None if rate is None else rate / factor
+
+        levels = tuple(
+            replace(
+                level,
+                bandwidth_bytes_per_s=level.bandwidth_bytes_per_s / factor,
+                latency_s=level.latency_s * factor,
+                receive_bytes_per_s=divided(level.receive_bytes_per_s),
+                sum_bytes_per_s=divided(level.sum_bytes_per_s),
+            )
+            for level in self.levels
+        )
+        return replace(self, levels=levels)
+
     @property
     def is_flat(self) -> bool:
         """Whether all workers are alike, on a single level."""

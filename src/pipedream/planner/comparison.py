@@ -1,0 +1,287 @@
+"""Ways to train, compared by their simulated seconds per minibatch.
+
+Candidates are simulated by increasing *bound*, seconds per minibatch that a candidate cannot beat, if it is not above
+the best simulated time of their kind: pipelines, one worker, data parallelism on each number of workers. With f, b the
+forward and backward of a minibatch at a stage, u its update with the part of the all-reduce that the last backward
+cannot hide, r its replicas and m microbatches, the bound of a flushing method is the maximum over stages s of its own
+work and update, with the all-reduce or with what the runtime adds, which may hide it, and of
+
+    sum over t < s of (f_t + b_t) / m  +  ceil(m / r_s) / m (f_s + b_s)  +  u_0
+
+because stage 0 updates after the last microbatch has come back from s, and runs no forward of the next minibatch
+before. The bound of any other method is the compute of its slowest stage, (f + b + u) / r (`Site.compute_s`), again
+with the one or the other; if its updates are delayed, without the all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from math import inf
+from typing import Any
+
+from pipedream.core.display import Tabular
+from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.plan import Plan
+from pipedream.core.units import format_bytes, format_number, format_seconds, shorten
+
+__all__ = ["Candidate", "Comparison", "Score", "fastest", "known_of", "scored"]
+
+_TIE = 1e-9  # relative: closer periods are equal
+_FEW_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of a simulation.
+
+    Attributes:
+        period_s: seconds per minibatch in the steady state.
+        bubble: the fraction of idle time.
+        samples_per_update: of the stage with the most replicas, if these differ.
+    """
+
+    period_s: float
+    bubble: float
+    samples_per_update: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train, and what is known about it.
+
+    Attributes:
+        depth_mode: 'noam', 'full' or 'auto'; 'hand' if a count was given for each stage.
+        shape: as requested.
+        config: of the plan; '' if there is none.
+        bound_s: of the seconds per minibatch.
+        period_s, bubble: simulated; None if it was not simulated.
+        samples_per_update: of the stage with the most replicas, if these differ; None if it was not simulated.
+        peak_bytes: of the fullest worker.
+        why: it was not simulated; '' if it was.
+    """
+
+    schedule: str
+    microbatches: int
+    depth_mode: str
+    update_delay: int
+    shape: str
+    config: str = ""
+    bound_s: float = 0.0
+    period_s: float | None = None
+    bubble: float | None = None
+    samples_per_update: int | None = None
+    peak_bytes: int = 0
+    why: str = ""
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Of each stage; () if there is no plan."""
+        return tuple(map(int, self.config.split("-"))) if self.config else ()
+
+    @property
+    def is_data_parallel(self) -> bool:
+        return len(self.replicas) == 1 and self.replicas != (1,)
+
+    @property
+    def words(self) -> str:
+        """What it is, without its method."""
+        if len(self.replicas) == 1:
+            return f"DDP on {self.config} workers" if self.is_data_parallel else "one worker"
+        if set(self.replicas) == {1}:
+            return f"a straight pipeline of {len(self.replicas)} stages"
+        return f"the pipeline {shorten(self.config)}"
+
+    def __str__(self) -> str:
+        parts = f", m = {self.microbatches}" if self.microbatches > 1 else ""
+        return (
+            f"{self.schedule} on {self.config or self.shape}{parts}, {self.depth_mode}"
+            f"{', update delay 1' if self.update_delay else ''}"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Tabular):
+    """The best plan, and what it was compared with.
+
+    Attributes:
+        candidates: what could be chosen: the simulated ones first, by increasing period.
+        references: what could not, because another shape or method was asked for, or because it has another number of
+            samples per update.
+    """
+
+    plan: Plan
+    candidates: tuple[Candidate, ...]
+    references: tuple[Candidate, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """What to use, in a sentence.
+
+        Of the references it considers those with the plan's method, or with as many samples per update.
+        """
+        chosen = self.candidates[0]
+        if chosen.period_s is None:
+            return f"use {chosen.words} as planned; it was not simulated: {chosen.why}"
+        rivals = [
+            one
+            for one in self.references
+            if one.schedule == chosen.schedule or one.samples_per_update == chosen.samples_per_update
+        ]
+        best = min((chosen, *rivals), key=_period_s)
+        best = best if _period_s(best) < _period_s(chosen) * (1 - _TIE) else chosen
+        by = "" if len(best.replicas) == 1 else f" with {best.schedule}"
+        return f"use {best.words}{by}: {self._seconds(best)}{self._others(best)}"
+
+    def fastest_in_words(self) -> str:
+        """How the plan was chosen."""
+        best = self.candidates[0]
+        count = sum(bool(one.config) for one in self.candidates)
+        return f"the fastest of {count} plans by simulation, {self._seconds(best)}{self._others(best)}"
+
+    def _seconds(self, one: Candidate) -> str:
+        samples = f" of {self.plan.batch} samples" if self.plan.batch > 1 else ""
+        return f"{format_seconds(_period_s(one))} per minibatch{samples}{self._update(one)}"
+
+    def _update(self, one: Candidate) -> str:
+        return f" ({one.samples_per_update} samples per update)" if self.plan.batch > 1 else ""
+
+    def _others(self, best: Candidate) -> str:
+        """What the best of the other kinds take."""
+        shown, parts = {(best.config, best.samples_per_update)}, [""]
+        for one in (self.candidates[0], *self._best_of_kinds(), *self.references):
+            if one.period_s is not None and (one.config, one.samples_per_update) not in shown:
+                shown.add((one.config, one.samples_per_update))
+                parts.append(f"{one.words} takes {format_seconds(one.period_s)}{self._update(one)}")
+        return "; ".join(parts)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each candidate, then for each reference."""
+        return [asdict(one) for one in (*self.candidates, *self.references)]
+
+    def finalists(self) -> Comparison:
+        """Returns the best candidates only, with data parallelism and one worker."""
+        kept = {*self.candidates[:1], *self._best_of_kinds()}
+        few = [one for one in self.candidates if one in kept or one.period_s is not None]
+        few = [one for number, one in enumerate(few) if one in kept or number < _FEW_ROWS]
+        return replace(self, candidates=tuple(few))
+
+    def _best_of_kinds(self) -> list[Candidate]:
+        """The best pipeline, the best data parallelism, and one worker."""
+        kinds = [
+            lambda one: len(one.replicas) > 1,
+            lambda one: one.is_data_parallel,
+            lambda one: one.replicas == (1,),
+        ]
+        found = (next(filter(kind, self.candidates), None) for kind in kinds)
+        return [one for one in found if one is not None]
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {len(self.candidates)} candidates, the best is {self.candidates[0]}>"
+
+    def __str__(self) -> str:
+        head = (
+            f"{'method':<24}  {'plan':<12}  {'m':>4}  {'depth':<5}  {'delay':>5}  {'minibatch':>10}  {'samples/s':>9}  "
+            f"{'samples/update':>14}  {'bubble':>6}  {'peak':>9}"
+        )
+        rows = [self._row(one) for one in self.candidates if one.period_s is not None]
+        others = [self._row(one) for one in self.references if one.period_s is not None]
+        rest = [one for one in self.candidates if one.period_s is None]
+        slow = sum(bool(one.config) for one in rest)
+        asked = {"1": "one worker", "data-parallel": f"DDP on {self.plan.cluster.workers} workers"}
+        tail = [f"{asked[one.shape]}: {one.why}" for one in self.references if one.period_s is None]
+        tail += [f"{slow} more cannot be faster than these"] if slow else []
+        tail += [f"{len(rest) - slow} more cannot be used (no plan, or too little memory)"] if len(rest) > slow else []
+        return "\n".join([head, *rows, *(["for comparison:", *others] if others else []), *tail])
+
+    def _row(self, one: Candidate) -> str:
+        rate = self.plan.batch / one.period_s if one.period_s else inf
+        return (
+            f"{one.schedule:<24}  {shorten(one.config):<12}  {one.microbatches:>4}  {one.depth_mode:<5}  "
+            f"{one.update_delay:>5}  {format_seconds(one.period_s or 0.0):>10}  {format_number(rate):>9}  "
+            f"{one.samples_per_update or 0:>14}  {max(one.bubble or 0.0, 0.0):>6.1%}  {format_bytes(one.peak_bytes):>9}"
+        )
+
+
+def fastest(
+    planned: Iterable[tuple[Candidate, Plan]],
+    score: Callable[[Plan], Score],
+    refused: Iterable[Candidate] = (),
+) -> Comparison:
+    """Simulates what may be the fastest, and compares it.
+
+    Ties go to fewer bytes on the fullest worker, then to what comes first.
+
+    Args:
+        planned: with their bounds.
+        score: simulates a plan with its method and microbatches; may raise a PipelineError.
+        refused: candidates without a plan.
+
+    Raises:
+        PlanError: no candidate works.
+    """
+    simulated: list[tuple[float, int, int, Candidate, Plan]] = []
+    slower, refused, least = [], list(refused), dict[str, float]()
+    for number, (way, found) in sorted(enumerate(planned), key=lambda row: (row[1][0].bound_s, row[0])):
+        kind = way.config if len(way.replicas) == 1 else "pipeline"
+        if way.bound_s > least.get(kind, inf) * (1 + _TIE):
+            slower.append(replace(way, why=f"cannot take less than {format_seconds(way.bound_s)}"))
+            continue
+        try:
+            known = score(found)
+        except PipelineError as error:
+            refused.append(replace(way, config="", why=str(error)))
+            continue
+        least[kind] = min(least.get(kind, inf), known.period_s)
+        simulated.append((known.period_s, way.peak_bytes, number, scored(way, known), found))
+    if not simulated:
+        raise PlanError(f"{len(refused)} ways were tried, the first, {refused[0]}: {refused[0].why}")
+    equal_s = min(least.values()) * (1 + _TIE)
+    simulated.sort(key=lambda row: (max(row[0], equal_s), row[1:3]))
+    return Comparison(simulated[0][4], (*(row[3] for row in simulated), *slower, *refused))
+
+
+def scored(way: Candidate, known: Score) -> Candidate:
+    """Returns the candidate as it was simulated."""
+    return replace(
+        way, period_s=known.period_s, bubble=known.bubble, samples_per_update=known.samples_per_update, why=""
+    )
+
+
+def known_of(way: Candidate, plan: Plan, flushes: bool) -> Candidate:
+    """Returns the candidate with its plan's config, bound and bytes."""
+    peak_bytes = max(stage.peak_bytes for stage in plan.stages)
+    return replace(way, config=plan.config, bound_s=_bound_s(plan, flushes), peak_bytes=peak_bytes)
+
+
+def _bound_s(plan: Plan, flushes: bool) -> float:
+    """The lower bound of the module docstring."""
+    m, stages, sites = plan.microbatches, plan.stages, plan.sites
+    if plan.runtime.overlap_device:  # each op then hides another part of what the runtime adds
+        plan = replace(plan, runtime=RuntimeCosts())
+    passes = [(stage.forward_s + stage.redone_s) / site.speed for stage, site in zip(stages, sites, strict=True)]
+    if not flushes:
+        seconds = zip(stages, sites, plan.tied_s, plan.runtime_s, plan.update_delay, strict=True)
+        return max(
+            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s + more_s, summed_bytes))
+            for stage, site, tied_s, runtime_s, update_delay in seconds
+            # What the runtime adds may hide the sum.
+            for more_s, summed_bytes in ((tied_s, 0 if update_delay else stage.parameter_bytes), (runtime_s, 0))
+        )
+    ends = [
+        (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.parameter_bytes, stage.redone_s / m))
+        for stage, site, tied_s in zip(stages, sites, plan.tied_s, strict=True)
+    ]
+    shares = [-(-m // r) / m for r in plan.replicas]  # of the minibatch, at the replica with the most microbatches
+    own = [share * seconds for share, seconds in zip(shares, passes, strict=True)]
+    ahead = accumulate((seconds / m for seconds in passes[:-1]), initial=0.0)
+    added = [share * seconds / site.speed for share, seconds, site in zip(shares, plan.runtime_s, sites, strict=True)]
+    updates = [stage.update_s / site.speed for stage, site in zip(stages, sites, strict=True)]
+    alone = [*map(sum, zip(own, ends, strict=True)), *map(sum, zip(own, updates, added, strict=True))]
+    return max(max(a + b for a, b in zip(ahead, own, strict=True)) + ends[0], *alone)
+
+
+def _period_s(one: Candidate) -> float:
+    return inf if one.period_s is None else one.period_s

@@ -1,0 +1,215 @@
+"""The choice among finalists by simulation: never slower than any of them, at a batch that is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawn import runtime_costs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipedream as pd
+from pipedream import cli
+from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.workflows import plan as planning
+from pipedream.workflows.methods import score
+
+US = 1e-6
+ROWS = (
+    (150, 250, 131_072, 640, 131_072),
+    (50, 100, 131_072, 128, 131_072),
+    (20, 30, 131_072, 0, 131_072),
+    (450, 800, 262_144, 18_600, 0),
+    (80, 150, 262_144, 256, 262_144),
+    (30, 50, 262_144, 0, 262_144),
+    (150, 100, 65_536, 0, 131_072),
+    (20, 20, 65_536, 0, 65_536),
+    (50, 100, 8_192, 131_000, 65_536),
+    (8, 12, 1_280, 2_600, 0),
+)
+DIGITS = Profile.of_chain(
+    tuple(LayerProfile(f * US, b * US, *sizes) for f, b, *sizes in ROWS),
+    batch=32,
+    update_s=200 * US,
+    update_fixed_s=100 * US,
+    loss_s=30 * US,
+)
+"""The layers of examples/digits.py, with the bytes that it has and seconds of their order."""
+EIGHT = Cluster.flat(8, 1.25e9, 1e-4)
+FOUR = Cluster.flat(4, 1.25e9, 1e-4)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    seconds, size = st.floats(1e-4, 1e-2), st.integers(0, 10**7)
+    layer = st.builds(LayerProfile, seconds, seconds, output_bytes=size, parameter_bytes=size, activation_bytes=size)
+    return Profile.of_chain(
+        tuple(draw(st.lists(layer, min_size=1, max_size=8))),
+        batch=draw(st.sampled_from([1, 8, 32])),
+        update_s=1e-3,
+        update_fixed_s=draw(st.sampled_from([0.0, 1e-3])),
+        runtime=draw(runtime_costs(1e-3)),
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    rate, latency_s = st.floats(7, 11).map(lambda power: 10**power), st.sampled_from([0.0, 1e-5, 1e-3])
+    memory = draw(st.sampled_from([None, None, 10**8]))
+    levels = [Level(draw(st.integers(1, 5)), draw(rate), draw(latency_s))]
+    if draw(st.booleans()):
+        levels = [Level(2, draw(rate), draw(latency_s)), Level(2, draw(rate), draw(latency_s))]
+    return Cluster(tuple(levels), memory)
+
+
+def check_never_slower(profile: Profile, cluster: Cluster, schedule: str) -> None:
+    """Compares the answer with what every request for a shape gives."""
+
+    def asked(**options: Any) -> float | None:
+        try:
+            return score(pd.plan(profile, cluster, schedule=schedule, **options)).period_s
+        except PipelineError:
+            return None
+
+    found_s = asked()
+    workers = cluster.workers
+    equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
+    rivals = {shape: asked(shape=shape) for shape in ("straight", "data-parallel", "1", "pipeline", *equal)}
+    rivals["search"] = asked(strategy="search")
+    if found_s is None:
+        assert not any(rivals.values())
+        return
+    slower = {shape: rival_s for shape, rival_s in rivals.items() if rival_s and found_s > rival_s * (1 + 1e-9)}
+    assert not slower, f"{found_s} s was chosen"
+    compared = planning.choose(profile, cluster, schedule=schedule)
+    assert compared.candidates[0].period_s == found_s
+    for one in compared.candidates:
+        assert one.period_s is None or found_s <= one.period_s * (1 + 1e-9)
+        assert one.period_s is None or one.bound_s <= one.period_s * (1 + 1e-9), "a bound that does not hold"
+        assert one.period_s or one.bound_s >= found_s or not one.config
+    everything = (*compared.candidates, *compared.references)
+    for config in {"1", str(workers)}:
+        assert any(one.config == config and one.period_s for one in everything) or any(
+            one.why and not one.config and one.shape in ("1", "data-parallel", config) for one in everything
+        ), f"{config} is not in the list"
+
+
+METHODS = st.sampled_from(["pipedream", "1f1b", "gpipe", "pipedream_2bw"])
+
+
+@settings(max_examples=3)
+@given(profiles(), clusters(), METHODS)
+def test_never_slower_than_what_it_was_compared_with(profile: Profile, cluster: Cluster, schedule: str) -> None:
+    check_never_slower(profile, cluster, schedule)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(profiles(), clusters(), METHODS)
+def test_never_slower_in_200_cases(profile: Profile, cluster: Cluster, schedule: str) -> None:
+    check_never_slower(profile, cluster, schedule)
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(profiles(), clusters())
+def test_auto_is_never_slower(profile: Profile, cluster: Cluster) -> None:
+    check_never_slower(profile, cluster, "auto")
+
+
+def test_the_plan_with_the_fastest_stage_is_not_the_fastest() -> None:
+    searched = pd.plan(DIGITS, EIGHT, strategy="search")
+    found = pd.plan(DIGITS, EIGHT)
+    assert searched.slowest_stage_s < found.slowest_stage_s
+    assert score(searched).period_s > 2 * score(found).period_s
+    assert found.config == "8"
+    assert found.bound_s == searched.bound_s
+    assert found.note.startswith("the fastest of ")
+    assert "the pipeline 4-4 takes" in found.note
+
+
+def test_each_row_has_its_samples_per_update() -> None:
+    """PipeDream's replicas each train a minibatch of their own; a method that flushes divides one."""
+    rows = {
+        (one.schedule, one.config): one.samples_per_update
+        for found in (planning.choose(DIGITS, FOUR, schedule=name) for name in ("pipedream", "1f1b"))
+        for one in (*found.candidates, *found.references)
+        if one.period_s is not None
+    }
+    assert (rows["pipedream", "4"], rows["pipedream", "1-2-1"], rows["pipedream", "1"]) == (4 * 32, 2 * 32, 32)
+    assert {samples for (name, _), samples in rows.items() if name != "pipedream"} == {32}
+    assert {("1f1b", "4"), ("1f1b", "1")} <= set(rows)
+
+
+def test_what_is_asked_is_compared_too() -> None:
+    """A shape that is asked for is planned, and the verdict says what is faster."""
+    found = planning.choose(DIGITS, EIGHT, shape="straight", schedule="pipedream")
+    assert found.plan.config == "1-1-1-1-1-1-1-1"
+    assert [(one.schedule, one.config) for one in found.references] == [
+        ("pipedream", "8"),
+        ("1f1b", "8"),
+        ("pipedream", "1"),
+    ]
+    assert found.verdict.startswith("use DDP on 8 workers: ")
+    assert "; a straight pipeline of 8 stages takes " in found.verdict
+
+
+def test_a_larger_batch_is_no_reason_to_leave_the_asked_one() -> None:
+    """With 128 samples per update data parallelism is faster than any way with 32, and is not named the best."""
+    found = planning.choose(DIGITS, FOUR, microbatches=8, names=("1f1b",))
+    assert {one.samples_per_update for one in found.candidates} == {32, None}
+    parallel = next(one for one in found.references if one.is_data_parallel)
+    assert parallel.period_s < found.candidates[0].period_s
+    assert found.verdict.startswith("use the pipeline 1-2-1 with 1f1b: ")
+    assert "(128 samples per update)" in found.verdict
+
+
+def test_one_worker_is_named() -> None:
+    assert planning.choose(DIGITS, Cluster.flat(2, 1e3), schedule="pipedream").verdict.startswith("use one worker: ")
+    alone = planning.choose(DIGITS, Cluster.flat(1), schedule="pipedream")
+    assert (len(alone.candidates), alone.references) == (1, ())
+
+
+def test_what_does_not_fit_is_named() -> None:
+    heavy = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1000),) * 4, batch=8)
+    found = planning.choose(heavy, Cluster.flat(4, memory_bytes=7000), schedule="1f1b")
+    whys = {one.shape: one.why for one in found.references}
+    assert "fits" in whys["data-parallel"]
+    assert "DDP on 4 workers: none of the data-parallel plans fits" in str(found)
+    with pytest.raises(PlanError, match="none of the plans"):
+        planning.choose(heavy, Cluster.flat(4, memory_bytes=1000), schedule="1f1b")
+
+
+def test_the_first_line_is_the_verdict(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    DIGITS.save(tmp_path / "digits.json")
+    command = ["plan", str(tmp_path / "digits.json"), "--workers", "8", "--bandwidth", "1.25e9", "--latency", "1e-4"]
+    assert cli.main(command) == 0
+    verdict, _, head, *rest = capfd.readouterr().out.splitlines()
+    assert verdict.startswith("verdict: use DDP on 8 workers: ")
+    assert "(256 samples per update)" in verdict
+    assert head.split()[:2] == ["method", "plan"]
+    assert "for comparison:" in rest
+    assert cli.main([*command, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (f"verdict: {found['verdict']}", found["samples_per_update"]) == (verdict, 256)
+    assert found["simulated_s"] == found["candidates"][0]["period_s"]
+    assert {row["samples_per_update"] for row in found["references"]} == {32}
+    assert cli.main([*command, "--strategy", "search"]) == 0
+    searched = capfd.readouterr().out.splitlines()
+    assert searched[0].startswith("verdict: use DDP on 8 workers: ")
+    assert any(line.startswith("Plan 1-5-1-1 ") for line in searched)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
+def test_gpus_planned_from_a_cpus_profile_give_a_warning(schedule: str) -> None:
+    cluster = Cluster.flat(1, 1e9, device="V100")
+    with pytest.warns(UserWarning, match="workers have V100, but the profile was measured on cpu"):
+        pd.plan(DIGITS, cluster, schedule=schedule)
+    pd.plan(replace(DIGITS, device="V100-16GB"), cluster, schedule=schedule)
+    pd.plan(replace(DIGITS, device="unknown"), cluster, schedule=schedule)
