@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pipedream.runtime.failure import launch as launching
+from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.launch import _Failure, launch
 
 
@@ -71,3 +76,23 @@ def test_attempts(
     assert capsys.readouterr().err.splitlines() == said
     assert given == [["x.py"] if workers == 2 else ["x.py", "--workers", "1"] for workers, _ in made]
     assert launching.os.environ["GLOO_SOCKET_IFNAME"] == "the user's"
+
+
+def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Even where the worker that noticed it ended first."""
+    file, text = tmp_path / "error.json", f"pipedream: rank 0, stage 0, 0F4: {notes.LOST_CONNECTION}"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    notes.write_error(text)
+    lost, gone = ProcessFailure(0, 10, 1, str(file)), ProcessFailure(1, 11, 3, "none")
+    gone.timestamp = lost.timestamp + 1
+
+    def elastic_launch(*_: object) -> Callable[..., None]:
+        def run(*_: object) -> None:
+            raise ChildFailedError("env", {0: lost, 1: gone})
+
+        return run
+
+    monkeypatch.setattr(launching, "elastic_launch", elastic_launch)
+    assert "rank 1 ended with exit status 3" in launching._attempt(2, 0, [], silent=True).text  # type: ignore[union-attr]
+    gone.exitcode = -15  # by the agent
+    assert launching._attempt(2, 0, [], silent=True).text == text  # type: ignore[union-attr]

@@ -102,7 +102,7 @@ class Guard:
             error = WorkerError(
                 self._rank,
                 where,
-                "lost the connection to another worker, which left no message (killed, out of memory, machine gone)",
+                f"{notes.LOST_CONNECTION} (killed, out of memory, machine gone)",
                 f"look at what that worker printed last; torch's error: {shortened(str(origin or error))}",
             )
         elif not isinstance(error, WorkerError):

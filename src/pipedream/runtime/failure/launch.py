@@ -155,6 +155,10 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
             text = text or notes.read_error(first.error_file)
             if text is None and first.exitcode >= 0:  # because of another worker, which may end a little later
                 text = next(filter(None, (notes.read_error(one.error_file) for one in failures)), None)
+            if text is not None and notes.LOST_CONNECTION in text:  # noticed first; how the other one ended says more
+                speechless = [one for one in failures if not notes.read_error(one.error_file)]
+                for one in [one for one in speechless if one.exitcode not in (1, -signal.SIGTERM)][:1]:
+                    rank, first, text = one.local_rank, one, None
             return _Failure(text or _silent_end(rank, first.exitcode, notes.read_place(Path(folder), rank)), status)
         finally:
             end_watch()

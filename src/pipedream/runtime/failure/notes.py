@@ -15,6 +15,7 @@ from pathlib import Path
 from pipedream.runtime.failure.process import is_running
 
 __all__ = [
+    "LOST_CONNECTION",
     "RUN_ID_PREFIX",
     "has_error",
     "is_launched_here",
@@ -24,6 +25,9 @@ __all__ = [
     "write_error",
     "write_place",
 ]
+
+LOST_CONNECTION = "lost the connection to another worker, which left no message"
+"""Of a worker that does not know more; the launcher may."""
 
 RUN_ID_PREFIX = "pipedream-"
 """Of the runs of our own launcher."""
