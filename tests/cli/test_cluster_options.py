@@ -86,7 +86,8 @@ def test_a_plan_is_simulated_on_another_cluster(tmp_path: Path, capfd: pytest.Ca
 
 def test_a_plan_for_a_papers_cluster(tmp_path: Path) -> None:
     layer = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=100)
-    profile, out = str(Profile.of_chain((layer,) * 6).save(tmp_path / "profile.json")), tmp_path / "plan.json"
+    measured = Profile.of_chain((layer,) * 6, device="Titan X")
+    profile, out = str(measured.save(tmp_path / "profile.json")), tmp_path / "plan.json"
     for cluster in (("--cluster", "pipedream-c:3"), ("--workers", "2+1", "2", "--bandwidth", "1e9", "1e8")):
         assert cli.main(["plan", profile, *cluster, "-o", str(out)]) == 0
         assert Plan.load(out).cluster.workers == 3
