@@ -145,6 +145,23 @@ def test_one_rank_of_a_machine_reports_that_the_launcher_is_away(
     assert printed == [0]
 
 
+def test_a_broken_connection_to_a_process_of_the_loader_is_the_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Guard.__new__(Guard)
+    one._rank = 0
+    monkeypatch.setattr(Guard, "failure", lambda self, wait_s: None)
+    monkeypatch.setattr(Guard, "report", lambda self, error: None)
+    raised = "def broken(): raise ConnectionResetError(104, 'Connection reset by peer')"
+    for file, words in (
+        ("/lib/torch/utils/data/dataloader.py", "the DataLoader has ended"),
+        ("x.py", "another worker"),
+    ):
+        names: dict[str, Callable[[], None]] = {}
+        exec(compile(raised, file, "exec"), names)  # type: ignore[arg-type]
+        with pytest.raises(ConnectionResetError) as caught:
+            names["broken"]()
+        assert words in str(one.first_cause(caught.value, "stage 0, 0F4"))
+
+
 @pytest.mark.slow
 def test_rank_0_serves_the_store_until_the_others_have_heard(
     crew: list[Heartbeat], monkeypatch: pytest.MonkeyPatch

@@ -14,9 +14,11 @@ import os
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -95,6 +97,8 @@ class Guard:
         """Reports any error of this rank; returns the one to raise: it, or its cause at another rank."""
         origin = error.__cause__ if isinstance(error, PipelineError) else error
         lost = is_broken_connection(origin) or any(words in str(error) for words in _PEER_WORDS)
+        if lost and _is_raised_by_loader(origin):
+            lost, error = False, WorkerError(self._rank, where, f"a process of the DataLoader has ended ({origin})")
         first = self.failure(_CONNECTION_WAIT_S if lost else 0.0)
         if first is not None:
             return first
@@ -226,6 +230,12 @@ def guarded(rank: int, ranks: int) -> Iterator[Activity]:
         _of_job = None
         guard._before.clear()  # a session may have failed
         guard.end()
+
+
+def _is_raised_by_loader(error: BaseException | None) -> bool:
+    """Returns whether a connection to a process of a DataLoader has broken, not one between ranks."""
+    frames = traceback.extract_tb(None if error is None else error.__traceback__)
+    return any(Path(frame.filename).match("torch/utils/data/dataloader.py") for frame in frames)
 
 
 def _own_client(store: Any, rank: int) -> Any:
