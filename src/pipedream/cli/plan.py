@@ -133,7 +133,7 @@ def plan(
     \b
     Examples:
       pipedream plan digits.profile.json --workers 4 -o digits.plan.json
-      pipedream plan digits.profile.json --cluster pipedream-a:2 --schedule auto
+      pipedream plan digits.profile.json --workers 8 --bandwidth 1Gbit/s --schedule auto
     """
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config)
     options: dict[str, Any] = {
