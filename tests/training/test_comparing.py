@@ -245,7 +245,9 @@ def test_nothing_is_left_after_a_kill(moment: str, tmp_path: Path) -> None:
     if moment.startswith("1F1B"):
         command = (*command[:-3], "1", "--out", "run")
     started = commands.start("-m", "pipedream", *command, folder=tmp_path)
-    started.wait_for_file(f"run/{moment}", timeout_s=300.0)
-    time.sleep(0.3)
-    started.signal(signal.SIGKILL, group=False)
+    try:
+        started.wait_for_file(f"run/{moment}", timeout_s=300.0)
+        time.sleep(0.3)
+    finally:
+        started.signal(signal.SIGKILL, group=False)
     assert started.end().orphans == []
