@@ -167,7 +167,8 @@ def test_processes_that_load_are_ended(kind: str, rest: dict[str, int], tmp_path
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["map", pytest.param("iterable", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["map", "iterable"])
 def test_a_sample_that_fails_ends_all_processes(kind: str, tmp_path: Path) -> None:
     ends = processes.launch(loading.run, 3, Job(kind, (2, 1), fails_at=3), str(tmp_path), timeout_s=30.0)
     assert any("a sample that fails" in str(end.error) for end in ends)

@@ -134,7 +134,7 @@ def test_curves_of_the_evaluations() -> None:
 
 
 def test_timelines_are_on_one_scale(full: str) -> None:
-    box = re.findall(r'<div class="scroll timelines".*?</div>', full, re.S)
+    box = re.findall(r'<div class="scroll timelines[^"]*".*?</div>', full, re.S)
     assert len(box) == 2
     for inside in box:
         widths = re.findall(r'<svg[^>]*? width="([\d.]+)"', inside)

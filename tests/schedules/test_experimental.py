@@ -49,6 +49,7 @@ def test_nobody_imports_them() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_everything_else_works_without_them(tmp_path: Path) -> None:
     copy = tmp_path / "pipedream"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("experimental", "__pycache__"))

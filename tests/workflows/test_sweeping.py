@@ -77,6 +77,7 @@ def test_a_method_without_a_plan_has_no_crossover() -> None:
     assert found.crossovers == ()
 
 
+@pytest.mark.slow
 def test_the_lead_changes_at_a_crossover(swept: Sweep) -> None:
     assert len(swept.crossovers) == 4
     for one in swept.crossovers:
