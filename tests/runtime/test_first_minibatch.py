@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import re
@@ -111,6 +112,27 @@ def test_a_module_that_decides_at_each_call_does_so_in_the_pipeline(how: str) ->
     if how != "python":
         found = piped(made(), mse, DATA, microbatches=1)
         assert_equal(found, plain(made(), mse, DATA))
+
+
+class Products(nn.Module):
+    """Has no modules inside that could be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.eye(4), torch.ones(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights[0] @ self.weights[1]
+
+
+def test_a_model_without_calls_of_modules_passes() -> None:
+    model = nn.Sequential(Products()).double()
+    found = copy.deepcopy(model)
+    plan = pipedream.Plan.uniform(1)
+    with Pipeline(found, plan, schedule="1f1b", loss=mse, optimizer=SGD, sample=DATA[0][0], check=True) as pipeline:
+        for _ in pipeline.train(DATA):
+            pass
+    assert_equal(found.state_dict(), plain(model, mse, DATA))
 
 
 def test_a_loss_that_trains_nothing_is_refused() -> None:

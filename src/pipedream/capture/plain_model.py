@@ -54,7 +54,7 @@ class PlainModel:
         """
         self._seeded = self._generators()
         graph = self._captured.graph
-        if not graph.calls:
+        if self._captured.model is None:
             return self._chain(inputs, reseed)
 
         def seeded(name: str) -> None:
