@@ -9,10 +9,10 @@ A command's module is imported only when it is used.
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import signal
 import sys
+import threading
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -150,12 +150,15 @@ def script() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     status = main()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is over, and an interpreter that ends prints a traceback
-    if status == BAD_CALL and "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # The threads of process groups that are still open may abort an interpreter that
-        # shuts down; the signal would then replace the status. (Other failures leave the peers time to hear of them.)
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    gc.freeze()  # otherwise the interpreter searches torch's million objects for cycles, which takes a second
-    sys.exit(status)
+    if "torch" not in sys.modules:
+        sys.exit(status)
+    # As the interpreter ends itself, but without the search for cycles among torch's million objects, which takes a
+    # second, and without the threads of process groups, which sometimes abort it; the signal would replace the status.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            status = status or 1
+    os._exit(status)
