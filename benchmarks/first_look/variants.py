@@ -126,7 +126,7 @@ def of_pipedream(bench: Bench, *, schedule: str, depth: str) -> float:
     loader = [bench.batch(microbatches)] * (warmup + count + behind)
     ends: list[float] = []
     with pd.Pipeline(
-        network(bench.sizes), plan, schedule=built, loss=functional.cross_entropy, optimizer=optimizer
+        network(bench.sizes), plan, schedule=built, loss=functional.cross_entropy, optimizer=optimizer, check=False
     ) as pipeline:
         for _ in pipeline.train(loader):
             ends.append(time.perf_counter())

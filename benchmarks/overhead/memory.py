@@ -81,6 +81,7 @@ def _ours(shape: Shape, parts: list[int], *, schedule: str) -> Iterator[None]:
         loss=loss,
         optimizer=optimizer,
         sample=batch[0][:1],
+        check=False,
     ) as pipeline:
         yield
         for minibatches in parts:

@@ -131,6 +131,7 @@ def of_pipedream(bench: Bench, *, schedule: str, depth: str = "noam") -> Segment
         loss=loss,
         optimizer=optimizer,
         sample=loader[0][0],
+        check=False,
     ) as pipeline:
         for _ in pipeline.train(loader):
             stopwatch.tick()

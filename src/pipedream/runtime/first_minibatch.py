@@ -155,6 +155,8 @@ class FirstMinibatch:
         except Exception as error:  # which the pipeline should raise itself, at the stage that it concerns
             self._reference = _Reference(incomparable=f"the model raised {with_place(error)}")
         self._values = {}
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)  # the reported peak is that of training
         if self._publish is not None:
             self._publish(json.dumps(asdict(self._reference)))
 
