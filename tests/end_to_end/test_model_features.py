@@ -75,7 +75,10 @@ def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "workers"),
-    [pytest.param(name, workers, marks=_marks(name, False)) for name in FIVE for workers in (2, 3)],
+    [
+        *(pytest.param(name, 2, marks=_marks(name, False)) for name in FIVE),
+        *(pytest.param(name, 3, marks=[*_marks(name, False), pytest.mark.long]) for name in FIVE),
+    ],
 )
 def test_processes_equal_one(name: str, workers: int, tmp_path: Path) -> None:
     chosen = {

@@ -166,7 +166,7 @@ def _in_process(name: str, stages: int, microbatches: int) -> Trained:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("case", _chosen(DEFAULT))
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_processes_equal_the_plain_loop(case: Case, workers: int) -> None:
     first, *others = processes.results(_in_process, workers, case.name, workers, 4)
     check_same(_plain(case, 4), first, case.tolerance)
