@@ -76,7 +76,10 @@ def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        *(pytest.param(name, 2, marks=_marks(name, False)) for name in FIVE),
+        *(
+            pytest.param(name, 2, marks=[*_marks(name, False), *[pytest.mark.long] * CASES[name].needs_hf])
+            for name in FIVE
+        ),
         *(pytest.param(name, 3, marks=[*_marks(name, False), pytest.mark.long]) for name in FIVE),
     ],
 )

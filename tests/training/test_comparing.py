@@ -238,7 +238,10 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("moment", ["profile", "DDP_over_80_Mbit_s", "1F1B_over_80_Mbit_s/plan.json"])
+@pytest.mark.parametrize(
+    "moment",
+    ["profile", "DDP_over_80_Mbit_s", pytest.param("1F1B_over_80_Mbit_s/plan.json", marks=pytest.mark.long)],
+)
 def test_nothing_is_left_after_a_kill(moment: str, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
     command = ("compare", "small.py", "--link", "80mbit/s", "--schedule", "1f1b", "--epochs", "500", "--out", "run")
