@@ -60,7 +60,7 @@ class Candidate:
         period_s, bubble: simulated; None if it was not simulated.
         samples_per_update: of the stage with the most replicas, if these differ; None if it was not simulated.
         peak_bytes: of the fullest worker.
-        why: it was not simulated; '' if it was.
+        why: the reason why it was not simulated; '' if it was.
     """
 
     schedule: str

@@ -121,12 +121,13 @@ def choose(
     Raises:
         PlanError: no method works, or a name is not known. Also those of `plan`.
     """
-    found = _compared(profile, cluster, schedule=schedule, names=names, **options)
+    options = (plan.__kwdefaults__ or {}) | options
+    found = _compared(profile, cluster, names=names, **(options | {"schedule": schedule}))
     known = profile.profile() if isinstance(profile, GraphText) else profile
     first, *rest = found.candidates
     if first.period_s is None:
         first = _simulated(first, found.plan)
-    references = tuple(_references(known, cluster, found.candidates, options.get("recompute", "never")))
+    references = tuple(_references(known, cluster, found.candidates, options["recompute"]))
     return replace(found, candidates=(first, *rest), references=references)
 
 
@@ -135,17 +136,17 @@ def _compared(
     cluster: Cluster | None,
     *,
     schedule: str,
-    microbatches: int | None = None,
-    in_flight: str | tuple[int, ...] = "noam",
-    shape: str | tuple[int, ...] = "any",
-    cuts: tuple[int | str, ...] | None = None,
-    update_delay: int = 0,
-    all_workers: bool = False,
-    recompute: str = "never",
-    cost_model: str = "pipedream",
-    allow_asynchronous: bool = False,
-    strategy: str = "simulate",
-    chunks: int | None = None,
+    microbatches: int | None,
+    in_flight: str | tuple[int, ...],
+    shape: str | tuple[int, ...],
+    cuts: tuple[int | str, ...] | None,
+    update_delay: int,
+    all_workers: bool,
+    recompute: str,
+    cost_model: str,
+    allow_asynchronous: bool,
+    strategy: str,
+    chunks: int | None,
     names: Sequence[str] = (),
 ) -> planner.Comparison:
     if cost_model not in ("pipedream", "classic"):
