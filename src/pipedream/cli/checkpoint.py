@@ -33,7 +33,8 @@ def checkpoint(
     folders: Annotated[
         list[str],
         typer.Argument(
-            metavar="DIR...", help="Run folders, folders of checkpoints, or checkpoints; also URLs, as s3://bucket/run."
+            metavar="DIR...",
+            help="Run folders, folders of checkpoints, or checkpoints; also URLs, such as s3://bucket/run.",
         ),
     ],
     output: Annotated[

@@ -75,7 +75,7 @@ def compare(
 
     widths, links = _widths(hosts), [_rates(text) for text in link or ()]
     if hosts is not None and not links:
-        raise PlanError("--hosts was given without --link; give the rates of the links, or leave it away")
+        raise PlanError("--hosts was given without --link; give the rates of the links, or leave it out")
     count = workers
     if count is None:
         count = 2 if hosts is None else widths[0] * widths[1]

@@ -165,7 +165,7 @@ Resume = Annotated[
     typer.Option(
         metavar="DIR",
         rich_help_panel=_RUN,
-        help="Continue a run: its run folder, or one of its checkpoints; if it is that of --out, it may have none yet.",
+        help="Continue a run: its run folder, or one of its checkpoints. The folder of --out may still be empty.",
     ),
 ]
 TrainSeed = Annotated[
