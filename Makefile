@@ -1,4 +1,5 @@
 # make train    trains a small model over two worker processes
+# make demo     compares DDP with pipelines over slow links, in three minutes; draws the picture of the README
 # make test     the default tests: no root, no GPU, no browser, a few minutes on two cores
 # make test-all all tests that this machine can run, and what is missing for each skipped one
 # make check    format, lint, types, and the direction of imports
@@ -9,7 +10,7 @@
 #
 # Each makes .venv first if it is missing. PYTHON=... chooses the interpreter, PYTEST=... adds options.
 
-.PHONY: train test test-all check docs bench gpu clean
+.PHONY: train demo test test-all check docs bench gpu clean
 .DEFAULT_GOAL := test
 
 BIN := .venv/bin
@@ -22,6 +23,10 @@ RUNNERS := -n 3
 
 train: $(STAMP)
 	@$(BIN)/pipedream train examples/digits.py --workers 2
+
+demo: $(STAMP)
+	@$(BIN)/pipedream compare examples/vgg_digits.py --workers 2 --minibatches 16 \
+		--link 4gbit/s --link 1gbit/s --link 400mbit/s --link 100mbit/s --schedule pipedream --schedule pipedream_2bw
 
 test: $(STAMP)
 	@$(BIN)/pytest -q $(RUNNERS) $(PYTEST)

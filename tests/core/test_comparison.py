@@ -34,9 +34,10 @@ def test_verdict_of_a_link(link: OverLink, words: str) -> None:
 
 
 def test_verdict_is_one_sentence() -> None:
-    found = RecipeComparison("vgg", 2, None, (over(50e6, ddp=10, ours=42), over(1.25e9, ddp=60, ours=42)))
-    assert found.verdict == (
-        "Over 400 Mbit/s PipeDream, noam trains 4.2 times as many samples per second as DDP; over 10 Gbit/s use DDP."
+    links = over(1.25e9, ddp=60, ours=42), over(50e6, ddp=10, ours=42), over(25e6, ddp=10, ours=88)
+    assert RecipeComparison("vgg", 2, None, links).verdict == (
+        "Over 10 Gbit/s use DDP; over 400 Mbit/s PipeDream, noam trains 4.2 times as many samples per second as DDP; "
+        "over 200 Mbit/s PipeDream, noam trains 8.8 times."
     )
 
 

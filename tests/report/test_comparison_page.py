@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from xml.etree import ElementTree
 
 from hypothesis import given
@@ -53,8 +54,41 @@ def test_page_has_verdict_and_tables(found: RecipeComparison) -> None:
     assert found.verdict.replace("<", "&lt;").replace(">", "&gt;").replace(" & ", " &amp; ") in page
 
 
-def test_predicted_is_dashed() -> None:
-    rows = (Variant("DDP", 2, samples_per_s=10.0, predicted_per_s=11.0),)
-    two = RecipeComparison("net", 2, None, (OverLink((5e7,), rows), OverLink((1e8,), rows)))
-    assert comparison_svg(two).count("stroke-dasharray") == 1
-    assert comparison_svg(RecipeComparison("net", 2, None, two.links[:1])).count("stroke-dasharray") == 1
+def over(bytes_per_s: float, **rates: float) -> OverLink:
+    names = {"alone": "one worker", "ddp": "DDP", "ours": "PipeDream"}
+    rows = (Variant(names[name], 2, samples_per_s=rate, predicted_per_s=rate) for name, rate in rates.items())
+    return OverLink((bytes_per_s,), tuple(rows))
+
+
+def words(*links: OverLink) -> list[str | None]:
+    picture = ElementTree.fromstring(comparison_svg(RecipeComparison("net", 2, None, links)))
+    return [one.text for one in picture.iter(f"{SVG}text")]
+
+
+def test_picture_shows_speed_up_over_ddp() -> None:
+    slow, fast = over(5e7, alone=20, ddp=10, ours=36), over(5e8, alone=20, ddp=40, ours=38)
+    for links in ((slow, fast), (fast, slow)):
+        found = words(*links)
+        assert found[0] == "net, 2 workers: speed-up over DDP"
+        assert [found[found.index(name) - 1] for name in ("one worker", "DDP", "PipeDream")] == ["2.0x", "1.0x", "3.6x"]
+        assert [word for word in found if word and "bit/s" in word] == ["4 Gbit/s", "400 Mbit/s"]
+    picture = comparison_svg(RecipeComparison("net", 2, None, (slow, fast)))
+    assert picture.count("stroke-dasharray") == 2  # one worker's line, and the piece that leads to its name
+
+
+def test_picture_without_ddp_shows_samples_per_second() -> None:
+    found = words(over(5e7, ours=36), over(5e8, ours=38))
+    assert found[0] == "net, 2 workers: samples per second"
+    assert found[found.index("PipeDream") - 1] == "36"
+
+
+def test_predicted_is_dashed_over_one_link() -> None:
+    assert comparison_svg(RecipeComparison("net", 2, None, (over(5e7, ddp=10),))).count("stroke-dasharray") == 1
+
+
+def test_names_are_apart() -> None:
+    picture = ElementTree.fromstring(comparison_svg(RecipeComparison("net", 2, None, (
+        over(5e7, alone=20, ddp=20, ours=20), over(5e8, alone=20, ddp=20, ours=20)))))  # fmt: skip
+    named = [one for one in picture.iter(f"{SVG}text") if one.text in ("one worker", "DDP", "PipeDream")]
+    heights = sorted(float(one.get("y", "0")) for one in named)
+    assert [second - first >= 16 for first, second in pairwise(heights)] == [True, True]

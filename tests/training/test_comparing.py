@@ -171,6 +171,7 @@ def test_what_torchs_ways_do_not_train(make: Callable[[], Baseline], words: str)
         (("--link", "400mbit/s", "--hosts", "2x2"), "a link of 1 rates was asked for on a network of 2 levels"),
         (("--link", "1gbit/s,1mbit/s", "--hosts", "2x2", "--workers", "3"), "3 workers on 2x2 hosts were asked for"),
         (("--out", "."), "is not empty; name a new folder"),
+        (("--out", "s3://bucket/run"), "--out s3://bucket/run was asked for, but comparisons are written on this mach"),
     ],
 )
 def test_bad_input(
@@ -210,7 +211,8 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     """All rows, with the bytes that crossed the links; then again, into a new folder."""
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
     command = ("-m", "pipedream", "compare", "small.py", "--hosts", "1x2", "--link", "80mbit/s,40mbit/s",
-               "--schedule", "1f1b", "--schedule", "auto", "--microbatches", "4", "--json")  # fmt: skip
+               "--schedule", "data-parallel", "--schedule", "1f1b", "--schedule", "auto",
+               "--microbatches", "4", "--json")  # fmt: skip
     ended = commands.run(*command, folder=tmp_path, timeout_s=400.0)
     assert ended.status == 0, ended.err
     assert ended.orphans == []
@@ -232,6 +234,7 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
         assert rows[name]["metrics"]["loss"] == pytest.approx(loss, rel=1e-5), name
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "compare.json").read_text()) == found
+    assert (folder / "compare.svg").is_file()
     assert found["verdict"] in (folder / "compare.html").read_text().replace("&#x27;", "'")
 
 

@@ -41,9 +41,9 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            show_default="1f1b, pipedream, pipedream_2bw, auto",
-            help="Method to compare with one worker and with what torch offers; auto is the planner's choice. "
-            "Repeatable.",
+            show_default="data-parallel, 1f1b, pipedream, pipedream_2bw, auto",
+            help="Method to compare with one worker and with what torch offers; data-parallel is this library's, "
+            "auto the planner's choice. Repeatable.",
         ),
     ] = None,
     microbatches: Microbatches = None,
@@ -57,15 +57,15 @@ def compare(
     seed: Seed = 0,
     device: Device = TrainingOptions.device,
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(metavar="DIR", show_default="a new one in runs/", help="Folder for the run folders."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a recipe in several ways, one after the other.
 
-    Compares one worker, torch's DDP (also accumulating to the pipeline's batch) and Schedule1F1B, data parallelism, and
-    each method: predicted and measured. Writes compare.html and compare.json.
+    Compares one worker, torch's DDP (also accumulating to the pipeline's batch) and Schedule1F1B, and each method:
+    predicted and measured. Writes compare.html, the picture in it as compare.svg, and compare.json.
 
     \b
     Example:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from pipedream.core.units import format_bytes, format_number
 
-__all__ = ["DDP", "ONE_WORKER", "TORCH", "OverLink", "RecipeComparison", "Variant", "link_text"]
+__all__ = ["DDP", "ONE_WORKER", "TORCH", "OverLink", "RecipeComparison", "Variant", "link_text", "ratio_text"]
 
 ONE_WORKER, DDP = "one worker", "DDP"
 TORCH = (DDP, "DDP, accumulating", "torch Schedule1F1B")
 """What torch offers for several workers."""
+_MEANING = " as many samples per second as DDP"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class OverLink:
         ran = [one for one in self.variants if one.samples_per_s]
         return max(ran, key=lambda one: one.samples_per_s or 0.0, default=None)
 
+    def of_ddp(self, one: Variant) -> float | None:
+        """Returns a variant's samples per second over those of DDP."""
+        ddp = next((other.samples_per_s for other in self.variants if other.name == DDP), None)
+        return None if not ddp or one.samples_per_s is None else one.samples_per_s / ddp
+
     def verdict(self) -> str:
         """Says what to use over this link, compared with DDP."""
         where, best = f"over {self.link}", self.fastest()
@@ -74,11 +81,9 @@ class OverLink:
             return f"{where} use {best.name}"
         if best.name == ONE_WORKER:
             return f"{where} one worker alone is the fastest"
-        ddp = next((one for one in self.variants if one.name == DDP and one.samples_per_s), None)
-        if ddp is None:
+        if (ratio := self.of_ddp(best)) is None:
             return f"{where} {best.name} is the fastest"
-        ratio = (best.samples_per_s or 0.0) / (ddp.samples_per_s or 1.0)
-        return f"{where} {best.name} trains {ratio:.1f} times as many samples per second as DDP"
+        return f"{where} {best.name} trains {ratio_text(ratio)} times{_MEANING}"
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class RecipeComparison:
     def verdict(self) -> str:
         """One sentence: what to use over which link."""
         text = "; ".join(link.verdict() for link in self.links)
+        first, meaning, rest = text.partition(_MEANING)
+        text = first + meaning + rest.replace(_MEANING, "")
         return f"{text[:1].upper()}{text[1:]}."
 
     @property
@@ -113,8 +120,7 @@ class RecipeComparison:
 
     def row(self, link: OverLink, one: Variant) -> tuple[str, ...]:
         """Returns a variant's figures in words, as many as `heads`; '-' where one is not known."""
-        ddp = next((other.samples_per_s for other in link.variants if other.name == DDP), None)
-        share = None if not ddp or one.samples_per_s is None else one.samples_per_s / ddp
+        share = link.of_ddp(one)
         return (
             one.name,
             one.plan or "-",
@@ -164,6 +170,16 @@ def link_text(bytes_per_s: float) -> str:
         if bits >= size:
             return f"{bits / size:.3g} {name}" if bits < 1000 * size else f"{bits / size:.0f} {name}"
     return f"{bits:.3g} bit/s"
+
+
+def ratio_text(ratio: float) -> str:
+    """Returns a ratio, never rounded up.
+
+    >>> ratio_text(4.28), ratio_text(0.478)
+    ('4.2', '0.47')
+    """
+    digits = 1 if ratio >= 1 else 2
+    return f"{math.floor(ratio * 10**digits + 1e-9) / 10**digits:.{digits}f}"
 
 
 def _number(value: float | None) -> str:

@@ -1,72 +1,86 @@
-"""A comparison as one page: the verdict, samples per second over the links' rates, a table for each link."""
+"""A comparison as a picture and as one page: the verdict, the picture, a table for each link."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from html import escape
 
-from pipedream.core.comparison import OverLink, RecipeComparison, Variant, link_text
-from pipedream.report.axis import figure, length, log_ticks, ticks
+from pipedream.core.comparison import ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant, link_text, ratio_text
+from pipedream.report.axis import figure, length, log_ticks
 from pipedream.report.html_tables import table
 from pipedream.report.style import COLOURS, LINES, line_style, page_style
 from pipedream.report.svg import frame, text
 
 __all__ = ["comparison_page", "comparison_svg"]
 
-_LEFT, _TOP, _WIDTH, _HEIGHT, _FOOT, _LEGEND = 74, 56, 520, 300, 36, 240
-_NAME, _BAR, _ROW = 190, 480, 26
+_LEFT, _TOP, _WIDTH, _HEIGHT, _FOOT, _LABELS, _SPACE = 56, 72, 560, 320, 52, 224, 18
+_NAME, _BAR, _ROW, _BARS_TOP = 190, 480, 26, 56
+
+_PLAIN = (ONE_WORKER, *TORCH)
+"""What is drawn with thin lines."""
 
 Points = list[tuple[float, float, str]]
 
 
 def comparison_svg(found: RecipeComparison, *, standalone: bool = True) -> str:
-    """Returns samples per second over the rate of the outermost links, one line a variant, predicted dashed.
+    """Returns the speed-up over DDP against the rate of the outermost links, one line a variant.
 
-    Over one link each variant has a bar, with a dashed line at the predicted rate.
+    Without DDP's figures it shows samples per second. Over one link each variant has a bar of its samples per second,
+    with a dashed line at the predicted ones.
 
     Args:
         standalone: False inside an HTML page.
     """
-    title = f"{found.recipe}, {found.workers} workers: samples per second"
     if len(found.links) == 1:
-        return _bars(found.links[0], title, standalone)
-    links = sorted((link for link in found.links if link.bytes_per_s), key=lambda link: link.bytes_per_s[-1])
+        return _bars(found.links[0], f"{found.recipe}, {found.workers} workers: samples per second", standalone)
+    links = sorted(found.links, key=lambda link: link.bytes_per_s[-1], reverse=True)
     rates = [link.bytes_per_s[-1] for link in links]
-    low, high = (rates[0] / 1.3, rates[-1] * 1.3) if rates[0] < rates[-1] else (rates[0] / 2, rates[0] * 2)
-    rows = [one for link in links for one in link.variants]
-    up, marks = _scale([value for one in rows for value in (one.samples_per_s, one.predicted_per_s) if value])
-    bottom = _TOP + _HEIGHT
+    is_ratio = all(link.of_ddp(one) for link in links for one in link.variants if one.samples_per_s)
+    title = f"{found.recipe}, {found.workers} workers: {'speed-up over DDP' if is_ratio else 'samples per second'}"
+    lines: dict[str, Points] = {}
+    for link in links:
+        for one in link.variants:
+            value = link.of_ddp(one) if is_ratio else one.samples_per_s
+            points = lines.setdefault(one.name, [])
+            if value:
+                points.append((link.bytes_per_s[-1], value, _story(one)))
+    values = [value for points in lines.values() for _, value, _ in points] or [1.0]
+    low, high = min(values) / 1.2, max(values) * 1.2
+    right, bottom = _LEFT + _WIDTH, _TOP + _HEIGHT
 
-    def across(rate: float) -> float:
-        return _LEFT + _WIDTH * math.log(rate / low) / math.log(high / low)
+    def across(rate: float) -> float:  # slow links on the right, where the lines are far apart
+        return right - 8 - (_WIDTH - 32) * math.log(rate / rates[-1]) / math.log(rates[0] / rates[-1])
 
-    parts = [f"<style>{line_style()}</style>", text(16, 24, title, size=14, weight=600)]
-    parts.append(text(_LEFT, _TOP - 12, "samples/s; predicted dashed", colour="faint"))
-    for mark in marks:
-        parts.append(_grid(_LEFT, up(mark), _LEFT + _WIDTH, up(mark)))
-        parts.append(text(_LEFT - 8, up(mark) + 4, figure(mark), colour="faint", anchor="end"))
+    def up(value: float) -> float:
+        return bottom - _HEIGHT * math.log(value / low) / math.log(high / low)
+
+    def words(value: float) -> str:
+        return f"{ratio_text(value)}x" if is_ratio else figure(value)
+
+    parts = [f"<style>{line_style()}</style>", text(16, 30, title, size=17, weight=600)]
+    note = "samples per second over those of DDP over the same link; both axes logarithmic"
+    parts.append(text(16, 50, note if is_ratio else "both axes logarithmic", colour="faint", size=12))
+    for mark in log_ticks(low, high):
+        parts.append(_grid(_LEFT, up(mark), right, up(mark)))
+        parts.append(text(_LEFT - 8, up(mark) + 4, words(mark), colour="faint", size=12, anchor="end"))
     for rate in rates:
-        parts.append(_grid(across(rate), bottom, across(rate), bottom + 4))
-        parts.append(text(across(rate), bottom + 18, link_text(rate), colour="faint", anchor="middle"))
-    for number, name in enumerate(dict.fromkeys(one.name for one in rows)):
-        own = [
-            (across(r), one) for link, r in zip(links, rates, strict=True) for one in link.variants if one.name == name
-        ]
-        measured = [(x, up(one.samples_per_s), _story(one)) for x, one in own if one.samples_per_s]
-        predicted = [(x, up(one.predicted_per_s), _story(one)) for x, one in own if one.predicted_per_s]
-        parts += [
-            _line(predicted, number, ' stroke-dasharray="5 4"'),
-            _line(measured, number),
-            *_dots(measured, number),
-        ]
-        place = (float(_LEFT + _WIDTH + 16), _TOP + 18.0 * number, "")
-        parts += [
-            _line([place, (place[0] + 22, place[1], "")], number),
-            *_dots([(place[0] + 11, place[1], name)], number),
-        ]
-        parts.append(text(place[0] + 28, place[1] + 4, name))
-    return frame("".join(parts), _LEFT + _WIDTH + _LEGEND, bottom + _FOOT, title, standalone)
+        parts.append(_grid(across(rate), _TOP, across(rate), bottom + 4))
+        parts.append(text(across(rate), bottom + 20, link_text(rate), size=12, anchor="middle"))
+    parts.append(text(_LEFT + _WIDTH / 2, bottom + 40, "link rate", colour="faint", size=12, anchor="middle"))
+    # Methods of this library first: they have the first colours, and thick lines.
+    names = sorted(lines, key=lambda name: (name in TORCH, name == ONE_WORKER))
+    ends: dict[str, float] = {}
+    for number, name in enumerate(names):
+        drawn = [(across(rate), up(value), story) for rate, value, story in lines[name]]
+        parts += [_line(drawn, number, name), *_dots(drawn, number, name)]
+        ends[name] = drawn[-1][1] if drawn else bottom
+    places = _apart(ends, bottom)
+    for number, name in enumerate(names):
+        height, value = places[name], lines[name][-1][1] if lines[name] else None
+        parts += [_line([(right, ends[name], ""), (right + 12, height, "")], number, name)] if value else []
+        parts.append(text(right + 54, height + 4, words(value) if value else "-", size=13, weight=600, anchor="end"))
+        parts.append(text(right + 60, height + 4, name, size=13, weight=400 if name in _PLAIN else 600))
+    return frame("".join(parts), right + _LABELS, bottom + _FOOT, title, standalone)
 
 
 def comparison_page(found: RecipeComparison) -> str:
@@ -101,10 +115,10 @@ def comparison_page(found: RecipeComparison) -> str:
 def _bars(link: OverLink, title: str, standalone: bool) -> str:
     most = max((v for one in link.variants for v in (one.samples_per_s, one.predicted_per_s) if v), default=1.0)
     parts = [f"<style>{line_style()}</style>", text(16, 24, title, size=14, weight=600)]
-    parts.append(text(_NAME, _TOP - 12, f"over {link.link}; predicted dashed", colour="faint"))
+    parts.append(text(_NAME, _BARS_TOP - 12, f"over {link.link}; predicted dashed", colour="faint"))
     colour = next(iter(LINES))
     for number, one in enumerate(link.variants):
-        top = _TOP + _ROW * number
+        top = _BARS_TOP + _ROW * number
         parts.append(text(_NAME - 10, top + 13, one.name, anchor="end"))
         wide = _BAR * (one.samples_per_s or 0.0) / most
         parts.append(
@@ -120,7 +134,7 @@ def _bars(link: OverLink, title: str, standalone: bool) -> str:
             )
         words = "did not run" if one.samples_per_s is None else figure(one.samples_per_s)
         parts.append(text(_NAME + _BAR + 12, top + 13, words, colour="faint"))
-    return frame("".join(parts), _NAME + _BAR + 100, _TOP + _ROW * len(link.variants) + 8, title, standalone)
+    return frame("".join(parts), _NAME + _BAR + 100, _BARS_TOP + _ROW * len(link.variants) + 8, title, standalone)
 
 
 def _story(one: Variant) -> str:
@@ -128,12 +142,15 @@ def _story(one: Variant) -> str:
     return f"{one.name}: {figures[0]} samples/s measured, {figures[1]} predicted"
 
 
-def _scale(values: Sequence[float]) -> tuple[Callable[[float], float], Sequence[float]]:
-    """Linear from 0, or logarithmic if values differ tenfold; with its ticks."""
-    most, least = max(values, default=1.0) * 1.05, min(values, default=1.0) / 1.2
-    if most < 10 * least:
-        return lambda value: _TOP + _HEIGHT * (1 - value / most), ticks(0.0, most, 6)
-    return lambda value: _TOP + _HEIGHT * (1 - math.log(value / least) / math.log(most / least)), log_ticks(least, most)
+def _apart(ends: dict[str, float], bottom: float) -> dict[str, float]:
+    """Returns the heights of labels, which are as near to the lines' ends as room allows."""
+    names = sorted(ends, key=lambda name: ends[name])
+    places: list[float] = []
+    for name in names:
+        places.append(max(ends[name], places[-1] + _SPACE if places else _TOP))
+    for number, height in enumerate(reversed(places)):
+        places[-1 - number] = max(min(height, bottom - _SPACE * number), _TOP)
+    return dict(zip(names, places, strict=True))
 
 
 def _grid(x1: float, y1: float, x2: float, y2: float) -> str:
@@ -143,26 +160,34 @@ def _grid(x1: float, y1: float, x2: float, y2: float) -> str:
     )
 
 
-def _line(points: Points, number: int, dashes: str = "") -> str:
+def _look(number: int, name: str) -> tuple[str, str]:
+    """Returns a line's class and its light colour."""
+    if name == ONE_WORKER:
+        return "faint", COLOURS["faint"][0]
+    colour = list(LINES)[number % len(LINES)]
+    return colour, LINES[colour][0]
+
+
+def _line(points: Points, number: int, name: str) -> str:
     if len(points) < 2:
         return ""
-    colour = list(LINES)[number % len(LINES)]
+    (colour, light), thick = _look(number, name), 1.6 if name in _PLAIN else 3
     path = " ".join(f"{length(x)},{length(y)}" for x, y, _ in points)
+    dashes = ' stroke-dasharray="6 4"' if name == ONE_WORKER else ""
     return (
-        f'<polyline class="series of-{colour}" points="{path}" fill="none" stroke="{LINES[colour][0]}" '
-        f'stroke-width="{"1.2" if dashes else "1.8"}" stroke-linejoin="round"{dashes}/>'
+        f'<polyline class="of-{colour}" points="{path}" fill="none" stroke="{light}" stroke-width="{thick}" '
+        f'stroke-linejoin="round"{dashes}/>'
     )
 
 
-def _dots(points: Points, number: int) -> list[str]:
+def _dots(points: Points, number: int, name: str) -> list[str]:
     """Circles; squares once the colours are used again."""
-    colour = list(LINES)[number % len(LINES)]
-    look = f'class="{colour}" fill="{LINES[colour][0]}"'
+    colour, light = _look(number, name)
     found = []
     for x, y, story in points:
         if number < len(LINES):
-            shape = f'<circle {look} cx="{length(x)}" cy="{length(y)}" r="3.4">'
+            shape, tag = f'cx="{length(x)}" cy="{length(y)}" r="4"', "circle"
         else:
-            shape = f'<rect {look} x="{length(x - 3.4)}" y="{length(y - 3.4)}" width="6.8" height="6.8">'
-        found.append(f"{shape}<title>{escape(story)}</title></{'circle' if number < len(LINES) else 'rect'}>")
+            shape, tag = f'x="{length(x - 4)}" y="{length(y - 4)}" width="8" height="8"', "rect"
+        found.append(f'<{tag} class="{colour}" fill="{light}" {shape}><title>{escape(story)}</title></{tag}>')
     return found

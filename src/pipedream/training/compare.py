@@ -24,7 +24,8 @@ from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.options import TrainingOptions
-from pipedream.report.comparison import comparison_page
+from pipedream.report.comparison import comparison_page, comparison_svg
+from pipedream.runtime.checkpoint.remote import is_url
 from pipedream.runtime.failure.launch import launch
 from pipedream.schedules import properties_of
 from pipedream.slow_links import Network, loopback_bytes_per_s, slow_network
@@ -35,13 +36,19 @@ from pipedream.workflows.simulate import simulate
 
 __all__ = ["COMPARED", "compare_recipe"]
 
-COMPARED = ("1f1b", "pipedream", "pipedream_2bw", "auto")
+COMPARED = ("data-parallel", "1f1b", "pipedream", "pipedream_2bw", "auto")
 """The methods that are compared by default, beside one worker and what torch offers."""
 
 _LATENCY_S = 1e-4  # of a message between two hosts of a slow network
 _RUNS, _MORE_RUNS, _WIDE = 10, 40, 0.25  # of the profile; a spread of its seconds that is large
 _GRACE_S = 10.0  # for the other workers, once one has failed
-_NAMES = {"1f1b": "1F1B", "pipedream": "PipeDream", "pipedream_2bw": "2BW", "auto": "planner's choice"}
+_NAMES = {
+    "data-parallel": "data parallel",
+    "1f1b": "1F1B",
+    "pipedream": "PipeDream",
+    "pipedream_2bw": "2BW",
+    "auto": "planner's choice",
+}
 
 
 def compare_recipe(
@@ -57,7 +64,7 @@ def compare_recipe(
 
     Args:
         recipe: a recipe's file.
-        schedules: methods besides what torch offers; 'auto' is the planner's choice.
+        schedules: methods besides what torch offers; 'data-parallel' is this library's, 'auto' the planner's choice.
         options: workers, microbatches, epochs, minibatches, seed, device and out (the folder) are used.
         links: for each the bytes/s of the levels of a slow network, innermost first; without any, this machine's own.
         widths: of the levels; by default all workers on one.
@@ -88,6 +95,7 @@ def compare_recipe(
             variants = tuple(over.variants(found[0].variants if found else ()))
             found.append(OverLink(tuple(bytes_per_s), variants))
     comparison = RecipeComparison(Path(recipe).stem, workers, runs.target, tuple(found), notes)
+    write_text(folder / "compare.svg", comparison_svg(comparison))
     text = json.dumps({"verdict": comparison.verdict} | dict(encode(comparison)), indent=1)
     write_text(folder / "compare.json", text + "\n")
     write_text(folder / "compare.html", comparison_page(comparison))
@@ -99,6 +107,8 @@ def _new_folder(recipe: str, out: str | os.PathLike[str] | None) -> Path:
     """Returns a folder that has nothing in it."""
     if out is None:
         return Path("runs") / f"compare-{Path(recipe).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    if is_url(out):
+        raise PlanError(f"--out {out} was asked for, but comparisons are written on this machine; name a folder")
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PlanError(f"{folder} is not empty; name a new folder, or leave --out away for one in runs/")
@@ -307,9 +317,11 @@ class _OverLink:
         parts = self._parts()
         yield self._torch(TORCH[1], "ddp", lambda: self._plan("1f1b", **copies, microbatches=parts), parts)
         yield self._torch(TORCH[2], "1f1b", lambda: self._plan("1f1b", shape="straight", microbatches=parts), parts)
-        yield self._own("data parallel", lambda: self._plan("pipedream", **copies))
         for name in self.schedules:
             title = _NAMES.get(name, name)
+            if name == "data-parallel":
+                yield self._own(title, lambda: self._plan("pipedream", **copies))
+                continue
             if name == "auto":
                 yield self._own(title, lambda: self._plan("auto", allow_asynchronous=True), alone)
                 continue
