@@ -77,6 +77,8 @@ def test_plain_loop_trains_as_the_pipeline_does(tmp_path: Path) -> None:
         lambda seed: recipe(), workers=1, schedule="1f1b", microbatches=1, epochs=2, out=tmp_path / "run", quiet=True
     )
     assert found["metrics"] == pytest.approx(summary["metrics"], rel=1e-6)
+    for own, expected in zip(found["evaluations"], summary["evaluations"], strict=True):
+        assert own == pytest.approx(expected | {"seconds": own["seconds"]}, rel=1e-6)
     assert (found["minibatches"], found["samples_per_update"]) == (12, 8)
     assert found["samples_per_s"] > 0
     assert found["seconds_to_target"] > 0

@@ -68,6 +68,7 @@ class Baseline(ABC):
         recipe, order = self._recipe, DataOrder()
         start, done, rates = time.perf_counter(), 0, []
         metrics: dict[str, float] = {}
+        evaluations: list[dict[str, Any]] = []
         to_target, most = None, 0
         for epoch in range(epochs):
             mark, samples, now = None, 0, start
@@ -86,6 +87,7 @@ class Baseline(ABC):
             seconds = now - start
             if recipe.test is not None:
                 metrics = self._evaluated()
+                evaluations.append({"epoch": epoch, "minibatches": done, "seconds": seconds, **metrics})
             if recipe.target is not None and to_target is None and recipe.target[0] in metrics:
                 name, value = recipe.target
                 reached = metrics[name] <= value if name == "loss" else metrics[name] >= value
@@ -103,6 +105,7 @@ class Baseline(ABC):
             "peak_bytes": int(peak) or None,  # of the fullest worker
             "seconds_to_target": to_target,
             "metrics": metrics,
+            "evaluations": evaluations,
         }
 
     _reads_all = True

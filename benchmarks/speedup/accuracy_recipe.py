@@ -1,0 +1,77 @@
+"""The recipes of `accuracy`: digits and characters, with the learning rate and the minibatches that it asks for.
+
+The variable ASKED has JSON: task; rate; epochs; minibatches (of an epoch; null: all data); batch, the minibatch in
+units of the task's; each_update, the minibatches of an update.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+
+from pipedream import Recipe
+from pipedream.recipe import load_recipe
+
+ASKED = "PIPEDREAM_SPEEDUP_ASKED"
+ROOT = Path(__file__).parents[2]
+
+
+def recipe(seed: int = 0) -> Recipe:
+    """Returns the recipe of the asked task."""
+    asked = json.loads(os.environ[ASKED])
+    return {"digits": digits, "characters": characters}[asked["task"]](seed, asked)
+
+
+def digits(seed: int, asked: dict[str, Any]) -> Recipe:
+    """examples/vgg_digits.py."""
+    base = load_recipe(str(ROOT / "examples" / "vgg_digits.py"), seed=seed)
+    optimizer = partial(torch.optim.SGD, lr=asked["rate"], momentum=0.9)
+    return replace(base, optimizer=optimizer, **_read(base.train.dataset, 32, seed, asked))
+
+
+def characters(seed: int, asked: dict[str, Any]) -> Recipe:
+    """The GPT of benchmarks/convergence over the source of Python's library, wider: 0.8 million weights."""
+    sys.path.append(str(ROOT / "benchmarks" / "convergence"))
+    from tasks import char_gpt_units
+    from tasks import characters as windows
+
+    torch.manual_seed(seed)
+    train, test = windows()
+    return Recipe(
+        model=nn.Sequential(*char_gpt_units(width=128, heads=4, count=4)),
+        loss=_per_token,
+        targets=lambda batch: batch[1],
+        optimizer=partial(torch.optim.AdamW, lr=asked["rate"]),
+        test=DataLoader(TensorDataset(*test), batch_size=50),
+        target=("loss", 2.15),
+        **_read(TensorDataset(*train), 16, seed, asked),
+    )
+
+
+def _read(data: Dataset[Any], batch: int, seed: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """Returns the data in a random order, and a learning rate that rises, then falls as half a cosine."""
+    samples = len(data) if asked["minibatches"] is None else batch * asked["minibatches"]
+    order = RandomSampler(data, num_samples=samples, generator=torch.Generator().manual_seed(seed))
+    train = DataLoader(data, batch * asked["batch"], sampler=order, drop_last=True)
+    updates = asked["epochs"] * (len(train) // asked["each_update"])
+
+    def factor(update: int) -> float:
+        return min(1.0, (update + 1) / (0.1 * updates)) * (1 + math.cos(math.pi * min(update / updates, 1.0))) / 2
+
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor)
+    return {"train": train, "scheduler": schedule, "epochs": asked["epochs"]}
+
+
+def _per_token(output: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), targets.flatten())
