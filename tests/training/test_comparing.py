@@ -244,10 +244,15 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "moment",
-    ["profile", "DDP_over_80_Mbit_s", pytest.param("1F1B_over_80_Mbit_s/plan.json", marks=pytest.mark.long)],
+    ("moment", "number"),
+    [
+        ("profile", signal.SIGKILL),
+        ("DDP_over_80_Mbit_s", signal.SIGKILL),
+        ("DDP_over_80_Mbit_s", signal.SIGINT),
+        pytest.param("1F1B_over_80_Mbit_s/plan.json", signal.SIGKILL, marks=pytest.mark.long),
+    ],
 )
-def test_nothing_is_left_after_a_kill(moment: str, tmp_path: Path) -> None:
+def test_nothing_is_left_after_a_signal(moment: str, number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
     command = ("compare", "small.py", "--link", "80mbit/s", "--schedule", "1f1b", "--epochs", "500", "--out", "run")
     if moment.startswith("1F1B"):
@@ -257,5 +262,7 @@ def test_nothing_is_left_after_a_kill(moment: str, tmp_path: Path) -> None:
         started.wait_for_file(f"run/{moment}", timeout_s=300.0)
         time.sleep(0.3)
     finally:
-        started.signal(signal.SIGKILL, group=False)
-    assert started.end().orphans == []
+        started.signal(number, group=number == signal.SIGINT)  # as Ctrl-C does
+    ended = started.end()
+    assert ended.orphans == []
+    assert ended.status == (130 if number == signal.SIGINT else -number)

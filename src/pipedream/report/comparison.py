@@ -62,13 +62,14 @@ def comparison_svg(found: RecipeComparison, *, standalone: bool = True) -> str:
     parts.append(text(16, 50, note if is_ratio else "both axes logarithmic", colour="faint", size=12))
     for mark in log_ticks(low, high):
         parts.append(_grid(_LEFT, up(mark), right, up(mark)))
-        parts.append(text(_LEFT - 8, up(mark) + 4, words(mark), colour="faint", size=12, anchor="end"))
+        label = figure(mark) + ("x" if is_ratio else "")
+        parts.append(text(_LEFT - 8, up(mark) + 4, label, colour="faint", size=12, anchor="end"))
     for rate in rates:
         parts.append(_grid(across(rate), _TOP, across(rate), bottom + 4))
         parts.append(text(across(rate), bottom + 20, link_text(rate), size=12, anchor="middle"))
     parts.append(text(_LEFT + _WIDTH / 2, bottom + 40, "link rate", colour="faint", size=12, anchor="middle"))
     # Methods of this library first: they have the first colours, and thick lines.
-    names = sorted(lines, key=lambda name: (name in TORCH, name == ONE_WORKER))
+    names = sorted(lines, key=lambda name: (name == ONE_WORKER, name in TORCH))
     ends: dict[str, float] = {}
     for number, name in enumerate(names):
         drawn = [(across(rate), up(value), story) for rate, value, story in lines[name]]
@@ -78,8 +79,8 @@ def comparison_svg(found: RecipeComparison, *, standalone: bool = True) -> str:
     for number, name in enumerate(names):
         height, value = places[name], lines[name][-1][1] if lines[name] else None
         parts += [_line([(right, ends[name], ""), (right + 12, height, "")], number, name)] if value else []
-        parts.append(text(right + 54, height + 4, words(value) if value else "-", size=13, weight=600, anchor="end"))
-        parts.append(text(right + 60, height + 4, name, size=13, weight=400 if name in _PLAIN else 600))
+        parts.append(text(right + 60, height + 4, words(value) if value else "-", size=13, weight=600, anchor="end"))
+        parts.append(text(right + 66, height + 4, name, size=13, weight=400 if name in _PLAIN else 600))
     return frame("".join(parts), right + _LABELS, bottom + _FOOT, title, standalone)
 
 

@@ -99,7 +99,7 @@ def compare_recipe(
     text = json.dumps({"verdict": comparison.verdict} | dict(encode(comparison)), indent=1)
     write_text(folder / "compare.json", text + "\n")
     write_text(folder / "compare.html", comparison_page(comparison))
-    progress(f"{folder / 'compare.html'}")
+    progress(f"{folder / 'compare.html'}, picture in {folder / 'compare.svg'}")
     return comparison
 
 
