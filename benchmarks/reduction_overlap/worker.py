@@ -13,19 +13,16 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from model import Sizes, network
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import pipedream as pd
 from pipedream.runtime.update.all_reduce import GradientAllReduce
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "first_look"))
-from model import Sizes, network
 
 __all__ = ["main"]
 
@@ -37,7 +34,7 @@ def main(asked: dict[str, Any]) -> None:
     """Runs what was asked: keys `rounds`, `segment`, `batch`, `width`, `dense`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, sizes = dist.get_rank(), Sizes(asked["batch"], 1, asked["width"], asked["dense"])
+    rank, sizes = dist.get_rank(), Sizes(asked["batch"], asked["width"], asked["dense"])
     variants: dict[str, Callable[[Sizes, int], float]] = {
         "one worker, no sums": alone,
         "pipedream, sums at the update": partial(ours, early=False, mib=4),

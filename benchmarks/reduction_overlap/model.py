@@ -1,4 +1,4 @@
-"""A network in the manner of VGG (convolutions, then heavy dense layers), cut where two workers have equal work."""
+"""A network in the manner of VGG: convolutions, then heavy dense layers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["CLASSES", "CUT", "Sizes", "halves", "network"]
+__all__ = ["Sizes", "network"]
 
-CLASSES = 10
+_CLASSES = 10
 _CONVOLUTIONS = ((64, 64), (64, 64), (192, 192, 192))
-CUT = 9  # index of the first layer of the second half: the second pool
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the network and its microbatches are.
+    """How large the network and its minibatches are.
 
     Attributes:
-        batch: samples in a microbatch; PipeDream's minibatch is one microbatch.
-        microbatches: m, microbatches of a minibatch for the methods that split it.
+        batch: samples in a minibatch.
         width: factor on the channels of the convolutions.
         dense: width of the dense layers.
     """
 
     batch: int = 12
-    microbatches: int = 8
     width: float = 1.0
     dense: int = 1024
 
@@ -43,11 +40,5 @@ def network(sizes: Sizes) -> nn.Sequential:
             channels = width
         layers.append(nn.MaxPool2d(2))
     layers += [nn.Flatten(), nn.Linear(channels * 16, sizes.dense), nn.ReLU()]
-    layers += [nn.Linear(sizes.dense, sizes.dense), nn.ReLU(), nn.Linear(sizes.dense, CLASSES)]
+    layers += [nn.Linear(sizes.dense, sizes.dense), nn.ReLU(), nn.Linear(sizes.dense, _CLASSES)]
     return nn.Sequential(*layers)
-
-
-def halves(model: nn.Sequential) -> tuple[nn.Sequential, nn.Sequential]:
-    """Returns the two halves as modules that share their layers with the network."""
-    layers = list(model.children())
-    return nn.Sequential(*layers[:CUT]), nn.Sequential(*layers[CUT:])

@@ -1,0 +1,546 @@
+"""Speed-up over data parallelism on two workers, as the link becomes slower.
+
+The link's rate is chosen by rho = seconds of an all-reduce of all gradients / seconds of compute of a microbatch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from models import MODELS
+
+import pipedream as pd
+from pipedream import Cluster, Plan, Profile, metrics
+from pipedream.core.comparison import ONE_WORKER, OverLink, RecipeComparison, Variant, link_text
+from pipedream.core.units import format_bytes
+from pipedream.report.comparison import comparison_svg
+from pipedream.slow_links import Network, slow_network
+from pipedream.workflows.plan import choose
+
+__all__ = ["VARIANTS", "measure", "pictures", "tables"]
+
+_Points = Sequence[tuple[float, dict[str, dict[str, Any]]]]
+
+M = 8
+"""Microbatches of a minibatch, for the methods that split it."""
+
+RHOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_LATENCY_S = 1e-4
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A row of a table.
+
+    Attributes:
+        samples: microbatches that enter an update.
+        runs: 'pipeline', 'torch' or 'ddp' (worker.py).
+        schedule, how: for `pipedream.plan`, whose simulation is the prediction.
+        steps: that are timed.
+    """
+
+    name: str
+    samples: int
+    runs: str
+    schedule: str
+    how: dict[str, Any]
+    steps: int
+
+
+_STRAIGHT: dict[str, Any] = {"shape": "straight"}
+_COPIES: dict[str, Any] = {"shape": "data-parallel"}
+_FULL = _STRAIGHT | {"in_flight": "full"}
+_CHUNKS: dict[str, Any] = {"chunks": 2}
+
+VARIANTS = (
+    _Variant("torch DDP", 2, "ddp", "pipedream", _COPIES, 4),
+    _Variant("torch DDP, accumulating", M, "ddp", "1f1b", _COPIES, 2),
+    _Variant("data parallel", 2, "pipeline", "pipedream", _COPIES, 4),
+    _Variant("data parallel, accumulating", M, "pipeline", "1f1b", _COPIES, 2),
+    _Variant("PipeDream, noam", 1, "pipeline", "pipedream", _STRAIGHT, 16),
+    _Variant("PipeDream, full", 1, "pipeline", "pipedream", _FULL, 16),
+    _Variant("2BW, full", M, "pipeline", "pipedream_2bw", _FULL, 2),
+    _Variant("1F1B", M, "pipeline", "1f1b", _STRAIGHT, 2),
+    _Variant("1F1B, full", M, "pipeline", "1f1b", _FULL, 2),
+    _Variant("torch 1F1B", M, "torch", "1f1b", _STRAIGHT, 2),
+    _Variant("GPipe", M, "pipeline", "gpipe", _STRAIGHT, 2),
+    _Variant("torch GPipe", M, "torch", "gpipe", _STRAIGHT, 2),
+    _Variant("interleaved 1F1B", M, "pipeline", "interleaved_1f1b", _CHUNKS, 2),
+    _Variant("torch interleaved 1F1B", M, "torch", "interleaved_1f1b", _CHUNKS, 2),
+    _Variant("zero bubble (ZB-V)", M, "pipeline", "zbv", {}, 2),
+    _Variant("torch zero bubble (ZB-V)", M, "torch", "zbv", {}, 2),
+)
+BESIDE = {one.name: one.name.removeprefix("torch ") for one in VARIANTS if one.runs == "torch"}
+"""torch's schedules -> this library's."""
+
+
+@dataclass(frozen=True)
+class _Size:
+    """How much is measured.
+
+    Attributes:
+        rounds: in each of which all variants take turns.
+        patience_s: for which a run that other processes disturbed is repeated.
+    """
+
+    models: tuple[str, ...]
+    rhos: tuple[float, ...]
+    variants: tuple[str, ...]
+    rounds: int
+    patience_s: float
+
+
+_SHORT = ("torch DDP", "data parallel", "PipeDream, full", "2BW, full", "1F1B, full", "torch 1F1B")
+_SIZES = {
+    "test": _Size(("gpt",), (1.0,), ("torch DDP", "PipeDream, full", "torch 1F1B"), 1, 0.0),
+    "short": _Size(("vgg",), (0.5, 4.0), _SHORT, 1, 5.0),
+    "full": _Size(tuple(MODELS), RHOS, tuple(one.name for one in VARIANTS), 3, 10.0),
+}
+
+CHOICES = {"planner, 1 microbatch": 1, f"planner, {M} microbatches": M}
+"""Rows of the planner's own choice -> microbatches of the minibatch that it plans for."""
+
+
+def measure(
+    size: str,
+    log: Callable[[str], None],
+    *,
+    models: Sequence[str] = (),
+    rhos: Sequence[float] = (),
+    only: Sequence[str] = (),
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """Returns a row for each model, rho and variant.
+
+    Args:
+        size: 'test', 'short' or 'full'.
+        models, rhos, only: a part of them; () for those of the size.
+        keep: gets the rows so far after each point.
+    """
+    few = _SIZES[size]
+    names = only or few.variants
+    rows: list[dict[str, Any]] = []
+    for model in models or few.models:
+        with _crew(model) as crew:
+            profile = Profile.from_json(crew.asked(do="profile", patience_s=few.patience_s)["profile"])
+            for rho in rhos or few.rhos:
+                rows += _point(crew, model, profile, rho, names, few, log)
+                keep(rows)
+    return rows
+
+
+@dataclass
+class _Crew:
+    """Two workers, each on a host and a core of its own."""
+
+    network: Network
+    workers: list[subprocess.Popen[str]]
+
+    def asked(self, **asked: Any) -> dict[str, Any]:
+        """Returns rank 0's answer."""
+        first = self.workers[0]
+        assert first.stdin is not None
+        assert first.stdout is not None
+        first.stdin.write(json.dumps(asked) + "\n")
+        first.stdin.flush()
+        line = first.stdout.readline()
+        if not line:
+            raise SystemExit(f"a worker ended: {[worker.wait() for worker in self.workers]}")
+        return dict(json.loads(line))
+
+
+@contextmanager
+def _crew(model: str) -> Iterator[_Crew]:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    workers: list[subprocess.Popen[str]] = []
+    with slow_network((2,), (None,)) as network:
+        try:
+            for rank, (host, core) in enumerate(zip(network.hosts, cores, strict=True)):
+                command = host.inside("taskset", "-c", str(core), sys.executable,
+                                      str(Path(__file__).with_name("worker.py")), model, str(M))  # fmt: skip
+                variables = network.variables(rank) | {"OMP_NUM_THREADS": "1"}
+                pipe, none = subprocess.PIPE, subprocess.DEVNULL
+                workers.append(
+                    subprocess.Popen(
+                        command,
+                        env=os.environ | variables,
+                        stdin=none if rank else pipe,
+                        stdout=none if rank else pipe,
+                        text=True,
+                    )
+                )
+            yield _Crew(network, workers)
+            assert workers[0].stdin is not None
+            workers[0].stdin.close()
+            for worker in workers:
+                worker.wait(timeout=60)
+        finally:
+            for worker in workers:
+                if worker.poll() is None:
+                    worker.kill()
+                    worker.wait()
+
+
+def _point(
+    crew: _Crew,
+    model: str,
+    profile: Profile,
+    rho: float,
+    names: Sequence[str],
+    size: _Size,
+    log: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Measures all variants at one rate of the link."""
+    compute_s = profile.forward_s + profile.backward_s + profile.loss_s
+    bytes_per_s = sum(layer.parameter_bytes for layer in profile.layers) / (rho * compute_s)
+    cluster = Cluster.flat(2, bytes_per_s, latency_s=_LATENCY_S)
+    profiles = {1: profile, 2: profile, M: _times(profile, M)}
+    plans: dict[str, Plan] = {}
+    for one in VARIANTS:
+        if one.name in names:
+            how = one.how | ({"microbatches": M} if one.samples == M else {})
+            plans[one.name] = pd.plan(profiles[one.samples], cluster, schedule=one.schedule, **how)
+    verdicts = {}
+    for name, count in CHOICES.items():
+        found = choose(profiles[count], cluster, allow_asynchronous=True)
+        plans[name], verdicts[name] = found.plan, found.verdict
+    crew.network.limit(bytes_per_s)
+    runs = {one.name: one for one in VARIANTS}
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}
+    copies = {name: same for name in CHOICES for same in names if _alike(plans[name], plans[same], runs[same])}
+    for number in range(size.rounds):
+        turns = [name for name in measured if name not in copies]
+        shift = number * len(turns) // size.rounds
+        for name in turns[shift:] + turns[:shift]:
+            known = measured[name]
+            if known and "why" in known[-1]:
+                continue
+            found = crew.asked(patience_s=size.patience_s, **_asked(name, runs.get(name), plans.get(name)))
+            known.append(found)
+            log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {_words(found)}")
+    for name, same in copies.items():
+        measured[name] = measured[same]
+    # How fast a core was in these rounds, while the other computed too.
+    pace = profile.batch / statistics.median(run["samples_per_s"] for run in measured["solo"])
+    speed = (compute_s + profile.update_s) / pace
+    rows = []
+    for name, plan in plans.items():
+        rates = sorted(run["samples_per_s"] for run in measured[name] if "why" not in run)
+        row: dict[str, Any] = {"model": model, "rho": rho, "bytes_per_s": bytes_per_s, "variant": name}
+        row |= {"config": plan.config, "method": plan.schedule, "cuts": [stage.first for stage in plan.stages]}
+        row |= {"in_flight": list(plan.in_flight), "message_bytes": plan.stages[0].output_bytes // plan.microbatches}
+        row |= {"microbatches_per_update": runs[name].samples if name in runs else CHOICES[name] * max(plan.replicas)}
+        if name in runs and runs[name].runs == "ddp":
+            row["predicted_per_s"] = _ddp_per_s(profiles[1], plan, runs[name].samples, speed)
+        else:
+            row["predicted_per_s"] = _predicted_per_s(plan, speed)
+        if rates:
+            row |= {"samples_per_s": statistics.median(rates), "least": rates[0], "most": rates[-1]}
+            for what in ("bytes_per_sample", "others"):
+                row[what] = statistics.median(run[what] for run in measured[name])
+        else:
+            row["why"] = measured[name][-1]["why"]
+        row |= {"same_as": copies[name]} if name in copies else {}
+        row |= {"verdict": verdicts[name]} if name in verdicts else {}
+        rows.append(row)
+    pacing = {"variant": "solo", "compute_s": compute_s, "update_s": profile.update_s, "speed": speed}
+    pacing |= {"samples_per_s": profile.batch / pace, "parameter_bytes": bytes_per_s * rho * compute_s}
+    return [{"model": model, "rho": rho, "bytes_per_s": bytes_per_s, **pacing}, *rows]
+
+
+def _asked(name: str, variant: _Variant | None, plan: Plan | None) -> dict[str, Any]:
+    if plan is None:
+        return {"do": "solo", "steps": 4}
+    text = plan.to_json()
+    if variant is None:  # the planner's choice
+        if plan.workers == 1 or len(plan.stages) == 1:
+            return {"do": "pipeline", "plan": text, "steps": 4}
+        return {"do": "pipeline", "plan": text, "steps": 16 if plan.microbatches == 1 else 2}
+    if variant.runs == "ddp":
+        return {"do": "ddp", "microbatches": max(1, variant.samples // 2), "steps": variant.steps}
+    if variant.runs == "torch":
+        return {"do": "torch", "schedule": variant.schedule, "plan": text, "steps": variant.steps}
+    return {"do": "pipeline", "plan": text, "steps": variant.steps}
+
+
+def _alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
+    """Whether a row runs what the planner chose; DDP runs our data parallelism."""
+
+    def ran(one: Plan) -> tuple[Any, ...]:
+        cuts = tuple((stage.first, stage.last, stage.replicas) for stage in one.stages)
+        if len(one.stages) == 1:  # all methods are one
+            return cuts, one.batch, one.microbatches > 1
+        return cuts, one.batch, one.schedule, one.microbatches, one.in_flight
+
+    return variant.runs != "torch" and ran(plan) == ran(other)
+
+
+def _times(profile: Profile, count: int) -> Profile:
+    """Returns the profile of minibatches of so many microbatches."""
+    seconds = ("forward_s", "backward_s", "forward_spread_s", "backward_spread_s", "forward_fixed_s",
+               "backward_fixed_s")  # fmt: skip
+    sizes = ("output_bytes", "activation_bytes", "arriving_bytes", "leaving_bytes", "working_bytes", "backward_bytes")
+    layers = tuple(
+        replace(layer, **{name: getattr(layer, name) * count for name in (*seconds, *sizes)})
+        for layer in profile.layers
+    )
+    shapes = tuple((shape[0] * count, *shape[1:]) for shape in profile.input_shapes)
+    more = {name: getattr(profile, name) * count for name in ("loss_s", "loss_bytes", "loss_working_bytes", "batch")}
+    return replace(profile, layers=layers, input_shapes=shapes, **more)
+
+
+def _ddp_per_s(profile: Profile, plan: Plan, microbatches: int, speed: float) -> float:
+    """Predicts torch's DDP: compute, then an all-reduce, for its buckets of 25 MiB hold all these models' gradients."""
+    each = max(1, microbatches // 2)
+    compute_s = each * (profile.forward_s + profile.backward_s + profile.loss_s) + profile.update_s
+    return 2 * each * profile.batch / (compute_s / speed + plan.sync_s[0])
+
+
+def _predicted_per_s(plan: Plan, speed: float) -> float:
+    """Simulates a plan on workers that are so many times as fast as when they were profiled."""
+    stages = tuple(
+        replace(stage, **{name: getattr(stage, name) / speed for name in ("forward_s", "backward_s", "update_s")})
+        for stage in plan.stages
+    )
+    cycle = plan.placement.cycle * max(plan.in_flight)
+    timeline = pd.simulate(replace(plan, stages=stages), minibatches=max(24, 4 * cycle))
+    return metrics.steady_metrics(timeline).samples_per_s
+
+
+def _words(found: dict[str, Any]) -> str:
+    return found.get("why") or f"{found['samples_per_s']:.1f} samples/s, others {found['others']:.0%}"
+
+
+def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Returns a picture of each model: file name -> SVG."""
+    drawn = ("torch DDP", "torch DDP, accumulating", "torch 1F1B", "PipeDream, full", "2BW, full", "1F1B, full")
+    found = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        links = []
+        for _, point in _points(rows, model):
+            variants = [Variant(ONE_WORKER, 1, samples_per_s=point["solo"]["samples_per_s"])]
+            for name in drawn:
+                row = point.get(name, {})
+                title = {"torch 1F1B": "torch Schedule1F1B"}.get(name, name.removeprefix("torch "))
+                variants.append(
+                    Variant(
+                        title, 2, samples_per_s=row.get("samples_per_s"), predicted_per_s=row.get("predicted_per_s")
+                    )
+                )
+            links.append(OverLink((point["solo"]["bytes_per_s"],), tuple(variants)))
+        found[f"{model}.svg"] = comparison_svg(RecipeComparison(MODELS[model].title, 2, None, tuple(links)))
+    return found
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """Returns the tables of README.md."""
+    models = tuple(dict.fromkeys(row["model"] for row in rows))
+    parts = [_summary(rows)]
+    for model in models:
+        points = list(_points(rows, model))
+        solo = points[0][1]["solo"]
+        parts.append(
+            f"### {MODELS[model].title}\n\n"
+            f"{MODELS[model].samples} samples a microbatch: {solo['compute_s'] * 1e3:.0f} ms of compute on one core; "
+            f"{solo['parameter_bytes'] / 1e6:.1f} MB of gradients; {_message(points) / 1e6:.2f} MB cross the cut "
+            "of 1F1B each way.\n"
+        )
+        parts.append(_rates(points))
+        parts.append(_speedups(points))
+        if any(name in point for _, point in points for name in BESIDE):
+            parts.append(_beside(points))
+    parts += [_choices(rows), _bytes(rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _points(rows: list[dict[str, Any]], model: str) -> Iterator[tuple[float, dict[str, dict[str, Any]]]]:
+    """Yields rho and variant -> row."""
+    for rho in sorted({row["rho"] for row in rows if row["model"] == model}):
+        yield rho, {row["variant"]: row for row in rows if row["model"] == model and row["rho"] == rho}
+
+
+def _message(points: _Points) -> int:
+    row = next(
+        (point[name] for _, point in points for name in ("1F1B", "2BW, full", "PipeDream, full") if name in point)
+    )
+    return int(row["message_bytes"])
+
+
+def _rates(points: _Points) -> str:
+    """Samples per second of all variants, and how many of the predicted ones these are."""
+    names = [one.name for one in VARIANTS if any(one.name in point for _, point in points)]
+    lines = ["Samples per second of both workers (of the predicted ones; range over the rounds):\n"]
+    lines.append("| variant | an update takes | " + " | ".join(_where(rho, point) for rho, point in points) + " |")
+    lines.append("| --- | ---: |" + " ---: |" * len(points))
+    for name in names:
+        count = next(one.samples for one in VARIANTS if one.name == name)
+        cells = [_rate(point.get(name)) for _, point in points]
+        lines.append(f"| {name} | {count} microbatch{'es' * (count > 1)} | {' | '.join(cells)} |")
+    alone = " | ".join(f"{point['solo']['samples_per_s']:.4g}" for _, point in points)
+    return "\n".join([*lines, f"| one worker | 1 microbatch | {alone} |"])
+
+
+def _rate(row: dict[str, Any] | None) -> str:
+    if row is None or "why" in row:
+        return "-"
+    share = row["samples_per_s"] / row["predicted_per_s"]
+    return f"{row['samples_per_s']:.4g} ({share:.0%}; {row['least']:.4g} to {row['most']:.4g})"
+
+
+def _where(rho: float, point: dict[str, dict[str, Any]]) -> str:
+    return f"rho {rho:g}, {link_text(point['solo']['bytes_per_s'])}"
+
+
+_OVER = (
+    ("PipeDream, full", "torch DDP"),
+    ("PipeDream, full", "data parallel"),
+    ("PipeDream, full", "torch DDP, accumulating"),
+    ("2BW, full", "torch DDP, accumulating"),
+    ("2BW, full", "data parallel, accumulating"),
+    ("1F1B, full", "torch DDP, accumulating"),
+    ("1F1B, full", "data parallel, accumulating"),
+    ("1F1B", "torch 1F1B"),
+    ("1F1B, full", "torch 1F1B"),
+)
+
+
+def _speedups(points: _Points) -> str:
+    lines = ["Times as many samples per second, measured (predicted):\n"]
+    lines.append("| | " + " | ".join(f"rho {rho:g}" for rho, _ in points) + " |")
+    lines.append("| --- |" + " ---: |" * len(points))
+    for ours, theirs in _OVER:
+        cells = [_ratio(point.get(ours, {}), point.get(theirs, {})) for _, point in points]
+        if set(cells) != {"-"}:
+            lines.append(f"| {ours} / {theirs} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    if "samples_per_s" not in ours or "samples_per_s" not in theirs:
+        return "-"
+    found = (ours[key] / theirs[key] for key in ("samples_per_s", "predicted_per_s"))
+    return "{} ({})".format(*(_floor(ratio) for ratio in found))
+
+
+def _floor(ratio: float) -> str:
+    """Two digits, never rounded up."""
+    return f"{math.floor(ratio * 100 + 1e-9) / 100:.2f}"
+
+
+def _beside(points: _Points) -> str:
+    """This library beside torch.distributed.pipelining, method by method."""
+    lines = ["This library's samples per second over those of torch.distributed.pipelining, same stages:\n"]
+    lines.append("| method | " + " | ".join(f"rho {rho:g}" for rho, _ in points) + " |")
+    lines.append("| --- |" + " ---: |" * len(points))
+    for theirs, ours in BESIDE.items():
+        cells = [_ratio(point.get(ours, {}), point.get(theirs, {})).partition(" ")[0] for _, point in points]
+        lines.append(f"| {ours} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _choices(rows: list[dict[str, Any]]) -> str:
+    """What the planner chose, beside the best that was measured with minibatches of the same size."""
+    lines = ["### The planner's choice\n"]
+    lines.append("| model | rho | minibatch | chosen | samples/s | of the best measured | best |")
+    lines.append("| --- | ---: | ---: | --- | ---: | ---: | --- |")
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for rho, point in _points(rows, model):
+            for name, count in CHOICES.items():
+                if "samples_per_s" not in point.get(name, {}):
+                    continue
+                row = point[name]
+                rivals = [
+                    one for one in VARIANTS if _is_rival(one, count) and "samples_per_s" in point.get(one.name, {})
+                ]
+                best = max((point[one.name] for one in rivals), key=lambda one: one["samples_per_s"], default=row)
+                chosen = "data parallelism" if row["config"] == "2" else f"{row['method']} on {row['config']}"
+                lines.append(
+                    f"| {MODELS[model].title} | {rho:g} | {count} | {chosen} | {row['samples_per_s']:.4g} | "
+                    f"{_floor(row['samples_per_s'] / max(row['samples_per_s'], best['samples_per_s']))} | "
+                    f"{best['variant']} |"
+                )
+    return "\n".join(lines)
+
+
+def _is_rival(one: _Variant, count: int) -> bool:
+    """Whether a variant's updates are made of minibatches of so many microbatches, one or (DDP) two."""
+    return one.samples in ((1, 2) if count == 1 else (M,)) and one.schedule not in ("interleaved_1f1b", "zbv")
+
+
+def _bytes(rows: list[dict[str, Any]]) -> str:
+    """Bytes on the wire for a sample, at one rho."""
+    lines = ["### Bytes\n", "Bytes that both workers send for a sample, with the headers of packets (rho 1 or next):\n"]
+    names = ("torch DDP", "torch DDP, accumulating", "PipeDream, full", "2BW, full", "1F1B")
+    lines.append("| model | " + " | ".join(names) + " | PipeDream, fewer than DDP |")
+    lines.append("| --- |" + " ---: |" * (len(names) + 1))
+    for model in dict.fromkeys(row["model"] for row in rows):
+        _, point = min(_points(rows, model), key=lambda pair: abs(math.log(pair[0])))
+        found = [point.get(name, {}).get("bytes_per_sample") for name in names]
+        cells = ["-" if one is None else format_bytes(one) for one in found]
+        fewer = "-" if found[0] is None or found[2] is None else f"{math.floor(1000 * (1 - found[2] / found[0])) / 10}%"
+        lines.append(f"| {MODELS[model].title} | {' | '.join(cells)} | {fewer} |")
+    return "\n".join(lines)
+
+
+PAPER = (("VGG-16", "vgg", 5.28), ("GNMT", "encoder_decoder", 2.92), ("AWD language model", "lstm", 4.25))
+"""Model of the paper, ours, times as fast as data parallelism to the target (SOSP 2019, table 1)."""
+
+
+def _summary(rows: list[dict[str, Any]]) -> str:
+    ran = [row for row in rows if "samples_per_s" in row and row["variant"] != "solo"]
+    names = {one.name for one in VARIANTS if one.runs == "pipeline"} | set(CHOICES)
+    own = [row for row in ran if row["variant"] in names]
+    lines = []
+    for title, some in (("this library's rows", own), ("torch's rows", [row for row in ran if row not in own])):
+        shares = sorted(row["samples_per_s"] / row["predicted_per_s"] for row in some)
+        if shares:
+            lines.append(
+                f"- measured / predicted of {title}: median {statistics.median(shares):.2f}, {_floor(shares[0])} to "
+                f"{shares[-1]:.2f}, {sum(share >= 0.9 for share in shares)} of {len(shares)} at least 0.90"
+            )
+    for theirs, ours in BESIDE.items():
+        ratios = [
+            point[ours]["samples_per_s"] / point[theirs]["samples_per_s"]
+            for model in dict.fromkeys(row["model"] for row in rows)
+            for _, point in _points(rows, model)
+            if "samples_per_s" in point.get(ours, {}) and "samples_per_s" in point.get(theirs, {})
+        ]
+        if ratios:
+            lines.append(f"- {ours} / {theirs}: median {_floor(statistics.median(ratios))}, {_floor(min(ratios))} to "
+                         f"{_floor(max(ratios))}")  # fmt: skip
+    for title, model, wanted in PAPER:
+        found = [
+            (rho, point["PipeDream, full"]["samples_per_s"] / point["torch DDP"]["samples_per_s"])
+            for rho, point in _points(rows, model)
+            if "samples_per_s" in point.get("PipeDream, full", {}) and "samples_per_s" in point.get("torch DDP", {})
+        ]
+        if len(found) > 1:
+            lines.append(f"- the paper's {wanted} of {title}: {_reached(found, wanted)} ({MODELS[model].title})")
+    others = [row["others"] for row in ran]
+    lines += [f"- share of the cores that other processes took: median {statistics.median(others):.1%}, at most "
+              f"{max(others):.1%}"] if others else []  # fmt: skip
+    return "\n".join(lines)
+
+
+def _reached(found: Sequence[tuple[float, float]], wanted: float) -> str:
+    """Says at which rho a speed-up is reached, between two measured ones."""
+    for (low, less), (high, more) in pairwise(found):
+        if less < wanted <= more:
+            share = math.log(wanted / less) / math.log(more / less)
+            return f"at rho {low * (high / low) ** share:.2g}"
+    return (
+        f"not up to rho {found[-1][0]:g}, where it is {_floor(found[-1][1])}"
+        if found[-1][1] < wanted
+        else (f"already at rho {found[0][0]:g}")
+    )

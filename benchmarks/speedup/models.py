@@ -1,0 +1,184 @@
+"""The four models of the curve, as chains of layers, with one microbatch of data for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["MODELS", "Job", "optimizer"]
+
+optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+
+_VOCABULARY = 512
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and what it is trained on.
+
+    Attributes:
+        title: in tables.
+        make: returns the model, with the same weights at each call.
+        batch: returns so many samples and their targets.
+        samples: in a microbatch.
+        loss: of the model's output and the targets.
+    """
+
+    title: str
+    make: Callable[[], nn.Sequential]
+    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    samples: int
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _vgg() -> nn.Sequential:
+    """Convolutions, then dense layers with most of the weights; takes float32[batch, 3, 32, 32]."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for block in ((60, 60), (64, 64), (192, 192, 192, 192)):
+        for number, width in enumerate(block, 1):
+            after = (nn.ReLU(), nn.MaxPool2d(2)) if number == len(block) else (nn.ReLU(),)
+            layers.append(nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), *after))
+            channels = width
+    layers += [nn.Flatten(), nn.Linear(channels * 16, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(1024, 10))
+
+
+class _Embedding(nn.Embedding):
+    """Tokens and learned positions: int64[batch, length] -> float32[length, batch, width]."""
+
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__(_VOCABULARY, width)
+        self.positions = nn.Parameter(torch.zeros(length, 1, width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens.T) + self.positions
+
+
+class _Words(nn.Linear):
+    """Scores the vocabulary: float32[length, batch, width] -> float32[batch, length, words]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, _VOCABULARY)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values).transpose(0, 1)
+
+
+class _LSTM(nn.LSTM):
+    """Returns the outputs alone."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        outputs: torch.Tensor = super().forward(values)[0]
+        return outputs
+
+
+def _lstm(width: int = 320, length: int = 32) -> nn.Sequential:
+    """A language model of four LSTM layers; takes int64[batch, length]."""
+    layers = [_LSTM(width, width) for _ in range(4)]
+    return nn.Sequential(_Embedding(width, length), *layers, _Words(width))
+
+
+class _Block(nn.TransformerEncoderLayer):
+    """A block of a decoder-only transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 4, 4 * width, dropout=0.0, norm_first=True)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        mask = nn.Transformer.generate_square_subsequent_mask(values.shape[0])
+        return super().forward(values, mask, is_causal=True)
+
+
+def _gpt(width: int = 160, length: int = 128) -> nn.Sequential:
+    """A small GPT; takes int64[batch, length]."""
+    blocks = [_Block(width) for _ in range(8)]
+    return nn.Sequential(_Embedding(width, length), *blocks, nn.LayerNorm(width), _Words(width))
+
+
+class _Both(nn.Module):
+    """Embeds source and target: int64[batch, 2, length] -> what encoder and decoder begin with."""
+
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__()
+        self.source, self.target = _Embedding(width, length), _Embedding(width, length)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.source(tokens[:, 0]), self.target(tokens[:, 1])
+
+
+class _Encode(nn.Module):
+    """An encoder layer; the decoder's input passes by."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, norm_first=True)
+
+    def forward(self, values: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        source, target = values
+        return self.layer(source), target
+
+
+class _Decode(nn.Module):
+    """A decoder layer; the encoder's output passes by."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(width, 4, 4 * width, dropout=0.0, norm_first=True)
+
+    def forward(self, values: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        source, target = values
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[0])
+        return source, self.layer(target, source, tgt_mask=mask, tgt_is_causal=True)
+
+
+class _TargetWords(_Words):
+    """Scores the vocabulary for each place of the target."""
+
+    def forward(self, values: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(values[1])
+
+
+def _encoder_decoder(width: int = 160, length: int = 64) -> nn.Sequential:
+    """A translation model: six encoder layers and four decoder layers; takes int64[batch, 2, length]."""
+    layers = [*(_Encode(width) for _ in range(6)), *(_Decode(width) for _ in range(4))]
+    return nn.Sequential(_Both(width, length), *layers, _TargetWords(width))
+
+
+def _seeded(make: Callable[[], nn.Sequential]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return make()
+
+
+def _images(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return torch.randn(samples, 3, 32, 32, generator=made), torch.randint(0, 10, (samples,), generator=made)
+
+
+def _tokens(samples: int, *, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, _VOCABULARY, (samples, length + 1), generator=made)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _pairs(samples: int, *, length: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    (source, _), (target, words) = _tokens(samples, length=length), _tokens(samples, length=length)
+    return torch.stack((source, target), 1), words
+
+
+def _token_loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(scores.flatten(0, 1), words.flatten())
+
+
+MODELS = {
+    "vgg": Job("VGG-like", partial(_seeded, _vgg), _images, 24, functional.cross_entropy),
+    "lstm": Job("LSTM language model", partial(_seeded, _lstm), partial(_tokens, length=32), 16, _token_loss),
+    "encoder_decoder": Job("encoder-decoder", partial(_seeded, _encoder_decoder), _pairs, 8, _token_loss),
+    "gpt": Job("small GPT", partial(_seeded, _gpt), partial(_tokens, length=128), 8, _token_loss),
+}
+"""Name -> what is trained."""

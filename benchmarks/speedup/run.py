@@ -1,0 +1,97 @@
+"""PipeDream's claim: speed, bytes and time to accuracy beside data parallelism, over slow links.
+
+    python benchmarks/speedup/run.py                  # two minutes
+    python benchmarks/speedup/run.py --size full      # what README.md shows, more than an hour
+    python benchmarks/speedup/run.py --again          # the tables and pictures of rows.json again
+
+Needs two cores and network namespaces; says so where it cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import curve
+import torch
+
+from pipedream.slow_links import why_not
+
+__all__ = ["main"]
+
+PARTS = {"curve": curve}
+"""Each has `measure` and `tables`, and may have `pictures`."""
+
+
+def main() -> int:
+    """Runs the benchmark; returns the exit status."""
+    options = _options()
+    file = options.out / "rows.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    names = [name for name in PARTS if not options.only or name in options.only]
+    if not options.again:
+        if (reason := why_not()) is not None:
+            print(f"benchmarks/speedup cannot run here: {reason}")
+            return 0
+        for name in names:
+            how: dict[str, Any] = {}
+            if name == "curve":
+                how = {"models": options.models, "rhos": options.rhos, "only": options.variants}
+            kept = [] if not options.models else [
+                row for row in found.get(name, {}).get("rows", []) if row["model"] not in options.models
+            ]  # fmt: skip
+            save = partial(_save, file, found, name, _environment(options.size), kept)
+            log = partial(print, file=sys.stderr, flush=True)
+            save(PARTS[name].measure(options.size, log, **how, **({"keep": save} if name == "curve" else {})))
+    for name in names:
+        if name in found:
+            print(f"## {name}\n\n{found[name]['environment']}\n\n{PARTS[name].tables(found[name]['rows'])}\n")
+            for picture, svg in getattr(PARTS[name], "pictures", lambda rows: {})(found[name]["rows"]).items():
+                (options.out / picture).write_text(svg)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--size", choices=("test", "short", "full"), default="short")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="parts to run; all by default")
+    parser.add_argument("--models", nargs="+", choices=list(curve.MODELS), default=(), help="of the curve; the rows of "
+                        "other models are kept")  # fmt: skip
+    parser.add_argument("--rhos", nargs="+", type=float, default=(), help="of the curve")
+    parser.add_argument("--variants", nargs="+", default=(), choices=[one.name for one in curve.VARIANTS])
+    parser.add_argument("--again", action="store_true", help="only print and draw what rows.json has")
+    parser.add_argument("--out", type=Path, default=Path("build/speedup"), help="folder of rows.json and the pictures")
+    return parser.parse_args()
+
+
+def _save(
+    file: Path, found: dict[str, Any], name: str, environment: str, kept: list[Any], rows: list[dict[str, Any]]
+) -> None:
+    found[name] = {"environment": environment, "rows": [*kept, *rows]}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _environment(size: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor()
+    return (
+        f"- {time.strftime('%Y-%m-%d')}, size {size}, load average {os.getloadavg()[0]:.1f} before\n"
+        f"- {os.cpu_count()} cores of {cpu}, Linux {platform.release()}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}\n"
+        f"- command: python {' '.join(sys.argv)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""One of two workers: runs what rank 0 reads from its standard input, one JSON object a line; rank 0 answers.
+
+{"do": "profile"}                                  both workers profile the model at the same time
+{"do": "solo"}                                     each trains the whole model alone, with an update per microbatch
+{"do": "pipeline", "plan": ...}                    this library runs a plan
+{"do": "ddp", "microbatches": ...}                 torch's DDP; so many microbatches a worker between two updates
+{"do": "torch", "schedule": ..., "plan": ...}      torch's schedule of that name, on the stages of the plan
+
+Each but the first also has `steps`, updates (of PipeDream: minibatches) to time, and is answered with the samples per
+second of both workers together and the bytes that both sent for a sample. Started by curve.py, which sets torch's
+variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import MODELS, Job, optimizer
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.parallel import DistributedDataParallel
+
+import pipedream as pd
+from pipedream.slow_links import LINK
+
+__all__ = ["main"]
+
+_QUIET = 0.03
+"""Share of the cores' time that other processes may take during a run."""
+
+TORCH = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+}
+"""This library's name of a method -> torch's class."""
+
+
+class _Stage(nn.Sequential):
+    """Layers that torch calls with the parts of a tuple."""
+
+    def forward(self, *values: Any) -> Any:
+        return super().forward(values if len(values) > 1 else values[0])
+
+
+class _Worker:
+    """Runs what is asked.
+
+    Args:
+        microbatches: m, for the methods that split a minibatch.
+    """
+
+    def __init__(self, job: Job, microbatches: int) -> None:
+        self.rank = dist.get_rank()
+        self.job, self.microbatches = job, microbatches
+        self.group = dist.new_group(backend="gloo")
+
+    def profile(self) -> dict[str, Any]:
+        """Measures one microbatch through every layer, on both workers at the same time."""
+        inputs, targets = self.job.batch(self.job.samples)
+        dist.barrier(self.group)
+        found = pd.profile(
+            self.job.make(), inputs, loss=lambda output: self.job.loss(output, targets), optimizer=optimizer, runs=9
+        )
+        return {"profile": found.to_json()}
+
+    def solo(self, steps: int) -> dict[str, float]:
+        """Trains the whole model here, while the other worker does the same; no messages."""
+        model = self.job.make()
+        update, (inputs, targets) = optimizer(model.parameters()), self.job.batch(self.job.samples)
+
+        def step() -> None:
+            update.zero_grad()
+            torch.autograd.backward(self.job.loss(model(inputs), targets))
+            update.step()
+
+        return self._timed(step, steps, 1)
+
+    def ddp(self, steps: int, microbatches: int) -> dict[str, float]:
+        """Runs torch's data parallelism with its own settings."""
+        model: nn.Module = DistributedDataParallel(self.job.make(), process_group=self.group)
+        update, (inputs, targets) = optimizer(model.parameters()), self.job.batch(self.job.samples)
+
+        def backward() -> None:
+            torch.autograd.backward(self.job.loss(model(inputs), targets) / microbatches)
+
+        def step() -> None:
+            update.zero_grad()
+            with model.no_sync():  # type: ignore[operator]
+                for _ in range(microbatches - 1):
+                    backward()
+            backward()
+            update.step()
+
+        return self._timed(step, steps, 2 * microbatches)
+
+    def torch(self, steps: int, schedule: str, plan: str) -> dict[str, float]:
+        """Runs torch's schedule on the stages of a plan."""
+        made = pd.Plan.from_json(plan, "the plan")
+        layers = list(self.job.make())
+        mine = [number for number, ranks in enumerate(made.placement.ranks) if self.rank in ranks]
+        modules = [_Stage(*layers[made.stages[one].first : made.stages[one].last]) for one in mine]
+        stages = [
+            PipelineStage(module, one, len(made.stages), torch.device("cpu"), group=self.group)
+            for one, module in zip(mine, modules, strict=True)
+        ]
+        runs = TORCH[schedule]
+        given: Any = stages if issubclass(runs, schedules.PipelineScheduleMulti) else stages[0]
+        runner = runs(given, self.microbatches, loss_fn=self.job.loss)
+        update = optimizer([weight for module in modules for weight in module.parameters()])
+        inputs, targets = self.job.batch(self.job.samples * self.microbatches)
+        arguments = (inputs,) if 0 in mine else ()
+        last = {"target": targets} if len(made.stages) - 1 in mine else {}
+
+        def step() -> None:
+            update.zero_grad()
+            runner.step(*arguments, **last)
+            update.step()
+
+        return self._timed(step, steps, self.microbatches)
+
+    def pipeline(self, steps: int, plan: str) -> dict[str, float]:
+        """Runs a plan with this library, and times its steady part."""
+        made = pd.Plan.from_json(plan, "the plan")
+        job = self.job
+        with pd.Pipeline(
+            job.make(), made, loss=job.loss, targets=lambda batch: batch[1], optimizer=optimizer, check=False
+        ) as pipeline:
+            rules = pipeline.program
+            parts = rules.microbatches
+            warm = 1 if rules.flushes else made.in_flight[0] + 2
+            if parts > 1 and not rules.flushes:
+                warm = 2
+            # Minibatches after the timed ones, so that the drain is not among what is timed.
+            behind = 0 if rules.flushes else -(-made.in_flight[0] // parts) + 1
+            ends: list[tuple[float, int]] = []
+            replicas = made.replicas[0]
+            count = (warm + steps + behind) * replicas
+            for done in pipeline.train([job.batch(job.samples * parts)] * count):
+                if done.number % replicas == 0:
+                    ends.append((time.perf_counter(), _sent_bytes()))
+        begin, end = ends[warm - 1], ends[warm + steps - 1]
+        return self._shared(steps * parts * replicas, end[0] - begin[0], end[1] - begin[1])
+
+    def _timed(self, step: Callable[[], None], steps: int, microbatches: int) -> dict[str, float]:
+        """Times a step that takes in so many microbatches over all workers."""
+        step()
+        dist.barrier(self.group)
+        start, sent = time.perf_counter(), _sent_bytes()
+        for _ in range(steps):
+            step()
+        return self._shared(steps * microbatches, time.perf_counter() - start, _sent_bytes() - sent)
+
+    def _shared(self, microbatches: int, seconds: float, sent_bytes: int) -> dict[str, float]:
+        """Returns the figures of both workers: the slower one's rate, the sum of what they sent."""
+        samples = microbatches * self.job.samples
+        slowest, sent = torch.tensor([seconds]).double(), torch.tensor([sent_bytes]).double()
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(sent, group=self.group)
+        return {"samples_per_s": samples / float(slowest), "bytes_per_sample": float(sent) / samples}
+
+    def least_disturbed(self, do: str, patience_s: float, asked: dict[str, Any]) -> dict[str, Any]:
+        """Runs what is asked until other processes have left the cores alone meanwhile, or the patience is over.
+
+        The answer of the least disturbed run has the share of the cores' time that others took.
+        """
+        best: dict[str, Any] = {}
+        start = time.monotonic()
+        while True:
+            dist.barrier(self.group)
+            busy_s, own_s, begun = _busy_s(), sum(os.times()[:2]), time.monotonic()
+            found = getattr(self, do)(**asked)
+            gc.collect()
+            own = torch.tensor([sum(os.times()[:2]) - own_s], dtype=torch.float64)
+            dist.all_reduce(own, group=self.group)
+            taken_s = max(0.0, _busy_s() - busy_s - float(own))
+            found["others"] = taken_s / (time.monotonic() - begun) / (os.cpu_count() or 1)
+            if not best or found["others"] < best["others"]:
+                best = found
+            # Rank 0 decides for both.
+            enough = torch.tensor([best["others"] <= _QUIET or time.monotonic() - start > patience_s])
+            dist.broadcast(enough, 0, group=self.group)
+            if bool(enough):
+                return best
+
+
+def main(model: str, microbatches: int) -> None:
+    """Runs what is asked until the input ends."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    worker = _Worker(MODELS[model], microbatches)
+    while True:
+        asked: list[Any] = [json.loads(sys.stdin.readline() or "null")] if worker.rank == 0 else [None]
+        dist.broadcast_object_list(asked, 0)
+        if asked[0] is None:
+            break
+        do, patience_s = asked[0].pop("do"), asked[0].pop("patience_s")
+        try:
+            found = worker.least_disturbed(do, patience_s, asked[0])
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            # torch's schedules refuse some models, on both workers alike.
+            found = {"why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        if worker.rank == 0:
+            print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _busy_s() -> float:
+    """Returns the seconds for which processes have used the machine's cores since it started."""
+    ticks = Path("/proc/stat").read_text().split(maxsplit=4)
+    return sum(map(int, ticks[1:4])) / os.sysconf("SC_CLK_TCK")
+
+
+def _sent_bytes() -> int:
+    """Returns what this host has sent, with the headers of packets."""
+    rows = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()
+    return next(int(row.split()[9]) for row in rows if row.strip().startswith(f"{LINK}:"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
