@@ -1,8 +1,9 @@
 """One worker: reads cases from its standard input, one JSON object a line, and runs them; rank 0 answers.
 
 {"do": "profile", "model": ...}             every worker profiles the model at the same time; rank 0 tells its own
-{"do": "run", "plan": ..., "model": ...}    runs a plan: by the model's layers, or emulated where model is null;
-                                            with a profile, by layers that take `dilation` times its seconds
+{"do": "run", "plan": ..., "model": ...}    runs a plan: by the model's layers, or emulated where model is null, with
+                                            `byte_scale` times its bytes; with a profile, by layers that take
+                                            `dilation` times its seconds
 
 A run is put together on a link without a limit; rank 0 says "ready", and all begin at the next line.
 Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
@@ -17,6 +18,7 @@ import sys
 import time
 from functools import partial
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import torch
@@ -26,8 +28,12 @@ from paced import paced
 
 from pipedream import Pipeline, Plan, Profile
 from pipedream.capture import capture, preserve_state
+from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from pipedream.profiler import measure
+from pipedream.runtime.stage import emulated
+from pipedream.runtime.update.all_reduce import GradientAllReduce
 from pipedream.training.emulate import emulated_batches, emulated_pipeline, emulated_plan
+from pipedream.workflows.methods import asked_of
 
 __all__ = ["main"]
 
@@ -74,9 +80,12 @@ def _run(asked: dict[str, Any]) -> list[float]:
     plan = Plan.from_json(asked["plan"])
     warm, segment, segments = asked["warm"], asked["segment"], asked["segments"]
     # Minibatches after the timed ones, so that the drain is not among what is timed.
-    count = warm + segment * segments + plan.in_flight[0] * plan.replicas[0]
+    count = warm + segment * segments + ceil(plan.in_flight[0] * plan.replicas[0] / plan.microbatches)
     if asked["model"] is None:
-        made = emulated_pipeline(emulated_plan(plan, asked["dilation"]))
+        name, parts = asked_of(plan, None)
+        scaled = emulated_plan(plan, asked["dilation"], asked.get("byte_scale", 1.0))
+        _scale_buckets(asked.get("byte_scale", 1.0))
+        made = emulated_pipeline(scaled, schedule=name, microbatches=parts)
         batches: Any = list(emulated_batches(made, count))
     else:
         job = MODELS[asked["model"]]
@@ -94,6 +103,13 @@ def _run(asked: dict[str, Any]) -> list[float]:
             ends.append(time.perf_counter())
     marks = [ends[warm - 1 + segment * number] for number in range(segments + 1)]
     return [(end - start) / segment for start, end in pairwise(marks)]
+
+
+def _scale_buckets(byte_scale: float) -> None:
+    """Makes the buckets of gradients as small as everything else, so that as much of a sum is hidden."""
+    first, later = (round(size * byte_scale) for size in (FIRST_BUCKET_BYTES, BUCKET_BYTES))
+    emulated.FIRST_BUCKET_BYTES = first
+    GradientAllReduce.__init__.__kwdefaults__ |= {"first_bytes": first, "bucket_bytes": later}
 
 
 def _say(answer: Any) -> None:

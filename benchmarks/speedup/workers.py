@@ -1,0 +1,317 @@
+"""Four, eight and sixteen workers, emulated: plans for the papers' models on the papers' clusters.
+
+Every worker is a process with the real runtime, which waits where it would compute; its messages and all-reduces are
+real, over shaped links (docs/slow_links.md). Two cores serve up to 16 workers because a run takes `dilation` times as
+long as what it stands for, and each message has `byte_scale` times the bytes; all figures are without these factors.
+
+Needs the profiles that the original published: PIPEDREAM_PROFILES, or shared/profiles beside or above this checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from math import ceil, lcm
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import pipedream as pd
+from pipedream import Cluster, Plan, Profile
+from pipedream.core.hardware import presets
+from pipedream.core.model.graph_txt import GraphText
+from pipedream.core.plan.cost import all_reduce_bytes
+from pipedream.slow_links import Network, slow_network, why_not
+from pipedream.training.emulate import emulated_plan
+from pipedream.workflows.methods import score
+
+sys.path.append(str(Path(__file__).parents[1] / "prediction"))
+from crew import Crew, crew_of
+
+__all__ = ["measure", "tables"]
+
+_SECONDS = {"test": 0.5, "short": 5.0, "full": 14.0}  # of a run
+_SEGMENTS = 3
+_CARRIED_BYTES_PER_S = 60e6  # by all links together, for which two cores need a fifth of their time
+_MOST_BYTES = 50e6  # of a worker's weights
+_QUIET = 0.05  # share of the cores' time that others may take
+_AGAIN_S = {"test": 0.0, "short": 0.0, "full": 90.0}  # for running again what others disturbed
+
+_DATA_PARALLEL, _PLANNED = "data-parallel", "any"
+_GPT = "GPT-2.2B"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan for a model on a cluster.
+
+    Attributes:
+        table: 'speed-up', 'flush' or '2bw'.
+        cluster: of `presets`, or 'flat'.
+        shape: as in `pipedream.plan`; _PLANNED is our planner's own choice.
+        paper: its samples per second over those of the first case with this table, model and cluster; None: not known.
+    """
+
+    table: str
+    model: str
+    cluster: str
+    machines: int
+    shape: str
+    paper: float | None = None
+    schedule: str = "pipedream"
+    microbatches: int | None = None
+
+    @property
+    def against(self) -> tuple[Any, ...]:
+        """Cases with this in common are compared."""
+        return self.table, self.model, self.cluster, self.machines, self.microbatches if self.table == "2bw" else 0
+
+    def on(self) -> Cluster:
+        """Returns the cluster, whose memory is not limited, because the profiles tell no batch."""
+        if self.cluster == "flat":
+            return Cluster.flat(self.machines, 1.25e9)
+        return replace(presets.cluster(self.cluster, self.machines), memory_bytes=None)
+
+
+_FILES = {
+    "VGG-16": "vgg16",
+    "ResNet-50": "resnet50",
+    "AlexNet": "alexnet",
+    "GNMT-8": "gnmt",
+    "GNMT-16": "gnmt_large",
+}
+
+
+def _cases(size: str) -> Iterator[Case]:
+    """Yields cases; those of a table, model and cluster begin with what the others are compared with."""
+    table_1 = (  # SOSP 2019, table 1; 7-1: arXiv 1806.03377, table 1
+        ("GNMT-8", "pipedream-a", 1, "straight", 1.5),
+        ("GNMT-16", "pipedream-a", 1, "straight", 1.46),
+        ("VGG-16", "flat", 8, "7-1", 5.12),
+        ("GNMT-8", "pipedream-a", 3, "straight", 2.95),
+        ("VGG-16", "pipedream-a", 4, "15-1", 5.28),
+        ("AlexNet", "pipedream-a", 4, "15-1", 4.92),
+        ("ResNet-50", "pipedream-a", 4, _DATA_PARALLEL, 1.0),
+        ("GNMT-16", "pipedream-a", 4, "straight", 2.34),
+        ("VGG-16", "pipedream-b", 2, "15-1", 2.98),
+        ("AlexNet", "pipedream-b", 2, "15-1", 2.04),
+        ("ResNet-50", "pipedream-b", 2, _DATA_PARALLEL, 1.0),
+        ("GNMT-16", "pipedream-b", 2, "straight", 3.14),
+        ("GNMT-8", "pipedream-b", 2, _DATA_PARALLEL, 1.0),
+    )
+    for model, cluster, machines, shape, paper in table_1[: None if size == "full" else 1]:
+        for other in dict.fromkeys((_DATA_PARALLEL, shape, _PLANNED)):
+            yield Case("speed-up", model, cluster, machines, other, paper if other == shape else None)
+    if size != "full":
+        return
+    for cluster, machines, paper in (("pipedream-a", 4, 0.45), ("pipedream-b", 2, 0.29)):
+        one = Case("flush", "GNMT-16", cluster, machines, "straight")
+        yield one
+        yield replace(one, schedule="gpipe", microbatches=16, paper=paper)
+        yield replace(one, schedule="1f1b", microbatches=16)
+    for microbatches, paper in ((8, 1.6), (32, 1.15)):
+        one = Case("2bw", _GPT, "pipedream-2bw", 1, "straight", schedule="1f1b", microbatches=microbatches)
+        yield one
+        yield replace(one, schedule="pipedream_2bw", paper=paper)
+
+
+def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Emulates the cases; returns a row for each, none where the profiles or slow links are missing."""
+    reason = why_not() or ("" if _folder() else "no published profiles: PIPEDREAM_PROFILES may name their folder")
+    if reason:
+        log(f"workers: {reason}")
+        return []
+    cases = sorted(_cases(size), key=lambda case: _widths(case.on()))
+    rows: list[dict[str, Any]] = []
+    again_s = _AGAIN_S[size]
+    for widths in dict.fromkeys(_widths(case.on()) for case in cases):
+        with slow_network(widths, (None,) * len(widths)) as network, crew_of(network, len(network.hosts)) as crew:
+            done: dict[tuple[Any, ...], dict[str, Any]] = {}
+            for case in (case for case in cases if _widths(case.on()) == widths):
+                plan = _plan(case)
+                key = (case.model, case.cluster, plan.stages, plan.in_flight, plan.schedule, plan.microbatches)
+                while key not in done or (done[key]["others"] > _QUIET and again_s > 0):
+                    began = time.monotonic()
+                    row = _emulated(plan, crew, network, _SECONDS[size])
+                    if key not in done or row["others"] < done[key]["others"]:
+                        done[key] = row
+                    again_s -= time.monotonic() - began if row["others"] > _QUIET else 0.0
+                rows.append(asdict(case) | done[key])
+                log(f"workers: {case.model}, {_place(rows[-1])}, {plan.config} {plan.schedule}: "
+                    f"{_off(rows[-1]):+.1%} of predicted, others {rows[-1]['others']:.0%}")  # fmt: skip
+    return rows
+
+
+def _emulated(plan: Plan, crew: Crew, network: Network, seconds: float) -> dict[str, Any]:
+    """Runs a plan for so many seconds; returns the seconds of a minibatch, predicted and in each segment."""
+    predicted_s, parts = score(plan).period_s, plan.microbatches
+    turn = lcm(plan.placement.cycle, parts) // parts
+    admitted = max(map(int.__mul__, plan.in_flight, plan.replicas)) / parts
+    warm = turn * ceil((2 if len(plan.stages) > 1 else 1) * admitted / turn)
+    segment = turn * ceil(admitted / 2 / turn)
+    count = warm + segment * _SEGMENTS + ceil(admitted)
+    dilation = _rounded(seconds / (count * predicted_s))
+    byte_scale = _rounded(
+        min(
+            1.0,
+            _CARRIED_BYTES_PER_S * dilation * predicted_s / _carried_bytes(plan),
+            _MOST_BYTES / max(stage.parameter_bytes for stage in plan.stages),
+        )
+    )
+    for level in range(len(plan.cluster.levels)):
+        network.limit(None, level=level)
+    how = {"dilation": dilation, "byte_scale": byte_scale}
+    asked = {"do": "run", "plan": plan.to_json(), "model": None, "warm": warm, "segment": segment}
+    assert crew.asked(asked | how | {"segments": _SEGMENTS}) == "ready"
+    for number, level in enumerate(emulated_plan(plan, dilation, byte_scale).cluster.levels):
+        network.limit(level.bandwidth_bytes_per_s, level=number)
+    busy_s, own_s, began = _busy_s(), crew.cpu_s(), time.monotonic()
+    crew.tell("go")
+    found = crew.heard()
+    cores_s = (time.monotonic() - began) * (os.cpu_count() or 1)
+    own_s = crew.cpu_s() - own_s
+    return how | {
+        "config": plan.config,
+        "workers": plan.workers,
+        "predicted_s": predicted_s,
+        "segments_s": [one / dilation for one in found],
+        "own": own_s / cores_s,
+        "others": max(0.0, _busy_s() - busy_s - own_s) / cores_s,
+    }
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """Returns the rows as tables in Markdown."""
+    heads = {
+        "speed-up": "Speed-up over data parallelism, **emulated**. Data parallelism is this library's.",
+        "flush": "GNMT-16 with and without a flush, **emulated**: samples per second over those of PipeDream.",
+        "2bw": "2BW beside 1F1B with a flush, **emulated**: samples per second over those of 1F1B.",
+    }
+    parts = []
+    for table, head in heads.items():
+        if own := [row for row in rows if row["table"] == table]:
+            parts.append("\n".join([head, "", *_lines(own)]))
+    if not parts:
+        return ""
+    off = [abs(_off(row)) for row in rows]
+    within = sum(one <= 0.1 for one in off)
+    parts.append(
+        f"*off*: samples per second emulated over predicted, minus one. {within} of {len(off)} runs are within 10% of "
+        f"predicted; median {statistics.median(off):.1%}, most {max(off):.1%}. The runs' own processes took up to "
+        f"{max(row['own'] for row in rows):.0%} of the cores, others up to {max(row['others'] for row in rows):.0%}."
+    )
+    return "\n\n".join(parts)
+
+
+def _lines(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| model | cluster | plan | method | paper | predicted | emulated (least to most) | off | slower by | bytes |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    first: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        other = first.setdefault(_case(row).against, row)
+        rates = sorted(_middle(other) / one for one in row["segments_s"])
+        lines.append(
+            f"| {row['model']} | {_place(row)} | {row['config']}{' (planner)' if row['shape'] == _PLANNED else ''} | "
+            f"{_method(row)} | {'' if row['paper'] is None else format(row['paper'], '.2f')} | "
+            f"{other['predicted_s'] / row['predicted_s']:.2f} | {_middle(other) / _middle(row):.2f} "
+            f"({rates[0]:.2f} to {rates[-1]:.2f}) | {_off(row):+.1%} | {row['dilation']:g} | {row['byte_scale']:g} |"
+        )
+    return lines
+
+
+def _case(row: dict[str, Any]) -> Case:
+    return Case(**{name: row[name] for name in Case.__dataclass_fields__})
+
+
+def _middle(row: dict[str, Any]) -> float:
+    return statistics.median(row["segments_s"])
+
+
+def _off(row: dict[str, Any]) -> float:
+    return float(row["predicted_s"]) / _middle(row) - 1
+
+
+def _place(row: dict[str, Any]) -> str:
+    if row["cluster"] == "flat":
+        return f"{row['machines']}x1, 10 Gbit/s"
+    return (
+        f"{row['machines']}x{row['workers'] // row['machines']} ({row['cluster'].removeprefix('pipedream-').upper()})"
+    )
+
+
+def _method(row: dict[str, Any]) -> str:
+    if row["config"] == str(row["workers"]):
+        return "data parallel"
+    return str(row["schedule"]) + (f", m = {row['microbatches']}" if row["microbatches"] else "")
+
+
+def _plan(case: Case) -> Plan:
+    profile = _gpt(8 * (case.microbatches or 1)) if case.model == _GPT else _published(_FILES[case.model])
+    how: dict[str, Any] = {"schedule": case.schedule, "microbatches": case.microbatches}
+    recompute = "always" if case.model == _GPT else "never"
+    return pd.plan(profile, case.on(), shape=case.shape, recompute=recompute, **how)
+
+
+@cache
+def _published(name: str) -> Profile:
+    folder = _folder()
+    assert folder is not None
+    return GraphText.load(folder / f"{name}.txt").profile(name)
+
+
+def _folder() -> Path | None:
+    root = Path(__file__).parents[2]
+    named = os.environ.get("PIPEDREAM_PROFILES")
+    folders = [Path(named)] if named else [place / "shared" / "profiles" for place in (root, *root.parents)]
+    return next((folder for folder in folders if (folder / "vgg16.txt").exists()), None)
+
+
+@cache
+def _gpt(samples: int) -> Profile:
+    """A GPT as large as the paper's on a V100, by its data sheet: 48 blocks of width 1920, 512 tokens, float16."""
+    with torch.device("meta"):
+        blocks = [
+            nn.TransformerEncoderLayer(1920, 20, 7680, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(48)
+        ]
+        model = nn.Sequential(nn.Embedding(50257, 1920), *blocks, nn.LayerNorm(1920), nn.Linear(1920, 50257))
+        words = torch.zeros(samples, 512, dtype=torch.long)
+    return pd.profile(model, words, device="meta", as_device="V100-16GB", dtype=torch.float16)
+
+
+def _carried_bytes(plan: Plan) -> float:
+    """Returns what all workers send for a minibatch."""
+    found = 2.0 * sum(stage.output_bytes for stage in plan.stages[:-1])
+    for stage in plan.stages:
+        updates = stage.replicas if plan.microbatches > 1 else 1  # in the time of as many minibatches as replicas
+        found += float(all_reduce_bytes(stage.parameter_bytes, stage.replicas)) * updates
+    return found
+
+
+def _widths(cluster: Cluster) -> tuple[int, ...]:
+    return tuple(level.width for level in cluster.levels)
+
+
+def _busy_s() -> float:
+    """Returns the seconds for which processes have used the cores since the machine started."""
+    ticks = Path("/proc/stat").read_text().split(maxsplit=4)
+    return sum(map(int, ticks[1:4])) / os.sysconf("SC_CLK_TCK")
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+if __name__ == "__main__":
+    found = measure(sys.argv[1], print)
+    Path("/tmp/rf/wk/rows.json").write_text(__import__("json").dumps(found, indent=1))
+    print(tables(found))
