@@ -264,11 +264,3 @@ def _range(values: list[float | None], words: Callable[[float], str]) -> str:
         return f"not reached by {len(values) - len(known)} of {len(values)}"
     middle = words(median(known))
     return middle if len(known) == 1 else f"{middle} ({words(min(known))} to {words(max(known))})"
-
-
-if __name__ == "__main__":
-    import sys
-
-    found = measure(sys.argv[1], lambda line: print(line, file=sys.stderr, flush=True))
-    Path(sys.argv[2]).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    print(tables(found))

@@ -19,14 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accuracy
 import curve
 import torch
+import workers
 
 from pipedream.slow_links import why_not
 
 __all__ = ["main"]
 
-PARTS = {"curve": curve}
+PARTS = {"curve": curve, "accuracy": accuracy, "workers": workers}
 """Each has `measure` and `tables`, and may have `pictures`."""
 
 
