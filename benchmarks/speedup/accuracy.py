@@ -37,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     DDP: None,
     SAME_BATCH: None,
     "1F1B": {"schedule": "1f1b"},
+    "PipeDream, noam": {"schedule": "pipedream"},
     "PipeDream, full": {"schedule": "pipedream", "in_flight": "full"},
     "2BW": {"schedule": "pipedream_2bw"},
 }
