@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import commands
@@ -17,8 +18,8 @@ from pipedream.core.errors import PipelineError
 from pipedream.slow_links import Network, loopback_bytes_per_s, slow_network, why_not
 
 RECEIVER = """
-import socket
-with socket.create_server(("0.0.0.0", 5000)) as server:
+import socket, sys
+with socket.create_server(("0.0.0.0", int(sys.argv[1]))) as server:
     print("ready", flush=True)
     taken = server.accept()[0]
     while taken.recv(1 << 20):
@@ -27,7 +28,7 @@ with socket.create_server(("0.0.0.0", 5000)) as server:
 """
 SENDER = """
 import socket, sys, time
-with socket.create_connection((sys.argv[1], 5000)) as sender:
+with socket.create_connection((sys.argv[1], int(sys.argv[3]))) as sender:
     start = time.monotonic()
     sender.sendall(bytes(int(sys.argv[2])))
     sender.shutdown(socket.SHUT_WR)
@@ -46,13 +47,13 @@ with slow_network((2, 2), (1e9, 1e6)) as network:
 """
 
 
-def seconds(network: Network, sender: int, receiver: int, size: int) -> float:
+def seconds(network: Network, sender: int, receiver: int, size: int, port: int = 5000) -> float:
     """The seconds of so many bytes from one host to another."""
-    command = network.hosts[receiver].inside(sys.executable, "-c", RECEIVER)
+    command = network.hosts[receiver].inside(sys.executable, "-c", RECEIVER, str(port))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "ready\n"
-        to = (network.hosts[receiver].address, str(size))
+        to = (network.hosts[receiver].address, str(size), str(port))
         command = network.hosts[sender].inside(sys.executable, "-c", SENDER, *to)
         return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
@@ -70,6 +71,20 @@ def test_link_is_as_slow_as_asked(as_user: bool, monkeypatch: pytest.MonkeyPatch
         assert seconds(network, 0, 1, 1_000_000) > 0.48
         network.limit(None)
         assert seconds(network, 0, 1, 3_000_000) < 0.29
+
+
+@pytest.mark.network
+def test_short_message_does_not_wait_behind_a_long_one_from_another_host() -> None:
+    with slow_network((3,), (4e6,)) as network:
+        began = time.monotonic()
+        with ThreadPoolExecutor() as pool:
+            long = pool.submit(seconds, network, 1, 0, 6_000_000)
+            while network.sent_bytes() < 1_000_000:
+                time.sleep(0.01)
+            short = seconds(network, 2, 0, 100_000, port=5001)
+            assert not long.done()
+            assert short < long.result() / 4
+        assert time.monotonic() - began > 6.1e6 / 4e6
 
 
 @pytest.mark.network

@@ -87,3 +87,5 @@ def crew_of(network: Network, count: int) -> Iterator[Crew]:
             if worker.poll() is None:
                 worker.kill()
                 worker.wait()
+            if worker.stdout is not None:
+                worker.stdout.close()

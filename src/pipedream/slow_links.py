@@ -28,7 +28,7 @@ LINK = "wire"
 """Name of a host's network interface."""
 
 # The bucket is little beside a message, so the rate holds for all of it; only fast links need a larger one, as the
-# timer that refills it is late by some microseconds. The queue holds several messages, so nothing is dropped.
+# timer that refills it is late by some microseconds. A queue holds several messages, so nothing is dropped.
 _LEAST_BURST_BYTES, _BURST_S, _QUEUE_BYTES = 32_000, 2e-4, 16_000_000
 
 # Jumbo frames: the machine's cores do the work of the network cards too, and a shaped link wakes them for each packet.
@@ -101,15 +101,16 @@ class Network:
         Args:
             component: one of the level's; by default all.
         """
-        ports = self._ports[level] if component is None else (self._ports[level][component],)
+        chosen = range(len(self._ports[level])) if component is None else [component]
         lines: dict[_Namespace, list[str]] = {}
-        for port in ports:
-            for namespace, device in port:
-                burst = max(_LEAST_BURST_BYTES, round((bytes_per_s or 0) * _BURST_S))
-                queue = max(_QUEUE_BYTES, 2 * burst)
-                # bps: bytes per second, in the language of tc
-                rule = f"tbf rate {round(bytes_per_s)}bps burst {burst} limit {queue}" if bytes_per_s else "pfifo_fast"
-                lines.setdefault(namespace, []).append(f"qdisc replace dev {device} root {rule}")
+        for number in chosen:
+            size = len(self.hosts) // len(self._ports[level])  # hosts in a component
+            inside = self.hosts[number * size : (number + 1) * size]
+            leaving = [(one.address, other.address) for one in inside for other in self.hosts if other not in inside]
+            arriving = [(other, one) for one, other in leaving]
+            for (namespace, device), pairs in zip(self._ports[level][number], (leaving, arriving), strict=True):
+                rules = _rules(bytes_per_s, pairs) if bytes_per_s else ["qdisc replace dev {} root pfifo_fast"]
+                lines.setdefault(namespace, []).extend(rule.format(device) for rule in rules)
         for namespace, rules in lines.items():
             namespace.batch("tc", rules)
 
@@ -157,6 +158,35 @@ def slow_network(widths: Sequence[int], bytes_per_s: Sequence[float | None]) -> 
             if rate is not None:
                 network.limit(rate, level=level)
         yield network
+
+
+def _rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Returns the lines of ``tc`` that limit what a device, {}, carries between pairs of addresses.
+
+    The packets of several pairs take turns, as in the fair queues of most systems. In one queue those of an all-reduce
+    would wait behind all that other connections have sent ahead, which may be megabytes.
+    """
+    # bps: bytes per second, in the language of tc
+    rate = f"rate {round(bytes_per_s)}bps"
+    burst = max(_LEAST_BURST_BYTES, round(bytes_per_s * _BURST_S))
+    queue = max(_QUEUE_BYTES, 2 * burst)
+    if len(pairs) == 1:
+        return [f"qdisc replace dev {{}} root tbf {rate} burst {burst} limit {queue}"]
+    own = f"rate {max(1, round(bytes_per_s / len(pairs)))}bps ceil {round(bytes_per_s)}bps"
+    lines = [
+        "qdisc replace dev {} root pfifo_fast",
+        "qdisc replace dev {} root handle 1: htb",
+        f"class add dev {{}} parent 1: classid 1:1 htb {rate} burst {2 * burst} cburst {2 * burst}",
+    ]
+    for number, (sender, receiver) in enumerate(pairs, 2):
+        lines += [
+            f"class add dev {{}} parent 1:1 classid 1:{number:x} htb {own} burst {burst} cburst {burst} "
+            f"quantum {_LEAST_BURST_BYTES}",
+            f"qdisc add dev {{}} parent 1:{number:x} bfifo limit {queue}",
+            f"filter add dev {{}} parent 1: protocol ip prio 1 u32 match ip src {sender} match ip dst {receiver} "
+            f"flowid 1:{number:x}",
+        ]
+    return lines
 
 
 def why_not() -> str | None:
@@ -263,6 +293,8 @@ def _joined(hub: _Namespace, own: Sequence[_Namespace], widths: Sequence[int]) -
             ends.append((((hub if level else own[number]), other), (hub, port)))
         ports.append(tuple(ends))
     hub.batch("ip", lines)
+    if len(own) > 2:
+        up += f" gso_max_size {_PACKET_BYTES}"  # a queue lets a packet through whole, so they should not be joined
     for number, namespace in enumerate(own):
         address = f"10.84.{(number + 1) // 256}.{(number + 1) % 256}"
         namespace.batch("ip", ["link set lo up", f"address add {address}/16 dev {LINK}", f"link set {LINK} {up}"])
