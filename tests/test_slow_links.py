@@ -74,17 +74,14 @@ def test_link_is_as_slow_as_asked(as_user: bool, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.network
-def test_short_message_does_not_wait_behind_a_long_one_from_another_host() -> None:
-    with slow_network((3,), (4e6,)) as network:
-        began = time.monotonic()
-        with ThreadPoolExecutor() as pool:
-            long = pool.submit(seconds, network, 1, 0, 6_000_000)
-            while network.sent_bytes() < 1_000_000:
-                time.sleep(0.01)
-            short = seconds(network, 2, 0, 100_000, port=5001)
-            assert not long.done()
-            assert short < long.result() / 4
-        assert time.monotonic() - began > 6.1e6 / 4e6
+def test_short_message_does_not_wait_until_a_long_one_of_another_host_is_sent() -> None:
+    with slow_network((2, 2), (1e9, 4e6)) as network, ThreadPoolExecutor() as pool:
+        long = pool.submit(seconds, network, 0, 2, 12_000_000)
+        while network.sent_bytes() < 1_000_000:
+            time.sleep(0.01)
+        tries = [seconds(network, 1, 3, 1, port=port) for port in (5001, 5002, 5003)]
+        assert not long.done()
+        assert min(tries) < 0.02  # 0.07 in one queue
 
 
 @pytest.mark.network

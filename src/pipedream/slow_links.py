@@ -164,7 +164,7 @@ def _rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Returns the lines of ``tc`` that limit what a device, {}, carries between pairs of addresses.
 
     The packets of several pairs take turns, as in the fair queues of most systems. In one queue those of an all-reduce
-    would wait behind all that other connections have sent ahead, which may be megabytes.
+    would wait for all that other connections have sent before, which may be megabytes.
     """
     # bps: bytes per second, in the language of tc
     rate = f"rate {round(bytes_per_s)}bps"
