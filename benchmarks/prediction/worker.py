@@ -28,10 +28,7 @@ from paced import paced
 
 from pipedream import Pipeline, Plan, Profile
 from pipedream.capture import capture, preserve_state
-from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from pipedream.profiler import measure
-from pipedream.runtime.stage import emulated
-from pipedream.runtime.update.all_reduce import GradientAllReduce
 from pipedream.training.emulate import emulated_batches, emulated_pipeline, emulated_plan
 from pipedream.workflows.methods import asked_of
 
@@ -83,9 +80,9 @@ def _run(asked: dict[str, Any]) -> list[float]:
     count = warm + segment * segments + ceil(plan.in_flight[0] * plan.replicas[0] / plan.microbatches)
     if asked["model"] is None:
         name, parts = asked_of(plan, None)
-        scaled = emulated_plan(plan, asked["dilation"], asked.get("byte_scale", 1.0))
-        _scale_buckets(asked.get("byte_scale", 1.0))
-        made = emulated_pipeline(scaled, schedule=name, microbatches=parts)
+        byte_scale = asked.get("byte_scale", 1.0)
+        scaled = emulated_plan(plan, asked["dilation"], byte_scale)
+        made = emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale)
         batches: Any = list(emulated_batches(made, count))
     else:
         job = MODELS[asked["model"]]
@@ -103,13 +100,6 @@ def _run(asked: dict[str, Any]) -> list[float]:
             ends.append(time.perf_counter())
     marks = [ends[warm - 1 + segment * number] for number in range(segments + 1)]
     return [(end - start) / segment for start, end in pairwise(marks)]
-
-
-def _scale_buckets(byte_scale: float) -> None:
-    """Makes the buckets of gradients as small as everything else, so that as much of a sum is hidden."""
-    first, later = (round(size * byte_scale) for size in (FIRST_BUCKET_BYTES, BUCKET_BYTES))
-    emulated.FIRST_BUCKET_BYTES = first
-    GradientAllReduce.__init__.__kwdefaults__ |= {"first_bytes": first, "bucket_bytes": later}
 
 
 def _say(answer: Any) -> None:

@@ -309,9 +309,3 @@ def _busy_s() -> float:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.2g}")
-
-
-if __name__ == "__main__":
-    found = measure(sys.argv[1], print)
-    Path("/tmp/rf/wk/rows.json").write_text(__import__("json").dumps(found, indent=1))
-    print(tables(found))

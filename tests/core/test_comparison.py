@@ -41,6 +41,14 @@ def test_verdict_is_one_sentence() -> None:
     )
 
 
+def test_emulated_workers_are_said_to_be() -> None:
+    found = RecipeComparison("vgg", 8, None, (over(50e6, ddp=10, ours=42),), emulated=True)
+    assert found.verdict == (
+        "With emulated workers over 400 Mbit/s PipeDream, noam trains 4.2 times as many samples per second as DDP."
+    )
+    assert str(found).startswith("vgg, 8 emulated workers, over 400 Mbit/s\n")
+
+
 def test_table_says_what_is_missing() -> None:
     link = OverLink(
         (1.25e9, 50e6),

@@ -240,6 +240,53 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     assert found["verdict"] in (folder / "compare.html").read_text().replace("&#x27;", "'")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rates", "scales"),
+    [
+        (0.8, (1e6,), (1.0, 1.0)),
+        (0.004, (1e6,), (50.0, 50.0)),
+        (0.004, (1e9, 1e6), (50.0, 50.0)),
+        (80.0, (1e9, 1e8), (1.0, 0.25)),
+        (0.1, (1e8,), (2.0, 0.5)),
+    ],
+)
+def test_short_passes_and_many_bytes_are_scaled(
+    seconds: float, rates: tuple[float, ...], scales: tuple[float, float]
+) -> None:
+    profile: Any = SimpleNamespace(forward_s=seconds / 4, backward_s=seconds * 3 / 4)
+    assert comparing._scales(profile, 4, rates) == pytest.approx(scales)
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.processes
+def test_more_workers_than_cores_are_emulated(tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
+    command = ("-m", "pipedream", "compare", "small.py", "--workers", "2", "--link", "80mbit/s", "--schedule", "1f1b",
+               "--microbatches", "2", "--json")  # fmt: skip
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        ended = commands.run(*command, folder=tmp_path, timeout_s=400.0)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert ended.status == 0, ended.err
+    assert ended.orphans == []
+    found = json.loads(ended.out)
+    rows = {row["name"]: row for row in found["links"][0]["variants"]}
+    assert found["emulated"]
+    assert found["verdict"].startswith("With emulated workers over 80 Mbit/s")
+    assert found["notes"][0].startswith("2 workers are more than 1 cores, so they are emulated")
+    assert rows["one worker"]["seconds_to_target"] is not None
+    assert "emulated workers do not have" in rows["torch Schedule1F1B"]["why"]
+    for name in ("DDP", "DDP, accumulating", "1F1B"):
+        row = rows[name]
+        # Waits are never shorter than asked, and were scaled by more than a hundred.
+        assert 0.01 < row["samples_per_s"] / row["predicted_per_s"] < 1.5, name
+        assert row["seconds_to_target"] is None
+        assert row["bytes_per_sample"] > 0
+
+
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.processes

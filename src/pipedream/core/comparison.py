@@ -93,6 +93,7 @@ class RecipeComparison:
     Attributes:
         target: (metric, value), or None.
         notes: what a reader of the figures must know.
+        emulated: where there are several workers, they waited instead of computing.
     """
 
     recipe: str
@@ -100,13 +101,19 @@ class RecipeComparison:
     target: tuple[str, float] | None
     links: tuple[OverLink, ...]
     notes: tuple[str, ...] = ()
+    emulated: bool = False
+
+    @property
+    def who(self) -> str:
+        """The workers in words."""
+        return f"{self.workers} {'emulated ' if self.emulated else ''}workers"
 
     @property
     def verdict(self) -> str:
         """One sentence: what to use over which link."""
         text = "; ".join(link.verdict() for link in self.links)
         first, meaning, rest = text.partition(_MEANING)
-        text = first + meaning + rest.replace(_MEANING, "")
+        text = ("with emulated workers " if self.emulated else "") + first + meaning + rest.replace(_MEANING, "")
         return f"{text[:1].upper()}{text[1:]}."
 
     @property
@@ -154,7 +161,7 @@ class RecipeComparison:
                 ).rstrip()
                 for row in rows
             ]
-            parts.append("\n".join([f"{self.recipe}, {self.workers} workers, over {link.link}", *lines]))
+            parts.append("\n".join([f"{self.recipe}, {self.who}, over {link.link}", *lines]))
         notes = [f"note: {reason}" for reason in self.reasons()]
         return "\n\n".join([*parts, "\n".join([*notes, self.verdict])])
 

@@ -42,6 +42,7 @@ COMPARED = ("data-parallel", "1f1b", "pipedream", "pipedream_2bw", "auto")
 _LATENCY_S = 1e-4  # of a message between two hosts of a slow network
 _RUNS, _MORE_RUNS, _WIDE = 10, 40, 0.25  # of the profile; a spread of its seconds that is large
 _GRACE_S = 10.0  # for the other workers, once one has failed
+_LONG_S, _CARRIED_BYTES_PER_S = 0.05, 1e8  # see _scales
 _NAMES = {
     "data-parallel": "data parallel",
     "1f1b": "1F1B",
@@ -70,6 +71,8 @@ def compare_recipe(
         widths: of the levels; by default all workers on one.
         progress: is called with a line before and after each variant.
 
+    Over `links`, more workers than this machine has cores are emulated (`pipedream.training.emulate`).
+
     Raises:
         PlanError: the folder is used, or this machine does not carry a rate.
         WorkerError: a variant failed; the message is that of its worker.
@@ -78,23 +81,28 @@ def compare_recipe(
     folder = _new_folder(recipe, options.out)
     widths = widths or (workers,)
     _check_links(links, widths, workers)
+    emulated = bool(links) and workers > _cores()
     made = slow_network(widths, (None,) * len(widths)) if links else nullcontext()
     with made as network, _own_threads(workers):
         runs = _Runs(recipe, options, folder, network)
         profile, notes = _profiled(runs, workers)
         found: list[OverLink] = []
+        if emulated:
+            notes = (_emulated_in_words(workers), *notes)
         for bytes_per_s in links or ((),):
+            scales = _scales(profile, workers, bytes_per_s) if emulated else None
             if network is not None:
                 for level, rate in enumerate(bytes_per_s):
-                    network.limit(rate, level=level)
-                levels = [Level(width, rate, _LATENCY_S) for width, rate in zip(widths, bytes_per_s, strict=True)]
+                    network.limit(rate if scales is None else rate * scales[1] / scales[0], level=level)
+                latency_s = _LATENCY_S if scales is None else 0.0  # which is not scaled, so next to nothing
+                levels = [Level(width, rate, latency_s) for width, rate in zip(widths, bytes_per_s, strict=True)]
                 cluster = Cluster(tuple(levels))
             else:
                 cluster = own_cluster(options.device, workers=workers)[0]
-            over = _OverLink(runs, profile, cluster, options.microbatches, tuple(schedules), progress)
+            over = _OverLink(runs, profile, cluster, options.microbatches, tuple(schedules), progress, scales)
             variants = tuple(over.variants(found[0].variants if found else ()))
             found.append(OverLink(tuple(bytes_per_s), variants))
-    comparison = RecipeComparison(Path(recipe).stem, workers, runs.target, tuple(found), notes)
+    comparison = RecipeComparison(Path(recipe).stem, workers, runs.target, tuple(found), notes, emulated)
     write_text(folder / "compare.svg", comparison_svg(comparison))
     text = json.dumps({"verdict": comparison.verdict} | dict(encode(comparison)), indent=1)
     write_text(folder / "compare.json", text + "\n")
@@ -132,6 +140,29 @@ def _check_links(links: Sequence[tuple[float, ...]], widths: tuple[int, ...], wo
             f"a link of {link_text(fastest)} was asked for, but this machine's loopback carries {link_text(most)} "
             "(measured now); ask for a slower one"
         )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _scales(profile: Profile, workers: int, bytes_per_s: Sequence[float]) -> tuple[float, float]:
+    """Returns `dilation` and `byte_scale` of an emulation, so that the cores have little to do beside the waits.
+
+    A worker's share of a minibatch takes at least `_LONG_S`; the slowest links carry no more than
+    `_CARRIED_BYTES_PER_S` from all workers together.
+    """
+    share_s = max(1e-9, profile.forward_s + profile.backward_s) / workers
+    dilation = max(1.0, _LONG_S / share_s)
+    return dilation, dilation * min(1.0, _CARRIED_BYTES_PER_S / (workers * min(bytes_per_s)))
+
+
+def _emulated_in_words(workers: int) -> str:
+    return (
+        f"{workers} workers are more than {_cores()} cores, so they are emulated: they wait for the profiled seconds, "
+        "with real messages and all-reduces; DDP's rows are emulated with this library's data parallelism; peaks and "
+        "seconds to the target are not known"
+    )
 
 
 @contextmanager
@@ -197,6 +228,23 @@ class _Runs:
         arguments = ["-m", "pipedream", "train", self.recipe, *flags, "--out", str(folder)]
         sent = self.run(plan.workers, arguments, folder / "plan.json")  # written between planning and training
         return json.loads((folder / "summary.json").read_text(encoding="utf-8")), sent
+
+    def emulate(self, plan: Plan, name: str, scales: tuple[float, float]) -> tuple[dict[str, Any], int | None]:
+        """Runs ``pipedream emulate``; returns its summary and the bytes sent, both without the scales."""
+        folder, given = self.folder / _folder_name(name), self.folder / f"{_folder_name(name)}.plan.json"
+        plan.save(given)
+        count = self.options.minibatches or _steady_minibatches(plan)
+        dilation, byte_scale = scales
+        flags = ["--dilation", str(dilation), "--byte-scale", str(byte_scale), "--minibatches", str(count)]
+        sent = self.run(
+            plan.workers,
+            ["-m", "pipedream", "emulate", str(given), *flags, "--json", "--out", str(folder)],
+            folder / ".lock",
+        )
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        rates = {name: dilation * summary["throughput"][name] for name in ("measured_per_s", "predicted_per_s")}
+        sent = None if sent is None else round(sent / byte_scale)
+        return summary | {"throughput": rates, "stages": (), "seconds_to_target": None}, sent
 
     def _run_on_hosts(self, network: Network, workers: int, arguments: Sequence[str], begun: Path) -> int:
         processes: list[subprocess.Popen[bytes]] = []
@@ -270,7 +318,7 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], Non
 
 def _profiled(runs: _Runs, workers: int) -> tuple[Profile, tuple[str, ...]]:
     """Profiles the recipe on all workers at once, as they will train, and for longer if its seconds vary."""
-    together = workers if workers <= len(os.sched_getaffinity(0)) else 1
+    together = workers if workers <= _cores() else 1
     notes: tuple[str, ...] = ()
     for count in (_RUNS, _MORE_RUNS):
         try:
@@ -291,7 +339,11 @@ def _profiled(runs: _Runs, workers: int) -> tuple[Profile, tuple[str, ...]]:
 
 @dataclass
 class _OverLink:
-    """The variants over one link."""
+    """The variants over one link.
+
+    Attributes:
+        scales: `_scales` of several workers, which are emulated; None: they compute.
+    """
 
     runs: _Runs
     profile: Profile
@@ -299,6 +351,7 @@ class _OverLink:
     microbatches: int | None
     schedules: tuple[str, ...]
     progress: Callable[[str], None]
+    scales: tuple[float, float] | None = None
     _done: dict[tuple[Any, ...], Variant] = field(default_factory=dict)
 
     def variants(self, before: Sequence[Variant]) -> Iterator[Variant]:
@@ -352,6 +405,10 @@ class _OverLink:
 
     def _torch(self, name: str, kind: str, plan: Callable[[], Plan], parts: int = 1) -> Variant:
         found = Variant(name, self.cluster.workers)
+        if self.scales is not None:
+            if kind == "1f1b":
+                return replace(found, why="it needs the model's layers, which emulated workers do not have")
+            return replace(self._own(name, plan), plan="")
         try:
             made = plan()
         except (PlanError, ScheduleError) as error:
@@ -401,7 +458,10 @@ class _OverLink:
         label = self._label(name)
         self.progress(f"{label} ...")
         try:
-            summary, sent = self.runs.train(made, label)
+            if self.scales is None:
+                summary, sent = self.runs.train(made, label)
+            else:
+                summary, sent = self.runs.emulate(made, label, self.scales)
         except _Failed as failed:
             raise failed.error(name) from None
         if target := summary.get("target"):
@@ -416,7 +476,7 @@ class _OverLink:
             samples_per_update=self.profile.batch * (1 if splits else max(made.replicas)),
             bytes_per_sample=self._per_sample(sent, summary["minibatches"]),
             bubble=summary["bubble"]["measured"],
-            peak_bytes=max(stage["peak_bytes"] or 0 for stage in summary["stages"]) or None,
+            peak_bytes=max((stage["peak_bytes"] or 0 for stage in summary["stages"]), default=0) or None,
             seconds_to_target=summary["seconds_to_target"],
             metrics=summary["metrics"],
         )
@@ -454,9 +514,13 @@ def _ran(plan: Plan) -> tuple[Any, ...]:
     return cuts, plan.schedule, plan.microbatches, plan.in_flight, plan.order
 
 
+def _steady_minibatches(plan: Plan) -> int:
+    """Returns how many minibatches to run, so that most of them are between filling and draining."""
+    return max(12, 4 * plan.placement.cycle * max(plan.in_flight))
+
+
 def _predicted_per_s(plan: Plan) -> float:
-    minibatches = max(12, 4 * plan.placement.cycle * max(plan.in_flight))
-    timeline = simulate(plan, minibatches=minibatches)
+    timeline = simulate(plan, minibatches=_steady_minibatches(plan))
     try:
         return metrics.steady_metrics(timeline).samples_per_s
     except ValueError:  # too short for a steady part

@@ -66,7 +66,7 @@ def emulate(
         folder = Path(process_group.from_rank_0(lambda: str(out or named), rank))
         name, parts = asked_of(scaled, schedule, microbatches)
         stack.enter_context(locked(folder, rank))
-        with emulated_pipeline(scaled, schedule=name, microbatches=parts) as pipeline:
+        with emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale) as pipeline:
             if rank == 0 and not quiet:
                 print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
             losses = [(done.number, done.loss) for done in pipeline.train(emulated_batches(pipeline, minibatches))]
@@ -74,7 +74,9 @@ def emulate(
             sent, rates = pipeline.sent_bytes(), pipeline.learning_rates()
             program, drains = pipeline.program, pipeline.drains
         steady = last_segment(measured, drains)
-        predicted = simulate_program(program, max(steady.microbatches, 4 * program.cycle * max(scaled.in_flight)))
+        timed = emulated_plan(scaled, byte_scale=1 / byte_scale)  # with buckets of their own size
+        count = max(steady.microbatches, 4 * program.cycle * max(scaled.in_flight))
+        predicted = simulate_program(replace(program, plan=timed), count)
         summary = summarise(
             plan=scaled, predicted=predicted, measured=steady, sent_bytes=sent, learning_rates=rates, samples_per_s=()
         )
@@ -171,8 +173,14 @@ def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) ->
     return replace(plan, stages=stages, cluster=cluster, bound_s=bound_s, note=note, tied=(), graph=None)
 
 
-def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: int | None = None) -> Pipeline:
-    """Returns a pipeline that waits where it should compute, for an `emulated_plan`; train it on `emulated_batches`."""
+def emulated_pipeline(
+    plan: Plan, *, schedule: str = "pipedream", microbatches: int | None = None, byte_scale: float = 1.0
+) -> Pipeline:
+    """Returns a pipeline that waits where it should compute, for an `emulated_plan`; train it on `emulated_batches`.
+
+    Args:
+        byte_scale: of the `emulated_plan`; the buckets of sums are scaled by it, too.
+    """
     from pipedream.runtime.stage import emulated  # here, because scaling a plan should not load torch
 
     built = schedules.build(schedule, plan, microbatches)
@@ -183,7 +191,7 @@ def emulated_pipeline(plan: Plan, *, schedule: str = "pipedream", microbatches: 
     speed = plan.cluster.speeds[sorted(set(plan.order))[rank] if plan.order else rank]
     stages = [_at_speed(stage, speed) for stage in plan.stages]
     return Pipeline(
-        emulated.emulated_model(stages, parts, splits_backward=built.splits_backward),
+        emulated.emulated_model(stages, parts, splits_backward=built.splits_backward, byte_scale=byte_scale),
         plan,
         schedule=schedule,
         compensation=(),  # an emulated update changes nothing, so there is nothing to make up for

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.plan.tied import TiedWeights
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
+from pipedream.runtime.stage.emulated import emulated_model
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.all_reduce import GradientAllReduce, all_reduce_many, buckets_of
@@ -33,6 +34,17 @@ def result(generator: Any) -> Any:
     with pytest.raises(StopIteration) as stop:
         next(generator)
     return stop.value.value
+
+
+@pytest.mark.parametrize("byte_scale", [0.01, 30.0])
+def test_emulated_weights_with_scaled_bytes_have_as_many_buckets(byte_scale: float) -> None:
+    def layout(scale: float) -> list[list[int]]:
+        size = round(23_000_000 * scale)
+        stage = Stage(0, 1, 2, forward_s=0.0, backward_s=0.0, parameter_bytes=size, names=("layer",))
+        return buckets_of(list(emulated_model([stage], 1, byte_scale=scale).parameters()))
+
+    assert layout(byte_scale) == layout(1.0)
+    assert len(layout(1.0)) == 6
 
 
 class Noted(Group):

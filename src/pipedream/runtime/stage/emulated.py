@@ -25,19 +25,24 @@ _ITEM_BYTES = 4
 _MOST_PIECES = 32
 
 
-def emulated_model(stages: Sequence[Stage], microbatches: int, *, splits_backward: bool = False) -> nn.Sequential:
+def emulated_model(
+    stages: Sequence[Stage], microbatches: int, *, splits_backward: bool = False, byte_scale: float = 1.0
+) -> nn.Sequential:
     """Returns a model with one layer per stage, named ``stage0``, ``stage1``, ...
 
     Args:
         microbatches: parts of a minibatch; each is one row of the tensors.
         splits_backward: weight gradients take half of a backward's time, as in `simulator.costs`.
+        byte_scale: by which the stages' bytes were multiplied.
     """
     last = len(stages) - 1
     model = nn.Sequential()
     for number, stage in enumerate(stages):
         model.add_module(
             f"stage{number}",
-            EmulatedStage(stage, microbatches, sends=number < last, splits_backward=splits_backward),
+            EmulatedStage(
+                stage, microbatches, sends=number < last, splits_backward=splits_backward, byte_scale=byte_scale
+            ),
         )
     return model
 
@@ -67,7 +72,9 @@ class EmulatedStage(nn.Module):
     assumes (`core.plan.cost.visible_sum_s`). A stage that sends nothing returns the loss.
     """
 
-    def __init__(self, stage: Stage, microbatches: int, *, sends: bool, splits_backward: bool = False) -> None:
+    def __init__(
+        self, stage: Stage, microbatches: int, *, sends: bool, splits_backward: bool = False, byte_scale: float = 1.0
+    ) -> None:
         super().__init__()
         self._forward_s = stage.forward_s / microbatches
         self._columns = max(1, ceil(stage.output_bytes / microbatches / _ITEM_BYTES)) if sends else 1
@@ -75,9 +82,11 @@ class EmulatedStage(nn.Module):
         items = max(1, ceil(stage.parameter_bytes / _ITEM_BYTES))
         pieces = 1
         if stage.replicas > 1:
-            pieces = max(1, min(_MOST_PIECES, ceil(stage.parameter_bytes / FIRST_BUCKET_BYTES)))
+            pieces = max(1, min(_MOST_PIECES, int(stage.parameter_bytes / FIRST_BUCKET_BYTES / byte_scale)))
         ends = [items * piece // pieces for piece in range(pieces + 1)]
         self.weights = nn.ParameterList(nn.Parameter(_zeros(end - begin)) for begin, end in pairwise(ends))
+        for piece in self.weights:
+            piece.byte_scale = byte_scale
         self._splits = splits_backward
         self._piece_s = stage.backward_s / microbatches / pieces
 

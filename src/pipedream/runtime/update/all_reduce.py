@@ -30,10 +30,11 @@ def buckets_of(
     """Returns the indices of the handles in each bucket, in the order in which the backward completes the buckets.
 
     A bucket holds one dtype. The first one is full at `first_bytes`, any other at `bucket_bytes`, by default larger on
-    GPUs.
+    GPUs. Of emulated weights with scaled bytes, buckets are as many as without (`stage.emulated`).
     """
     if bucket_bytes is None:
         bucket_bytes = GPU_BUCKET_BYTES if any(handle.device.type != "cpu" for handle in handles) else BUCKET_BYTES
+    scale = max((getattr(handle, "byte_scale", 1.0) for handle in handles), default=1.0)
     full: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
     for index in reversed(range(len(handles))):
@@ -41,7 +42,7 @@ def buckets_of(
         bucket = filling.setdefault(dtype, [])
         bucket.append(index)
         size = sum(handles[i].numel() * handles[i].element_size() for i in bucket)
-        if size >= (bucket_bytes if full else first_bytes):
+        if size >= scale * (bucket_bytes if full else first_bytes):
             full.append(filling.pop(dtype))
     return sorted([*full, *filling.values()], key=lambda bucket: -bucket[-1])
 
