@@ -40,7 +40,7 @@ __all__ = ["measure", "tables"]
 _SECONDS = {"test": 0.5, "short": 5.0, "full": 14.0}  # of a run
 _SEGMENTS = 3
 _CARRIED_BYTES_PER_S = 60e6  # by all links together, for which two cores need a fifth of their time
-_MOST_BYTES = 50e6  # of a worker's weights
+_WEIGHTS_BYTES = 100e6  # of all workers together, whose sums and checks the cores really compute
 _QUIET = 0.05  # share of the cores' time that others may take
 _AGAIN_S = {"test": 0.0, "short": 0.0, "full": 90.0}  # for running again what others disturbed
 
@@ -162,7 +162,7 @@ def _emulated(plan: Plan, crew: Crew, network: Network, seconds: float) -> dict[
         min(
             1.0,
             _CARRIED_BYTES_PER_S * dilation * predicted_s / _carried_bytes(plan),
-            _MOST_BYTES / max(stage.parameter_bytes for stage in plan.stages),
+            _WEIGHTS_BYTES / sum(stage.replicas * stage.parameter_bytes for stage in plan.stages),
         )
     )
     for level in range(len(plan.cluster.levels)):
