@@ -38,6 +38,7 @@ from crew import Crew, crew_of
 __all__ = ["measure", "tables"]
 
 _SECONDS = {"test": 0.5, "short": 5.0, "full": 14.0}  # of a run
+_LEAST_DILATION = 3.0  # of plans with all-reduces, whose messages go through all processes in turn
 _SEGMENTS = 3
 _CARRIED_BYTES_PER_S = 60e6  # by all links together, for which two cores need a fifth of their time
 _WEIGHTS_BYTES = 100e6  # of all workers together, whose sums and checks the cores really compute
@@ -158,6 +159,8 @@ def _emulated(plan: Plan, crew: Crew, network: Network, seconds: float) -> dict[
     segment = turn * ceil(admitted / 2 / turn)
     count = warm + segment * _SEGMENTS + ceil(admitted)
     dilation = _rounded(seconds / (count * predicted_s))
+    if max(plan.replicas) > 1:
+        dilation = max(_LEAST_DILATION, dilation)
     byte_scale = _rounded(
         min(
             1.0,
