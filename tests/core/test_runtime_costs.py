@@ -89,6 +89,15 @@ def test_each_op_is_longer_by_exactly_that() -> None:
     assert found.end_s(Channel(0, 2, "input", 0, 2)) == 0.25
 
 
+def test_the_bytes_of_a_sum_keep_its_workers_from_computing() -> None:
+    """Each of two replicas sends as many bytes as the stage has, and receives as many."""
+    plan = Plan((Stage(0, 1, 2, 4.0, 8.0, 1.0, parameter_bytes=100),), (1,), Cluster.flat(2, 1e9))
+    without, found = costs(plan), costs(replace(plan, runtime=COSTS))
+    assert found.op_s(Kind.UPDATE, 0) == without.op_s(Kind.UPDATE, 0) + 2.0 + 2 * 100 * 0.01
+    on_gpus = costs(replace(plan, runtime=replace(COSTS, overlap_device=True)))
+    assert on_gpus.op_s(Kind.UPDATE, 0) == without.op_s(Kind.UPDATE, 0) + 1.0  # the host's 2 s hide the device's 1 s
+
+
 def test_an_unbroken_run_by_hand() -> None:
     """One minibatch through two stages: read, forward, send, receive, both passes of the last stage, and back."""
     plan = Plan(PLAN.stages[:2], (2, 1), Cluster.flat(2, 1e30), runtime=COSTS)

@@ -97,11 +97,17 @@ class Costs:
     def _host_s(self, kind: Kind, stage: int) -> float:
         """The seconds that an op keeps the host busy; messages are part of them where the device computes meanwhile."""
         if kind is Kind.UPDATE:
-            return self.runtime.update_s
+            return self.runtime.update_s + self._summing_s(stage)
         if not self.runtime.overlap_device or kind is Kind.WEIGHT_GRADIENT:
             return self.runtime.op_s
         neighbours = (stage > 0) + (stage < len(self.forward_s) - 1)
         return self.runtime.op_s + neighbours * self.runtime.message_s
+
+    def _summing_s(self, stage: int) -> float:
+        """What a sum over replicas takes from computing: each worker sends and receives its bytes."""
+        if self.runtime.overlap_device or not self.sum_bytes:
+            return 0.0
+        return 2 * self.runtime.message_s_per_byte * self.sum_bytes[stage]
 
     def end_s(self, channel: Channel) -> float:
         """Returns the seconds that a message keeps its sender, and its receiver, from computing."""
