@@ -105,7 +105,7 @@ _SHORT = ("torch DDP", "data parallel", "PipeDream, full", "2BW, full", "1F1B, f
 _SIZES = {
     "test": _Size(("gpt",), (1.0,), ("torch DDP", "PipeDream, full", "torch 1F1B"), 1, 0.0),
     "short": _Size(("vgg",), (0.5, 4.0), _SHORT, 1, 5.0),
-    "full": _Size(tuple(MODELS), RHOS, tuple(one.name for one in VARIANTS), 3, 10.0),
+    "full": _Size(tuple(MODELS), RHOS, tuple(one.name for one in VARIANTS), 3, 5.0),
 }
 
 CHOICES = {"planner, 1 microbatch": 1, f"planner, {M} microbatches": M}
@@ -288,11 +288,14 @@ def _alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
 
 def _times(profile: Profile, count: int) -> Profile:
     """Returns the profile of minibatches of so many microbatches."""
-    seconds = ("forward_s", "backward_s", "forward_spread_s", "backward_spread_s", "forward_fixed_s",
-               "backward_fixed_s")  # fmt: skip
     sizes = ("output_bytes", "activation_bytes", "arriving_bytes", "leaving_bytes", "working_bytes", "backward_bytes")
     layers = tuple(
-        replace(layer, **{name: getattr(layer, name) * count for name in (*seconds, *sizes)})
+        replace(
+            layer,
+            forward_s=layer.forward_fixed_s + (layer.forward_s - layer.forward_fixed_s) * count,
+            backward_s=layer.backward_fixed_s + (layer.backward_s - layer.backward_fixed_s) * count,
+            **{name: getattr(layer, name) * count for name in sizes},
+        )
         for layer in profile.layers
     )
     shapes = tuple((shape[0] * count, *shape[1:]) for shape in profile.input_shapes)
