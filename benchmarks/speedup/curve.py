@@ -64,9 +64,9 @@ _FULL = _STRAIGHT | {"in_flight": "full"}
 _CHUNKS: dict[str, Any] = {"chunks": 2}
 
 VARIANTS = (
-    _Variant("torch DDP", 2, "ddp", "pipedream", _COPIES, 4),
+    _Variant("torch DDP", 2, "ddp", "pipedream", _COPIES, 3),
     _Variant("torch DDP, accumulating", M, "ddp", "1f1b", _COPIES, 2),
-    _Variant("data parallel", 2, "pipeline", "pipedream", _COPIES, 4),
+    _Variant("data parallel", 2, "pipeline", "pipedream", _COPIES, 3),
     _Variant("data parallel, accumulating", M, "pipeline", "1f1b", _COPIES, 2),
     _Variant("PipeDream, noam", 1, "pipeline", "pipedream", _STRAIGHT, 16),
     _Variant("PipeDream, full", 1, "pipeline", "pipedream", _FULL, 16),
@@ -105,7 +105,7 @@ _SHORT = ("torch DDP", "data parallel", "PipeDream, full", "2BW, full", "1F1B, f
 _SIZES = {
     "test": _Size(("gpt",), (1.0,), ("torch DDP", "PipeDream, full", "torch 1F1B"), 1, 0.0),
     "short": _Size(("vgg",), (0.5, 4.0), _SHORT, 1, 5.0),
-    "full": _Size(tuple(MODELS), RHOS, tuple(one.name for one in VARIANTS), 3, 5.0),
+    "full": _Size(tuple(MODELS), RHOS, tuple(one.name for one in VARIANTS), 3, 4.0),
 }
 
 CHOICES = {"planner, 1 microbatch": 1, f"planner, {M} microbatches": M}
@@ -119,24 +119,27 @@ def measure(
     models: Sequence[str] = (),
     rhos: Sequence[float] = (),
     only: Sequence[str] = (),
+    rounds: int | None = None,
     keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Returns a row for each model, rho and variant.
 
     Args:
         size: 'test', 'short' or 'full'.
-        models, rhos, only: a part of them; () for those of the size.
+        models, rhos, only, rounds: others than those of the size.
         keep: gets the rows so far after each point.
     """
-    few = _SIZES[size]
+    few = _SIZES[size] if rounds is None else replace(_SIZES[size], rounds=rounds)
     names = only or few.variants
     rows: list[dict[str, Any]] = []
     for model in models or few.models:
         with _crew(model) as crew:
             profile = Profile.from_json(crew.asked(do="profile", patience_s=few.patience_s)["profile"])
+            points: list[tuple[dict[str, dict[str, Any]], dict[str, Plan]]] = []
             for rho in rhos or few.rhos:
-                rows += _point(crew, model, profile, rho, names, few, log)
-                keep(rows)
+                points.append(_point(crew, model, profile, rho, names, few, log))
+                keep([*rows, *_predicted(points, profile)])
+            rows += _predicted(points, profile)
     return rows
 
 
@@ -200,11 +203,13 @@ def _point(
     names: Sequence[str],
     size: _Size,
     log: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Measures all variants at one rate of the link."""
-    compute_s = profile.forward_s + profile.backward_s + profile.loss_s
+) -> tuple[dict[str, dict[str, Any]], dict[str, Plan]]:
+    """Measures all variants at one rate of the link; returns their rows and plans."""
+    compute_s = _compute_s(profile)
     bytes_per_s = sum(layer.parameter_bytes for layer in profile.layers) / (rho * compute_s)
     cluster = Cluster.flat(2, bytes_per_s, latency_s=_LATENCY_S)
+    crew.network.limit(bytes_per_s)
+    profile = _with_messages(crew, profile, bytes_per_s, size)
     profiles = {1: profile, 2: profile, M: _times(profile, M)}
     plans: dict[str, Plan] = {}
     for one in VARIANTS:
@@ -215,7 +220,6 @@ def _point(
     for name, count in CHOICES.items():
         found = choose(profiles[count], cluster, allow_asynchronous=True)
         plans[name], verdicts[name] = found.plan, found.verdict
-    crew.network.limit(bytes_per_s)
     runs = {one.name: one for one in VARIANTS}
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}
     copies = {name: same for name in CHOICES for same in names if _alike(plans[name], plans[same], runs[same])}
@@ -231,20 +235,16 @@ def _point(
             log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {_words(found)}")
     for name, same in copies.items():
         measured[name] = measured[same]
-    # How fast a core was in these rounds, while the other computed too.
-    pace = profile.batch / statistics.median(run["samples_per_s"] for run in measured["solo"])
-    speed = (compute_s + profile.update_s) / pace
-    rows = []
+    common = {"model": model, "rho": rho, "bytes_per_s": bytes_per_s}
+    alone = statistics.median(run["samples_per_s"] for run in measured["solo"])
+    rows = {"solo": common | {"variant": "solo", "samples_per_s": alone, "compute_s": compute_s}}
+    rows["solo"]["parameter_bytes"] = bytes_per_s * rho * compute_s
     for name, plan in plans.items():
         rates = sorted(run["samples_per_s"] for run in measured[name] if "why" not in run)
-        row: dict[str, Any] = {"model": model, "rho": rho, "bytes_per_s": bytes_per_s, "variant": name}
-        row |= {"config": plan.config, "method": plan.schedule, "cuts": [stage.first for stage in plan.stages]}
-        row |= {"in_flight": list(plan.in_flight), "message_bytes": plan.stages[0].output_bytes // plan.microbatches}
+        row: dict[str, Any] = common | {"variant": name, "config": plan.config, "method": plan.schedule}
+        row |= {"cuts": [stage.first for stage in plan.stages], "in_flight": list(plan.in_flight)}
+        row |= {"message_bytes": plan.stages[0].output_bytes // plan.microbatches}
         row |= {"microbatches_per_update": runs[name].samples if name in runs else CHOICES[name] * max(plan.replicas)}
-        if name in runs and runs[name].runs == "ddp":
-            row["predicted_per_s"] = _ddp_per_s(profiles[1], plan, runs[name].samples, speed)
-        else:
-            row["predicted_per_s"] = _predicted_per_s(plan, speed)
         if rates:
             row |= {"samples_per_s": statistics.median(rates), "least": rates[0], "most": rates[-1]}
             for what in ("bytes_per_sample", "others"):
@@ -253,10 +253,44 @@ def _point(
             row["why"] = measured[name][-1]["why"]
         row |= {"same_as": copies[name]} if name in copies else {}
         row |= {"verdict": verdicts[name]} if name in verdicts else {}
-        rows.append(row)
-    pacing = {"variant": "solo", "compute_s": compute_s, "update_s": profile.update_s, "speed": speed}
-    pacing |= {"samples_per_s": profile.batch / pace, "parameter_bytes": bytes_per_s * rho * compute_s}
-    return [{"model": model, "rho": rho, "bytes_per_s": bytes_per_s, **pacing}, *rows]
+        rows[name] = row
+    rows["solo"]["message_s_per_byte"] = profile.runtime.message_s_per_byte
+    return rows, plans
+
+
+def _with_messages(crew: _Crew, profile: Profile, bytes_per_s: float, size: _Size) -> Profile:
+    """Returns the profile with what a byte of a message takes from compute at each of its ends.
+
+    The cores that compute also serve gloo and the network, at the cost of the slower rate in `_Worker.exchange`.
+    """
+    message_bytes = int(min(2e6, 0.4 * bytes_per_s * _compute_s(profile)))
+    rates = [
+        crew.asked(patience_s=size.patience_s, **asked)["samples_per_s"]
+        for asked in ({"do": "solo", "steps": 8}, {"do": "exchange", "steps": 8, "message_bytes": message_bytes})
+    ]
+    lost_s = profile.batch * (1 / rates[1] - 1 / rates[0])
+    costs = replace(profile.runtime, message_s_per_byte=max(lost_s / (2 * message_bytes), 0.0))
+    return replace(profile, runtime=costs)
+
+
+def _predicted(
+    points: Sequence[tuple[dict[str, dict[str, Any]], dict[str, Plan]]], profile: Profile
+) -> list[dict[str, Any]]:
+    """Returns the rows with the predicted rates, for cores as fast as they were alone in the middle of all rounds."""
+    alone = statistics.median(rows["solo"]["samples_per_s"] for rows, _ in points)
+    speed = (_compute_s(profile) + profile.update_s) * alone / profile.batch
+    samples = {one.name: one.samples for one in VARIANTS if one.runs == "ddp"}
+    for rows, plans in points:
+        rows["solo"]["speed"] = speed
+        for name, plan in plans.items():
+            rows[name]["predicted_per_s"] = (
+                _ddp_per_s(profile, plan, samples[name], speed) if name in samples else _predicted_per_s(plan, speed)
+            )
+    return [row for rows, _ in points for row in rows.values()]
+
+
+def _compute_s(profile: Profile) -> float:
+    return profile.forward_s + profile.backward_s + profile.loss_s
 
 
 def _asked(name: str, variant: _Variant | None, plan: Plan | None) -> dict[str, Any]:
@@ -306,7 +340,7 @@ def _times(profile: Profile, count: int) -> Profile:
 def _ddp_per_s(profile: Profile, plan: Plan, microbatches: int, speed: float) -> float:
     """Predicts torch's DDP: compute, then an all-reduce, for its buckets of 25 MiB hold all these models' gradients."""
     each = max(1, microbatches // 2)
-    compute_s = each * (profile.forward_s + profile.backward_s + profile.loss_s) + profile.update_s
+    compute_s = each * _compute_s(profile) + profile.update_s
     return 2 * each * profile.batch / (compute_s / speed + plan.sync_s[0])
 
 

@@ -36,14 +36,25 @@ class Job:
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class _Convolution(nn.Conv2d):
+    """A convolution, and a pool after the last one of a block."""
+
+    def __init__(self, channels: int, width: int, *, ends_block: bool) -> None:
+        super().__init__(channels, width, 3, padding=1)
+        self.ends_block = ends_block
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        images = functional.relu(super().forward(images))
+        return functional.max_pool2d(images, 2) if self.ends_block else images
+
+
 def _vgg() -> nn.Sequential:
     """Convolutions, then dense layers with most of the weights; takes float32[batch, 3, 32, 32]."""
     layers: list[nn.Module] = []
     channels = 3
     for block in ((60, 60), (64, 64), (192, 192, 192, 192)):
         for number, width in enumerate(block, 1):
-            after = (nn.ReLU(), nn.MaxPool2d(2)) if number == len(block) else (nn.ReLU(),)
-            layers.append(nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), *after))
+            layers.append(_Convolution(channels, width, ends_block=number == len(block)))
             channels = width
     layers += [nn.Flatten(), nn.Linear(channels * 16, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(1024, 10))

@@ -45,7 +45,8 @@ def main() -> int:
         for name in names:
             how: dict[str, Any] = {}
             if name == "curve":
-                how = {"models": options.models, "rhos": options.rhos, "only": options.variants}
+                how = {"models": options.models, "rhos": options.rhos}
+                how |= {"only": options.variants, "rounds": options.rounds}
             kept = [] if not options.models else [
                 row for row in found.get(name, {}).get("rows", []) if row["model"] not in options.models
             ]  # fmt: skip
@@ -68,6 +69,7 @@ def _options() -> argparse.Namespace:
                         "other models are kept")  # fmt: skip
     parser.add_argument("--rhos", nargs="+", type=float, default=(), help="of the curve")
     parser.add_argument("--variants", nargs="+", default=(), choices=[one.name for one in curve.VARIANTS])
+    parser.add_argument("--rounds", type=int, help="of the curve")
     parser.add_argument("--again", action="store_true", help="only print and draw what rows.json has")
     parser.add_argument("--out", type=Path, default=Path("build/speedup"), help="folder of rows.json and the pictures")
     return parser.parse_args()

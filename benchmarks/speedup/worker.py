@@ -2,6 +2,7 @@
 
 {"do": "profile"}                                  both workers profile the model at the same time
 {"do": "solo"}                                     each trains the whole model alone, with an update per microbatch
+{"do": "exchange", "message_bytes": ...}           the same, while a message goes each way per microbatch
 {"do": "pipeline", "plan": ...}                    this library runs a plan
 {"do": "ddp", "microbatches": ...}                 torch's DDP; so many microbatches a worker between two updates
 {"do": "torch", "schedule": ..., "plan": ...}      torch's schedule of that name, on the stages of the plan
@@ -86,6 +87,26 @@ class _Worker:
 
         return self._timed(step, steps, 1)
 
+    def exchange(self, steps: int, message_bytes: int) -> dict[str, float]:
+        """Trains as `solo` while a message goes each way per microbatch; the slower rate of the two workers."""
+        model = self.job.make()
+        update, (inputs, targets) = optimizer(model.parameters()), self.job.batch(self.job.samples)
+        sent, received = (torch.zeros(message_bytes, dtype=torch.uint8) for _ in range(2))
+
+        def step() -> None:
+            update.zero_grad()
+            works = [
+                dist.irecv(received, 1 - self.rank, self.group),
+                dist.isend(sent, 1 - self.rank, self.group),
+            ]
+            torch.autograd.backward(self.job.loss(model(inputs), targets))
+            update.step()
+            for work in works:
+                assert work is not None
+                work.wait()
+
+        return self._timed(step, steps, 1)
+
     def ddp(self, steps: int, microbatches: int) -> dict[str, float]:
         """Runs torch's data parallelism with its own settings."""
         model: nn.Module = DistributedDataParallel(self.job.make(), process_group=self.group)
@@ -146,11 +167,11 @@ class _Worker:
             ends: list[tuple[float, int]] = []
             replicas = made.replicas[0]
             count = (warm + steps + behind) * replicas
-            for done in pipeline.train([job.batch(job.samples * parts)] * count):
+            for done in pipeline.train([job.batch(made.batch)] * count):
                 if done.number % replicas == 0:
                     ends.append((time.perf_counter(), _sent_bytes()))
         begin, end = ends[warm - 1], ends[warm + steps - 1]
-        return self._shared(steps * parts * replicas, end[0] - begin[0], end[1] - begin[1])
+        return self._shared(steps * replicas * made.batch, end[0] - begin[0], end[1] - begin[1])
 
     def _timed(self, step: Callable[[], None], steps: int, microbatches: int) -> dict[str, float]:
         """Times a step that takes in so many microbatches over all workers."""
@@ -159,11 +180,11 @@ class _Worker:
         start, sent = time.perf_counter(), _sent_bytes()
         for _ in range(steps):
             step()
-        return self._shared(steps * microbatches, time.perf_counter() - start, _sent_bytes() - sent)
+        samples = steps * microbatches * self.job.samples
+        return self._shared(samples, time.perf_counter() - start, _sent_bytes() - sent)
 
-    def _shared(self, microbatches: int, seconds: float, sent_bytes: int) -> dict[str, float]:
+    def _shared(self, samples: int, seconds: float, sent_bytes: int) -> dict[str, float]:
         """Returns the figures of both workers: the slower one's rate, the sum of what they sent."""
-        samples = microbatches * self.job.samples
         slowest, sent = torch.tensor([seconds]).double(), torch.tensor([sent_bytes]).double()
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
         dist.all_reduce(sent, group=self.group)
