@@ -43,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 }
 PARTS = 2  # microbatches of a minibatch, for DDP with the pipeline's batch
 TUNING_SEED = 100
-QUIET, TRIES = 0.05, 3  # share of the cores that others may take; runs until that is so
+QUIET, TRIES = 0.05, 2  # share of the cores that others may take; runs until that is so
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ _SHORT = ("torch DDP", "data parallel", "PipeDream, full", "2BW, full", "1F1B, f
 _SIZES = {
     "test": _Size(("gpt",), (1.0,), ("torch DDP", "PipeDream, full", "torch 1F1B"), 1, 0.0),
     "short": _Size(("vgg",), (0.5, 4.0), _SHORT, 1, 5.0),
-    "full": _Size(tuple(MODELS), RHOS, tuple(one.name for one in VARIANTS), 3, 4.0),
+    "full": _Size(tuple(MODELS), RHOS, tuple(one.name for one in VARIANTS), 3, 1.0),
 }
 
 CHOICES = {"planner, 1 microbatch": 1, f"planner, {M} microbatches": M}
@@ -134,12 +134,17 @@ def measure(
     rows: list[dict[str, Any]] = []
     for model in models or few.models:
         with _crew(model) as crew:
-            profile = Profile.from_json(crew.asked(do="profile", patience_s=few.patience_s)["profile"])
+            profiles = {
+                count: Profile.from_json(
+                    crew.asked(do="profile", microbatches=count, patience_s=few.patience_s)["profile"]
+                )
+                for count in (1, M)
+            }
             points: list[tuple[dict[str, dict[str, Any]], dict[str, Plan]]] = []
             for rho in rhos or few.rhos:
-                points.append(_point(crew, model, profile, rho, names, few, log))
-                keep([*rows, *_predicted(points, profile)])
-            rows += _predicted(points, profile)
+                points.append(_point(crew, model, profiles, rho, names, few, log))
+                keep([*rows, *_predicted(points, profiles[1])])
+            rows += _predicted(points, profiles[1])
     return rows
 
 
@@ -198,24 +203,28 @@ def _crew(model: str) -> Iterator[_Crew]:
 def _point(
     crew: _Crew,
     model: str,
-    profile: Profile,
+    profiles: dict[int, Profile],
     rho: float,
     names: Sequence[str],
     size: _Size,
     log: Callable[[str], None],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Plan]]:
     """Measures all variants at one rate of the link; returns their rows and plans."""
+    profile = profiles[1]
     compute_s = _compute_s(profile)
     bytes_per_s = sum(layer.parameter_bytes for layer in profile.layers) / (rho * compute_s)
     cluster = Cluster.flat(2, bytes_per_s, latency_s=_LATENCY_S)
     crew.network.limit(bytes_per_s)
-    profile = _with_messages(crew, profile, bytes_per_s, size)
-    profiles = {1: profile, 2: profile, M: _times(profile, M)}
+    message_s_per_byte = _message_s_per_byte(crew, profile, bytes_per_s, size)
+    profiles = {
+        count: replace(one, runtime=replace(one.runtime, message_s_per_byte=message_s_per_byte))
+        for count, one in profiles.items()
+    }
     plans: dict[str, Plan] = {}
     for one in VARIANTS:
         if one.name in names:
             how = one.how | ({"microbatches": M} if one.samples == M else {})
-            plans[one.name] = pd.plan(profiles[one.samples], cluster, schedule=one.schedule, **how)
+            plans[one.name] = pd.plan(profiles[M if one.samples == M else 1], cluster, schedule=one.schedule, **how)
     verdicts = {}
     for name, count in CHOICES.items():
         found = choose(profiles[count], cluster, allow_asynchronous=True)
@@ -254,12 +263,12 @@ def _point(
         row |= {"same_as": copies[name]} if name in copies else {}
         row |= {"verdict": verdicts[name]} if name in verdicts else {}
         rows[name] = row
-    rows["solo"]["message_s_per_byte"] = profile.runtime.message_s_per_byte
+    rows["solo"]["message_s_per_byte"] = message_s_per_byte
     return rows, plans
 
 
-def _with_messages(crew: _Crew, profile: Profile, bytes_per_s: float, size: _Size) -> Profile:
-    """Returns the profile with what a byte of a message takes from compute at each of its ends.
+def _message_s_per_byte(crew: _Crew, profile: Profile, bytes_per_s: float, size: _Size) -> float:
+    """Returns what a byte of a message takes from compute at each of its ends.
 
     The cores that compute also serve gloo and the network, at the cost of the slower rate in `_Worker.exchange`.
     """
@@ -269,8 +278,7 @@ def _with_messages(crew: _Crew, profile: Profile, bytes_per_s: float, size: _Siz
         for asked in ({"do": "solo", "steps": 8}, {"do": "exchange", "steps": 8, "message_bytes": message_bytes})
     ]
     lost_s = profile.batch * (1 / rates[1] - 1 / rates[0])
-    costs = replace(profile.runtime, message_s_per_byte=max(lost_s / (2 * message_bytes), 0.0))
-    return replace(profile, runtime=costs)
+    return max(lost_s / (2 * message_bytes), 0.0)
 
 
 def _predicted(
@@ -318,23 +326,6 @@ def _alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
         return cuts, one.batch, one.schedule, one.microbatches, one.in_flight
 
     return variant.runs != "torch" and ran(plan) == ran(other)
-
-
-def _times(profile: Profile, count: int) -> Profile:
-    """Returns the profile of minibatches of so many microbatches."""
-    sizes = ("output_bytes", "activation_bytes", "arriving_bytes", "leaving_bytes", "working_bytes", "backward_bytes")
-    layers = tuple(
-        replace(
-            layer,
-            forward_s=layer.forward_fixed_s + (layer.forward_s - layer.forward_fixed_s) * count,
-            backward_s=layer.backward_fixed_s + (layer.backward_s - layer.backward_fixed_s) * count,
-            **{name: getattr(layer, name) * count for name in sizes},
-        )
-        for layer in profile.layers
-    )
-    shapes = tuple((shape[0] * count, *shape[1:]) for shape in profile.input_shapes)
-    more = {name: getattr(profile, name) * count for name in ("loss_s", "loss_bytes", "loss_working_bytes", "batch")}
-    return replace(profile, layers=layers, input_shapes=shapes, **more)
 
 
 def _ddp_per_s(profile: Profile, plan: Plan, microbatches: int, speed: float) -> float:

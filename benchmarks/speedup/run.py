@@ -47,10 +47,7 @@ def main() -> int:
             if name == "curve":
                 how = {"models": options.models, "rhos": options.rhos}
                 how |= {"only": options.variants, "rounds": options.rounds}
-            kept = [] if not options.models else [
-                row for row in found.get(name, {}).get("rows", []) if row["model"] not in options.models
-            ]  # fmt: skip
-            save = partial(_save, file, found, name, _environment(options.size), kept)
+            save = partial(_save, file, found, name, _environment(options.size))
             log = partial(print, file=sys.stderr, flush=True)
             save(PARTS[name].measure(options.size, log, **how, **({"keep": save} if name == "curve" else {})))
     for name in names:
@@ -65,8 +62,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--size", choices=("test", "short", "full"), default="short")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="parts to run; all by default")
-    parser.add_argument("--models", nargs="+", choices=list(curve.MODELS), default=(), help="of the curve; the rows of "
-                        "other models are kept")  # fmt: skip
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=list(curve.MODELS),
+        default=(),
+        help="of the curve; other rows of rows.json are kept",
+    )
     parser.add_argument("--rhos", nargs="+", type=float, default=(), help="of the curve")
     parser.add_argument("--variants", nargs="+", default=(), choices=[one.name for one in curve.VARIANTS])
     parser.add_argument("--rounds", type=int, help="of the curve")
@@ -75,12 +77,18 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _save(
-    file: Path, found: dict[str, Any], name: str, environment: str, kept: list[Any], rows: list[dict[str, Any]]
-) -> None:
-    found[name] = {"environment": environment, "rows": [*kept, *rows]}
+def _save(file: Path, found: dict[str, Any], name: str, environment: str, rows: list[dict[str, Any]]) -> None:
+    """Writes the rows of a part; of the curve it keeps those of points and variants that were not measured again."""
+    if name == "curve" and name in found:
+        new = {_key(row) for row in rows}
+        rows = [row for row in found[name]["rows"] if _key(row) not in new] + rows
+    found[name] = {"environment": environment, "rows": rows}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["rho"], row["variant"]
 
 
 def _environment(size: str) -> str:

@@ -1,6 +1,6 @@
 """One of two workers: runs what rank 0 reads from its standard input, one JSON object a line; rank 0 answers.
 
-{"do": "profile"}                                  both workers profile the model at the same time
+{"do": "profile", "microbatches": ...}             both workers profile a minibatch of so many at the same time
 {"do": "solo"}                                     each trains the whole model alone, with an update per microbatch
 {"do": "exchange", "message_bytes": ...}           the same, while a message goes each way per microbatch
 {"do": "pipeline", "plan": ...}                    this library runs a plan
@@ -66,12 +66,16 @@ class _Worker:
         self.job, self.microbatches = job, microbatches
         self.group = dist.new_group(backend="gloo")
 
-    def profile(self) -> dict[str, Any]:
-        """Measures one microbatch through every layer, on both workers at the same time."""
-        inputs, targets = self.job.batch(self.job.samples)
+    def profile(self, microbatches: int) -> dict[str, Any]:
+        """Measures a minibatch of so many microbatches through every layer, on both workers at the same time."""
+        inputs, targets = self.job.batch(self.job.samples * microbatches)
         dist.barrier(self.group)
         found = pd.profile(
-            self.job.make(), inputs, loss=lambda output: self.job.loss(output, targets), optimizer=optimizer, runs=9
+            self.job.make(),
+            inputs,
+            loss=lambda output: self.job.loss(output, targets),
+            optimizer=optimizer,
+            runs=9 if microbatches == 1 else 3,
         )
         return {"profile": found.to_json()}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +46,6 @@ def test_a_variant_that_was_refused_has_no_figure(curve: Any) -> None:
     rows = _rows(1.0, 50.0, 99.0)
     rows[1] = {key: value for key, value in rows[1].items() if key != "samples_per_s"} | {"why": "no"}
     assert "| torch DDP | 2 microbatches | - |" in curve.tables(rows)
-
-
-def test_a_profile_of_more_microbatches_has_their_seconds_and_the_same_weights(curve: Any) -> None:
-    from torch import nn, ones
-
-    import pipedream
-
-    one = pipedream.profile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), ones(2, 4), runs=1, warmup=0)
-    one = replace(one, layers=tuple(replace(row, forward_fixed_s=row.forward_s / 4) for row in one.layers))
-    many = curve._times(one, 8)
-    assert many.batch == 8 * one.batch
-    assert many.forward_s == pytest.approx((1 / 4 + 8 * 3 / 4) * one.forward_s)
-    assert [layer.parameter_bytes for layer in many.layers] == [layer.parameter_bytes for layer in one.layers]
-    assert many.input_shapes == ((16, 4),)
 
 
 @pytest.mark.network
