@@ -25,7 +25,7 @@ train: $(STAMP)
 	@$(BIN)/pipedream train examples/digits.py --workers 2
 
 demo: $(STAMP)
-	@$(BIN)/pipedream compare examples/vgg_digits.py --workers 2 --minibatches 24 \
+	@$(BIN)/pipedream compare examples/vgg_digits.py --workers 2 --minibatches 16 \
 		--link 4gbit/s --link 1gbit/s --link 400mbit/s --link 100mbit/s --schedule pipedream --schedule pipedream_2bw
 
 test: $(STAMP)
