@@ -382,7 +382,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
             f"### {MODELS[model].title}\n\n"
             f"{MODELS[model].samples} samples a microbatch: {solo['compute_s'] * 1e3:.0f} ms of compute on one core; "
             f"{solo['parameter_bytes'] / 1e6:.1f} MB of gradients; {_message(points) / 1e6:.2f} MB cross the cut "
-            "of 1F1B each way.\n"
+            "of 1F1B each way."
         )
         parts.append(_rates(points))
         parts.append(_speedups(points))
@@ -473,6 +473,8 @@ def _beside(points: _Points) -> str:
     lines.append("| --- |" + " ---: |" * len(points))
     for theirs, ours in BESIDE.items():
         cells = [_ratio(point.get(ours, {}), point.get(theirs, {})).partition(" ")[0] for _, point in points]
+        if set(cells) == {"-"}:
+            continue
         lines.append(f"| {ours} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -527,11 +529,14 @@ PAPER = (("VGG-16", "vgg", 5.28), ("GNMT", "encoder_decoder", 2.92), ("AWD langu
 
 def _summary(rows: list[dict[str, Any]]) -> str:
     ran = [row for row in rows if "samples_per_s" in row and row["variant"] != "solo"]
-    names = {one.name for one in VARIANTS if one.runs == "pipeline"} | set(CHOICES)
-    own = [row for row in ran if row["variant"] in names]
     lines = []
-    for title, some in (("this library's rows", own), ("torch's rows", [row for row in ran if row not in own])):
-        shares = sorted(row["samples_per_s"] / row["predicted_per_s"] for row in some)
+    kinds = {
+        "PipeDream, 2BW and 1F1B": [one.name for one in VARIANTS if one.name.startswith(("PipeDream", "2BW", "1F1B"))],
+        "torch DDP": [one.name for one in VARIANTS if one.runs == "ddp"],
+        "this library's data parallelism": [one.name for one in VARIANTS if one.name.startswith("data parallel")],
+    }
+    for title, names in kinds.items():
+        shares = sorted(row["samples_per_s"] / row["predicted_per_s"] for row in ran if row["variant"] in names)
         if shares:
             lines.append(
                 f"- measured / predicted of {title}: median {statistics.median(shares):.2f}, {_floor(shares[0])} to "

@@ -38,7 +38,7 @@ def _rows(rho: float, ddp: float, pipedream: float) -> list[dict[str, Any]]:
 def test_tables_show_ratios_that_are_never_rounded_up(curve: Any) -> None:
     text = curve.tables([*_rows(1.0, 50.0, 99.99), *_rows(4.0, 16.0, 98.0)])
     assert "| PipeDream, full / torch DDP | 1.99 (1.00) | 6.12 (1.00) |" in text
-    assert "this library's rows: median 0.99, 0.98 to 1.00, 2 of 2 at least 0.90" in text
+    assert "PipeDream, 2BW and 1F1B: median 0.99, 0.98 to 1.00, 2 of 2 at least 0.90" in text
     assert "the paper's 5.28 of VGG-16: at rho 3.3 (VGG-like)" in text
 
 
