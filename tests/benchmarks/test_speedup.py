@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,13 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "speedup"
 
 
 @pytest.fixture
-def curve(monkeypatch: pytest.MonkeyPatch) -> Any:
+def curve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("curve", "models"):
+    for name in ("curve", "models"):  # other folders have a models.py, too
         monkeypatch.delitem(sys.modules, name, raising=False)
-    import curve
-
-    return curve
+    yield importlib.import_module("curve")
+    for name in ("curve", "models"):
+        sys.modules.pop(name, None)
 
 
 def _rows(rho: float, ddp: float, pipedream: float) -> list[dict[str, Any]]:
