@@ -170,7 +170,7 @@ def _rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
     rate = f"rate {round(bytes_per_s)}bps"
     burst = max(_LEAST_BURST_BYTES, round(bytes_per_s * _BURST_S))
     queue = max(_QUEUE_BYTES, 2 * burst)
-    if len(pairs) == 1:
+    if len(pairs) <= 1:  # none: a level of one component, whose port nothing passes
         return [f"qdisc replace dev {{}} root tbf {rate} burst {burst} limit {queue}"]
     own = f"rate {max(1, round(bytes_per_s / len(pairs)))}bps ceil {round(bytes_per_s)}bps"
     lines = [
