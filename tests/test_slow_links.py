@@ -35,6 +35,21 @@ with socket.create_connection((sys.argv[1], int(sys.argv[3]))) as sender:
     assert sender.recv(1) == b"!"
     print(time.monotonic() - start)
 """
+BOTH_WAYS = """
+import socket, sys, threading, time
+address, there, back = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if address:
+    own = socket.create_connection((address, 5100))
+else:
+    server = socket.create_server(("0.0.0.0", 5100))
+    print("ready", flush=True)
+    own = server.accept()[0]
+threading.Thread(target=own.sendall, args=(bytes(there if address else back),)).start()
+left, start = back if address else there, time.monotonic()
+while left > 0:
+    left -= len(own.recv(min(left, 1 << 20)))
+print(time.monotonic() - start)
+"""
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
@@ -79,9 +94,26 @@ def test_short_message_does_not_wait_until_a_long_one_of_another_host_is_sent() 
         long = pool.submit(seconds, network, 0, 2, 12_000_000)
         while network.sent_bytes() < 1_000_000:
             time.sleep(0.01)
-        tries = [seconds(network, 1, 3, 1, port=port) for port in (5001, 5002, 5003)]
+        tries = [seconds(network, 1, 3, 100, port=port) for port in (5001, 5002, 5003)]
         assert not long.done()
         assert min(tries) < 0.02  # 0.07 in one queue
+
+
+@pytest.mark.network
+def test_data_of_one_direction_does_not_hold_up_the_other() -> None:
+    """The way there is shared with another pair of hosts, the way back, on the same connection, is free."""
+    with slow_network((2, 2), (1e9, 4e6)) as network, ThreadPoolExecutor() as pool:
+        pool.submit(seconds, network, 1, 3, 8_000_000)
+        start = network.hosts[2].inside(sys.executable, "-c", BOTH_WAYS, "", "8000000", "4000000")
+        with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+            to = (network.hosts[2].address, "8000000", "4000000")
+            command = network.hosts[0].inside(sys.executable, "-c", BOTH_WAYS, *to)
+            back_s = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            there_s = float(other.stdout.readline())
+        assert there_s > 3.0
+        assert back_s < 1.3  # at the rate alone 1.0
 
 
 @pytest.mark.network

@@ -37,11 +37,11 @@ from crew import Crew, crew_of
 
 __all__ = ["measure", "tables"]
 
-_SECONDS = {"test": 0.5, "short": 5.0, "full": 14.0}  # of a run
-_LEAST_DILATION = 4.0  # of plans with all-reduces, whose messages go through all processes in turn
+_SECONDS = {"test": 0.5, "short": 5.0, "full": 25.0}  # of a run
+_LEAST_DILATION = 4.0  # for what two cores do besides, such as passing on the messages of all-reduces
 _SEGMENTS = 3
-_CARRIED_BYTES_PER_S = 60e6  # by all links together, for which two cores need a fifth of their time
-_WEIGHTS_BYTES = 100e6  # of all workers together, whose sums and checks the cores really compute
+_CARRIED_BYTES_PER_S = 120e6  # by all links together, for which two cores need a third of their time
+_WEIGHTS_BYTES = 400e6  # of all workers together, whose sums and checks the cores really compute
 _QUIET = 0.05  # share of the cores' time that others may take
 _AGAIN_S = {"test": 0.0, "short": 0.0, "full": 90.0}  # for running again what others disturbed
 
@@ -158,9 +158,7 @@ def _emulated(plan: Plan, crew: Crew, network: Network, seconds: float) -> dict[
     warm = turn * ceil((2 if len(plan.stages) > 1 else 1) * admitted / turn)
     segment = turn * ceil(admitted / turn)  # where a plan's rounds alternate, both are in a segment
     count = warm + segment * _SEGMENTS + ceil(admitted)
-    dilation = _rounded(seconds / (count * predicted_s))
-    if max(plan.replicas) > 1:
-        dilation = max(_LEAST_DILATION, dilation)
+    dilation = max(_LEAST_DILATION, _rounded(seconds / (count * predicted_s)))
     byte_scale = _rounded(
         min(
             1.0,

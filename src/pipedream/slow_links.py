@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -34,6 +34,10 @@ _LEAST_BURST_BYTES, _BURST_S, _QUEUE_BYTES = 32_000, 2e-4, 16_000_000
 # Jumbo frames: the machine's cores do the work of the network cards too, and a shaped link wakes them for each packet.
 # With packets of 1500 bytes that takes 4 to 10 ms of a core for each message of 0.8 MB at 400 Mbit/s.
 _PACKET_BYTES = 9000
+
+# Acknowledgements go before data (see _rules). A receiver drops data with one that is older than its window, so windows
+# are large and senders keep little in the queues.
+_SOCKETS = {"tcp_wmem": "4096 65536 524288", "tcp_rmem": "4096 16777216 16777216"}
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 _AS_ROOT = ("unshare", "--net")
@@ -55,6 +59,13 @@ class _Namespace:
     def enter(self, *, net: bool = True) -> tuple[str, ...]:
         user = ("--user", "--preserve-credentials") if self.owned else ()
         return ("nsenter", f"--target={self.pid}", *user, *(("--net",) if net else ()))
+
+    def set(self, settings: Mapping[str, str]) -> None:
+        """Writes settings of the kernel's net.ipv4 here."""
+        lines = "; ".join(f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in settings.items())
+        done = subprocess.run((*self.enter(), "sh", "-ec", lines), capture_output=True, text=True)
+        if done.returncode:
+            raise PipelineError(f"{lines}: {done.stderr.strip()}")
 
     def batch(self, tool: str, lines: Sequence[str]) -> None:
         """Runs lines of ``ip`` or ``tc`` here."""
@@ -164,7 +175,8 @@ def _rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Returns the lines of ``tc`` that limit what a device, {}, carries between pairs of addresses.
 
     The packets of several pairs take turns, as in the fair queues of most systems. In one queue those of an all-reduce
-    would wait for all that other connections have sent before, which may be megabytes.
+    would wait for all that other connections have sent before, which may be megabytes. Acknowledgements go first:
+    behind the data of their own connection they would slow the other direction down to the rate of this one.
     """
     # bps: bytes per second, in the language of tc
     rate = f"rate {round(bytes_per_s)}bps"
@@ -177,13 +189,17 @@ def _rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
         "qdisc replace dev {} root pfifo_fast",
         "qdisc replace dev {} root handle 1: htb",
         f"class add dev {{}} parent 1: classid 1:1 htb {rate} burst {2 * burst} cburst {2 * burst}",
+        f"class add dev {{}} parent 1:1 classid 1:ffff htb {rate} burst {burst} cburst {burst} prio 0",
+        # TCP in IP packets of less than 64 bytes: without data
+        "filter add dev {} parent 1: protocol ip prio 1 u32 match ip protocol 6 0xff match u16 0 0xffc0 at 2 "
+        "flowid 1:ffff",
     ]
     for number, (sender, receiver) in enumerate(pairs, 2):
         lines += [
             f"class add dev {{}} parent 1:1 classid 1:{number:x} htb {own} burst {burst} cburst {burst} "
-            f"quantum {_LEAST_BURST_BYTES}",
+            f"quantum {_LEAST_BURST_BYTES} prio 1",
             f"qdisc add dev {{}} parent 1:{number:x} bfifo limit {queue}",
-            f"filter add dev {{}} parent 1: protocol ip prio 1 u32 match ip src {sender} match ip dst {receiver} "
+            f"filter add dev {{}} parent 1: protocol ip prio 2 u32 match ip src {sender} match ip dst {receiver} "
             f"flowid 1:{number:x}",
         ]
     return lines
@@ -298,5 +314,7 @@ def _joined(hub: _Namespace, own: Sequence[_Namespace], widths: Sequence[int]) -
     for number, namespace in enumerate(own):
         address = f"10.84.{(number + 1) // 256}.{(number + 1) % 256}"
         namespace.batch("ip", ["link set lo up", f"address add {address}/16 dev {LINK}", f"link set {LINK} {up}"])
+        if len(own) > 2:
+            namespace.set(_SOCKETS)
         hosts.append(Host(number, address, namespace))
     return Network(tuple(hosts), tuple(ports))
