@@ -206,6 +206,20 @@ def test_profile_with_a_large_spread_is_measured_for_longer(monkeypatch: pytest.
     assert asked == [10, 40, 10]
 
 
+def test_predictions_include_what_messages_take_from_compute(tmp_path: Path) -> None:
+    found = tmp_path / "messages.json"
+    found.write_text('{"message_s_per_byte": 1e-6}')
+    runs: Any = SimpleNamespace(torch=lambda *asked, **how: (found, None))
+    profile = pipedream.profile(recipe().model, torch.randn(8, 8), runs=1)
+    cluster = pipedream.Cluster.flat(2, 1e9)
+    rates = []
+    for one in (profile, comparing._with_message_cost(runs, profile, 2, 1e9)):
+        plan = pipedream.plan(one, cluster, shape="straight", schedule="pipedream")
+        rates.append(comparing._predicted_per_s(plan))
+    (message_bytes,) = (stage.output_bytes for stage in plan.stages[:-1])
+    assert 8 / rates[1] - 8 / rates[0] == pytest.approx(2e-6 * message_bytes, rel=0.2)
+
+
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.processes
@@ -235,6 +249,8 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     for name in ("DDP, accumulating", "torch Schedule1F1B", "1F1B"):
         assert rows[name]["metrics"]["loss"] == pytest.approx(loss, rel=1e-5), name
     (folder,) = (tmp_path / "runs").iterdir()
+    (messages,) = folder.glob("messages*/messages.json")
+    assert 0 <= json.loads(messages.read_text())["message_s_per_byte"] < 1e-3
     assert json.loads((folder / "compare.json").read_text()) == found
     assert (folder / "compare.svg").is_file()
     assert found["verdict"] in (folder / "compare.html").read_text().replace("&#x27;", "'")

@@ -73,7 +73,7 @@ class Baseline(ABC):
         for epoch in range(epochs):
             mark, samples, now = None, 0, start
             for batches in self._updates(epoch, order):
-                self._update(batches)
+                self.update(batches)
                 samples, most = samples + self._samples, max(most, self._samples)
                 done += len(batches) if self._reads_all else self._workers
                 now = time.perf_counter()
@@ -135,7 +135,8 @@ class Baseline(ABC):
             for minibatch in reader:
                 yield [minibatch.batch]
 
-    def _update(self, batches: Sequence[Any]) -> None:
+    def update(self, batches: Sequence[Any]) -> None:
+        """Trains on the minibatches that this worker reads for an update."""
         self._module.train()
         self._optimizer.zero_grad()
         self._backward(batches)

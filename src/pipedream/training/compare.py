@@ -99,6 +99,8 @@ def compare_recipe(
                 cluster = Cluster(tuple(levels))
             else:
                 cluster = own_cluster(options.device, workers=workers)[0]
+            if network is not None and scales is None:
+                profile = _with_message_cost(runs, profile, workers, min(bytes_per_s))
             over = _OverLink(runs, profile, cluster, options.microbatches, tuple(schedules), progress, scales)
             variants = tuple(over.variants(found[0].variants if found else ()))
             found.append(OverLink(tuple(bytes_per_s), variants))
@@ -337,6 +339,16 @@ def _profiled(runs: _Runs, workers: int) -> tuple[Profile, tuple[str, ...]]:
     return profile, notes
 
 
+def _with_message_cost(runs: _Runs, profile: Profile, workers: int, bytes_per_s: float) -> Profile:
+    """Returns the profile with what a byte of a message takes from compute on a link."""
+    try:
+        found, _ = runs.torch("messages", workers, f"messages {link_text(bytes_per_s)}", bytes_per_s=bytes_per_s)
+    except _Failed as failed:
+        raise failed.error("the exchange of messages") from None
+    taken = json.loads(found.read_text(encoding="utf-8"))
+    return replace(profile, runtime=replace(profile.runtime, **taken))
+
+
 @dataclass
 class _OverLink:
     """The variants over one link.
@@ -472,7 +484,7 @@ class _OverLink:
             made.workers,
             text,
             samples_per_s=summary["throughput"]["measured_per_s"],
-            predicted_per_s=summary["throughput"]["predicted_per_s"],
+            predicted_per_s=_predicted_per_s(made),
             samples_per_update=self.profile.batch * (1 if splits else max(made.replicas)),
             bytes_per_sample=self._per_sample(sent, summary["minibatches"]),
             bubble=summary["bubble"]["measured"],
