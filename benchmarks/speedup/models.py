@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -123,29 +124,21 @@ class _Both(nn.Module):
         return self.source(tokens[:, 0]), self.target(tokens[:, 1])
 
 
-class _Encode(nn.Module):
+class _Encode(nn.TransformerEncoderLayer):
     """An encoder layer; the decoder's input passes by."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, norm_first=True)
-
-    def forward(self, values: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, values: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         source, target = values
-        return self.layer(source), target
+        return super().forward(source), target
 
 
-class _Decode(nn.Module):
+class _Decode(nn.TransformerDecoderLayer):
     """A decoder layer; the encoder's output passes by."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.TransformerDecoderLayer(width, 4, 4 * width, dropout=0.0, norm_first=True)
-
-    def forward(self, values: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, values: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         source, target = values
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[0])
-        return source, self.layer(target, source, tgt_mask=mask, tgt_is_causal=True)
+        return source, super().forward(target, source, tgt_mask=mask, tgt_is_causal=True)
 
 
 class _TargetWords(_Words):
@@ -157,8 +150,10 @@ class _TargetWords(_Words):
 
 def _encoder_decoder(width: int = 160, length: int = 64) -> nn.Sequential:
     """A translation model: six encoder layers and four decoder layers; takes int64[batch, 2, length]."""
-    layers = [*(_Encode(width) for _ in range(6)), *(_Decode(width) for _ in range(4))]
-    return nn.Sequential(_Both(width, length), *layers, _TargetWords(width))
+    how: dict[str, Any] = {"dropout": 0.0, "norm_first": True}
+    encoder = [_Encode(width, 4, 4 * width, **how) for _ in range(6)]
+    decoder = [_Decode(width, 4, 4 * width, **how) for _ in range(4)]
+    return nn.Sequential(_Both(width, length), *encoder, *decoder, _TargetWords(width))
 
 
 def _seeded(make: Callable[[], nn.Sequential]) -> nn.Sequential:
