@@ -55,7 +55,7 @@ def test_a_variant_that_was_refused_has_no_figure(curve: Any) -> None:
 @pytest.mark.slow
 def test_it_runs_in_its_smallest_size(tmp_path: Path) -> None:
     ended = Started((str(FOLDER / "run.py"), "--size", "test", "--only", "curve", "--out", "out"), folder=tmp_path).end(
-        120.0
+        400.0
     )
     assert ended.status == 0, ended.err
     assert "| torch DDP | 2 microbatches |" in ended.out
