@@ -1,4 +1,4 @@
-"""The workers of the benchmark: processes that wait for cases, one in each namespace."""
+"""Processes that run what a benchmark asks for, one on each host of a slow network."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from typing import Any
 from pipedream import Profile
 from pipedream.slow_links import Network
 
-__all__ = ["REAL", "Crew", "crew_of"]
+__all__ = ["REAL", "Workers", "cores_busy_s", "worker_processes"]
 
 REAL = 2
 """Workers that compute, one core each; more wait for the profiled seconds."""
 
 
-class Crew:
-    """Workers that wait for cases."""
+class Workers:
+    """Workers that read what to do from their standard input, one JSON value a line; rank 0 answers."""
 
-    def __init__(self, network: Network, workers: list[subprocess.Popen[str]]) -> None:
+    def __init__(self, workers: list[subprocess.Popen[str]]) -> None:
         self.workers = workers
-        self._network = network
 
     def asked(self, case: dict[str, Any]) -> Any:
         """Returns rank 0's answer."""
@@ -58,8 +57,8 @@ class Crew:
 
 
 @contextmanager
-def crew_of(network: Network, count: int) -> Iterator[Crew]:
-    """Starts so many workers, one in each namespace."""
+def worker_processes(network: Network, count: int, *command: str) -> Iterator[Workers]:
+    """Starts so many workers: a Python file and its arguments, on each of the first hosts."""
     cores = sorted(os.sched_getaffinity(0))
     workers: list[subprocess.Popen[str]] = []
     try:
@@ -71,12 +70,12 @@ def crew_of(network: Network, count: int) -> Iterator[Crew]:
                 "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
-            command = host.inside(*pinned, sys.executable, str(Path(__file__).with_name("worker.py")))
+            run = host.inside(*pinned, sys.executable, *command)
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             workers.append(
-                subprocess.Popen(command, env=os.environ | variables, stdin=subprocess.PIPE, stdout=output, text=True)
+                subprocess.Popen(run, env=os.environ | variables, stdin=subprocess.PIPE, stdout=output, text=True)
             )
-        yield Crew(network, workers)
+        yield Workers(workers)
         for worker in workers:
             assert worker.stdin is not None
             worker.stdin.close()
@@ -89,3 +88,9 @@ def crew_of(network: Network, count: int) -> Iterator[Crew]:
                 worker.wait()
             if worker.stdout is not None:
                 worker.stdout.close()
+
+
+def cores_busy_s() -> float:
+    """Returns the seconds for which processes have used the machine's cores since it started."""
+    ticks = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=4)
+    return sum(map(int, ticks[1:4])) / os.sysconf("SC_CLK_TCK")

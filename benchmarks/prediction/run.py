@@ -20,13 +20,15 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from crew import REAL, Crew, crew_of
 from models import MODELS
 from telling import environment, plot, tables
 
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile, metrics
 from pipedream.slow_links import Network, slow_network, why_not
+
+sys.path.append(str(Path(__file__).parents[1]))
+from worker_processes import REAL, Workers, cores_busy_s, worker_processes
 
 __all__ = ["main"]
 
@@ -41,6 +43,7 @@ PLANS = (
 """Workers of the stages, and the depth."""
 
 LATENCY_S = 1e-4
+_WORKER = str(Path(__file__).with_name("worker.py"))
 _SEGMENT_S = 6.0  # of what is emulated
 _FREE_S = 1.0  # of what computes, in each of as many runs
 _QUIET = 0.05  # share of the cores' time that others may take
@@ -120,15 +123,15 @@ def main() -> int:
     rows: list[Row] = []
     counts = [_workers(config) for config, _ in wanted]
     with slow_network((max(counts),), (None,)) as network:
-        with crew_of(network, REAL) as crew:
-            profiles = {name: crew.profile(name) for name in options.models or MODELS}
+        with worker_processes(network, REAL, _WORKER) as workers:
+            profiles = {name: workers.profile(name) for name in options.models or MODELS}
             patience.end_s = began + 60 * options.minutes * sum(count <= REAL for count in counts) / len(counts)
-            rows += _all(crew, network, wanted, profiles, patience, links, options.every)
+            rows += _all(workers, network, wanted, profiles, patience, links, options.every)
         for count in sorted(set(counts) - {REAL}):
             # Each number of workers has its share of the time, so that none is left out alone.
             patience.end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
-            with crew_of(network, count) as crew:
-                rows += _all(crew, network, wanted, profiles, patience, links, options.every)
+            with worker_processes(network, count, _WORKER) as workers:
+                rows += _all(workers, network, wanted, profiles, patience, links, options.every)
     print(environment(load, time.monotonic() - began, options.rounds, profiles))
     _written(rows, options.out)
     return 0
@@ -169,7 +172,7 @@ def _options() -> argparse.Namespace:
 
 
 def _all(
-    crew: Crew,
+    workers: Workers,
     network: Network,
     wanted: list[tuple[str, str]],
     profiles: dict[str, Profile],
@@ -177,11 +180,11 @@ def _all(
     links: list[str],
     every: bool,
 ) -> Iterator[Row]:
-    """Yields a row for each plan of as many workers as the crew has, each model and each rate."""
+    """Yields a row for each plan of as many workers as there are processes, each model and each rate."""
     for link in links:
         for model, profile in profiles.items():
             for config, depth in wanted:
-                if _workers(config) != len(crew.workers):
+                if _workers(config) != len(workers.workers):
                     continue
                 if not every and (PLANS.index((config, depth)) + list(MODELS).index(model)) % 3 != list(RATES).index(
                     link
@@ -190,7 +193,7 @@ def _all(
                 if time.monotonic() > patience.end_s:
                     print(f"  {model}, {link}, {config}, {depth}: left out, no time is left", file=sys.stderr)
                     continue
-                row = _least_disturbed(crew, network, link, model, profile, (config, depth), patience)
+                row = _least_disturbed(workers, network, link, model, profile, (config, depth), patience)
                 off = row.measured_s / row.predicted_s - 1
                 print(
                     f"  {model}, {link}, {config}, {depth}: predicted {row.predicted_s * 1e3:.1f} ms, measured "
@@ -202,13 +205,19 @@ def _all(
 
 
 def _least_disturbed(
-    crew: Crew, network: Network, link: str, model: str, profile: Profile, plan: tuple[str, str], patience: _Patience
+    workers: Workers,
+    network: Network,
+    link: str,
+    model: str,
+    profile: Profile,
+    plan: tuple[str, str],
+    patience: _Patience,
 ) -> Row:
     """Measures a plan again while something disturbs it and there is patience left."""
     best: Row | None = None
     while True:
         began = time.monotonic()
-        row = _measured(crew, network, link, model, profile, plan, patience)
+        row = _measured(workers, network, link, model, profile, plan, patience)
         if best is None or row.disturbed < best.disturbed:
             best = row
         if best.disturbed <= _QUIET or patience.left_s <= 0:
@@ -217,23 +226,29 @@ def _least_disturbed(
 
 
 def _measured(
-    crew: Crew, network: Network, link: str, model: str, profile: Profile, shape: tuple[str, str], how: _Patience
+    workers: Workers,
+    network: Network,
+    link: str,
+    model: str,
+    profile: Profile,
+    shape: tuple[str, str],
+    how: _Patience,
 ) -> Row:
     bytes_per_s = RATES[link]
     config, depth = shape
-    real = len(crew.workers) <= REAL
+    real = len(workers.workers) <= REAL
     cluster = Cluster.flat(_workers(config), bytes_per_s, LATENCY_S)
     profiles, drift = [], 0.0
     if real and how.free:
-        plan = pd.plan(crew.profile(model), cluster, shape=config, in_flight=depth)
+        plan = pd.plan(workers.profile(model), cluster, shape=config, in_flight=depth)
         seconds, others = [], 0.0
         for _ in range(how.rounds):
-            profiles.append(crew.profile(model))
-            lasted, taken = _run(crew, network, plan, bytes_per_s, _Compute(model), _FREE_S, how.rounds)
+            profiles.append(workers.profile(model))
+            lasted, taken = _run(workers, network, plan, bytes_per_s, _Compute(model), _FREE_S, how.rounds)
             seconds.append(statistics.median(lasted))
             others = max(others, taken)
         # A machine is not equally fast all the time: predicted is what it was before, between and behind the runs.
-        profiles.append(crew.profile(model))
+        profiles.append(workers.profile(model))
         works = [_work_s(one) for one in profiles]
         drift = (max(works) - min(works)) / statistics.median(works)
         cuts = tuple(stage.first for stage in plan.stages[1:])
@@ -241,7 +256,7 @@ def _measured(
     else:
         plan = pd.plan(profile, cluster, shape=config, in_flight=depth)
         compute = _Compute(model if real else None, profile.to_json() if real else None, _DILATION)
-        seconds, others = _run(crew, network, plan, bytes_per_s, compute, _SEGMENT_S, how.rounds)
+        seconds, others = _run(workers, network, plan, bytes_per_s, compute, _SEGMENT_S, how.rounds)
     return Row(
         model, link, config, depth, real, plan.slowest_stage_s, _predicted_s(plan), tuple(seconds), others, drift,
         plan.to_json(), 1 if profiles else _DILATION,
@@ -264,12 +279,18 @@ class _Compute:
 
 
 def _run(
-    crew: Crew, network: Network, plan: Plan, bytes_per_s: float, compute: _Compute, segment_s: float, segments: int
+    workers: Workers,
+    network: Network,
+    plan: Plan,
+    bytes_per_s: float,
+    compute: _Compute,
+    segment_s: float,
+    segments: int,
 ) -> tuple[list[float], float]:
     """Returns the seconds of a minibatch in each segment of a run, undilated, and the share that others took of it."""
     turn = _cycle(plan)
     network.limit(None)
-    ready = crew.asked(
+    ready = workers.asked(
         {
             "do": "run",
             "plan": plan.to_json(),
@@ -281,10 +302,10 @@ def _run(
     )
     assert ready == "ready"
     network.limit(bytes_per_s / compute.dilation)
-    busy_s, own_s, began = _busy_s(), crew.cpu_s(), time.monotonic()
-    crew.tell("go")
-    seconds = crew.heard()
-    taken_s = _busy_s() - busy_s - (crew.cpu_s() - own_s)
+    busy_s, own_s, began = cores_busy_s(), workers.cpu_s(), time.monotonic()
+    workers.tell("go")
+    seconds = workers.heard()
+    taken_s = cores_busy_s() - busy_s - (workers.cpu_s() - own_s)
     return [one / compute.dilation for one in seconds], max(
         0.0, taken_s / (time.monotonic() - began) / (os.cpu_count() or 1)
     )
@@ -304,12 +325,6 @@ def _middle(profiles: list[Profile]) -> Profile:
 
 def _work_s(profile: Profile) -> float:
     return profile.forward_s + profile.backward_s + profile.loss_s + profile.update_s
-
-
-def _busy_s() -> float:
-    """Returns the seconds for which processes have used the machine's cores since it started."""
-    ticks = Path("/proc/stat").read_text().split(maxsplit=4)
-    return sum(map(int, ticks[1:4])) / os.sysconf("SC_CLK_TCK")
 
 
 def _predicted_s(plan: Plan) -> float:

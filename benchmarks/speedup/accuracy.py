@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -28,6 +29,9 @@ from pipedream.options import TrainingOptions
 from pipedream.runtime.torch_baselines import PlainLoop
 from pipedream.slow_links import Network, slow_network
 from pipedream.training.compare import _own_threads, _profiled, _Runs
+
+sys.path.append(str(Path(__file__).parents[1]))
+from worker_processes import cores_busy_s
 
 __all__ = ["measure", "tables"]
 
@@ -162,9 +166,9 @@ class _Bench:
         os.environ[ASKED] = self.task.asked(rate, each_update=2 if name == DDP else 1)
         best: dict[str, Any] = {}
         for _ in range(TRIES if self.size.seeds > 1 else 1):
-            busy_s, own_s, begun = _busy_s(), sum(os.times()[:4]), time.monotonic()
+            busy_s, own_s, begun = cores_busy_s(), sum(os.times()[:4]), time.monotonic()
             row = self._run(name, seed, profile)
-            taken_s = max(0.0, _busy_s() - busy_s - (sum(os.times()[:4]) - own_s))
+            taken_s = max(0.0, cores_busy_s() - busy_s - (sum(os.times()[:4]) - own_s))
             row["others"] = taken_s / (time.monotonic() - begun) / (os.cpu_count() or 1)
             if not best or row["others"] < best["others"]:
                 best = row
@@ -197,12 +201,6 @@ class _Bench:
             "final": found["metrics"][task.metric],
             "evaluations": found["evaluations"],
         }
-
-
-def _busy_s() -> float:
-    """Returns the seconds for which processes have used the machine's cores since it started."""
-    ticks = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=4)
-    return sum(map(int, ticks[1:4])) / os.sysconf("SC_CLK_TCK")
 
 
 def tables(rows: list[dict[str, Any]]) -> str:

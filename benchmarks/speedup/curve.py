@@ -5,14 +5,10 @@ The link's rate is chosen by rho = seconds of an all-reduce of all gradients / s
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +24,9 @@ from pipedream.report.comparison import comparison_svg
 from pipedream.slow_links import Network, slow_network
 from pipedream.workflows.plan import choose
 
+sys.path.append(str(Path(__file__).parents[1]))
+from worker_processes import Workers, worker_processes
+
 __all__ = ["VARIANTS", "measure", "pictures", "tables"]
 
 _Points = Sequence[tuple[float, dict[str, dict[str, Any]]]]
@@ -37,6 +36,7 @@ M = 8
 
 RHOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _LATENCY_S = 1e-4
+_WORKER = str(Path(__file__).with_name("worker.py"))
 
 
 @dataclass(frozen=True)
@@ -133,75 +133,22 @@ def measure(
     names = only or few.variants
     rows: list[dict[str, Any]] = []
     for model in models or few.models:
-        with _crew(model) as crew:
+        with slow_network((2,), (None,)) as network, worker_processes(network, 2, _WORKER, model, str(M)) as workers:
+            ask = {"do": "profile", "patience_s": few.patience_s}
             profiles = {
-                count: Profile.from_json(
-                    crew.asked(do="profile", microbatches=count, patience_s=few.patience_s)["profile"]
-                )
-                for count in (1, M)
+                count: Profile.from_json(workers.asked(ask | {"microbatches": count})["profile"]) for count in (1, M)
             }
             points: list[tuple[dict[str, dict[str, Any]], dict[str, Plan]]] = []
             for rho in rhos or few.rhos:
-                points.append(_point(crew, model, profiles, rho, names, few, log))
+                points.append(_point(network, workers, model, profiles, rho, names, few, log))
                 keep([*rows, *_predicted(points, profiles[1])])
             rows += _predicted(points, profiles[1])
     return rows
 
 
-@dataclass
-class _Crew:
-    """Two workers, each on a host and a core of its own."""
-
-    network: Network
-    workers: list[subprocess.Popen[str]]
-
-    def asked(self, **asked: Any) -> dict[str, Any]:
-        """Returns rank 0's answer."""
-        first = self.workers[0]
-        assert first.stdin is not None
-        assert first.stdout is not None
-        first.stdin.write(json.dumps(asked) + "\n")
-        first.stdin.flush()
-        line = first.stdout.readline()
-        if not line:
-            raise SystemExit(f"a worker ended: {[worker.wait() for worker in self.workers]}")
-        return dict(json.loads(line))
-
-
-@contextmanager
-def _crew(model: str) -> Iterator[_Crew]:
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    workers: list[subprocess.Popen[str]] = []
-    with slow_network((2,), (None,)) as network:
-        try:
-            for rank, (host, core) in enumerate(zip(network.hosts, cores, strict=True)):
-                command = host.inside("taskset", "-c", str(core), sys.executable,
-                                      str(Path(__file__).with_name("worker.py")), model, str(M))  # fmt: skip
-                variables = network.variables(rank) | {"OMP_NUM_THREADS": "1"}
-                pipe, none = subprocess.PIPE, subprocess.DEVNULL
-                workers.append(
-                    subprocess.Popen(
-                        command,
-                        env=os.environ | variables,
-                        stdin=none if rank else pipe,
-                        stdout=none if rank else pipe,
-                        text=True,
-                    )
-                )
-            yield _Crew(network, workers)
-            assert workers[0].stdin is not None
-            workers[0].stdin.close()
-            for worker in workers:
-                worker.wait(timeout=60)
-        finally:
-            for worker in workers:
-                if worker.poll() is None:
-                    worker.kill()
-                    worker.wait()
-
-
 def _point(
-    crew: _Crew,
+    network: Network,
+    workers: Workers,
     model: str,
     profiles: dict[int, Profile],
     rho: float,
@@ -214,8 +161,8 @@ def _point(
     compute_s = _compute_s(profile)
     bytes_per_s = sum(layer.parameter_bytes for layer in profile.layers) / (rho * compute_s)
     cluster = Cluster.flat(2, bytes_per_s, latency_s=_LATENCY_S)
-    crew.network.limit(bytes_per_s)
-    message_s_per_byte = _message_s_per_byte(crew, profile, bytes_per_s, size)
+    network.limit(bytes_per_s)
+    message_s_per_byte = _message_s_per_byte(workers, profile, bytes_per_s, size)
     profiles = {
         count: replace(one, runtime=replace(one.runtime, message_s_per_byte=message_s_per_byte))
         for count, one in profiles.items()
@@ -239,7 +186,7 @@ def _point(
             known = measured[name]
             if known and "why" in known[-1]:
                 continue
-            found = crew.asked(patience_s=size.patience_s, **_asked(name, runs.get(name), plans.get(name)))
+            found = workers.asked(_asked(name, runs.get(name), plans.get(name)) | {"patience_s": size.patience_s})
             known.append(found)
             log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {_words(found)}")
     for name, same in copies.items():
@@ -267,14 +214,14 @@ def _point(
     return rows, plans
 
 
-def _message_s_per_byte(crew: _Crew, profile: Profile, bytes_per_s: float, size: _Size) -> float:
+def _message_s_per_byte(workers: Workers, profile: Profile, bytes_per_s: float, size: _Size) -> float:
     """Returns what a byte of a message takes from compute at each of its ends.
 
     The cores that compute also serve gloo and the network, at the cost of the slower rate in `_Worker.exchange`.
     """
     message_bytes = int(min(2e6, 0.4 * bytes_per_s * _compute_s(profile)))
     rates = [
-        crew.asked(patience_s=size.patience_s, **asked)["samples_per_s"]
+        workers.asked(asked | {"patience_s": size.patience_s})["samples_per_s"]
         for asked in ({"do": "solo", "steps": 8}, {"do": "exchange", "steps": 8, "message_bytes": message_bytes})
     ]
     lost_s = profile.batch * (1 / rates[1] - 1 / rates[0])

@@ -1,4 +1,4 @@
-"""One of two workers: runs what rank 0 reads from its standard input, one JSON object a line; rank 0 answers.
+"""One of two workers: runs what it reads from its standard input, one JSON object a line; rank 0 answers.
 
 {"do": "profile", "microbatches": ...}             both workers profile a minibatch of so many at the same time
 {"do": "solo"}                                     each trains the whole model alone, with an update per microbatch
@@ -32,6 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipedream as pd
 from pipedream.slow_links import LINK
+
+sys.path.append(str(Path(__file__).parents[1]))
+from worker_processes import cores_busy_s
 
 __all__ = ["main"]
 
@@ -167,10 +170,10 @@ class _Worker:
             if parts > 1 and not rules.flushes:
                 warm = 2
             # Minibatches after the timed ones, so that the drain is not among what is timed.
-            behind = 0 if rules.flushes else -(-made.in_flight[0] // parts) + 1
+            further = 0 if rules.flushes else -(-made.in_flight[0] // parts) + 1
             ends: list[tuple[float, int]] = []
             replicas = made.replicas[0]
-            count = (warm + steps + behind) * replicas
+            count = (warm + steps + further) * replicas
             for done in pipeline.train([job.batch(made.batch)] * count):
                 if done.number % replicas == 0:
                     ends.append((time.perf_counter(), _sent_bytes()))
@@ -203,12 +206,12 @@ class _Worker:
         start = time.monotonic()
         while True:
             dist.barrier(self.group)
-            busy_s, own_s, begun = _busy_s(), sum(os.times()[:2]), time.monotonic()
+            busy_s, own_s, begun = cores_busy_s(), sum(os.times()[:2]), time.monotonic()
             found = getattr(self, do)(**asked)
             gc.collect()
             own = torch.tensor([sum(os.times()[:2]) - own_s], dtype=torch.float64)
             dist.all_reduce(own, group=self.group)
-            taken_s = max(0.0, _busy_s() - busy_s - float(own))
+            taken_s = max(0.0, cores_busy_s() - busy_s - float(own))
             found["others"] = taken_s / (time.monotonic() - begun) / (os.cpu_count() or 1)
             if not best or found["others"] < best["others"]:
                 best = found
@@ -224,14 +227,11 @@ def main(model: str, microbatches: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     worker = _Worker(MODELS[model], microbatches)
-    while True:
-        asked: list[Any] = [json.loads(sys.stdin.readline() or "null")] if worker.rank == 0 else [None]
-        dist.broadcast_object_list(asked, 0)
-        if asked[0] is None:
-            break
-        do, patience_s = asked[0].pop("do"), asked[0].pop("patience_s")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        do, patience_s = asked.pop("do"), asked.pop("patience_s")
         try:
-            found = worker.least_disturbed(do, patience_s, asked[0])
+            found = worker.least_disturbed(do, patience_s, asked)
         except (RuntimeError, NotImplementedError, ValueError) as error:
             # torch's schedules refuse some models, on both workers alike.
             found = {"why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
@@ -239,12 +239,6 @@ def main(model: str, microbatches: int) -> None:
             print(json.dumps(found), flush=True)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _busy_s() -> float:
-    """Returns the seconds for which processes have used the machine's cores since it started."""
-    ticks = Path("/proc/stat").read_text().split(maxsplit=4)
-    return sum(map(int, ticks[1:4])) / os.sysconf("SC_CLK_TCK")
 
 
 def _sent_bytes() -> int:

@@ -32,14 +32,15 @@ from pipedream.slow_links import Network, slow_network, why_not
 from pipedream.training.emulate import emulated_plan
 from pipedream.workflows.methods import score
 
-sys.path.append(str(Path(__file__).parents[1] / "prediction"))
-from crew import Crew, crew_of
+sys.path.append(str(Path(__file__).parents[1]))
+from worker_processes import Workers, cores_busy_s, worker_processes
 
 __all__ = ["measure", "tables"]
 
 _SECONDS = {"test": 0.5, "short": 5.0, "full": 25.0}  # of a run
 _LEAST_DILATION = 4.0  # for what two cores do besides, such as passing on the messages of all-reduces
 _SEGMENTS = 3
+_WORKER = str(Path(__file__).parents[1] / "prediction" / "worker.py")
 _CARRIED_BYTES_PER_S = 120e6  # by all links together, for which two cores need a third of their time
 _WEIGHTS_BYTES = 400e6  # of all workers together, whose sums and checks the cores really compute
 _QUIET = 0.05  # share of the cores' time that others may take
@@ -133,14 +134,17 @@ def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     again_s = _AGAIN_S[size]
     for widths in dict.fromkeys(_widths(case.on()) for case in cases):
-        with slow_network(widths, (None,) * len(widths)) as network, crew_of(network, len(network.hosts)) as crew:
+        with (
+            slow_network(widths, (None,) * len(widths)) as network,
+            worker_processes(network, len(network.hosts), _WORKER) as workers,
+        ):
             done: dict[tuple[Any, ...], dict[str, Any]] = {}
             for case in (case for case in cases if _widths(case.on()) == widths):
                 plan = _plan(case)
                 key = (case.model, case.cluster, plan.stages, plan.in_flight, plan.schedule, plan.microbatches)
                 while key not in done or (done[key]["others"] > _QUIET and again_s > 0):
                     began = time.monotonic()
-                    row = _emulated(plan, crew, network, _SECONDS[size])
+                    row = _emulated(plan, workers, network, _SECONDS[size])
                     if key not in done or row["others"] < done[key]["others"]:
                         done[key] = row
                     again_s -= time.monotonic() - began if row["others"] > _QUIET else 0.0
@@ -150,7 +154,7 @@ def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
     return rows
 
 
-def _emulated(plan: Plan, crew: Crew, network: Network, seconds: float) -> dict[str, Any]:
+def _emulated(plan: Plan, workers: Workers, network: Network, seconds: float) -> dict[str, Any]:
     """Runs a plan for so many seconds; returns the seconds of a minibatch, predicted and in each segment."""
     predicted_s, parts = score(plan).period_s, plan.microbatches
     turn = lcm(plan.placement.cycle, parts) // parts
@@ -170,21 +174,21 @@ def _emulated(plan: Plan, crew: Crew, network: Network, seconds: float) -> dict[
         network.limit(None, level=level)
     how = {"dilation": dilation, "byte_scale": byte_scale}
     asked = {"do": "run", "plan": plan.to_json(), "model": None, "warm": warm, "segment": segment}
-    assert crew.asked(asked | how | {"segments": _SEGMENTS}) == "ready"
+    assert workers.asked(asked | how | {"segments": _SEGMENTS}) == "ready"
     for number, level in enumerate(emulated_plan(plan, dilation, byte_scale).cluster.levels):
         network.limit(level.bandwidth_bytes_per_s, level=number)
-    busy_s, own_s, began = _busy_s(), crew.cpu_s(), time.monotonic()
-    crew.tell("go")
-    found = crew.heard()
+    busy_s, own_s, began = cores_busy_s(), workers.cpu_s(), time.monotonic()
+    workers.tell("go")
+    found = workers.heard()
     cores_s = (time.monotonic() - began) * (os.cpu_count() or 1)
-    own_s = crew.cpu_s() - own_s
+    own_s = workers.cpu_s() - own_s
     return how | {
         "config": plan.config,
         "workers": plan.workers,
         "predicted_s": predicted_s,
         "segments_s": [one / dilation for one in found],
         "own": own_s / cores_s,
-        "others": max(0.0, _busy_s() - busy_s - own_s) / cores_s,
+        "others": max(0.0, cores_busy_s() - busy_s - own_s) / cores_s,
     }
 
 
@@ -300,12 +304,6 @@ def _carried_bytes(plan: Plan) -> float:
 
 def _widths(cluster: Cluster) -> tuple[int, ...]:
     return tuple(level.width for level in cluster.levels)
-
-
-def _busy_s() -> float:
-    """Returns the seconds for which processes have used the cores since the machine started."""
-    ticks = Path("/proc/stat").read_text().split(maxsplit=4)
-    return sum(map(int, ticks[1:4])) / os.sysconf("SC_CLK_TCK")
 
 
 def _rounded(value: float) -> float:

@@ -16,8 +16,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "speedup"
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    for folder in (FOLDER, FOLDER.parent / "prediction"):
-        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.delitem(sys.modules, "workers", raising=False)
     return importlib.import_module("workers")
 
