@@ -45,7 +45,7 @@ class _Variant:
 
     Attributes:
         samples: microbatches that enter an update.
-        runs: 'pipeline', 'torch' or 'ddp' (worker.py).
+        runs: 'pipeline', 'torch', 'ddp' or 'fsdp' (worker.py).
         schedule, how: for `pipedream.plan`, whose simulation is the prediction.
         steps: that are timed.
     """
@@ -66,6 +66,7 @@ _CHUNKS: dict[str, Any] = {"chunks": 2}
 VARIANTS = (
     _Variant("torch DDP", 2, "ddp", "pipedream", _COPIES, 3),
     _Variant("torch DDP, accumulating", M, "ddp", "1f1b", _COPIES, 2),
+    _Variant("torch FSDP", 2, "fsdp", "pipedream", _COPIES, 3),
     _Variant("data parallel", 2, "pipeline", "pipedream", _COPIES, 3),
     _Variant("data parallel, accumulating", M, "pipeline", "1f1b", _COPIES, 2),
     _Variant("PipeDream, noam", 1, "pipeline", "pipedream", _STRAIGHT, 16),
@@ -234,12 +235,12 @@ def _predicted(
     """Returns the rows with the predicted rates, for cores as fast as they were alone in the middle of all rounds."""
     alone = statistics.median(rows["solo"]["samples_per_s"] for rows, _ in points)
     speed = (_compute_s(profile) + profile.update_s) * alone / profile.batch
-    samples = {one.name: one.samples for one in VARIANTS if one.runs == "ddp"}
+    runs = {one.name: one for one in VARIANTS if one.runs in ("ddp", "fsdp")}
     for rows, plans in points:
         rows["solo"]["speed"] = speed
         for name, plan in plans.items():
             rows[name]["predicted_per_s"] = (
-                _ddp_per_s(profile, plan, samples[name], speed) if name in samples else _predicted_per_s(plan, speed)
+                _ddp_per_s(profile, plan, runs[name], speed) if name in runs else _predicted_per_s(plan, speed)
             )
     return [row for rows, _ in points for row in rows.values()]
 
@@ -258,6 +259,8 @@ def _asked(name: str, variant: _Variant | None, plan: Plan | None) -> dict[str, 
         return {"do": "pipeline", "plan": text, "steps": 16 if plan.microbatches == 1 else 2}
     if variant.runs == "ddp":
         return {"do": "ddp", "microbatches": max(1, variant.samples // 2), "steps": variant.steps}
+    if variant.runs == "fsdp":
+        return {"do": "fsdp", "steps": variant.steps}
     if variant.runs == "torch":
         return {"do": "torch", "schedule": variant.schedule, "plan": text, "steps": variant.steps}
     return {"do": "pipeline", "plan": text, "steps": variant.steps}
@@ -272,14 +275,19 @@ def _alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
             return cuts, one.batch, one.microbatches > 1
         return cuts, one.batch, one.schedule, one.microbatches, one.in_flight
 
-    return variant.runs != "torch" and ran(plan) == ran(other)
+    return variant.runs in ("pipeline", "ddp") and ran(plan) == ran(other)
 
 
-def _ddp_per_s(profile: Profile, plan: Plan, microbatches: int, speed: float) -> float:
-    """Predicts torch's DDP: compute, then an all-reduce, for its buckets of 25 MiB hold all these models' gradients."""
-    each = max(1, microbatches // 2)
+def _ddp_per_s(profile: Profile, plan: Plan, variant: _Variant, speed: float) -> float:
+    """Predicts torch's DDP and FSDP as compute, then communication.
+
+    DDP's buckets of 25 MiB hold all gradients of these models. FSDP gathers the weights twice and scatters the
+    gradients once, each half of an all-reduce.
+    """
+    each = max(1, variant.samples // 2)
     compute_s = each * _compute_s(profile) + profile.update_s
-    return 2 * each * profile.batch / (compute_s / speed + plan.sync_s[0])
+    sums = 1.5 if variant.runs == "fsdp" else 1.0
+    return 2 * each * profile.batch / (compute_s / speed + sums * plan.sync_s[0])
 
 
 def _predicted_per_s(plan: Plan, speed: float) -> float:

@@ -84,7 +84,11 @@ def _save(file: Path, found: dict[str, Any], name: str, environment: str, rows: 
         rows = [row for row in found[name]["rows"] if _key(row) not in new] + rows
     found[name] = {"environment": environment, "rows": rows}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1) + "\n")
+    parts = []
+    for part, one in found.items():
+        lines = ",\n".join(map(json.dumps, one["rows"]))
+        parts.append(f'{json.dumps(part)}: {{"environment": {json.dumps(one["environment"])}, "rows": [\n{lines}\n]}}')
+    file.write_text("{" + ",\n".join(parts) + "}\n")
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@
 {"do": "exchange", "message_bytes": ...}           the same, while a message goes each way per microbatch
 {"do": "pipeline", "plan": ...}                    this library runs a plan
 {"do": "ddp", "microbatches": ...}                 torch's DDP; so many microbatches a worker between two updates
+{"do": "fsdp"}                                     torch's FSDP, each layer sharded; a microbatch a worker
 {"do": "torch", "schedule": ..., "plan": ...}      torch's schedule of that name, on the stages of the plan
 
 Each but the first also has `steps`, updates (of PipeDream: minibatches) to time, and is answered with the samples per
@@ -27,6 +28,8 @@ import torch
 import torch.distributed as dist
 from models import MODELS, Job, optimizer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,6 +81,7 @@ class _Worker:
             inputs,
             loss=lambda output: self.job.loss(output, targets),
             optimizer=optimizer,
+            microbatches=microbatches,
             runs=9 if microbatches == 1 else 3,
         )
         return {"profile": found.to_json()}
@@ -131,6 +135,21 @@ class _Worker:
             update.step()
 
         return self._timed(step, steps, 2 * microbatches)
+
+    def fsdp(self, steps: int) -> dict[str, float]:
+        """Runs torch's fully sharded data parallelism: weights are gathered in each pass, gradients scattered."""
+        model, mesh = self.job.make(), init_device_mesh("cpu", (2,))
+        for layer in (*model, model):
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        update, (inputs, targets) = optimizer(model.parameters()), self.job.batch(self.job.samples)
+
+        def step() -> None:
+            update.zero_grad()
+            torch.autograd.backward(self.job.loss(model(inputs), targets))
+            update.step()
+
+        return self._timed(step, steps, 2)
 
     def torch(self, steps: int, schedule: str, plan: str) -> dict[str, float]:
         """Runs torch's schedule on the stages of a plan."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pipedream as pd
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.profiler.fixed_seconds import fixed_s, half_of
+from pipedream.profiler.fixed_seconds import fixed_s, part_of
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 
@@ -26,6 +27,9 @@ def test_the_fixed_part_of_known_seconds() -> None:
     assert fixed_s(lambda part: halves, (torch.ones(8),), 8, WHOLE, warmup=1, runs=3) == [1.0, 1.0, 0.0]
     # Of 3 samples the half is 1: t(3) = 3 = f + 3 k, t(1) = 2 = f + k: f = 1.5.
     assert fixed_s(lambda part: (2.0,), (torch.ones(3),), 3, WHOLE[1:2], warmup=0, runs=1) == [1.5]
+    # A quarter: t(8) = 3 = f + 8 k, t(2) = 0.6 = f + 2 k: f = -0.2.
+    quarters = fixed_s(lambda part: (0.6,), (torch.ones(8),), 8, WHOLE[1:2], warmup=0, runs=1, parts=4)
+    assert quarters == pytest.approx([-0.2])
 
 
 def test_what_cannot_be_halved_has_no_fixed_part() -> None:
@@ -35,7 +39,7 @@ def test_what_cannot_be_halved_has_no_fixed_part() -> None:
     assert fixed_s(fails, (torch.ones(8),), 8, WHOLE, warmup=1, runs=3) == [0.0] * 3
     assert fixed_s(fails, (torch.ones(1),), 1, WHOLE, warmup=1, runs=3) == [0.0] * 3
     table, mask = torch.ones(5, 2), torch.ones(8, 8)
-    halves = half_of((mask, table, 3), 8)
+    halves = part_of((mask, table, 3), 8, 4)
     assert (halves[0].shape, halves[1].shape, halves[2]) == ((4, 8), (5, 2), 3)
 
 
@@ -72,3 +76,16 @@ def test_splitting_pays_the_fixed_part_each_time() -> None:
     assert Plan.from_json(best.to_json()) == best
     with pytest.raises(ValueError, match="cannot be greater"):
         LayerProfile(1.0, 1.0, 0, 0, forward_fixed_s=2.0)
+
+
+def test_layers_that_are_faster_in_small_batches_are_planned_by_the_microbatch() -> None:
+    """3 s at once and 4 x 0.25 s in parts: PipeDream's cut is after the first layer, that of 1F1B in the middle."""
+    slow = LayerProfile(3.0, 3.0, 0, 0, forward_fixed_s=-2 / 3, backward_fixed_s=-2 / 3)
+    profile = Profile.of_chain((slow, *(LayerProfile(1.0, 1.0, 0, 0),) * 3), batch=64)
+    profile = replace(profile, parts=4)
+    assert Profile.from_json(profile.to_json()) == profile
+    assert [profile.in_parts(m).forward_s for m in (1, 2, 4, 8)] == pytest.approx([6.0, 6.0 - 2 / 3, 4.0, 4.0])
+    for schedule, m, cut, period_s in (("pipedream", None, 1, 6.0), ("gpipe", 4, 2, 5.0), ("gpipe", 8, 2, 4.5)):
+        plan = planning.plan(profile, pd.Cluster.flat(2), schedule=schedule, microbatches=m, shape="straight")
+        assert plan.stages[1].first == cut
+        assert score(plan).period_s == pytest.approx(period_s)

@@ -354,9 +354,11 @@ def test_a_mapping_is_passed_as_keyword_arguments() -> None:
             return x + bias
 
     sample = UserDict({"bias": torch.ones(4), "x": torch.randn(3, 4, requires_grad=True)})
-    found = profile_of(
-        Sum(), nn.Linear(4, 4), sample=sample, samples=3, half_of=lambda value, count: {**value, "x": value["x"][:1]}
-    )
+
+    def part_of(value: Any, count: int, size: int) -> Any:
+        return {**value, "x": value["x"][:size]}
+
+    found = profile_of(Sum(), nn.Linear(4, 4), sample=sample, samples=3, part_of=part_of)
     assert (found.batch, found.input_shapes) == (3, ((4,), (3, 4)))
     assert [layer.output_bytes for layer in found.layers] == [48, 48]
 

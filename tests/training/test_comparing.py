@@ -192,17 +192,18 @@ def test_profile_with_a_large_spread_is_measured_for_longer(monkeypatch: pytest.
     profile = SimpleNamespace(forward_s=0.4, backward_s=0.4, layers=[layer], save=lambda path: None)
     asked = []
 
-    def torch_runs(kind: str, workers: int, name: str, *, runs: int) -> tuple[Path, None]:
+    def torch_runs(kind: str, workers: int, name: str, *, runs: int, microbatches: int) -> tuple[Path, None]:
+        assert microbatches == 4
         asked.append(runs)
         return tmp_path, None
 
     monkeypatch.setattr(comparing.Profile, "load", lambda path: profile)
     runs: Any = SimpleNamespace(torch=torch_runs, folder=tmp_path)
-    _, notes = comparing._profiled(runs, 2)
+    _, notes = comparing._profiled(runs, 2, 4)
     assert asked == [10, 40]
     assert notes[0].startswith("the profile's seconds vary by 50% (also with 40 runs)")
     layer.forward_spread_s = layer.backward_spread_s = 0.05
-    assert comparing._profiled(runs, 2)[1] == ()
+    assert comparing._profiled(runs, 2, 4)[1] == ()
     assert asked == [10, 40, 10]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,6 +40,15 @@ def profile(
             help="Dtype of all floating-point tensors, e.g. bfloat16.",
         ),
     ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="M",
+            show_default="2",
+            help="Microbatches that minibatches will be split into; one of them is measured, too.",
+        ),
+    ] = None,
     runs: Annotated[int, typer.Option(min=1, metavar="N", help="Measured runs, of which the median counts.")] = 10,
     finest: Finest = False,
     seed: Seed = 0,
@@ -59,7 +68,8 @@ def profile(
         raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")
     check_flags(device=device, as_device=as_device, dtype=dtype)
     made = load_recipe(recipe, seed=seed)
-    found = profile_recipe(made, device=device, as_device=as_device, dtype=dtype, seed=seed, runs=runs, finest=finest)
+    how: dict[str, Any] = {"as_device": as_device, "dtype": dtype, "microbatches": microbatches}
+    found = profile_recipe(made, device=device, seed=seed, runs=runs, finest=finest, **how)
     if output is not None:
         found.save(output)
     print(found.to_json() if as_json else found)

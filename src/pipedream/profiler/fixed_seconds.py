@@ -1,6 +1,7 @@
-"""The part of a layer's seconds that a smaller batch does not save, measured by also running half of the sample.
+"""The part of a layer's seconds that a smaller batch does not save, measured by also running a part of the sample.
 
-With t(n) = fixed + n k for n samples, a half of h of them gives fixed = (n t(h) - h t(n)) / (n - h).
+With t(n) = fixed + n k for n samples, a part of h of them gives fixed = (n t(h) - h t(n)) / (n - h). It is negative
+where a large batch takes longer per sample, because its activations do not fit into the caches.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from torch.utils._pytree import tree_map
 
 from pipedream.core.errors import ProfileError
 
-__all__ = ["fixed_s", "half_of"]
+__all__ = ["fixed_s", "part_of"]
 
 
-def half_of(sample: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
-    """Returns a sample with the first half of each tensor that has the batch along dimension 0."""
+def part_of(sample: tuple[Any, ...], batch: int, size: int) -> tuple[Any, ...]:
+    """Returns a sample with the first rows of each tensor that has the batch along dimension 0."""
 
-    def halved(leaf: Any) -> Any:
+    def cut(leaf: Any) -> Any:
         has_batch = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
-        return leaf[: batch // 2] if has_batch else leaf
+        return leaf[:size] if has_batch else leaf
 
-    half: tuple[Any, ...] = tree_map(halved, sample)
-    return half
+    part: tuple[Any, ...] = tree_map(cut, sample)
+    return part
 
 
 def fixed_s(
@@ -36,27 +37,29 @@ def fixed_s(
     *,
     warmup: int,
     runs: int,
-    half_of: Callable[[Any, int], Any] = half_of,
+    parts: int = 2,
+    part_of: Callable[[Any, int, int], Any] = part_of,
 ) -> list[float]:
-    """Returns the fixed seconds of each lap; all 0 if the layers cannot run half of the sample.
+    """Returns the fixed seconds of each lap; all 0 if the layers cannot run a part of the sample.
 
-    A fixed part that is not greater than the spread counts as 0.
+    What is not greater than the spread counts as 0.
 
     Args:
         run: runs a sample and returns its laps.
         whole: median and spread of each lap of the whole batch.
-        half_of: (sample, its number of samples) -> its first half.
+        parts: the smaller batch is the whole one over this.
+        part_of: (sample, its number of samples, fewer) -> the first of them.
     """
-    half = batch // 2
-    if not half:
+    size = batch // parts
+    if not size:
         return [0.0] * len(whole)
-    small = half_of(sample, batch)
+    small = part_of(sample, batch, size)
     try:
         laps = [run(small) for _ in range(warmup + runs)][warmup:]
     except ProfileError:  # a layer works with this batch size only
         return [0.0] * len(whole)
     found = []
     for column, (seconds, spread_s) in zip(zip(*laps, strict=True), whole, strict=True):
-        fixed = (batch * median(column) - half * seconds) / (batch - half)
-        found.append(min(fixed, seconds) if fixed > spread_s else 0.0)
+        fixed = (batch * median(column) - size * seconds) / (batch - size)
+        found.append(min(fixed, seconds) if abs(fixed) > spread_s else 0.0)
     return found

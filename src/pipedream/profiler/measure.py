@@ -16,7 +16,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.progress import progress
 from pipedream.profiler.environment import device_text, versions
-from pipedream.profiler.fixed_seconds import fixed_s, half_of
+from pipedream.profiler.fixed_seconds import fixed_s, part_of
 from pipedream.profiler.launch_seconds import launch_seconds
 from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, shapes_of
 from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
@@ -51,7 +51,8 @@ def measure(
     autocast: torch.dtype | None = None,
     seed: int = 0,
     samples: int | None = None,
-    half_of: Callable[[Any, int], Any] = half_of,
+    parts: int = 2,
+    part_of: Callable[[Any, int, int], Any] = part_of,
 ) -> Profile:
     """Measures every layer of a chain on one minibatch, leaving its state and the random generators unchanged.
 
@@ -69,7 +70,8 @@ def measure(
         runs: runs that count; times are their medians.
         autocast: of the forwards; None: no autocast.
         samples: in the minibatch; by default the first dimension of the first tensor.
-        half_of: (sample, its number of samples) -> its first half.
+        parts: of the sample, of which one is measured too, for minibatches that are split (`Profile.in_parts`).
+        part_of: (sample, its number of samples, fewer) -> the first of them.
 
     Raises:
         ProfileError: a layer, the loss or the optimizer fails, or the model is not on `device`.
@@ -100,7 +102,7 @@ def measure(
                 advance()
         needs = passes.measured_needs(sample, sizes, loss_bytes)
         laps_s = laps_s[warmup:]
-        timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "half_of": half_of}
+        timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "parts": parts, "part_of": part_of}
         fixed = _fixed_seconds(layers, graph, sample, samples, laps_s, place, autocast, **timing)
         launches = [0.0] * len(laps_s[0])
         if place.type == "cuda":
@@ -126,6 +128,7 @@ def measure(
         runs=runs,
         update_s=update.update_s,
         update_fixed_s=update.fixed_s,
+        parts=parts,
         copy_s=update.copy_s,
         optimizer=update.name,
         optimizer_bytes=update.state_bytes,
@@ -187,7 +190,8 @@ def _fixed_seconds(
     *,
     warmup: int,
     runs: int,
-    half_of: Callable[[Any, int], Any],
+    parts: int,
+    part_of: Callable[[Any, int, int], Any],
 ) -> list[float]:
     """The fixed seconds of the layers; not of the loss, which takes the whole batch."""
     watch = Stopwatch(device, without_launches=True)  # its own, because a failed run leaves laps in it
@@ -199,7 +203,7 @@ def _fixed_seconds(
 
     columns = list(zip(*laps_s, strict=True))[: 2 * len(layers)]
     known = [(median(column), _spread(column)) for column in columns]
-    return fixed_s(laps_of, sample, samples, known, warmup=warmup, runs=runs, half_of=half_of)
+    return fixed_s(laps_of, sample, samples, known, warmup=warmup, runs=runs, parts=parts, part_of=part_of)
 
 
 def check_chain(layers: Sequence[nn.Module], graph: LayerGraph, sample: Sample, samples: int | None = None) -> int:

@@ -85,7 +85,7 @@ def compare_recipe(
     made = slow_network(widths, (None,) * len(widths)) if links else nullcontext()
     with made as network, _own_threads(workers):
         runs = _Runs(recipe, options, folder, network)
-        profile, notes = _profiled(runs, workers)
+        profile, notes = _profiled(runs, workers, options.microbatches or workers)
         found: list[OverLink] = []
         if emulated:
             notes = (_emulated_in_words(workers), *notes)
@@ -318,13 +318,13 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], Non
     return [process.returncode for process in processes]
 
 
-def _profiled(runs: _Runs, workers: int) -> tuple[Profile, tuple[str, ...]]:
+def _profiled(runs: _Runs, workers: int, microbatches: int) -> tuple[Profile, tuple[str, ...]]:
     """Profiles the recipe on all workers at once, as they will train, and for longer if its seconds vary."""
     together = workers if workers <= _cores() else 1
     notes: tuple[str, ...] = ()
     for count in (_RUNS, _MORE_RUNS):
         try:
-            found, _ = runs.torch("profile", together, "profile", runs=count)
+            found, _ = runs.torch("profile", together, "profile", runs=count, microbatches=microbatches)
         except _Failed as failed:
             raise failed.error("profile") from None
         profile = Profile.load(found)

@@ -1,9 +1,10 @@
 """A worker of `pipedream compare` for what is not `pipedream train`: ``python -m ...training.compare_worker JSON``.
 
 The JSON has recipe, kind, seed, device and out, the file that rank 0 writes. A 'profile' is measured on all workers at
-the same time, with so many `runs`; 'messages' tells what a byte of a message takes from compute on a link of
-`bytes_per_s`. What torch itself offers is trained by 'plain', 'ddp' or '1f1b', with parts, bounds
-(the layers of the stages), epochs and minibatches; the file has its figures, or why this recipe is not trained so.
+the same time, with so many `runs`, of minibatches and of one of their `microbatches`. 'messages' tells what a byte of a
+message takes from compute on a link of `bytes_per_s`. What torch itself offers is trained by 'plain', 'ddp' or '1f1b',
+with parts, bounds (the layers of the stages), epochs and minibatches; the file has its figures, or why this recipe is
+not trained so.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def run_asked(asked: dict[str, Any]) -> None:
     recipe = load_recipe(asked["recipe"], seed=asked["seed"])
     found: dict[str, Any]
     if asked["kind"] == "profile":
-        profile = profile_recipe(recipe, device=str(device), seed=asked["seed"], runs=asked["runs"])
+        how = {name: asked[name] for name in ("seed", "runs", "microbatches")}
+        profile = profile_recipe(recipe, device=str(device), **how)
         if rank == 0:
             profile.save(Path(asked["out"]))
         process_group.wait_for_all()

@@ -183,7 +183,8 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
             plan = saved
     if plan is None:
         with blaming("while its model was profiled on its first batch"):
-            profile = profile or profile_recipe(recipe, device=str(process.device), seed=job.seed)
+            how: dict[str, Any] = {"device": str(process.device), "seed": job.seed, "microbatches": job.microbatches}
+            profile = profile or profile_recipe(recipe, **how)
         plan = make_plan(
             replace(profile, runtime=runtime),
             _cluster(job, process),
@@ -233,6 +234,7 @@ def profile_recipe(
     seed: int = 0,
     runs: int = 10,
     finest: bool = False,
+    microbatches: int | None = None,
 ) -> Profile:
     """Profiles a recipe's model on its first training batch, with loss, optimizer and loader."""
     batch = recipe.first_batch()
@@ -253,6 +255,7 @@ def profile_recipe(
         runs=runs,
         batch_dim=recipe.batch_dim,
         finest=finest,
+        microbatches=microbatches,
     )
     return found if device == "meta" else replace(found, runtime=_runtime_costs(recipe, device))
 

@@ -29,7 +29,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
-from pipedream.runtime.data.batches import BatchDim, first_half, known_samples
+from pipedream.runtime.data.batches import BatchDim, first_part, known_samples
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.runtime_costs import measure_runtime
@@ -53,6 +53,7 @@ def profile(
     seed: int = 0,
     finest: bool = False,
     batch_dim: BatchDim = 0,
+    microbatches: int | None = None,
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
 
@@ -74,6 +75,8 @@ def profile(
         seed: of the random numbers that layers draw.
         finest: also split the modules of a chain into those inside them.
         batch_dim: dimension of the samples in the inputs, as in `pipedream.Pipeline`.
+        microbatches: into which a minibatch will be split, if that is known. One of them is measured, too, because a
+            small batch may take more or less time per sample than a large one; by default a half.
 
     Raises:
         CaptureError: the model cannot be split into layers.
@@ -81,6 +84,7 @@ def profile(
     """
     check_options({"device": device, "as_device": as_device, "dtype": dtype}, error=ProfileError)
     inputs = sample if isinstance(sample, (tuple, Mapping)) else (sample,)
+    parts = 2 if microbatches in (None, 1) else microbatches
 
     described: dict[str, Any] = {
         "model_name": type(model).__name__,
@@ -108,11 +112,11 @@ def profile(
         captured = capture(model, moved, finest=finest)
         if loss is None and batch_dim == 0:
             captured = replace(captured, graph=replace(captured.graph, loss_weight=_loss_weight(model, moved)))
-        timing: dict[str, Any] = {"device": device, "warmup": warmup, "runs": runs, "seed": seed}
+        timing: dict[str, Any] = {"device": device, "warmup": warmup, "runs": runs, "seed": seed, "parts": parts}
         timing["scheduler"] = scheduler
         arguments, is_chain = captured.arguments(moved), captured.model is None
         # The only argument of a slice is the whole input.
-        timing["half_of"] = partial(first_half, batch_dim=batch_dim) if is_chain else partial(_half_of_only, batch_dim)
+        timing["part_of"] = partial(first_part, batch_dim=batch_dim) if is_chain else partial(_part_of_only, batch_dim)
         found = profiler.measure(captured.layers, captured.graph, arguments, **timing, **described).to_json()
         profiler.release_cache(place)
         return found
@@ -130,8 +134,8 @@ def _loss_weight(model: Any, inputs: Any) -> str:
         return probe_weight(partial(call_model, model), inputs, samples=known_samples(inputs))
 
 
-def _half_of_only(batch_dim: BatchDim, arguments: tuple[Any], count: int) -> tuple[Any]:
-    return (first_half(arguments[0], count, batch_dim=batch_dim),)
+def _part_of_only(batch_dim: BatchDim, arguments: tuple[Any], count: int, size: int) -> tuple[Any]:
+    return (first_part(arguments[0], count, size, batch_dim=batch_dim),)
 
 
 def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:

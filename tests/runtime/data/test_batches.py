@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.data.batch_adapter import BatchAdapter
-from pipedream.runtime.data.batches import BatchDim, count_samples, first_half, split_batch, split_minibatch
+from pipedream.runtime.data.batches import BatchDim, count_samples, first_part, split_batch, split_minibatch
 
 
 def split(inputs: Any, targets: Any, parts: int, batch_dim: BatchDim = 0) -> tuple[list[int], list[Any], list[Any]]:
@@ -128,9 +128,9 @@ def test_parts_are_flattened_as_each_alone() -> None:
     assert split_minibatch(x, None, 2)[2] == [("null", ()), ("null", ())]
 
 
-def test_half_of_a_minibatch() -> None:
+def test_first_part_of_a_minibatch() -> None:
     batch = {"x": torch.arange(10).reshape(2, 5), "n": torch.arange(5), "c": torch.ones(3)}
-    half = first_half(batch, 5, batch_dim=1)
+    half = first_part(batch, 5, 2, batch_dim=1)
     assert half["x"].tolist() == [[0, 1], [5, 6]]
     assert half["n"].tolist() == [0, 1]
     assert half["c"] is batch["c"]

@@ -25,7 +25,8 @@ class LayerProfile:
         forward_s, backward_s: medians over the measured runs.
         forward_spread_s, backward_spread_s: distance between the first and third quartile.
         activation_bytes: that autograd keeps for its backward, without parameters.
-        forward_fixed_s, backward_fixed_s: the part that a smaller batch does not save; 0 if unknown.
+        forward_fixed_s, backward_fixed_s: the part that a smaller batch does not save; 0 if unknown, negative if a
+            smaller batch takes less time per sample.
         forward_launch_s, backward_launch_s: that the host needs to launch the pass on a GPU, which computes meanwhile;
             the same for any batch. 0 if the host itself computes.
         parameter_bytes: a tied parameter counts in the layer that uses it first (`Profile.tied`).
@@ -63,7 +64,7 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if getattr(self, name) < 0:
+            if getattr(self, name) < 0 and not name.endswith("_fixed_s"):
                 raise ValueError(f"{name} cannot be negative, found {getattr(self, name)}")
         if self.forward_fixed_s > self.forward_s or self.backward_fixed_s > self.backward_s:
             raise ValueError(
@@ -113,6 +114,7 @@ class Profile(Tabular, Artifact):
         notes: what was assumed or not checked.
         tied: parameters that several layers use; in separate stages each has a copy.
         runtime: what the runtime adds on the machine that measured.
+        parts: of the minibatch, one of which was measured, too: the fixed seconds follow from it.
     """
 
     FORMAT = 1
@@ -138,17 +140,48 @@ class Profile(Tabular, Artifact):
     tied: tuple[TiedParameters, ...] = ()
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
     update_fixed_s: float = 0.0
+    parts: int = 2
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.graph.layers):
             raise ValueError(f"{len(self.graph.layers)} layers but {len(self.layers)} measurements")
         if not 0 <= self.update_fixed_s <= self.update_s:
             raise ValueError(f"update_fixed_s is a part of update_s = {self.update_s}, found {self.update_fixed_s}")
+        if self.parts < 2:
+            raise ValueError(f"parts must be at least 2, found {self.parts}")
         if self.batch < 1:
             raise ValueError(f"batch must be at least 1, found {self.batch}")
         for one in self.tied:
             if len(one.layers) < 2 or not 0 <= min(one.layers) <= max(one.layers) < len(self.layers):
                 raise ValueError(f"a tied parameter is used by two or more of {len(self.layers)} layers, found {one}")
+
+    def in_parts(self, microbatches: int) -> Profile:
+        """Returns the profile of minibatches that are split into so many microbatches: no fixed seconds are negative.
+
+        Where a smaller batch takes less time per sample, a minibatch takes the microbatches' time; of those that are
+        smaller than what was measured, the same time per sample.
+        """
+        if all(min(layer.forward_fixed_s, layer.backward_fixed_s) >= 0 for layer in self.layers):
+            return self
+        parts = min(microbatches, self.parts)
+
+        def seconds(whole_s: float, fixed_s: float) -> tuple[float, float]:
+            return (whole_s, fixed_s) if fixed_s >= 0 else (max(0.0, whole_s + (parts - 1) * fixed_s), 0.0)
+
+        layers = []
+        for layer in self.layers:
+            forward_s, forward_fixed_s = seconds(layer.forward_s, layer.forward_fixed_s)
+            backward_s, backward_fixed_s = seconds(layer.backward_s, layer.backward_fixed_s)
+            layers.append(
+                replace(
+                    layer,
+                    forward_s=forward_s,
+                    forward_fixed_s=forward_fixed_s,
+                    backward_s=backward_s,
+                    backward_fixed_s=backward_fixed_s,
+                )
+            )
+        return replace(self, layers=tuple(layers))
 
     @property
     def forward_s(self) -> float:

@@ -111,6 +111,7 @@ class SearchSpace:
             )
         if microbatches < 1:
             raise PlanError(f"a minibatch was asked to be split into {microbatches} microbatches; give 1 or more")
+        profile = profile.in_parts(microbatches)
         layers, count = profile.layers, len(profile.layers)
         lattice = Lattice.of(profile.graph)
         is_complete = False

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm.values import flatten, map_tensors
 
-__all__ = ["BatchDim", "count_samples", "first_half", "known_samples", "split_batch", "split_minibatch"]
+__all__ = ["BatchDim", "count_samples", "first_part", "known_samples", "split_batch", "split_minibatch"]
 
 BatchDim = int | Mapping[str | int, int | None]
 
@@ -67,17 +67,16 @@ def split_batch(value: Any, count: int, parts: int, batch_dim: BatchDim = 0) -> 
     return [value] if parts == 1 else _Cut(count, parts).of(value, _with_dims(value, batch_dim))
 
 
-def first_half(value: Any, count: int, batch_dim: BatchDim = 0) -> Any:
-    """Returns the first half of `count` samples."""
-    size = count // 2
+def first_part(value: Any, count: int, size: int, batch_dim: BatchDim = 0) -> Any:
+    """Returns the first `size` of `count` samples."""
 
-    def halved(leaf: Any, dim: int | None) -> Any:
+    def cut(leaf: Any, dim: int | None) -> Any:
         if dim is None:
             return leaf
         return _samples(leaf, [size])[0] if isinstance(leaf, PackedSequence) else leaf.narrow(dim, 0, size)
 
     dims = {id(leaf): _cut_dim(leaf, dim, count) for leaf, dim in _with_dims(value, batch_dim)}
-    return map_tensors(value, lambda leaf: halved(leaf, dims[id(leaf)]), _LEAVES)
+    return map_tensors(value, lambda leaf: cut(leaf, dims[id(leaf)]), _LEAVES)
 
 
 class _Cut:
