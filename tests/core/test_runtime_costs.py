@@ -9,6 +9,7 @@ import pytest
 from drawn import runtime_costs
 from hypothesis import given
 
+import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
@@ -93,9 +94,13 @@ def test_the_bytes_of_a_sum_keep_its_workers_from_computing() -> None:
     """Each of two replicas sends as many bytes as the stage has, and receives as many."""
     plan = Plan((Stage(0, 1, 2, 4.0, 8.0, 1.0, parameter_bytes=100),), (1,), Cluster.flat(2, 1e9))
     without, found = costs(plan), costs(replace(plan, runtime=COSTS))
-    assert found.op_s(Kind.UPDATE, 0) == without.op_s(Kind.UPDATE, 0) + 2.0 + 2 * 100 * 0.01
+    assert (without.summing_s(0), found.summing_s(0)) == (0.0, 2 * 100 * 0.01)
     on_gpus = costs(replace(plan, runtime=replace(COSTS, overlap_device=True)))
-    assert on_gpus.op_s(Kind.UPDATE, 0) == without.op_s(Kind.UPDATE, 0) + 1.0  # the host's 2 s hide the device's 1 s
+    assert on_gpus.summing_s(0) == 0.0
+    busy = replace(plan, runtime=RuntimeCosts(message_s_per_byte=0.01))
+    for bytes_per_s, sum_s in ((1e9, 2.0), (10.0, 10.0)):  # the core's 2 s, or the network's 10 s
+        timeline = pd.simulate(replace(busy, cluster=Cluster.flat(2, bytes_per_s)), minibatches=8)
+        assert timeline.makespan_s == pytest.approx(4 * (4.0 + 8.0 + 1.0 + sum_s))
 
 
 def test_an_unbroken_run_by_hand() -> None:

@@ -116,6 +116,10 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
             done.summed[one.channel, one.index] = times
             _, over = arrivals.get(("sum", one.channel, one.index), (0.0, max(end for _, end in times)))
             closed = sum_end(program, costs, one.channel, times) if alone else over
+            if not host.overlap_device and costs.sum_bytes and one.channel < len(costs.sum_bytes):
+                # Meanwhile each member's core sends and receives the bytes of the sum.
+                busy_s = 2 * host.message_s_per_byte * costs.sum_bytes[one.channel]
+                closed = max(closed, max(end for _, end in times) + busy_s)
             wait(rank, one.channel, one.index, closed)
         elif one.kind is Move.SEND:
             now[rank] += end_s(one.channel) * slowness

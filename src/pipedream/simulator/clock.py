@@ -273,12 +273,16 @@ class _Clock:
         if meeting.missing:
             return
         if stage == _ALL:
-            self._over(meeting, 0.0)
+            self._over(meeting, 0.0, 0.0)
         else:
-            self.messages.sum_up(stage, self.costs.sum_parts(stage, meeting.came), partial(self._over, meeting))
+            self.messages.sum_up(
+                stage,
+                self.costs.sum_parts(stage, meeting.came),
+                partial(self._over, meeting, self.costs.summing_s(stage)),
+            )
 
-    def _over(self, meeting: _Meeting, now: float) -> None:
-        meeting.over_s = max(now, *(came_s for came_s, _ in meeting.came))
+    def _over(self, meeting: _Meeting, busy_s: float, now: float) -> None:
+        meeting.over_s = max(now, *(came_s + busy_s for came_s, _ in meeting.came))
         self.ready.extend(meeting.waiting)
         meeting.waiting.clear()
 

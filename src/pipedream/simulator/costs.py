@@ -97,15 +97,15 @@ class Costs:
     def _host_s(self, kind: Kind, stage: int) -> float:
         """The seconds that an op keeps the host busy; messages are part of them where the device computes meanwhile."""
         if kind is Kind.UPDATE:
-            return self.runtime.update_s + self._summing_s(stage)
+            return self.runtime.update_s
         if not self.runtime.overlap_device or kind is Kind.WEIGHT_GRADIENT:
             return self.runtime.op_s
         neighbours = (stage > 0) + (stage < len(self.forward_s) - 1)
         return self.runtime.op_s + neighbours * self.runtime.message_s
 
-    def _summing_s(self, stage: int) -> float:
-        """What a sum over replicas takes from computing: each worker sends and receives its bytes."""
-        if self.runtime.overlap_device or not self.sum_bytes:
+    def summing_s(self, stage: int) -> float:
+        """Returns how long a sum over replicas keeps a worker busy after its backward, while the network carries it."""
+        if self.runtime.overlap_device or not self.sum_bytes or stage >= len(self.forward_s):
             return 0.0
         return 2 * self.runtime.message_s_per_byte * self.sum_bytes[stage]
 
