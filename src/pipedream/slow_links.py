@@ -176,7 +176,7 @@ def _rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
 
     The packets of several pairs take turns, as in the fair queues of most systems. In one queue those of an all-reduce
     would wait for all that other connections have sent before, which may be megabytes. Acknowledgements go first:
-    behind the data of their own connection they would slow the other direction down to the rate of this one.
+    if they waited for the data of their connection, they would slow the other direction down to the rate of this one.
     """
     # bps: bytes per second, in the language of tc
     rate = f"rate {round(bytes_per_s)}bps"

@@ -31,7 +31,10 @@ from pipedream.runtime.results.losses import Loss, is_torch_loss, metric_scores
 from pipedream.runtime.results.memory import MemoryMeter, keep_freed_memory, tensor_bytes
 from pipedream.runtime.results.results import Score
 
-__all__ = ["Baseline", "DataParallel", "OneFOneB", "PlainLoop"]
+__all__ = ["Baseline", "DataParallel", "OneFOneB", "PlainLoop", "message_s_per_byte"]
+
+_UPDATES = 16  # that are timed without and with messages
+_MOST_BYTES, _FILLED = 2e6, 0.4  # of a message: at most, and as a share of what the link carries during an update
 
 
 class Baseline(ABC):
@@ -73,7 +76,7 @@ class Baseline(ABC):
         for epoch in range(epochs):
             mark, samples, now = None, 0, start
             for batches in self._updates(epoch, order):
-                self.update(batches)
+                self._update(batches)
                 samples, most = samples + self._samples, max(most, self._samples)
                 done += len(batches) if self._reads_all else self._workers
                 now = time.perf_counter()
@@ -135,16 +138,19 @@ class Baseline(ABC):
             for minibatch in reader:
                 yield [minibatch.batch]
 
-    def update(self, batches: Sequence[Any]) -> None:
-        """Trains on the minibatches that this worker reads for an update."""
+    def _update(self, batches: Sequence[Any]) -> None:
+        self.step(batches)
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def step(self, batches: Sequence[Any]) -> None:
+        """Trains on the minibatches that this worker reads for an update; learning rates stay."""
         self._module.train()
         self._optimizer.zero_grad()
         self._backward(batches)
         if self._recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._recipe.clip_grad_norm)
         self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
 
     def _read(self, batch: Any) -> tuple[Any, Any]:
         """Returns inputs and targets on the device."""
@@ -382,6 +388,34 @@ class OneFOneB(Baseline):
             dist.send_object_list([output], self._rank + 1)
             return None
         return output
+
+
+def message_s_per_byte(loop: PlainLoop, batch: Any, rank: int, workers: int, bytes_per_s: float) -> float:
+    """Returns what a byte of a message takes from compute, at each of its ends, on a link of this rate.
+
+    The cores that compute also serve gloo and the network. Each worker trains the whole model while a message goes to
+    the next one; what that adds to an update is a mean over the workers.
+    """
+
+    def update_s(message_bytes: int) -> float:
+        sent, received = (torch.zeros(message_bytes, dtype=torch.uint8) for _ in range(2))
+        seconds = []
+        for _ in range(_UPDATES):
+            start = time.perf_counter()
+            works = [dist.irecv(received, (rank - 1) % workers), dist.isend(sent, (rank + 1) % workers)]
+            loop.step([batch])
+            for work in works:
+                assert work is not None, "every rank of the group comes here"
+                work.wait()
+            seconds.append(time.perf_counter() - start)
+        found = torch.tensor([median(seconds)], dtype=torch.float64)
+        dist.all_reduce(found)
+        return float(found) / workers
+
+    loop.step([batch])
+    alone_s = update_s(1)
+    message_bytes = max(1, int(min(_MOST_BYTES, _FILLED * bytes_per_s * alone_s)))
+    return max(0.0, update_s(message_bytes) - alone_s) / (2 * message_bytes)
 
 
 class _open:
