@@ -124,7 +124,7 @@ class _Bench:
         rates = {row["each_update"]: row["rate"] for row in found if row["is_best"]}
         os.environ[ASKED] = task.asked(rates[1])
         self.network.limit(None)
-        profile, _ = _profiled(self._runs(TUNING_SEED), 2)
+        profile, _ = _profiled(self._runs(TUNING_SEED), 2, PARTS)
         self.network.limit(task.bytes_per_s)
         for seed in range(self.size.seeds):
             for name in self.size.variants:

@@ -486,7 +486,7 @@ class _OverLink:
             made.workers,
             text,
             samples_per_s=summary["throughput"]["measured_per_s"],
-            predicted_per_s=_predicted_per_s(made),
+            predicted_per_s=summary["throughput"]["predicted_per_s"] if self.scales else _predicted_per_s(made),
             samples_per_update=self.profile.batch * (1 if splits else max(made.replicas)),
             bytes_per_sample=self._per_sample(sent, summary["minibatches"]),
             bubble=summary["bubble"]["measured"],
