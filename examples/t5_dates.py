@@ -14,7 +14,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import pipedream
 
-PAD, IGNORED, EPOCHS = 0, -100, 3
+PAD, IGNORED, EPOCHS = 0, -100, 4
 FORMATS = ("%B %d, %Y", "%d %b %Y", "%m/%d/%Y", "%A, %d %B %Y")
 
 
