@@ -52,7 +52,7 @@ def test_a_variant_that_was_refused_has_no_figure(curve: Any) -> None:
 
 @pytest.mark.network
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_runs_in_its_smallest_size(tmp_path: Path) -> None:
     ended = Started((str(FOLDER / "run.py"), "--size", "test", "--only", "curve", "--out", "out"), folder=tmp_path).end(
         400.0
