@@ -88,30 +88,19 @@ class _Worker:
 
     def solo(self, steps: int) -> dict[str, float]:
         """Trains the whole model here, while the other worker does the same; no messages."""
-        model = self.job.make()
-        update, (inputs, targets) = optimizer(model.parameters()), self.job.batch(self.job.samples)
-
-        def step() -> None:
-            update.zero_grad()
-            torch.autograd.backward(self.job.loss(model(inputs), targets))
-            update.step()
-
-        return self._timed(step, steps, 1)
+        return self._timed(self._step_of(self.job.make()), steps, 1)
 
     def exchange(self, steps: int, message_bytes: int) -> dict[str, float]:
         """Trains as `solo` while a message goes each way per microbatch; the slower rate of the two workers."""
-        model = self.job.make()
-        update, (inputs, targets) = optimizer(model.parameters()), self.job.batch(self.job.samples)
+        train = self._step_of(self.job.make())
         sent, received = (torch.zeros(message_bytes, dtype=torch.uint8) for _ in range(2))
 
         def step() -> None:
-            update.zero_grad()
             works = [
                 dist.irecv(received, 1 - self.rank, self.group),
                 dist.isend(sent, 1 - self.rank, self.group),
             ]
-            torch.autograd.backward(self.job.loss(model(inputs), targets))
-            update.step()
+            train()
             for work in works:
                 assert work is not None
                 work.wait()
@@ -142,14 +131,7 @@ class _Worker:
         for layer in (*model, model):
             if any(True for _ in layer.parameters()):
                 fully_shard(layer, mesh=mesh)
-        update, (inputs, targets) = optimizer(model.parameters()), self.job.batch(self.job.samples)
-
-        def step() -> None:
-            update.zero_grad()
-            torch.autograd.backward(self.job.loss(model(inputs), targets))
-            update.step()
-
-        return self._timed(step, steps, 2)
+        return self._timed(self._step_of(model), steps, 2)
 
     def torch(self, steps: int, schedule: str, plan: str) -> dict[str, float]:
         """Runs torch's schedule on the stages of a plan."""
@@ -198,6 +180,17 @@ class _Worker:
                     ends.append((time.perf_counter(), _sent_bytes()))
         begin, end = ends[warm - 1], ends[warm + steps - 1]
         return self._shared(steps * replicas * made.batch, end[0] - begin[0], end[1] - begin[1])
+
+    def _step_of(self, model: nn.Module) -> Callable[[], None]:
+        """Returns a function that trains a model on one microbatch."""
+        update, (inputs, targets) = optimizer(model.parameters()), self.job.batch(self.job.samples)
+
+        def step() -> None:
+            update.zero_grad()
+            torch.autograd.backward(self.job.loss(model(inputs), targets))
+            update.step()
+
+        return step
 
     def _timed(self, step: Callable[[], None], steps: int, microbatches: int) -> dict[str, float]:
         """Times a step that takes in so many microbatches over all workers."""
