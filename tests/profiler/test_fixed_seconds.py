@@ -89,3 +89,15 @@ def test_layers_that_are_faster_in_small_batches_are_planned_by_the_microbatch()
         plan = planning.plan(profile, pd.Cluster.flat(2), schedule=schedule, microbatches=m, shape="straight")
         assert plan.stages[1].first == cut
         assert score(plan).period_s == pytest.approx(period_s)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"microbatches": 0}, "microbatches=0 was given; give at least 1"),
+        ({"microbatches": 4, "device": "meta"}, "no microbatch can be measured; leave out microbatches=4"),
+    ],
+)
+def test_microbatches_that_cannot_be_measured(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ProfileError, match=words):
+        pd.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(8, 2), **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -46,7 +46,7 @@ def profile(
             min=1,
             metavar="M",
             show_default="2",
-            help="Microbatches that minibatches will be split into; one of them is measured, too.",
+            help="Microbatches per minibatch in training; the time of one is measured as well.",
         ),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, metavar="N", help="Measured runs, of which the median counts.")] = 10,
@@ -66,10 +66,18 @@ def profile(
 
     if device not in ("cpu", "cuda", "meta") and not device.startswith("cuda:"):
         raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")
-    check_flags(device=device, as_device=as_device, dtype=dtype)
+    check_flags(device=device, as_device=as_device, dtype=dtype, microbatches=microbatches)
     made = load_recipe(recipe, seed=seed)
-    how: dict[str, Any] = {"as_device": as_device, "dtype": dtype, "microbatches": microbatches}
-    found = profile_recipe(made, device=device, seed=seed, runs=runs, finest=finest, **how)
+    found = profile_recipe(
+        made,
+        device=device,
+        as_device=as_device,
+        dtype=dtype,
+        seed=seed,
+        runs=runs,
+        finest=finest,
+        microbatches=microbatches,
+    )
     if output is not None:
         found.save(output)
     print(found.to_json() if as_json else found)

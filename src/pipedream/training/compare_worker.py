@@ -37,8 +37,9 @@ def run_asked(asked: dict[str, Any]) -> None:
     recipe = load_recipe(asked["recipe"], seed=asked["seed"])
     found: dict[str, Any]
     if asked["kind"] == "profile":
-        how = {name: asked[name] for name in ("seed", "runs", "microbatches")}
-        profile = profile_recipe(recipe, device=str(device), **how)
+        profile = profile_recipe(
+            recipe, device=str(device), seed=asked["seed"], runs=asked["runs"], microbatches=asked["microbatches"]
+        )
         if rank == 0:
             profile.save(Path(asked["out"]))
         process_group.wait_for_all()

@@ -183,8 +183,9 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
             plan = saved
     if plan is None:
         with blaming("while its model was profiled on its first batch"):
-            how: dict[str, Any] = {"device": str(process.device), "seed": job.seed, "microbatches": job.microbatches}
-            profile = profile or profile_recipe(recipe, **how)
+            profile = profile or profile_recipe(
+                recipe, device=str(process.device), seed=job.seed, microbatches=job.microbatches
+            )
         plan = make_plan(
             replace(profile, runtime=runtime),
             _cluster(job, process),

@@ -239,5 +239,12 @@ EXCLUSIONS = (
         "only on the device meta are the times predicted and not measured",
         f"{_LEAVE_OUT}, or profile on the device meta",
     ),
+    Exclusion(
+        "device",
+        _is("meta"),
+        _given("microbatches"),
+        "nothing runs on the device meta, so no microbatch can be measured",
+        _LEAVE_OUT,
+    ),
 )
 """The table. The first row that applies is reported."""

@@ -75,14 +75,17 @@ def profile(
         seed: of the random numbers that layers draw.
         finest: also split the modules of a chain into those inside them.
         batch_dim: dimension of the samples in the inputs, as in `pipedream.Pipeline`.
-        microbatches: into which a minibatch will be split, if that is known. One of them is measured, too, because a
-            small batch may take more or less time per sample than a large one; by default a half.
+        microbatches: that each minibatch will be split into, if known. The time of one is measured as well, because a
+            small batch may take more or less time per sample than a large one; by default that of half a minibatch.
 
     Raises:
         CaptureError: the model cannot be split into layers.
         ProfileError: a layer fails on the sample, or options exclude each other.
     """
-    check_options({"device": device, "as_device": as_device, "dtype": dtype}, error=ProfileError)
+    given = {"device": device, "as_device": as_device, "dtype": dtype, "microbatches": microbatches}
+    check_options(given, error=ProfileError)
+    if microbatches is not None and microbatches < 1:
+        raise ProfileError(f"microbatches={microbatches} was given; give at least 1")
     inputs = sample if isinstance(sample, (tuple, Mapping)) else (sample,)
     parts = 2 if microbatches in (None, 1) else microbatches
 
