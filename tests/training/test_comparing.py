@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream
 from pipedream.core.errors import RecipeError
+from pipedream.runtime import torch_baselines
 from pipedream.runtime.torch_baselines import Baseline, DataParallel, OneFOneB, PlainLoop
 from pipedream.training import compare as comparing
 
@@ -219,6 +220,27 @@ def test_predictions_include_what_messages_take_from_compute(tmp_path: Path) -> 
         rates.append(comparing._predicted_per_s(plan))
     (message_bytes,) = (stage.output_bytes for stage in plan.stages[:-1])
     assert 8 / rates[1] - 8 / rates[0] == pytest.approx(2e-6 * message_bytes, rel=0.2)
+
+
+def test_what_a_byte_takes_from_compute_is_what_it_adds_to_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update takes 10 ms and each byte 3 us: 1.5 us at each of its two ends."""
+    clock, sizes = [0.0], []
+
+    def wait_for(size: int) -> None:
+        sizes.append(size)
+        clock[0] += 3e-6 * (size - 1)
+
+    fake = SimpleNamespace(
+        irecv=lambda received, sender: SimpleNamespace(wait=lambda: None),
+        isend=lambda sent, receiver: SimpleNamespace(wait=lambda: wait_for(sent.numel())),
+        all_reduce=lambda seconds: seconds.mul_(2),
+    )
+    monkeypatch.setattr(torch_baselines, "dist", fake)
+    monkeypatch.setattr(torch_baselines, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    loop: Any = SimpleNamespace(step=lambda batches: clock.__setitem__(0, clock[0] + 0.01))
+    found = torch_baselines.message_s_per_byte(loop, None, 0, 2, 1e6)
+    assert found == pytest.approx(1.5e-6, rel=1e-3)
+    assert set(sizes) == {1, 4000}  # 0.4 of what the link carries in 10 ms
 
 
 @pytest.mark.network

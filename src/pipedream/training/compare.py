@@ -99,7 +99,7 @@ def compare_recipe(
                 cluster = Cluster(tuple(levels))
             else:
                 cluster = own_cluster(options.device, workers=workers)[0]
-            if network is not None and scales is None:
+            if network is not None and scales is None and options.device == "cpu":
                 profile = _with_message_cost(runs, profile, workers, min(bytes_per_s))
             over = _OverLink(runs, profile, cluster, options.microbatches, tuple(schedules), progress, scales)
             variants = tuple(over.variants(found[0].variants if found else ()))
@@ -486,6 +486,7 @@ class _OverLink:
             made.workers,
             text,
             samples_per_s=summary["throughput"]["measured_per_s"],
+            # An emulation predicts for stages that wait, without what the runtime costs those that compute.
             predicted_per_s=summary["throughput"]["predicted_per_s"] if self.scales else _predicted_per_s(made),
             samples_per_update=self.profile.batch * (1 if splits else max(made.replicas)),
             bytes_per_sample=self._per_sample(sent, summary["minibatches"]),
