@@ -35,8 +35,8 @@ _LEAST_BURST_BYTES, _BURST_S, _QUEUE_BYTES = 32_000, 2e-4, 16_000_000
 # With packets of 1500 bytes that takes 4 to 10 ms of a core for each message of 0.8 MB at 400 Mbit/s.
 _PACKET_BYTES = 9000
 
-# Acknowledgements go before data (see _rules). A receiver drops data with one that is older than its window, so windows
-# are large and senders keep little in the queues.
+# Acknowledgements overtake data (see _rules). A receiver drops data whose own acknowledgement lags by more than a
+# window, so windows are large and senders queue little.
 _SOCKETS = {"tcp_wmem": "4096 65536 524288", "tcp_rmem": "4096 16777216 16777216"}
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
@@ -61,7 +61,7 @@ class _Namespace:
         return ("nsenter", f"--target={self.pid}", *user, *(("--net",) if net else ()))
 
     def set(self, settings: Mapping[str, str]) -> None:
-        """Writes settings of the kernel's net.ipv4 here."""
+        """Sets values of the kernel's net.ipv4 in this namespace."""
         lines = "; ".join(f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in settings.items())
         done = subprocess.run((*self.enter(), "sh", "-ec", lines), capture_output=True, text=True)
         if done.returncode:

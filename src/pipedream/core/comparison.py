@@ -104,7 +104,7 @@ class RecipeComparison:
     emulated: bool = False
 
     @property
-    def who(self) -> str:
+    def workers_text(self) -> str:
         """The workers in words."""
         return f"{self.workers} {'emulated ' if self.emulated else ''}workers"
 
@@ -161,7 +161,7 @@ class RecipeComparison:
                 ).rstrip()
                 for row in rows
             ]
-            parts.append("\n".join([f"{self.recipe}, {self.who}, over {link.link}", *lines]))
+            parts.append("\n".join([f"{self.recipe}, {self.workers_text}, over {link.link}", *lines]))
         notes = [f"note: {reason}" for reason in self.reasons()]
         return "\n\n".join([*parts, "\n".join([*notes, self.verdict])])
 

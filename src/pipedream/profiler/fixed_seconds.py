@@ -1,6 +1,6 @@
 """The part of a layer's seconds that a smaller batch does not save, measured by also running a part of the sample.
 
-With t(n) = fixed + n k for n samples, a part of h of them gives fixed = (n t(h) - h t(n)) / (n - h). It is negative
+With t(n) = fixed + n k for n samples, measuring h of them gives fixed = (n t(h) - h t(n)) / (n - h). It is negative
 where a large batch takes longer per sample, because its activations do not fit into the caches.
 """
 
@@ -47,7 +47,7 @@ def fixed_s(
     Args:
         run: runs a sample and returns its laps.
         whole: median and spread of each lap of the whole batch.
-        parts: the smaller batch is the whole one over this.
+        parts: the smaller batch has 1 / parts of the samples.
         part_of: (sample, its number of samples, fewer) -> the first of them.
     """
     size = batch // parts

@@ -70,7 +70,7 @@ def measure(
         runs: runs that count; times are their medians.
         autocast: of the forwards; None: no autocast.
         samples: in the minibatch; by default the first dimension of the first tensor.
-        parts: of the sample, of which one is measured too, for minibatches that are split (`Profile.in_parts`).
+        parts: 1 / parts of the sample is measured as well, for minibatches that are split (`Profile.in_parts`).
         part_of: (sample, its number of samples, fewer) -> the first of them.
 
     Raises:

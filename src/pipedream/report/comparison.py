@@ -32,11 +32,11 @@ def comparison_svg(found: RecipeComparison, *, standalone: bool = True) -> str:
         standalone: False inside an HTML page.
     """
     if len(found.links) == 1:
-        return _bars(found.links[0], f"{found.recipe}, {found.who}: samples per second", standalone)
+        return _bars(found.links[0], f"{found.recipe}, {found.workers_text}: samples per second", standalone)
     links = sorted(found.links, key=lambda link: link.bytes_per_s[-1], reverse=True)
     rates = [link.bytes_per_s[-1] for link in links]
     is_ratio = all(link.of_ddp(one) for link in links for one in link.variants if one.samples_per_s)
-    title = f"{found.recipe}, {found.who}: {'speed-up over DDP' if is_ratio else 'samples per second'}"
+    title = f"{found.recipe}, {found.workers_text}: {'speed-up over DDP' if is_ratio else 'samples per second'}"
     lines: dict[str, Points] = {}
     for link in links:
         for one in link.variants:
@@ -86,7 +86,7 @@ def comparison_svg(found: RecipeComparison, *, standalone: bool = True) -> str:
 
 def comparison_page(found: RecipeComparison) -> str:
     """Returns the page: verdict, picture, tables, and why figures are missing."""
-    heading = f"{found.recipe} on {found.who}"
+    heading = f"{found.recipe} on {found.workers_text}"
     tables = "".join(
         f"<section><h2>Over {escape(link.link)}</h2>"
         + table(

@@ -590,5 +590,5 @@ class Worker:
 
 
 def _is_finite(weight: torch.Tensor) -> bool:
-    """A sum reads the weight once, which takes a twentieth of the time; that of finite numbers may overflow."""
+    """Tries the sum first, which takes a twentieth of the time; a sum of finite numbers may overflow."""
     return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())

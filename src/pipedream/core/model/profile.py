@@ -114,7 +114,7 @@ class Profile(Tabular, Artifact):
         notes: what was assumed or not checked.
         tied: parameters that several layers use; in separate stages each has a copy.
         runtime: what the runtime adds on the machine that measured.
-        parts: of the minibatch, one of which was measured, too: the fixed seconds follow from it.
+        parts: the fixed seconds come from a second measurement, of a minibatch with 1 / parts of the samples.
     """
 
     FORMAT = 1
@@ -156,10 +156,10 @@ class Profile(Tabular, Artifact):
                 raise ValueError(f"a tied parameter is used by two or more of {len(self.layers)} layers, found {one}")
 
     def in_parts(self, microbatches: int) -> Profile:
-        """Returns the profile of minibatches that are split into so many microbatches: no fixed seconds are negative.
+        """Returns the profile for minibatches that are split into this many microbatches.
 
-        Where a smaller batch takes less time per sample, a minibatch takes the microbatches' time; of those that are
-        smaller than what was measured, the same time per sample.
+        A layer that takes less time per sample in a small batch gets the total time of its microbatches, and no fixed
+        seconds. Below the smaller measured batch the time per sample is taken to be constant.
         """
         if all(min(layer.forward_fixed_s, layer.backward_fixed_s) >= 0 for layer in self.layers):
             return self
