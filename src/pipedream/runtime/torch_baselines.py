@@ -397,25 +397,27 @@ def message_s_per_byte(loop: PlainLoop, batch: Any, rank: int, workers: int, byt
     the next one; what that adds to an update is a mean over the workers.
     """
 
-    def update_s(message_bytes: int) -> float:
-        sent, received = (torch.zeros(message_bytes, dtype=torch.uint8) for _ in range(2))
-        seconds = []
+    def update_s(*sizes: int) -> list[float]:
+        """The updates take turns, as the speed of a machine drifts."""
+        messages = [[torch.zeros(size, dtype=torch.uint8) for _ in range(2)] for size in sizes]
+        seconds: list[list[float]] = [[] for _ in sizes]
         for _ in range(_UPDATES):
-            start = time.perf_counter()
-            works = [dist.irecv(received, (rank - 1) % workers), dist.isend(sent, (rank + 1) % workers)]
-            loop.step([batch])
-            for work in works:
-                assert work is not None, "every rank of the group comes here"
-                work.wait()
-            seconds.append(time.perf_counter() - start)
-        found = torch.tensor([median(seconds)], dtype=torch.float64)
+            for (sent, received), known in zip(messages, seconds, strict=True):
+                start = time.perf_counter()
+                works = [dist.irecv(received, (rank - 1) % workers), dist.isend(sent, (rank + 1) % workers)]
+                loop.step([batch])
+                for work in works:
+                    assert work is not None, "every rank of the group comes here"
+                    work.wait()
+                known.append(time.perf_counter() - start)
+        found = torch.tensor([median(known) for known in seconds], dtype=torch.float64)
         dist.all_reduce(found)
-        return float(found) / workers
+        return (found / workers).tolist()  # type: ignore[no-any-return]
 
     loop.step([batch])
-    alone_s = update_s(1)
-    message_bytes = max(1, int(min(_MOST_BYTES, _FILLED * bytes_per_s * alone_s)))
-    return max(0.0, update_s(message_bytes) - alone_s) / (2 * message_bytes)
+    message_bytes = max(1, int(min(_MOST_BYTES, _FILLED * bytes_per_s * update_s(1)[0])))
+    alone_s, beside_s = update_s(1, message_bytes)
+    return max(0.0, beside_s - alone_s) / (2 * message_bytes)
 
 
 class _open:
