@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pipedream.core.schedule.timeline import Timeline
     from pipedream.pipeline import Done, Pipeline
     from pipedream.recipe import Recipe
+    from pipedream.runtime.stage.auxiliary import auxiliary, auxiliary_scale
     from pipedream.training.emulate import emulate
     from pipedream.training.train import run
     from pipedream.workflows.plan import plan
@@ -48,6 +49,8 @@ __all__ = [
     "Schedule",
     "Timeline",
     "__version__",
+    "auxiliary",
+    "auxiliary_scale",
     "callbacks",
     "capture",
     "emulate",
@@ -75,6 +78,8 @@ _HOMES = {
     "Schedule": "core.schedule.schedule",
     "Stage": "core.plan.plan",
     "Timeline": "core.schedule.timeline",
+    "auxiliary": "runtime.stage.auxiliary",
+    "auxiliary_scale": "runtime.stage.auxiliary",
     "emulate": "training.emulate",
     "plan": "workflows.plan",
     "profile": "workflows.profile",

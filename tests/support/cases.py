@@ -217,7 +217,7 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
         optimizer: factory of the one that the rule goes by; the case's own unless said.
     """
     animal, plan = zoo.make(case.animal, case.dtype), case.plan()
-    total = animal.total
+    model, total = animal.reference or animal.model, animal.total
     batches = animal.batches * case.epochs
     names = list(chain.from_iterable(stage.names for stage in plan.stages))
     common: dict[str, Any] = {
@@ -234,13 +234,13 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
     if build(case.schedule, plan, case.microbatches).flushes:
         layout = LAYOUTS.get(case.schedule)
         holders = 1 if layout is None else layout.replicas
-        return reference.plain(animal.model, names, batches, total, case.optimize, holders=holders, **common)
+        return reference.plain(model, names, batches, total, case.optimize, holders=holders, **common)
     owned, statistics = (
         [[n for n, _ in named if any(n.startswith(f"{layer}.") for layer in stage.names)] for stage in plan.stages]
-        for named in (list(animal.model.named_parameters()), list(animal.model.named_buffers()))
+        for named in (list(model.named_parameters()), list(model.named_buffers()))
     )
     return reference.delayed(
-        animal.model, names, batches, total, optimizer or case.optimize, rule=rule,
+        model, names, batches, total, optimizer or case.optimize, rule=rule,
         stages=owned, version=_rule(case.schedule, plan), replicas=plan.replicas if outcome.split == 1 else None,
         statistics=statistics, **common,
     )  # fmt: skip
@@ -278,7 +278,7 @@ def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
         delays = iter(2 * (case.stages - 1 - s) for s in range(case.stages))  # one optimizer a stage, in their order
         made = lambda **numbers: delayed.SpikeSgd(delay=next(delays), **numbers)  # noqa: E731
     return delayed.train(
-        animal.model,
+        animal.reference or animal.model,
         [stage.names for stage in plan.stages],
         animal.batches * case.epochs,
         animal.total,

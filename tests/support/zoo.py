@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pipedream
 from pipedream.capture import capture
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
@@ -36,6 +37,7 @@ class Animal:
         loss: as a user gives it to a pipeline.
         total: (output, targets) -> (sum, weight), written independently of the loss above.
         cuts: number of stages -> layer indices.
+        reference: what plain PyTorch trains; the model itself unless given.
     """
 
     model: nn.Module
@@ -43,6 +45,7 @@ class Animal:
     loss: Callable[..., Any]
     total: Callable[[Any, Tensor], tuple[Tensor, float]]
     cuts: dict[int, tuple[int, ...]]
+    reference: nn.Module | None = None
 
 
 def plan_of(animal: Animal, stages: int, replicas: tuple[int, ...] | None = None, depth: Any = "noam") -> Plan:
@@ -180,8 +183,41 @@ def matrices(dtype: torch.dtype) -> Animal:
     return Animal(nn.Sequential(*layers).to(dtype), _dealt(*data, 12), F.cross_entropy, _classes, cuts)
 
 
+class _Regularised(nn.Module):
+    """A layer with two auxiliary losses, one of a weight alone. With `carries` they travel to the loss as a column."""
+
+    def __init__(self, inputs: int, outputs: int, carries: bool) -> None:
+        super().__init__()
+        self.linear, self.drop, self.carries = nn.Linear(inputs, outputs), nn.Dropout(0.2), carries
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, before = x[:, : self.linear.in_features], x[:, self.linear.in_features :].sum(1, keepdim=True)
+        made = self.linear(x)
+        losses = made.logsumexp(1).square().mean(), 0.3 * self.linear.bias.square().sum()
+        made = self.drop(made).tanh()
+        if self.carries:
+            return torch.cat([made, before + sum(losses)], 1)
+        for loss in losses:
+            made = pipedream.auxiliary(made, loss)
+        return made
+
+
+def auxiliary(dtype: torch.dtype) -> Animal:
+    """A multilayer perceptron with auxiliary losses in each layer, and targets that do not count."""
+
+    def model(carries: bool) -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(*(_Regularised(*sizes, carries) for sizes in ((6, 8), (8, 8), (8, 8), (8, 3)))).to(dtype)
+
+    x, y = torch.randn(50, 6, dtype=dtype), torch.randint(PAD, 3, (50,))
+    y[12:16] = PAD  # a microbatch in which nothing counts
+    loss, cuts = partial(F.cross_entropy, ignore_index=PAD), {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}
+    return Animal(model(False), _dealt(x, y, 12), loss, _classes_and_losses, cuts, model(True))
+
+
 NAMES = ("mlp", "cnn", "lstm", "transformer")
 _SPECIES = {"mlp": mlp, "cnn": cnn, "lstm": lstm, "transformer": transformer, "matrices": matrices}
+_SPECIES |= {"auxiliary": auxiliary}
 
 
 def make(name: str, dtype: torch.dtype = torch.float64) -> Animal:
@@ -208,6 +244,13 @@ def _tokens(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
 
 def _elements(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
     return ((_full(output) - targets) ** 2).sum(), float(targets.numel())
+
+
+def _classes_and_losses(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    """The last column is the sum of the auxiliary losses, which a reported loss does not include."""
+    total, weight = _tokens(output[:, :3], targets)
+    losses = output[:, 3:].sum(1).mean()
+    return total + weight * (losses - losses.detach()), weight
 
 
 def _full(output: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
 from pipedream.runtime.results.losses import Loss
+from pipedream.runtime.stage.auxiliary import auxiliary_scale
 from pipedream.runtime.stage.generators import LayerGenerators
+from pipedream.runtime.stage.stage_module import SavedForward
 
 __all__ = ["FirstMinibatch", "FirstOfStage", "UserModel"]
 
@@ -238,7 +240,8 @@ class FirstMinibatch:
             if weight:
                 total += float(found.detach()) * factor
                 if backward and found.requires_grad:
-                    found.backward(torch.full_like(found, factor))  # type: ignore[no-untyped-call]
+                    with auxiliary_scale(weight):
+                        found.backward(torch.full_like(found, factor))  # type: ignore[no-untyped-call]
             losses.append(float(found.detach()))
             if not backward:
                 outputs.append(output)
@@ -456,10 +459,8 @@ class FirstOfStage:
     def before_forward(self, value: Any, microbatch: int, first: bool, finish: Callable[[Any], Any] | None) -> None:
         """Called with the value of the first microbatch."""
 
-    def before_backward(
-        self, index: int, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Called with a stage's outputs and their gradients."""
+    def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Called with the gradients of a stage's outputs."""
 
     def sent_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Called with the gradients of the received tensors."""

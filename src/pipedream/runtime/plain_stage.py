@@ -14,7 +14,8 @@ import torch
 
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.first_minibatch import FirstMinibatch, FirstOfStage
-from pipedream.runtime.stage.stage_module import StageModule
+from pipedream.runtime.stage.auxiliary import auxiliary_scale
+from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 
 __all__ = ["PlainStage"]
 
@@ -54,19 +55,18 @@ class PlainStage(FirstOfStage):
         self._outputs = tensors_in(output)
         self._check.note_kinds(self._outputs)
 
-    def before_backward(
-        self, index: int, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-    ) -> None:
+    def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
         """Compares the outputs, and takes the gradients of the layers for those that the outputs have."""
-        if index or not self._outputs:
+        if saved.microbatch or not self._outputs:
             return
-        self._check.compare_values(self._stage, "output", self._outputs, outputs)
+        self._check.compare_values(self._stage, "output", self._outputs, saved.outputs)
         pairs = [(o, g) for o, g in zip(self._outputs, gradients, strict=True) if g is not None and o.requires_grad]
         handles = [self._module.handles[name] for name in self._names]
         found: Sequence[torch.Tensor | None] = [None] * (len(handles) + len(self._inputs))
         if pairs:
             ends, arrived = zip(*pairs, strict=True)
-            found = torch.autograd.grad(ends, [*handles, *self._inputs], arrived, allow_unused=True)
+            with auxiliary_scale(saved.auxiliary_scale):
+                found = torch.autograd.grad(ends, [*handles, *self._inputs], arrived, allow_unused=True)
         self._check.refer_to(dict(zip(self._names, found, strict=False)))
         self._input_gradients = list(found[len(handles) :])
         self._inputs, self._outputs = [], ()

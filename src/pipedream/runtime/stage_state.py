@@ -249,8 +249,7 @@ class StageState:
 
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
         if self.first is not None:
-            weight = 1.0 if self.optimizer.mean_of_rounds else saved.loss_weight
-            self.first.after_backward(saved.microbatch, gradients, weight * self.optimizer.scale)
+            self.first.after_backward(saved.microbatch, gradients, saved.auxiliary_scale)
         self.gradients.add(gradients, saved.loss_weight)
         if saved.weights is not None:
             read = saved.weights.version if self._stashes else self.versions.newest

@@ -415,7 +415,7 @@ class Worker:
             with stage_state.backward_context(saved):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
                 if stage_state.first is not None:
-                    stage_state.first.before_backward(index, saved.outputs, output_gradients)
+                    stage_state.first.before_backward(saved, output_gradients)
                 weight_gradients, input_gradients = stage_state.module.backward(
                     saved, output_gradients, stage_state.gradients.accumulators, ready
                 )
@@ -431,7 +431,7 @@ class Worker:
             with stage_state.backward_context(saved):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
                 if stage_state.first is not None:
-                    stage_state.first.before_backward(index, saved.outputs, output_gradients)
+                    stage_state.first.before_backward(saved, output_gradients)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
         self._send_back(stage, index, saved, input_gradients, message)
 

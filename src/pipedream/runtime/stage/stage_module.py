@@ -30,6 +30,7 @@ from pipedream.core.errors import CaptureError
 from pipedream.core.user_code import note_module
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.stage.auxiliary import auxiliary_scale
 from pipedream.runtime.stage.generators import LayerGenerators, never_draws
 from pipedream.runtime.stage.split_backward import Deferred, split_backward
 from pipedream.runtime.stage.versions import WeightSet
@@ -72,8 +73,9 @@ class SavedForward:
         outputs: that were sent on, or the loss.
         wants: whether each received tensor's gradient is sent back.
         version: that was read, or predicted from.
-        loss_weight: in the minibatch's unit (`Scorer.score`).
+        loss_weight: d objective / d mean loss, in the minibatch's unit (`Scorer.score`).
         scale: d objective / d loss, at the last stage.
+        auxiliary_scale: d objective / d auxiliary loss, times the loss scale; known from the backward on.
         recompute: fills in graph_inputs and outputs; None if the graph was kept.
         recomputed_weights: if not `weights`.
         deferred: between the halves of a backward.
@@ -87,6 +89,7 @@ class SavedForward:
     version: int = 0
     loss_weight: float = 0.0
     scale: float = 1.0
+    auxiliary_scale: float = 0.0
     recompute: Callable[[], object] | None = None
     recomputed_weights: WeightSet | None = None
     deferred: Deferred | None = None
@@ -98,7 +101,8 @@ class SavedForward:
         return found
 
     def output_gradients(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:
-        """Returns the gradients of the outputs, and records the loss weight; recomputes the graph if it was not kept.
+        """Returns the gradients of the outputs, and records what the microbatch counts; recomputes the graph if it was
+        not kept.
 
         Args:
             message: None at the last stage, which creates its own, times `loss_scale`.
@@ -107,10 +111,11 @@ class SavedForward:
             recompute, self.recompute = self.recompute, None  # it holds the received message
             recompute()
             del recompute
+        self.loss_weight = self.loss_weight if message is None else message.loss_weight
+        self.auxiliary_scale = self.loss_weight * loss_scale
         if message is None:
             own = torch.full_like(self.outputs[0], self.scale)
             return [own if loss_scale == 1.0 else own.mul_(loss_scale)]  # may overflow, and be infinite
-        self.loss_weight = message.loss_weight
         arriving = iter(message.tensors)
         return [next(arriving) if output.requires_grad else None for output in self.outputs]
 
@@ -275,7 +280,10 @@ class StageModule:
             if outputs:
                 weights.ready = ready
                 # As torch.autograd.backward, which takes 8 us for checks: the next stage's messages have their shapes.
-                _engine_run_backward(outputs, arrived, False, False, (), allow_unreachable=True, accumulate_grad=True)
+                with auxiliary_scale(saved.auxiliary_scale):
+                    _engine_run_backward(
+                        outputs, arrived, False, False, (), allow_unreachable=True, accumulate_grad=True
+                    )
             back = [getattr(node, "gradient", None) for node in saved.graph_inputs]
             return [leaf.grad for leaf in leaves], back
         finally:
@@ -286,7 +294,9 @@ class StageModule:
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of the received tensors only; frees what `backward_weights` does not need."""
         outputs, arrived = _with_gradients(saved, gradients)
-        back, saved.deferred = split_backward(outputs, arrived, [GradientEdge(node, 0) for node in saved.graph_inputs])
+        entries = [GradientEdge(node, 0) for node in saved.graph_inputs]
+        with auxiliary_scale(saved.auxiliary_scale):
+            back, saved.deferred = split_backward(outputs, arrived, entries)
         saved.graph_inputs = ()
         saved.outputs = ()
         return back
@@ -306,10 +316,11 @@ class StageModule:
         leaves = self._begin_backward(weights, accumulators)
         try:
             numbers = {leaf: number for number, leaf in enumerate(leaves)}
-            for leaf in saved.deferred.run():
-                if ready is not None and leaf in numbers and leaf.grad is not None:
-                    gradient, leaf.grad = leaf.grad, None
-                    ready(numbers[leaf], gradient)
+            with auxiliary_scale(saved.auxiliary_scale):
+                for leaf in saved.deferred.run():
+                    if ready is not None and leaf in numbers and leaf.grad is not None:
+                        gradient, leaf.grad = leaf.grad, None
+                        ready(numbers[leaf], gradient)
             saved.deferred = None
             return [leaf.grad for leaf in leaves]
         finally:

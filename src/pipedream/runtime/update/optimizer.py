@@ -198,11 +198,6 @@ class Optimizer:
             self.compensator.load(name, kept)
 
     @property
-    def mean_of_rounds(self) -> bool:
-        """Whether each minibatch is normalised by itself."""
-        return self._mean_of_rounds
-
-    @property
     def scale(self) -> float:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 

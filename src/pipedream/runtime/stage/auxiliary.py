@@ -1,0 +1,98 @@
+"""Losses that a model computes inside of itself, such as the balance loss of its experts.
+
+They need no way to the last stage: a backward that reaches the place of such a loss gives it the gradient that it has
+in the objective of its microbatch. This is one number, which every stage knows when it runs a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+__all__ = ["auxiliary", "auxiliary_scale"]
+
+_scale = 1.0  # not a context variable: autograd runs a GPU's backwards on threads of its own, which would not see it
+
+
+def auxiliary(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """Returns `value`, and adds a loss to the objective of every backward that runs through it.
+
+    The loss counts like the loss of the microbatch: in a pipeline a minibatch's objective is the mean of (loss +
+    auxiliary losses) over its microbatches, weighted as the loss is, at whatever stage they are computed. Reported
+    losses do not include it, and evaluations ignore it. Where nothing that is trained reads `value`, it does not count.
+
+    In a plain loop ``loss.backward()`` adds each auxiliary loss once. Where the loop scales its loss, as for the
+    accumulation of gradients or with a `torch.amp.GradScaler`, it scales these with `auxiliary_scale`.
+
+    Args:
+        value: any shape; of floating-point numbers.
+        loss: one number.
+
+    Raises:
+        TypeError: an argument is not such a tensor.
+    """
+    if has_torch_function((value, loss)):
+        return handle_torch_function(auxiliary, (value, loss), value, loss)
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        raise TypeError(
+            f"auxiliary(value, loss) was given {_kind(value)} as its value, through which no gradient flows; give a "
+            "tensor of floating-point numbers that the model computes with afterwards"
+        )
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise TypeError(
+            f"auxiliary(value, loss) was given {_kind(loss)} as its loss; give a tensor with one floating-point number"
+        )
+    return _Auxiliary.apply(value, loss)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@contextmanager
+def auxiliary_scale(scale: float) -> Iterator[None]:
+    """A context whose backwards multiply auxiliary losses by `scale`, as a plain loop multiplies its loss.
+
+    with pipedream.auxiliary_scale(1 / parts):
+        (loss / parts).backward()
+    """
+    global _scale
+    before, _scale = _scale, scale
+    try:
+        yield
+    finally:
+        _scale = before
+
+
+@torch.library.custom_op("pipedream::auxiliary_gradient", mutates_args=())
+def _gradient(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The scale. An operation of its own for torch.compile, which would take the present scale for a constant."""
+    return torch.full(shape, _scale, dtype=dtype, device=device)
+
+
+@_gradient.register_fake
+def _(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+class _Auxiliary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.like = loss.shape, loss.dtype, loss.device
+        return value.detach()  # not `value`, of which autograd would make a view that may not be written in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if gradients[0] is None:
+            return None, None
+        shape, dtype, device = ctx.like
+        if torch.compiler.is_compiling():
+            return gradients[0], _gradient(shape, dtype, device)
+        return gradients[0], torch.full(shape, _scale, dtype=dtype, device=device)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of {value.dtype} of shape {tuple(value.shape)}"

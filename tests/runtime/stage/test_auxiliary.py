@@ -1,0 +1,256 @@
+"""Auxiliary losses count in a pipeline as in plain PyTorch, and in a plain loop as if they were written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import delayed
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ASYNCHRONOUS, FLUSHING, Case, check, check_processes, run
+from first_minibatches import SGD, assert_equal, batches, piped
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pipedream
+from pipedream import auxiliary, auxiliary_scale
+from pipedream.runtime.session import Session
+
+DATA = batches()
+PARTS = {"gpipe": 3, "zb_h2": 5, "pipedream_2bw": 3, "paci": 2, "pipemare": 2, "xpipe": 2}
+QUICK = ("1f1b", "zb_h1", "roundpipe", "pipedream", "pipedream_2bw", "paci")
+
+
+def _case(schedule: str, **more: Any) -> Case:
+    parts = PARTS.get(schedule, 4 if schedule in FLUSHING else 3 if "timeprest" in schedule else None)
+    parts = 8 if schedule == "chimera_doubled" else parts
+    stages = 4 if schedule in FLUSHING else 3
+    return Case("auxiliary", schedule, **{"stages": stages, "microbatches": parts, "epochs": 2, "drain_at": 4} | more)
+
+
+def _slow(case: Case) -> Any:
+    return pytest.param(case, id=str(case), marks=pytest.mark.slow)
+
+
+OTHERS = [
+    _case("1f1b", recompute=True, scheduled=True, clip_grad_norm=0.1),
+    _case("zb_h1", recompute=True),
+    _case("spectrain", options=(("backward_rule", "recompute"),)),
+    replace(_case("1f1b"), stages=2, replicas=(2, 1)),
+    replace(_case("pipedream"), stages=2, replicas=(2, 1)),
+    replace(_case("zb_h1"), stages=1),
+]
+
+
+class Penalised(nn.Module):
+    """A layer whose outputs are to be small; outside of a pipeline the loss may be kept for a sum written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.adds: Callable[[Tensor, Tensor], Tensor] = auxiliary
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.linear(x)
+        return self.adds(made, made.square().mean()).tanh()
+
+
+class Residual(nn.Module):
+    """Adds a loss in its own code, between the calls of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.adds: Callable[[Tensor, Tensor], Tensor] = auxiliary
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        made = self.b(x)
+        x = x + self.adds(made, (made * x).mean().square()).tanh()
+        return x + self.c(x)
+
+
+def net(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    if kind is Residual:
+        return kind().double()
+    return nn.Sequential(kind(), nn.Linear(4, 4), kind(), nn.Linear(4, 4)).double()
+
+
+def mse(output: Tensor, batch: Any) -> Tensor:
+    return F.mse_loss(output, batch[1])
+
+
+def written_out(model: nn.Module) -> dict[str, Tensor]:
+    """Trains in a plain loop with the sum of all losses; returns the state."""
+    kept: list[Tensor] = []
+    for module in model.modules():
+        if hasattr(module, "adds"):
+            module.adds = lambda value, loss: (kept.append(loss), value)[1]
+    optimizer = SGD(model.parameters())
+    for batch in DATA:
+        optimizer.zero_grad()
+        loss = mse(model(batch[0]), batch)
+        (loss + sum(kept)).backward()
+        kept.clear()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", [Penalised, Residual])
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_pipeline_equals_the_sum_written_out(kind: Callable[[], nn.Module], m: int) -> None:
+    found = piped(net(kind), mse, DATA, cuts=(1, 2), microbatches=m, schedule="1f1b", grad_scaler=256.0)
+    if m == 1 or kind is Penalised:  # the other loss is no mean over samples
+        assert_equal(found, written_out(net(kind)))
+    assert_equal(found, piped(net(kind), mse, DATA, cuts=(), microbatches=m, schedule="1f1b"))
+
+
+def test_each_stage_compares_its_first_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "_fits", lambda self, reader: False)
+    for schedule in ("1f1b", "zb_h1"):
+        found = piped(net(Penalised), mse, DATA, cuts=(1, 2), microbatches=4, schedule=schedule)
+        assert_equal(found, written_out(net(Penalised)))
+
+
+def test_an_evaluation_ignores_them_and_a_profile_measures_them() -> None:
+    model = net(Penalised)
+    profile = pipedream.profile(model, DATA[0][0], warmup=0, runs=1)
+    plan = pipedream.plan(profile, pipedream.Cluster.flat(2), cuts=(2,))
+    with pipedream.Pipeline(model, plan, schedule="1f1b", microbatches=2, loss=mse, optimizer=SGD) as pipeline:
+        found = pipeline.evaluate(DATA)["loss"]
+    wanted = sum(float(mse(model(x), (x, y)).detach()) for x, y in DATA) / len(DATA)
+    assert found == pytest.approx(wanted)
+
+
+def test_a_plain_loop_that_accumulates_scales_them() -> None:
+    one, other = net(Penalised), net(Penalised)
+    (x, y), parts = DATA[0], (3, 5)
+    mse(one(x), (x, y)).backward()
+    for xs, ys in zip(x.split(parts), y.split(parts), strict=True):
+        share = len(xs) / len(x)
+        with auxiliary_scale(share):
+            (mse(other(xs), (xs, ys)) * share).backward()
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_the_scale_is_that_of_the_backward_and_is_restored() -> None:
+    w = torch.ones(3, requires_grad=True)
+    for scale in (0.5, 0.0, 1.0):
+        value = auxiliary(w * 2, w.sum())
+        with auxiliary_scale(3.0), auxiliary_scale(scale):
+            (gradient,) = torch.autograd.grad(value.sum(), w)
+        assert gradient.tolist() == [2.0 + scale] * 3
+    with pytest.raises(ZeroDivisionError), auxiliary_scale(2.0):
+        1 / 0  # noqa: B018
+    (gradient,) = torch.autograd.grad(auxiliary(w * 2, w.sum()).sum(), w)
+    assert gradient.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers(reentrant: bool) -> None:
+    model, x = net(Penalised), DATA[0][0].clone().requires_grad_()
+    model(x).sum().backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_the_value_is_unchanged_and_may_be_written_in_place() -> None:
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    given = x * w
+    value = auxiliary(given, w.square().sum())
+    assert torch.equal(value, given)
+    value.add_(1).relu_().sum().backward()
+    (wanted,) = torch.autograd.grad((x * w + 1).relu().sum() + w.square().sum(), w)
+    torch.testing.assert_close(w.grad, wanted)
+    saved = (x * w).tanh()
+    auxiliary(saved, w.sum()).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+def test_what_is_not_read_does_not_count() -> None:
+    w = torch.ones(2, requires_grad=True)
+    auxiliary(w * 2, w.sum())
+    assert torch.autograd.grad((w * 3).sum(), w)[0].tolist() == [3.0, 3.0]
+    with torch.no_grad():
+        assert not auxiliary(w * 2, w.sum()).requires_grad
+
+
+def test_a_loss_alone_may_require_a_gradient() -> None:
+    w = torch.ones((), requires_grad=True, dtype=torch.float64)
+    value = auxiliary(torch.zeros(2, dtype=torch.float32), w * 4)
+    assert value.requires_grad
+    value.sum().backward()
+    assert float(w.grad) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "what"),
+    [
+        (torch.ones(2, dtype=torch.long), torch.ones(()), r"a tensor of torch.int64 of shape \(2,\) as its value"),
+        ((torch.ones(2),), torch.ones(()), "a tuple as its value"),
+        (torch.ones(2), torch.ones(2), r"a tensor of torch.float32 of shape \(2,\) as its loss"),
+        (torch.ones(2), 0.5, "a float as its loss"),
+    ],
+)
+def test_other_arguments_are_refused(value: Any, loss: Any, what: str) -> None:
+    with pytest.raises(TypeError, match=what):
+        auxiliary(value, loss)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch._dynamo causes some
+def test_a_compiled_backward_reads_the_scale_each_time() -> None:
+    model, x = net(Penalised), DATA[0][0]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for scale in (1.0, 0.25):
+        gradients = []
+        for called in (model, compiled):
+            output = called(x).sum()
+            with auxiliary_scale(scale):
+                gradients.append(torch.autograd.grad(output, list(model.parameters())))
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b)
+    eager, whole = (
+        piped(net(Penalised), mse, DATA, cuts=(1, 2), microbatches=2, compile=how, check=False)
+        for how in (False, "aot_eager")
+    )
+    assert_equal(whole, eager)
+
+
+def test_scales_on_other_threads() -> None:
+    """Autograd runs the backwards of a GPU on threads of its own."""
+    w = torch.ones(2, requires_grad=True)
+    value = auxiliary(w * 2, w.sum()).sum()
+    with ThreadPoolExecutor(1) as threads, auxiliary_scale(0.5):
+        found = threads.submit(partial(torch.autograd.grad, value, w)).result()
+    assert found[0].tolist() == [2.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(_case(name) if name in QUICK else _slow(_case(name)) for name in (*FLUSHING, *ASYNCHRONOUS, *delayed.PAPERS)),
+        *OTHERS,
+    ],
+    ids=str,
+)
+def test_every_method_trains_them_as_plain_pytorch(case: Case) -> None:
+    """There the model carries them to the loss, as a column of its output."""
+    check(case, run(case), 1e-9 if case.schedule in delayed.PAPERS else None)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_several_processes_give_to_the_bit_what_one_gives() -> None:
+    check_processes(2, [_case("1f1b", stages=2), _case("zb_h1", stages=2), _case("pipedream", stages=2)])
