@@ -25,7 +25,7 @@ import pipedream
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "pipedream"
 FILES = sorted(PACKAGE.rglob("*.py"))
-TORCH_PACKAGES = ("capture", "probe", "profiler", "runtime")
+TORCH_PACKAGES = ("capture", "experts.py", "probe", "profiler", "runtime")
 WITHOUT_TORCH = ("core", "planner", "schedules", "verifier", "simulator", "metrics", "report")
 FORBIDDEN_WORDS = {"engine", "handler", "helper", "manager", "mubatch", "tau", "util", "utils"}
 FORBIDDEN_WORDS |= {"crew", "guest", "parcel", "seated"}  # words of this project alone, which nobody could guess

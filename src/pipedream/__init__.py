@@ -16,7 +16,7 @@ from pipedream._version import __version__
 from pipedream.core.display import draw_with as _draw_with
 
 if TYPE_CHECKING:
-    from pipedream import callbacks, capture, loggers, metrics, schedules
+    from pipedream import callbacks, capture, experts, loggers, metrics, schedules
     from pipedream.core.errors import PipelineError
     from pipedream.core.hardware.cluster import Cluster
     from pipedream.core.model.profile import Profile
@@ -54,6 +54,7 @@ __all__ = [
     "callbacks",
     "capture",
     "emulate",
+    "experts",
     "loggers",
     "metrics",
     "plan",
@@ -88,7 +89,7 @@ _HOMES = {
 }
 """Where each name is defined. Op, Placement, Program and Stage are for programs that used them here; see `__all__`."""
 
-_MODULES = ("callbacks", "capture", "loggers", "metrics", "schedules")
+_MODULES = ("callbacks", "capture", "experts", "loggers", "metrics", "schedules")
 
 _draw_with(lambda: _import_module("pipedream.report.notebook"))
 

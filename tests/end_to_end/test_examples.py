@@ -119,6 +119,31 @@ def test_flushing_method_takes_it_too(example: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(losses_of(tmp_path / "cut"), losses_of(tmp_path / "whole"), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_the_balance_loss_of_experts_falls() -> None:
+    """Without it in the objective, the experts are chosen less and less alike."""
+    found = {}
+    for coefficient in (0.01, 0.0):
+        recipe = load_recipe(str(FOLDER / "moe_lm.py"))
+        layers = [m for m in recipe.model.modules() if isinstance(m, pipedream.experts.MixtureOfExperts)]
+        for layer in layers:
+            layer.balance_loss = coefficient
+        losses = []
+        profile = pipedream.profile(recipe.model, torch.zeros(16, 64, dtype=torch.long), warmup=0, runs=1)
+        plan = pipedream.plan(profile, pipedream.Cluster.flat(2), shape="1-1")
+        with pipedream.Pipeline(
+            recipe.model, plan, schedule="1f1b", microbatches=2, loss=recipe.loss, optimizer=recipe.optimizer,
+            inputs=recipe.inputs, targets=recipe.targets,
+        ) as pipeline:  # fmt: skip
+            for done in pipeline.train(recipe.train):
+                losses.append(sum(float(layer.last_balance_loss) for layer in layers) / len(layers))
+                if done.number == 60:
+                    break
+        found[coefficient] = sum(losses[:5]) / 5, sum(losses[-20:]) / 20
+    assert found[0.01][1] < found[0.01][0]
+    assert found[0.01][1] < 1.2 < 1.5 < found[0.0][1]
+
+
 # -- by the command ---------------------------------------------------------------------------------
 
 

@@ -97,10 +97,12 @@ def test_readme_trains(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_layers_of_a_model_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = blocks(DOCS / "models.md", "python")
+    program, *others = blocks(DOCS / "models.md", "python")
     exec(compile(program, "models.md", "exec"), {"__name__": "models"})
     printed = capsys.readouterr().out
     assert f"```\n{printed}```\n" in (DOCS / "models.md").read_text(encoding="utf-8")
+    for block in (*others, *blocks(DOCS / "experts.md", "python")):
+        exec(compile(block, "a page", "exec"), {"__name__": "page"})
 
 
 def test_quickstart_trains(capsys: pytest.CaptureFixture[str]) -> None:

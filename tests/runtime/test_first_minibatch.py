@@ -79,6 +79,22 @@ def test_a_weight_that_is_right_passes_and_one_that_is_wrong_does_not() -> None:
         piped(net(), loss, DATA, microbatches=2, weight=lambda batch: 1.0)
 
 
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_a_module_may_say_that_it_mixes_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Centred(), nn.Linear(4, 4)).double()
+    with pytest.raises(WorkerError, match="it computes with several samples at once"):
+        piped(model, mse, DATA, microbatches=2)
+    model[1].mixes_samples = True
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("pipedream"), "warning", lambda text, *args: said.append(text % args))
+    piped(model, mse, DATA, microbatches=2)
+    assert any("'1' computes with several samples at once, as its mixes_samples says" in text for text in said)
+
+
 class Decides(nn.Module):
     """Calls `b` at some of its calls only."""
 

@@ -281,6 +281,9 @@ class FirstMinibatch:
         if self._loss.function is None and self._loss.weight is not None:
             return ""  # by which the user has said how much each part counts
         samples, model = sum(message.samples for message, _ in parts), self._plain.model
+        for name, module in model.named_modules():
+            if getattr(module, "mixes_samples", False):
+                return f"{name!r} computes with several samples at once, as its mixes_samples says"
         first = replace(parts[0][0], samples=samples, share=1.0)
         whole = [(first.with_tensors(*flatten(inputs)), first.with_tensors(*flatten(targets)))]
         for training in (False,) if draws else (True, False):

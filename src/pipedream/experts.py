@@ -1,0 +1,355 @@
+"""Mixtures of experts: a layer of many feed-forward networks, of which each token is sent to one or two.
+
+After GShard (Lepikhin et al. 2020, section 2.2 and algorithm 1), whose einsums are the form "dense", and Switch
+Transformers (Fedus et al. 2021, section 2), which send to one. Letters: G groups of S tokens, E experts, C places that
+an expert has for the tokens of a group, M d_model, H d_ff.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from pipedream.core.errors import PipelineError
+from pipedream.runtime.stage.auxiliary import auxiliary
+
+__all__ = ["Gate", "MixtureOfExperts", "capacity", "gate"]
+
+_LEAST_CAPACITY = 4
+
+
+def capacity(tokens: int, experts: int, factor: float) -> int:
+    """Returns C, the places that each expert has for a group of so many tokens; at least 4."""
+    return max(_LEAST_CAPACITY, min(tokens, int(tokens * factor / experts)))
+
+
+class Gate(NamedTuple):
+    """Where tokens go, as masks.
+
+    Attributes:
+        combine: [G, S, E, C]; how much the expert's output at a place counts for the token.
+        dispatch: [G, S, E, C]; 1 where combine is not 0, without a gradient.
+        loss: the balance loss, 1 for a uniform gate; without a coefficient.
+    """
+
+    combine: torch.Tensor
+    dispatch: torch.Tensor
+    loss: torch.Tensor
+
+
+class _Routes(NamedTuple):
+    """Where tokens go, by number. The first dimension of the first four is the choice, [top, G, S].
+
+    Attributes:
+        expert, place: of the choice; where nothing is sent, the place has no meaning.
+        sent: whether the choice has a place.
+        weight: of the expert's output; 0 where nothing is sent.
+        loss: see `Gate`.
+    """
+
+    expert: torch.Tensor
+    place: torch.Tensor
+    sent: torch.Tensor
+    weight: torch.Tensor
+    loss: torch.Tensor
+
+
+def gate(
+    logits: torch.Tensor,
+    capacity: int,
+    *,
+    top: int = 2,
+    second: str = "random",
+    threshold: float = 0.5,
+    uniform: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
+    normalise: str = "before",
+) -> Gate:
+    """Returns where the tokens of each group go (GShard, algorithm 1).
+
+    First choices take their places in the order of the tokens. Second choices take what all kept first choices have
+    left. Beyond the capacity nothing is sent.
+
+    Args:
+        logits: [G, S, E]; the softmax is taken in float32, or in float64 if they are.
+        capacity: C.
+        top: choices of a token. With 1, an output counts by its probability (Switch).
+        second: "random" sends a second choice of weight g with probability min(1, g / threshold), "all" always.
+        uniform: [G, S], numbers from [0, 1) for "random"; drawn if None.
+        importance: [G, S]. Tokens of 1 are sent to both choices, those between 0 and 1 to the second only, those of 0
+            (padding) nowhere. None is 1 for all.
+        normalise: divides both weights by their sum "before" it is known what is sent, or "after" (lingvo's later
+            form), when a choice that is sent alone counts 1.
+
+    Raises:
+        PipelineError: an option is unknown, or there are fewer experts than choices.
+    """
+    _check(logits.shape[-1], top, second, normalise)
+    routes = _route(logits, capacity, top, second, threshold, uniform, importance, normalise)
+    return _masks(routes, logits.shape[-1], capacity)
+
+
+def _masks(routes: _Routes, experts: int, capacity: int) -> Gate:
+    choices = zip(routes.expert, routes.place, routes.weight, strict=True)
+    combine = sum(
+        (F.one_hot(expert, experts) * weight.unsqueeze(-1)).unsqueeze(-1)
+        * F.one_hot(place.clamp(max=capacity - 1), capacity).unsqueeze(-2)
+        for expert, place, weight in choices
+    )
+    assert isinstance(combine, torch.Tensor)
+    return Gate(combine, (combine != 0).to(combine.dtype), routes.loss)
+
+
+def _route(
+    logits: torch.Tensor,
+    capacity: int,
+    top: int,
+    second: str,
+    threshold: float,
+    uniform: torch.Tensor | None,
+    importance: torch.Tensor | None,
+    normalise: str,
+) -> _Routes:
+    probabilities = logits.softmax(-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    groups, _, experts = logits.shape
+    important = torch.ones_like(logits[..., 0], dtype=torch.bool) if importance is None else importance == 1
+    first = probabilities.argmax(-1)
+    weight = probabilities.gather(-1, first.unsqueeze(-1)).squeeze(-1)
+    chosen = F.one_hot(first, experts) * important.unsqueeze(-1)
+    share = chosen.to(probabilities.dtype).mean(1)
+    loss = experts**2 * (share * (probabilities * important.unsqueeze(-1)).mean(1)).mean()
+    place, kept = _places(first, chosen, logits.new_zeros((groups, 1, experts), dtype=torch.long), capacity)
+    if top == 1:
+        return _Routes(first[None], place[None], kept[None], (weight * kept)[None], loss)
+
+    others = probabilities.detach().scatter(-1, first.unsqueeze(-1), -1.0)
+    next_best = others.argmax(-1)
+    weights = torch.stack([weight, probabilities.gather(-1, next_best.unsqueeze(-1)).squeeze(-1)])
+    if normalise == "before":
+        weights = weights / (weights.sum(0) + 1e-9)
+    taken = chosen.sum(1, keepdim=True).clamp(max=capacity)
+    wanted = torch.ones_like(important) if importance is None else importance > 0
+    if second == "random":
+        uniform = torch.rand_like(weights[1]) if uniform is None else uniform
+        wanted = wanted & (uniform < weights[1].detach() / max(threshold, 1e-9))
+    next_place, next_kept = _places(next_best, F.one_hot(next_best, experts) * wanted.unsqueeze(-1), taken, capacity)
+    sent = torch.stack([kept, next_kept])
+    weights = weights * sent
+    if normalise == "after":
+        total = weights.sum(0)
+        weights = weights / torch.where(total > 0, total, torch.ones_like(total))
+    return _Routes(torch.stack([first, next_best]), torch.stack([place, next_place]), sent, weights, loss)
+
+
+def _places(
+    expert: torch.Tensor, chosen: torch.Tensor, taken: torch.Tensor, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns each token's place at its expert, and whether it is chosen and has one, both [G, S].
+
+    Args:
+        chosen: [G, S, E], 1 for the expert that the token is to be sent to.
+        taken: [G, 1, E], places that are taken already.
+    """
+    places = chosen.cumsum(1) - chosen + taken
+    place = places.gather(-1, expert.unsqueeze(-1)).squeeze(-1)
+    return place, chosen.any(-1) & (place < capacity)
+
+
+def _check(experts: int, top: int, second: str, normalise: str) -> None:
+    if top not in (1, 2) or top > experts:
+        raise PipelineError(f"top={top} of {experts} experts was asked for; give 1 or 2, and at least as many experts")
+    for name, value, known in (("second", second, ("random", "all")), ("normalise", normalise, ("before", "after"))):
+        if value not in known:
+            raise PipelineError(f"{name}={value!r} was asked for; give {known[0]!r} or {known[1]!r}")
+
+
+class MixtureOfExperts(nn.Module):
+    """Experts of two matrices and a ReLU between them, and the gate that sends each token to one or two of them.
+
+    The tokens are divided into `groups` of equal size, in their order, and each group into the places of the experts. A
+    token that finds no place gets 0, so a residual connection belongs around the layer. In training it adds the balance
+    loss and the z-loss to the objective (`pipedream.auxiliary`). Random routing draws from torch's generator; in
+    evaluation mode nothing is drawn and every second choice is sent.
+
+    Args:
+        top, second, threshold, normalise: see `gate`.
+        capacity_factor: see `capacity`.
+        form: "sorted" gathers the tokens of each expert; "dense" multiplies with the masks of `gate`, as GShard's
+            einsums do. Their numbers are equal.
+        balance_loss: coefficient of the balance loss.
+        z_loss: coefficient of the mean square of the logits' logsumexp (ST-MoE, Zoph et al. 2022, section 3.2), over
+            tokens of importance 1.
+
+    Attributes:
+        names: weight -> its dimensions. The gate's experts have a name of their own, since each token needs all logits.
+        last_balance_loss: of the last forward, without its coefficient: 1 if experts are chosen alike, at most E.
+
+    Raises:
+        PipelineError: an option is unknown, or a number is out of range.
+    """
+
+    names: ClassVar[Mapping[str, str]] = {
+        "gate": "d_model experts_unsplit",
+        "up": "experts d_model d_ff",
+        "down": "experts d_ff d_model",
+    }
+
+    last_balance_loss: torch.Tensor | None
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        experts: int,
+        *,
+        groups: int = 1,
+        top: int = 2,
+        capacity_factor: float = 2.0,
+        second: str = "random",
+        threshold: float = 0.5,
+        normalise: str = "before",
+        form: str = "sorted",
+        balance_loss: float = 0.01,
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check(experts, top, second, normalise)
+        if form not in ("sorted", "dense"):
+            raise PipelineError(f"form={form!r} was asked for; give 'sorted' or 'dense'")
+        if min(d_model, d_ff, groups) < 1 or capacity_factor <= 0:
+            raise PipelineError(
+                f"d_model={d_model}, d_ff={d_ff}, groups={groups}, capacity_factor={capacity_factor} were asked for; "
+                "give positive numbers"
+            )
+        self.experts, self.groups, self.top, self.capacity_factor = experts, groups, top, capacity_factor
+        self.second, self.threshold, self.normalise, self.form = second, threshold, normalise, form
+        self.balance_loss, self.z_loss = balance_loss, z_loss
+        self.gate = nn.Parameter(torch.empty(d_model, experts))
+        self.up = nn.Parameter(torch.empty(experts, d_model, d_ff))
+        self.down = nn.Parameter(torch.empty(experts, d_ff, d_model))
+        self.last_balance_loss = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights, each matrix as an `nn.Linear` does."""
+        for weight in (self.gate, self.up, self.down):
+            bound = weight.shape[-2] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            f"{name}={getattr(self, name)}" for name in ("experts", "groups", "top", "capacity_factor", "form")
+        )
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether a token's output depends on the others, which may take the places of its experts."""
+        return self.capacity_factor < self.experts
+
+    def forward(self, x: torch.Tensor, importance: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the experts' outputs, of x's shape.
+
+        Args:
+            x: [batch, length, d_model], or any shape that ends in d_model.
+            importance: x's shape without d_model; see `gate`.
+
+        Raises:
+            PipelineError: the groups do not divide the tokens.
+        """
+        tokens = x.numel() // x.shape[-1]
+        if tokens % self.groups:
+            raise PipelineError(
+                f"{self.groups} groups were asked for, but {tuple(x.shape)} has {tokens} tokens, which they do not "
+                "divide; use a number of groups that divides the tokens of every microbatch, the last one's too"
+            )
+        grouped = x.reshape(self.groups, -1, x.shape[-1])
+        if importance is not None:
+            importance = importance.reshape(grouped.shape[:2])
+        logits = grouped @ self.gate
+        places = capacity(grouped.shape[1], self.experts, self.capacity_factor)
+        second = self.second if self.training else "all"
+        routes = _route(logits, places, self.top, second, self.threshold, None, importance, self.normalise)
+        output = (self._sorted if self.form == "sorted" else self._dense)(grouped, routes, places)
+        self.last_balance_loss = routes.loss.detach()
+        if self.training:
+            output = auxiliary(output, self._losses(logits, routes.loss, importance))
+        return output.reshape(x.shape)
+
+    def _losses(self, logits: torch.Tensor, balance: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+        if not self.z_loss:
+            return self.balance_loss * balance
+        squares = logits.to(balance.dtype).logsumexp(-1).square()
+        counts = torch.ones_like(squares) if importance is None else importance == 1
+        return self.balance_loss * balance + self.z_loss * (squares * counts).sum() / counts.sum().clamp(min=1)
+
+    def _dense(self, x: torch.Tensor, routes: _Routes, places: int) -> torch.Tensor:
+        found = _masks(routes, self.experts, places)
+        inside = torch.einsum("GSM,GSEC->EGCM", x, found.dispatch.to(x.dtype))
+        hidden = torch.einsum("EGCM,EMH->EGCH", inside, self.up).relu()
+        outside = torch.einsum("EGCH,EHM->GECM", hidden, self.down)
+        return torch.einsum("GSEC,GECM->GSM", found.combine.to(outside.dtype), outside)
+
+    def _sorted(self, x: torch.Tensor, routes: _Routes, places: int) -> torch.Tensor:
+        groups, size, width = x.shape
+        tokens, choices, slots = groups * size, routes.sent.numel(), self.experts * groups * places
+        group = torch.arange(groups, device=x.device).unsqueeze(-1)
+        # A place at an expert is a slot; what is not sent goes to one more, which is dropped.
+        slot = torch.where(routes.sent, (routes.expert * groups + group) * places + routes.place, slots)
+        choice = torch.full((slots + 1,), choices, device=x.device)  # the number of choices for an empty slot
+        choice = choice.scatter(0, slot.flatten(), torch.arange(choices, device=x.device))[:-1]
+        # A CPU computes only what is filled. Elsewhere the host would have to wait for the counts, or cannot know them.
+        plain = type(x) is torch.Tensor and x.is_cpu and not torch.is_autocast_enabled("cpu")
+        counts: list[int] | None = None
+        if plain and not torch.compiler.is_compiling():
+            filled = choice < choices
+            counts = filled.view(self.experts, -1).sum(1).tolist()
+            choice = choice[filled]
+        token = choice % tokens  # an empty slot computes with token 0, with weight 0
+        inside = x.reshape(tokens, width).index_select(0, token)
+        if counts is not None:
+            outside: torch.Tensor = _Experts.apply(inside, self.up, self.down, counts)  # type: ignore[no-untyped-call]
+        else:
+            hidden = torch.bmm(inside.view(self.experts, -1, width), self.up).relu()
+            outside = torch.bmm(hidden, self.down).flatten(0, 1)
+        weight = F.pad(routes.weight.flatten(), (0, 1)).index_select(0, choice).unsqueeze(-1)
+        weighted = outside * weight.to(outside.dtype)
+        return weighted.new_zeros(tokens, width).index_add(0, token, weighted).view(groups, size, width)
+
+
+class _Experts(torch.autograd.Function):
+    """The experts' products, each on its own number of rows.
+
+    Written out, because autograd joins the gradients of the experts' weights by a copy: 8% of the time of a step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        hidden, output = rows.new_empty(len(rows), up.shape[2]), torch.empty_like(rows)
+        parts = (t.split(counts) for t in (rows, hidden, output))  # type: ignore[no-untyped-call]
+        each = zip(*parts, up, down, strict=True)
+        for own, inner, made, one_up, one_down in each:
+            torch.mm(own, one_up, out=inner).relu_()
+            torch.mm(inner, one_down, out=made)
+        ctx.save_for_backward(rows, hidden, up, down)
+        ctx.counts = counts
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        rows, hidden, up, down = ctx.saved_tensors
+        found = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
+        counts: list[int] = ctx.counts
+        parts = (t.split(counts) for t in (rows, hidden, gradients[0], found[0]))
+        each = zip(*parts, up, down, found[1], found[2], strict=True)
+        for own, inner, arrived, back, one_up, one_down, to_up, to_down in each:
+            torch.mm(inner.t(), arrived, out=to_down)
+            through = torch.ops.aten.threshold_backward(torch.mm(arrived, one_down.t()), inner, 0)
+            torch.mm(own.t(), through, out=to_up)
+            torch.mm(through, one_up.t(), out=back)
+        return *found, None

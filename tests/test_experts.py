@@ -1,0 +1,338 @@
+"""Mixtures of experts: the gate against its rules written as loops, and the forms of the layer against each other."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import pipedream
+from pipedream.core.errors import PipelineError
+from pipedream.experts import MixtureOfExperts, capacity, gate
+
+
+def loops(
+    logits: Tensor,
+    capacity: int,
+    top: int,
+    second: str,
+    threshold: float,
+    uniform: Tensor,
+    importance: Tensor,
+    normalise: str,
+) -> tuple[Tensor, float]:
+    """Returns combine and the loss by the rules, token by token, in Python's own numbers."""
+    groups, size, experts = logits.shape
+    combine = torch.zeros(groups, size, experts, capacity, dtype=torch.float64)
+    products = []
+    for g in range(groups):
+        odds, firsts, seconds, weights = [], [], [], []
+        for s in range(size):
+            row = [math.exp(value - max(logits[g, s].tolist())) for value in logits[g, s].tolist()]
+            odds.append([value / sum(row) for value in row])
+            firsts.append(max(range(experts), key=lambda e: (odds[s][e], -e)))
+            others = [e for e in range(experts) if e != firsts[s]]
+            seconds.append(max(others, key=lambda e: (odds[s][e], -e)) if top == 2 else -1)
+            pair = odds[s][firsts[s]], odds[s][seconds[s]] if top == 2 else 0.0
+            divisor = sum(pair) + 1e-9 if top == 2 and normalise == "before" else 1.0
+            weights.append([value / divisor for value in pair])
+        for e in range(experts):
+            mine = [s for s in range(size) if importance[g, s] == 1]
+            share = sum(firsts[s] == e for s in mine) / size
+            products.append(share * sum(odds[s][e] for s in mine) / size)
+        taken = [0] * experts
+        places: list[dict[int, int]] = [{}, {}]
+        for s in range(size):
+            if importance[g, s] == 1 and taken[firsts[s]] < capacity:
+                places[0][s] = taken[firsts[s]]
+                taken[firsts[s]] += 1
+        for s in range(size) if top == 2 else ():
+            chance = min(1.0, weights[s][1] / threshold)
+            goes = second == "all" or float(uniform[g, s]) < chance
+            if importance[g, s] > 0 and goes and taken[seconds[s]] < capacity:
+                places[1][s] = taken[seconds[s]]
+                taken[seconds[s]] += 1
+        for s in range(size):
+            kept = [weights[s][i] if s in places[i] else 0.0 for i in range(2)]
+            divisor = sum(kept) if top == 2 and normalise == "after" and sum(kept) else 1.0
+            for i, chosen in enumerate((firsts, seconds)):
+                if s in places[i]:
+                    combine[g, s, chosen[s], places[i][s]] = kept[i] / divisor
+    return combine, experts**2 * sum(products) / len(products)
+
+
+class Drawn(NamedTuple):
+    logits: Tensor
+    capacity: int
+    how: dict[str, Any]
+    uniform: Tensor
+    importance: Tensor
+
+
+@st.composite
+def gates(draw: st.DrawFn) -> Drawn:
+    """Draws logits, often with ties, and all that a gate is asked for."""
+    groups, size, experts = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(2, 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    logits = torch.randn(groups, size, experts, generator=generator, dtype=torch.float64)
+    if draw(st.booleans()):
+        logits = logits.round()  # ties
+    importance = torch.tensor([1.0, 1.0, 1.0, 0.5, 0.0])[torch.randint(5, (groups, size), generator=generator)]
+    how = {
+        "top": draw(st.sampled_from([1, 2])),
+        "second": draw(st.sampled_from(["random", "all"])),
+        "threshold": draw(st.sampled_from([0.2, 0.5])),
+        "normalise": draw(st.sampled_from(["before", "after"])),
+    }
+    uniform = torch.rand(groups, size, generator=generator, dtype=torch.float64)
+    return Drawn(logits, draw(st.integers(1, 6)), how, uniform, importance)
+
+
+@settings(max_examples=80, deadline=None)
+@given(gates(), st.booleans())
+def test_the_gate_follows_its_rules(drawn: Drawn, pads: bool) -> None:
+    importance = drawn.importance if pads else None
+    found = gate(drawn.logits, drawn.capacity, uniform=drawn.uniform, importance=importance, **drawn.how)
+    everywhere = torch.ones_like(drawn.importance)
+    wanted, loss = loops(
+        drawn.logits, drawn.capacity, uniform=drawn.uniform, importance=drawn.importance if pads else everywhere,
+        **drawn.how,
+    )  # fmt: skip
+    torch.testing.assert_close(found.combine, wanted, rtol=1e-10, atol=1e-12)
+    assert torch.equal(found.dispatch, (wanted > 0).double())
+    assert float(found.loss) == pytest.approx(loss, abs=1e-12)
+
+
+def test_second_choices_queue_after_all_kept_first_choices() -> None:
+    """Three tokens prefer expert 0, which has two places; the first token's second choice comes after the third's."""
+    logits = torch.tensor([[[0.0, 5.0, 3.0], [4.0, 0.0, 2.0], [0.0, 2.0, 5.0], [0.0, 5.0, 2.0], [0.0, 5.0, 2.0]]])
+    found = gate(logits, 2, second="all")
+    places = found.combine.nonzero().tolist()
+    assert [p[1:] for p in places] == [[0, 1, 0], [0, 2, 1], [1, 0, 0], [2, 2, 0], [3, 1, 1]]
+    # Token 1's second choice, expert 2, has its two places taken; token 4 is sent nowhere.
+
+
+def test_a_uniform_gate_has_the_balance_loss_1_and_a_collapsed_one_e() -> None:
+    logits = torch.eye(4).repeat(6, 1).unsqueeze(0)
+    assert float(gate(logits * 0.01, 12).loss) == pytest.approx(1.0, abs=1e-3)
+    assert float(gate(logits[:, :1].expand(1, 24, 4) * 100, 12).loss) == pytest.approx(4.0)
+
+
+def test_the_softmax_is_taken_in_full_precision() -> None:
+    logits = torch.randn(1, 16, 4)
+    for dtype, kept in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        found = gate(logits.to(dtype), 8, second="all")
+        assert (found.combine.dtype, found.loss.dtype) == (kept, kept)
+        wanted = gate(logits.to(dtype).to(kept), 8, second="all")
+        assert torch.equal(found.combine, wanted.combine)
+
+
+def test_random_routing_sends_a_second_choice_by_its_weight() -> None:
+    logits = torch.tensor([2.0, 0.0, -50.0]).expand(200, 20, 3)  # g2 = 0.119, sent with probability 0.238
+    torch.manual_seed(0)
+    found = gate(logits, 40)
+    assert float((found.combine[..., 1, :] > 0).sum()) / 4000 == pytest.approx(2 * 0.1192, abs=0.02)
+    assert float((gate(logits, 40, threshold=0.1).combine[..., 1, :] > 0).sum()) == 4000
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "factor", "wanted"), [(1024, 8, 2.0, 256), (10, 4, 1.25, 4), (6, 2, 9.0, 6), (2, 2, 1.0, 4)]
+)
+def test_capacity(tokens: int, experts: int, factor: float, wanted: int) -> None:
+    assert capacity(tokens, experts, factor) == wanted
+
+
+# -- the layer --------------------------------------------------------------------------------------
+
+
+def experts_of(form: str = "sorted", **how: Any) -> MixtureOfExperts:
+    torch.manual_seed(0)
+    return MixtureOfExperts(6, 10, how.pop("experts", 4), form=form, **how).double()
+
+
+def trained(layer: nn.Module, x: Tensor, **how: Any) -> dict[str, Tensor]:
+    """Returns the output, and the gradients of the weights and the input, with random routing of one seed."""
+    x = x.detach().clone().requires_grad_()
+    torch.manual_seed(7)
+    output = layer(x, **how)
+    (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
+    found = {"output": output.detach(), "x": x.grad} | {n: p.grad for n, p in layer.named_parameters()}
+    layer.zero_grad()
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([0.3, 1.0, 2.0, 8.0]),
+    st.sampled_from(["random", "all"]), st.sampled_from(["before", "after"]), st.booleans(), st.integers(0, 1000),
+)  # fmt: skip
+def test_the_forms_are_equal(
+    top: int, groups: int, factor: float, second: str, normalise: str, pads: bool, seed: int
+) -> None:
+    how = {"top": top, "groups": groups, "capacity_factor": factor, "second": second, "normalise": normalise}
+    x = torch.randn(4, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    importance = torch.tensor(random.Random(seed).choices([1.0, 0.5, 0.0], k=32)).view(4, 8) if pads else None
+    forms = [trained(experts_of(form, z_loss=1e-2, **how), x, importance=importance) for form in ("sorted", "dense")]
+    for name, wanted in forms[1].items():
+        torch.testing.assert_close(forms[0][name], wanted, rtol=1e-10, atol=1e-12, msg=name)
+    if pads:
+        assert not forms[0]["output"][importance == 0].any()
+
+
+def test_where_counts_cannot_be_read_all_slots_are_computed() -> None:
+    """As on a GPU: here under autocast to the same type, on tensors without numbers, and where x is a subclass."""
+
+    class Own(Tensor):
+        pass
+
+    layer, x = experts_of(), torch.randn(2, 8, 6, dtype=torch.float64)
+    wanted = trained(layer, x)
+    counts = trained(nn.Sequential(_As(Own), layer), x)
+    for name in ("output", "x"):
+        torch.testing.assert_close(counts[name].as_subclass(Tensor), wanted[name], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(counts["1.up"].as_subclass(Tensor), wanted["up"], rtol=1e-10, atol=1e-12)
+    with torch.device("meta"):
+        assert MixtureOfExperts(6, 10, 4)(torch.empty(2, 8, 6)).shape == (2, 8, 6)
+
+
+class _As(nn.Module):
+    def __init__(self, kind: type[Tensor]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.as_subclass(self.kind)
+
+
+@pytest.mark.parametrize("form", ["sorted", "dense"])
+def test_low_precision(form: str) -> None:
+    layer, x = experts_of(form, second="all", capacity_factor=4.0), torch.randn(2, 8, 6, dtype=torch.float64)
+    wanted = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = copy.deepcopy(layer).float()(x.float())
+    low = copy.deepcopy(layer).bfloat16()(x.bfloat16())
+    for found in (cast, low):
+        assert found.dtype == torch.bfloat16
+        # A token may choose another expert where two are nearly alike.
+        assert (found.double() - wanted).abs().median() < 0.02
+
+
+@pytest.mark.parametrize("form", ["sorted", "dense"])
+def test_its_losses_join_the_objective_in_training_alone(form: str) -> None:
+    layer, x = experts_of(form, groups=2, balance_loss=0.5, z_loss=0.25), torch.randn(4, 8, 6, dtype=torch.float64)
+    found = trained(layer, x)["gate"]
+    logits = (x.view(2, 16, 6) @ layer.gate).detach().requires_grad_()
+    balance = gate(logits, 8).loss
+    (wanted,) = torch.autograd.grad(0.5 * balance + 0.25 * logits.logsumexp(-1).square().mean(), logits)
+    layer.balance_loss = layer.z_loss = 0.0
+    without = trained(layer, x)["gate"]
+    torch.testing.assert_close(found - without, x.view(-1, 6).T @ wanted.view(-1, 4))
+    assert float(layer.last_balance_loss) == pytest.approx(float(balance.detach()))
+    assert not layer.last_balance_loss.requires_grad
+    layer.eval()
+    layer.balance_loss = 3.0
+    output = layer(x)
+    assert torch.equal(output, layer(x)), "nothing is drawn"
+    (gradient,) = torch.autograd.grad(output.sum(), layer.gate)
+    layer.balance_loss = 0.0
+    assert torch.equal(gradient, torch.autograd.grad(layer(x).sum(), layer.gate)[0])
+
+
+def test_switch_counts_an_output_by_its_probability() -> None:
+    layer, x = experts_of(top=1, capacity_factor=4.0), torch.randn(3, 5, 6, dtype=torch.float64)
+    odds, chosen = (x @ layer.gate).softmax(-1).max(-1)
+    wanted = torch.stack([p * (t @ layer.up[e]).relu() @ layer.down[e] for p, e, t in
+                          zip(odds.flatten(), chosen.flatten(), x.view(-1, 6), strict=True)])  # fmt: skip
+    torch.testing.assert_close(layer(x), wanted.view_as(x))
+
+
+def test_it_names_its_weights() -> None:
+    layer = MixtureOfExperts(6, 10, 4)
+    sizes = {"d_model": 6, "d_ff": 10, "experts": 4, "experts_unsplit": 4}
+    weights = dict(layer.named_parameters())
+    assert layer.names.keys() == weights.keys()
+    for name, dims in layer.names.items():
+        assert tuple(weights[name].shape) == tuple(sizes[dim] for dim in dims.split())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"top": 3}, "top=3 of 4 experts was asked for; give 1 or 2"),
+        ({"experts": 1}, "top=2 of 1 experts"),
+        ({"second": "maybe"}, "second='maybe' was asked for; give 'random' or 'all'"),
+        ({"normalise": "never"}, "normalise='never'"),
+        ({"form": "sparse"}, "form='sparse' was asked for; give 'sorted' or 'dense'"),
+        ({"groups": 0}, "groups=0.*give positive numbers"),
+    ],
+)
+def test_what_is_asked_for_is_checked(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        experts_of(**wrong)
+
+
+def test_groups_must_divide_the_tokens() -> None:
+    with pytest.raises(PipelineError, match=r"5 groups were asked for, but \(4, 8, 6\) has 32 tokens.*last one's too"):
+        experts_of(groups=5)(torch.randn(4, 8, 6, dtype=torch.float64))
+
+
+# -- in a pipeline ----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(6), MixtureOfExperts(6, 10, 4, groups=2, capacity_factor=1.0, form=form)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts(self.norm(x))
+
+
+def model_of(form: str = "sorted") -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), Block(form), nn.Linear(6, 6), Block(form), nn.Linear(6, 3)).double()
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for samples in (8, 8, 8, 3):
+        x = torch.randn(samples, 4, 5, generator=generator, dtype=torch.float64)
+        yield x, torch.randn(samples, 4, 3, generator=generator, dtype=torch.float64)
+
+
+def through_a_pipeline(model: nn.Module, cuts: tuple[int, ...], schedule: str, **how: Any) -> dict[str, Tensor]:
+    profile = pipedream.profile(model, next(batches())[0], warmup=0, runs=1)
+    plan = pipedream.plan(profile, pipedream.Cluster.flat(len(cuts) + 1), cuts=cuts)
+    with pipedream.Pipeline(
+        model, plan, schedule=schedule, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.5), seed=3, **how
+    ) as pipeline:
+        for _ in pipeline.train(list(batches()), epochs=2):
+            pass
+        return pipeline.state_dict()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_pipeline_trains_them_as_one_process_does(schedule: str) -> None:
+    """Random routing, places and losses do not depend on the cuts, on the form, or on how a backward is split."""
+    wanted = through_a_pipeline(model_of("dense"), (), "1f1b", microbatches=2)
+    found = through_a_pipeline(model_of(), (2, 4), schedule, microbatches=2)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+    assert any(not torch.equal(value, model_of().state_dict()[name]) for name, value in found.items())
+
+
+def test_old_activations_meet_newer_experts() -> None:
+    """The rule 'graph' finds the experts' weights in what autograd has saved."""
+    found = [through_a_pipeline(model_of(form), (2, 4), "paci", microbatches=2) for form in ("sorted", "dense")]
+    for name, value in found[1].items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-10, atol=1e-12, msg=name)
