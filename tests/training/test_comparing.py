@@ -85,6 +85,25 @@ def test_plain_loop_trains_as_the_pipeline_does(tmp_path: Path) -> None:
     assert found["seconds_to_target"] > 0
 
 
+class _Penalised(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = super().forward(x)
+        return pipedream.auxiliary(value, value.square().mean())
+
+
+def test_auxiliary_losses_count_alike_in_parts() -> None:
+    whole, parts = (
+        PlainLoop(recipe(model=nn.Sequential(_Penalised(8, 8), nn.Linear(8, 2))), 0, 1, CPU, parts=parts)
+        for parts in (1, 3)
+    )
+    first = list(zip(whole._parameters, parts._parameters, strict=True))
+    for a, b in first:
+        b.data.copy_(a.data)
+    assert parts.train(1, None)["metrics"] == pytest.approx(whole.train(1, None)["metrics"], rel=1e-5)
+    for a, b in first:
+        torch.testing.assert_close(a, b)
+
+
 def test_minibatches_end_the_run() -> None:
     found = PlainLoop(recipe(target=None), 0, 1, CPU).train(5, 8)
     assert found["minibatches"] == 8

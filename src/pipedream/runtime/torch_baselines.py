@@ -30,6 +30,7 @@ from pipedream.runtime.data.sharded_loader import ShardedLoader, ShardedReader, 
 from pipedream.runtime.results.losses import Loss, is_torch_loss, metric_scores
 from pipedream.runtime.results.memory import MemoryMeter, keep_freed_memory, tensor_bytes
 from pipedream.runtime.results.results import Score
+from pipedream.runtime.stage.auxiliary import auxiliary_scale
 
 __all__ = ["Baseline", "DataParallel", "OneFOneB", "PlainLoop", "message_s_per_byte"]
 
@@ -216,7 +217,8 @@ class PlainLoop(Baseline):
         for inputs, targets, size in parts:
             loss = self._loss.value(self._forward(self._module, inputs), targets)
             self._meter.sample(is_forward=True)
-            torch.autograd.backward(loss * (size / samples) if size != samples else loss)
+            with auxiliary_scale(size / samples):
+                torch.autograd.backward(loss * (size / samples) if size != samples else loss)
             self._meter.sample(is_forward=False)
 
     def _output(self, inputs: Any) -> Any:
