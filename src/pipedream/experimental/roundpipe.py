@@ -23,7 +23,6 @@ from pipedream.core.plan.dispatched import Dispatched
 from pipedream.schedules.kit import (
     Claims,
     Kind,
-    Layout,
     Method,
     MethodProperties,
     Op,
@@ -31,6 +30,7 @@ from pipedream.schedules.kit import (
     Plan,
     Schedule,
     ScheduleError,
+    StageOrder,
     backward,
     flushing,
     forward,
@@ -45,7 +45,7 @@ def homes(workers: int, stages: int) -> tuple[int, ...]:
     return tuple((stages - 1 - s) % workers for s in range(stages))
 
 
-dispatched = Layout(
+dispatched = StageOrder(
     "the stages in round robin from the last one on, which is on the first worker",
     lambda workers, chunks: homes(workers, workers * chunks),
 )

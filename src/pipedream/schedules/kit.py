@@ -47,7 +47,7 @@ from pipedream.schedules.idioms import (
     with_backward_rule,
     with_updates,
 )
-from pipedream.schedules.layouts import Layout, looped, mirrored, wave
+from pipedream.schedules.layouts import StageOrder, looped, mirrored, wave
 from pipedream.schedules.method import Method, Picture
 
 __all__ = [
@@ -64,7 +64,6 @@ __all__ = [
     "I",
     "Kind",
     "Latest",
-    "Layout",
     "Method",
     "MethodProperties",
     "MicrobatchProgress",
@@ -75,6 +74,7 @@ __all__ = [
     "Plan",
     "Schedule",
     "ScheduleError",
+    "StageOrder",
     "StageReplica",
     "Stash",
     "UpdateRule",

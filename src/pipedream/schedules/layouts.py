@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 
-__all__ = ["Layout", "looped", "mirrored", "wave"]
+__all__ = ["StageOrder", "looped", "mirrored", "wave"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageOrder:
     """How a method lays stages out on p workers.
 
     Attributes:
@@ -64,12 +64,14 @@ def _mirrored(workers: int, chunks: int) -> tuple[int, ...]:
     return tuple(worker for s in range(workers) for worker in (s, workers - 1 - s))
 
 
-looped = Layout("stage s on worker s mod p, without replicas", _looped)
+looped = StageOrder("stage s on worker s mod p, without replicas", _looped)
 """The stages of a worker are p apart (Megatron-LM, SC 2021, section 2.2.2)."""
 
-wave = Layout("the stages there and back over the workers (a V), without replicas", _wave)
+wave = StageOrder("the stages there and back over the workers (a V), without replicas", _wave)
 """There and back, so that the first worker has the first stage and, with two stages each, the last one: the V of zero
 bubble (Qi et al., NeurIPS 2024) and, with more, the waves of Hanayo (SC 2023)."""
 
-mirrored = Layout("two replicas of each stage, on workers s and p - 1 - s, p even", _mirrored, replicas=2, chunks=None)
+mirrored = StageOrder(
+    "two replicas of each stage, on workers s and p - 1 - s, p even", _mirrored, replicas=2, chunks=None
+)
 """Two pipelines in opposite directions (Chimera, SC 2021)."""

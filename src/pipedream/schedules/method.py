@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.schedules.layouts import Layout
+from pipedream.schedules.layouts import StageOrder
 
 __all__ = ["Method", "Picture"]
 
@@ -42,7 +42,7 @@ class Method:
     name: str = ""
     since: int = 0
     aliases: tuple[str, ...] = ()
-    layout: Layout | None = None
+    layout: StageOrder | None = None
     compensates: bool = False
     properties: MethodProperties | None = None
     picture: Picture | None = None

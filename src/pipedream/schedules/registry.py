@@ -13,7 +13,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.method_text import name_and_options
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.schedules.layouts import Layout
+from pipedream.schedules.layouts import StageOrder
 from pipedream.schedules.method import Method
 from pipedream.schedules.options import options_text, read_options
 from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
@@ -125,7 +125,7 @@ def with_options(name: str, **options: Any) -> str:
     return canonical(name, **options)
 
 
-def layout_of(name: str) -> Layout | None:
+def layout_of(name: str) -> StageOrder | None:
     """Returns which worker a method gives which stage; None for one stage per worker, or a file that names them."""
     if is_torch_csv(name):
         return None
