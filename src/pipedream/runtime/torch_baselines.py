@@ -414,7 +414,7 @@ def message_s_per_byte(loop: PlainLoop, batch: Any, rank: int, workers: int, byt
                 known.append(time.perf_counter() - start)
         found = torch.tensor([median(known) for known in seconds], dtype=torch.float64)
         dist.all_reduce(found)
-        return (found / workers).tolist()  # type: ignore[no-any-return]
+        return (found / workers).tolist()
 
     loop.step([batch])
     message_bytes = max(1, int(min(_MOST_BYTES, _FILLED * bytes_per_s * update_s(1)[0])))
