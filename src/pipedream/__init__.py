@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pipedream.core.errors import PipelineError
     from pipedream.core.hardware.cluster import Cluster
     from pipedream.core.model.profile import Profile
+    from pipedream.core.plan.layout import Layout
+    from pipedream.core.plan.mesh import Mesh
     from pipedream.core.plan.placement import Placement as Placement
     from pipedream.core.plan.plan import Plan
     from pipedream.core.plan.plan import Stage as Stage
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Cluster",
     "Done",
+    "Layout",
+    "Mesh",
     "Phase",
     "Pipeline",
     "PipelineError",
@@ -67,6 +71,8 @@ __all__ = [
 _HOMES = {
     "Cluster": "core.hardware.cluster",
     "Done": "pipeline",
+    "Layout": "core.plan.layout",
+    "Mesh": "core.plan.mesh",
     "Op": "core.schedule.op",
     "Phase": "core.schedule.phase",
     "Pipeline": "pipeline",

@@ -15,6 +15,7 @@ from importlib import import_module
 from itertools import accumulate, pairwise
 
 from pipedream.core.artifact import Artifact
+from pipedream.core.errors import PlanError
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
 __all__ = ["LOOPBACK", "MOST_WORKERS", "Cluster", "Level", "Workers"]
@@ -258,6 +259,36 @@ class Cluster(Artifact):
             for level in self.levels
         )
         return replace(self, levels=levels)
+
+    def of_meshes(self, ranks: int) -> Cluster:
+        """Returns a cluster whose workers are each as many consecutive workers of this one.
+
+        Speed and memory stay those of one rank.
+
+        Raises:
+            PlanError: the workers of a machine, or of another group, do not divide into such meshes.
+        """
+        levels, left = list(self.levels), ranks
+        while left > 1:
+            first = levels[0]
+            sizes = first.sizes or (first.width,)
+            if not any(size % left for size in sizes):
+                own = tuple(size // left for size in first.sizes)
+                levels[0], left = replace(first, width=first.width // left, sizes=own), 1
+            elif len(levels) > 1 and not first.sizes and left % first.width == 0:
+                left //= first.width
+                del levels[0]
+            else:
+                raise PlanError(
+                    f"workers of {ranks} ranks each were asked for, but the cluster joins {first.width} ranks at a "
+                    "time; choose a mesh whose size divides them"
+                )
+        if any(kind.count % ranks for kind in self.kinds):
+            raise PlanError(
+                f"workers of {ranks} ranks each were asked for, but the cluster's kinds do not divide by it"
+            )
+        kinds = tuple(replace(kind, count=kind.count // ranks) for kind in self.kinds)
+        return replace(self, levels=tuple(levels), kinds=kinds)
 
     @property
     def is_flat(self) -> bool:

@@ -18,6 +18,7 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.cost import all_reduce_s, transfer_s
+from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.site import Site, ports_s
 from pipedream.core.plan.stage import Stage
@@ -150,9 +151,24 @@ class Plan(Tabular, Artifact):
         return len(set(self.order)) or sum(self.replicas)
 
     @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """Of each stage."""
+        return tuple(Mesh(stage.mesh) for stage in self.stages)
+
+    @property
+    def ranks(self) -> int:
+        """Processes: the ranks of all workers."""
+        return sum(self.meshes[stages[0]].size for stages in self._stages_of.values())
+
+    @property
     def config(self) -> str:
-        """The replica counts: ``2-1-1``, as in the papers."""
-        return "-".join(map(str, self.replicas))
+        """The replica counts: ``2-1-1``, as in the papers; ``2x4-1x4`` where each worker has 4 ranks."""
+        sizes = [mesh.size for mesh in self.meshes]
+        return "-".join(f"{r}x{size}" if size > 1 else f"{r}" for r, size in zip(self.replicas, sizes, strict=True))
+
+    def with_mesh(self, mesh: str) -> Self:
+        """Returns the plan with the same mesh of ranks for every worker."""
+        return replace(self, stages=tuple(replace(stage, mesh=mesh) for stage in self.stages))
 
     @property
     def placement(self) -> Placement:

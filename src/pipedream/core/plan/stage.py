@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pipedream.core.hardware.cluster import MOST_WORKERS
 from pipedream.core.plan.memory import StageMemory, StageSizes, part_bytes
+from pipedream.core.plan.mesh import Mesh
 
 __all__ = ["Stage"]
 
@@ -14,7 +15,7 @@ __all__ = ["Stage"]
 class Stage:
     """Consecutive layers, run by one worker or replicated over several.
 
-    Seconds and bytes are of one worker, for one minibatch or microbatch (`Plan.unit`).
+    Seconds and bytes are of one rank of a worker, for one minibatch or microbatch (`Plan.unit`).
 
     Attributes:
         first, last: the layers first <= i < last.
@@ -30,6 +31,7 @@ class Stage:
         recompute: only its input is kept, and the backward repeats the forward.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the parts of its peak.
+        mesh: the ranks of each worker (`core.plan.mesh.Mesh`); '' for one.
     """
 
     first: int
@@ -55,8 +57,10 @@ class Stage:
     copy_s: float = 0.0
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
+    mesh: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", Mesh(self.mesh).text)
         if not 0 <= self.first < self.last:
             raise ValueError(f"a stage needs layers first < last, found {self.first} and {self.last}")
         if not 1 <= self.replicas <= MOST_WORKERS:

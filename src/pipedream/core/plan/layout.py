@@ -1,0 +1,132 @@
+"""The Layout: which dimension of a mesh cuts which dimension of a tensor, by names (Mesh-TensorFlow, section 3).
+
+A rule `d_ff:model` cuts the dimension `d_ff` of every tensor that has one over the mesh dimension `model`. What no rule
+cuts is on all ranks. A layout moves numbers and does not change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.mesh import Mesh
+
+__all__ = ["Layout"]
+
+_OUT = ":out"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rules and the names of tensors' dimensions.
+
+    Attributes:
+        rules: tensor dimension : mesh dimension, such as ``batch:data, d_ff:model``.
+        names: a parameter, or a pattern of parameters as in `fnmatch`, -> the names of its dimensions, such as
+            ``{"*.up.weight": "d_ff d_model"}``; ``"blocks.3:out"`` is the output of that layer. The first that matches
+            counts. A tensor without names is not cut.
+        at_rest: mesh dimension over which weights, gradients and optimizer state are sharded while no layer uses them.
+
+    Raises:
+        PlanError: text that is not of this form, or a tensor dimension on two mesh dimensions.
+    """
+
+    rules: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    at_rest: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", ",".join(f"{cut}:{over}" for cut, over in self._parsed()))
+
+    def _parsed(self) -> list[tuple[str, str]]:
+        found: dict[str, str] = {}
+        for rule in self.rules.split(",") if self.rules.strip() else ():
+            cut, _, over = (word.strip() for word in rule.partition(":"))
+            if not cut.isidentifier() or not over.isidentifier():
+                raise PlanError(
+                    f"the layout {self.rules!r} has {rule.strip()!r}, which is not a rule; write the dimension of a "
+                    "tensor and that of the mesh, such as d_ff:model"
+                )
+            if found.get(cut, over) != over:
+                raise PlanError(
+                    f"the layout cuts {cut!r} over two dimensions of the mesh, {cut}:{found[cut]} and {cut}:{over}; a "
+                    "dimension of a tensor can be cut over one: keep one of the rules"
+                )
+            found[cut] = over
+        return list(found.items())
+
+    @cached_property
+    def over(self) -> dict[str, str]:
+        """Tensor dimension -> mesh dimension."""
+        return dict(self._parsed())
+
+    def placements(
+        self, names: str, shape: Sequence[int], mesh: Mesh, tensor: str = "a tensor", *, uneven: bool = False
+    ) -> tuple[int | None, ...]:
+        """Returns for each dimension of a mesh the dimension of a tensor that it cuts, or None.
+
+        Args:
+            names: of the tensor's dimensions, such as ``batch length d_model``.
+            tensor: in words, for errors.
+            uneven: sizes need not divide.
+
+        Raises:
+            PlanError: a wrong number of names, two dimensions on one of the mesh, or a size that does not divide.
+        """
+        words = names.split()
+        if len(words) != len(shape):
+            raise PlanError(
+                f"{tensor} has {len(words)} names ({names}), but {len(shape)} dimensions {tuple(shape)}; name each "
+                "dimension once, in order"
+            )
+        found: dict[str, int] = {}
+        for dimension, name in enumerate(words):
+            over = self.over.get(name)
+            if over not in mesh.dimensions:
+                continue
+            if over in found:
+                first = words[found[over]]
+                raise PlanError(
+                    f"{tensor} ({names}) would be cut twice over {over!r}, by the rules {first}:{over} and "
+                    f"{name}:{over}; remove one of them, or use another name in this tensor"
+                )
+            if not uneven and shape[dimension] % mesh.dimensions[over]:
+                raise PlanError(
+                    f"{tensor} has {shape[dimension]} of {name!r}, which {over}:{mesh.dimensions[over]} of the mesh "
+                    f"does not divide; choose another size, or remove the rule {name}:{over}"
+                )
+            found[over] = dimension
+        return tuple(found.get(over) for over in mesh.dimensions)
+
+    def names_of(self, tensor: str) -> str | None:
+        """Returns the names of the dimensions of a parameter (or ``LAYER:out``), or None."""
+        exact = self.names.get(tensor)
+        return exact or next((names for pattern, names in self.names.items() if fnmatchcase(tensor, pattern)), None)
+
+    def check(self, parameters: Iterable[str], layers: Iterable[str], meshes: Iterable[Mesh]) -> None:
+        """Raises a `PlanError` for a name or a pattern that matches nothing, and for a mesh dimension without a rule.
+
+        Args:
+            parameters, layers: the names that the model has.
+            meshes: of the stages.
+        """
+        known = [*parameters, *(f"{layer}{_OUT}" for layer in layers)]
+        for pattern in self.names:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                near = get_close_matches(pattern, known, n=1, cutoff=0.3)
+                raise PlanError(
+                    f"the layout names the dimensions of {pattern!r}, which matches no parameter and no layer's "
+                    f"output (LAYER{_OUT}){f'; did you mean {near[0]!r}?' if near else ''}"
+                )
+        used = {*self.over.values(), *([self.at_rest] if self.at_rest else [])}
+        for mesh in meshes:
+            for over in mesh.dimensions:
+                if over not in used:
+                    raise PlanError(
+                        f"the mesh {mesh} has the dimension {over!r}, which no rule uses, so that its ranks would all "
+                        f"do the same; add a rule such as batch:{over}, or at_rest={over!r}, or remove the dimension"
+                    )

@@ -1,0 +1,123 @@
+"""The Mesh: the ranks of one worker, in a grid with named dimensions (Mesh-TensorFlow, Shazeer et al. 2018, 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import MOST_WORKERS
+
+__all__ = ["Box", "Mesh", "Piece", "box_of", "pieces"]
+
+Box = tuple[range, ...]
+"""The indices of a part of a tensor, in each of its dimensions."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks in a grid, counted row by row.
+
+    Attributes:
+        text: each dimension's name and size, such as ``data:2,model:2``; '' is a single rank.
+
+    Raises:
+        PlanError: text that is not of this form, a dimension that occurs twice, or a size below 1.
+    """
+
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", ",".join(f"{name}:{size}" for name, size in self._parsed()))
+
+    def _parsed(self) -> list[tuple[str, int]]:
+        found: dict[str, int] = {}
+        for part in self.text.split(",") if self.text.strip() else ():
+            name, _, size = (word.strip() for word in part.partition(":"))
+            if not name.isidentifier() or not size.isdecimal() or not 1 <= int(size) <= MOST_WORKERS:
+                raise PlanError(
+                    f"the mesh {self.text!r} has {part.strip()!r}, which is not a name and a size; write a mesh as "
+                    "model:2 or data:2,model:2"
+                )
+            if name in found:
+                raise PlanError(f"the mesh {self.text!r} has the dimension {name!r} twice; give each a name of its own")
+            found[name] = int(size)
+        return list(found.items())
+
+    @cached_property
+    def dimensions(self) -> dict[str, int]:
+        """Name -> ranks."""
+        return dict(self._parsed())
+
+    @property
+    def size(self) -> int:
+        """Its number of ranks."""
+        return prod(self.dimensions.values())
+
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """Returns each rank's place in every dimension."""
+        return list(product(*(range(size) for size in self.dimensions.values())))
+
+    def __str__(self) -> str:
+        return self.text or "-"
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that one rank sends to another; both counted within their mesh."""
+
+    sender: int
+    receiver: int
+    box: Box
+
+
+def box_of(
+    shape: Sequence[int], placements: Sequence[int | None], sizes: Sequence[int], coordinates: Sequence[int]
+) -> Box:
+    """Returns the part of a tensor that a rank has.
+
+    A dimension that does not divide is cut as `torch.chunk` does: into parts of the same size, then a smaller one, then
+    empty ones.
+
+    Args:
+        placements: for each dimension of the mesh the dimension of the tensor that it cuts, or None.
+        sizes: of the mesh.
+        coordinates: of the rank.
+    """
+    box = [range(size) for size in shape]
+    for cut, parts, at in zip(placements, sizes, coordinates, strict=True):
+        if cut is not None:
+            part = -(-shape[cut] // parts)
+            box[cut] = range(min(at * part, shape[cut]), min((at + 1) * part, shape[cut]))
+    return tuple(box)
+
+
+def pieces(
+    shape: Sequence[int],
+    sender: Mesh,
+    sent: Sequence[int | None],
+    receiver: Mesh,
+    received: Sequence[int | None],
+) -> list[Piece]:
+    """Returns what the ranks of one mesh send so that each rank of another gets exactly its part of a tensor.
+
+    Each element comes from one rank that has it. Where several have it, the receivers take turns between them.
+
+    Args:
+        sent, received: placements of the tensor on both meshes, see `Layout.placements`.
+    """
+    owners: dict[Box, list[int]] = {}
+    for rank, coordinates in enumerate(sender.coordinates()):
+        box = box_of(shape, sent, list(sender.dimensions.values()), coordinates)
+        owners.setdefault(box, []).append(rank)
+    found = []
+    for rank, coordinates in enumerate(receiver.coordinates()):
+        mine = box_of(shape, received, list(receiver.dimensions.values()), coordinates)
+        for box, ranks in owners.items():
+            part = tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine, box, strict=True))
+            if all(part):
+                found.append(Piece(ranks[rank % len(ranks)], rank, part))
+    return found

@@ -1,0 +1,153 @@
+"""Meshes and layouts: which rank has which part of a tensor, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedream import Cluster, Layout, Mesh, Plan
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Level
+from pipedream.core.plan.mesh import Box, box_of, pieces
+
+MESHES = st.lists(st.integers(1, 3), max_size=2).map(
+    lambda sizes: Mesh(",".join(f"m{n}:{size}" for n, size in enumerate(sizes)))
+)
+
+
+def placements(draw: st.DrawFn, mesh: Mesh, dimensions: int) -> tuple[int | None, ...]:
+    """No dimension of the tensor is cut twice."""
+    free = draw(st.permutations([*range(dimensions), None, None]))
+    return tuple(free[: len(mesh.dimensions)])
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]:
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    sender, receiver = draw(MESHES), draw(MESHES)
+    return shape, sender, placements(draw, sender, len(shape)), receiver, placements(draw, receiver, len(shape))
+
+
+def elements(box: Box) -> set[tuple[int, ...]]:
+    return set(product(*box))
+
+
+@given(moves())
+def test_each_rank_receives_its_part_once_from_ranks_that_have_it(
+    move: tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]],
+) -> None:
+    shape, sender, sent, receiver, received = move
+    has = [elements(box_of(shape, sent, list(sender.dimensions.values()), at)) for at in sender.coordinates()]
+    wants = [elements(box_of(shape, received, list(receiver.dimensions.values()), at)) for at in receiver.coordinates()]
+    got: list[list[tuple[int, ...]]] = [[] for _ in wants]
+    for piece in pieces(shape, sender, sent, receiver, received):
+        assert elements(piece.box) <= has[piece.sender]
+        got[piece.receiver] += elements(piece.box)
+    for found, wanted in zip(got, wants, strict=True):
+        assert len(found) == len(set(found))
+        assert set(found) == wanted
+
+
+def test_equal_meshes_send_nothing_to_other_places() -> None:
+    mesh = Mesh("data:2,model:2")
+    found = pieces((4, 6), mesh, (0, None), mesh, (0, None))
+    assert {(piece.sender, piece.receiver) for piece in found} == {(0, 0), (1, 1), (2, 2), (3, 3)}
+
+
+def test_a_mesh_is_read_from_text() -> None:
+    mesh = Mesh(" data:2, model:4 ")
+    assert (mesh.size, mesh.dimensions, str(mesh)) == (8, {"data": 2, "model": 4}, "data:2,model:4")
+    assert mesh.coordinates()[5] == (1, 1)
+    assert (Mesh().size, Mesh().dimensions, str(Mesh())) == (1, {}, "-")
+
+
+@pytest.mark.parametrize(
+    ("rules", "names", "shape", "mesh", "expected"),
+    [
+        ("batch:data, d_ff:model", "batch length d_model", (16, 128, 512), "data:2,model:2", (0, None)),
+        ("batch:data, d_ff:model", "d_ff d_model", (2048, 512), "data:2,model:2", (None, 0)),
+        ("batch:data, d_ff:model", "d_ff d_model", (2048, 512), "data:2", (None,)),
+        ("batch:b, vocab:m, heads:m", "vocab d_model", (96, 8), "b:4,m:8", (None, 0)),
+        ("", "batch", (3,), "", ()),
+    ],
+)
+def test_placements(
+    rules: str, names: str, shape: tuple[int, ...], mesh: str, expected: tuple[int | None, ...]
+) -> None:
+    assert Layout(rules).placements(names, shape, Mesh(mesh)) == expected
+
+
+def test_a_dimension_that_does_not_divide_is_cut_as_torch_chunks() -> None:
+    layout, mesh = Layout("batch:data"), Mesh("data:4")
+    cut = layout.placements("batch", (5,), mesh, uneven=True)
+    assert [list(box_of((5,), cut, (4,), at)[0]) for at in mesh.coordinates()] == [[0, 1], [2, 3], [4], []]
+
+
+def test_names_are_found_by_name_and_by_pattern() -> None:
+    layout = Layout(names={"*.up.weight": "d_ff d_model", "head.up.weight": "vocab d_model", "blocks.3:out": "batch"})
+    assert layout.names_of("blocks.0.up.weight") == "d_ff d_model"
+    assert layout.names_of("head.up.weight") == "vocab d_model"
+    assert layout.names_of("blocks.3:out") == "batch"
+    assert layout.names_of("blocks.0.up.bias") is None
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Mesh("model"), "'model', which is not a name and a size"),
+        (lambda: Mesh("model:0"), "not a name and a size"),
+        (lambda: Mesh("model:2,model:2"), "'model' twice"),
+        (lambda: Layout("d_ff"), "'d_ff', which is not a rule"),
+        (lambda: Layout("d_ff:data, d_ff:model"), "d_ff:data and d_ff:model"),
+        (
+            lambda: Layout("a:model, b:model").placements("a b", (4, 4), Mesh("model:2"), "the weight"),
+            r"the weight \(a b\) would be cut twice over .model., by the rules a:model and b:model",
+        ),
+        (
+            lambda: Layout("d_ff:model").placements("d_ff d_model", (5, 4), Mesh("model:2"), "the weight"),
+            "the weight has 5 of 'd_ff', which model:2 of the mesh does not divide",
+        ),
+        (lambda: Layout().placements("d_ff", (5, 4), Mesh(), "the weight"), r"the weight has 1 names \(d_ff\), but 2"),
+        (
+            lambda: Layout("a:m", names={"*.upp.weight": "a b"}).check(["0.up.weight"], ["0"], []),
+            r"'\*.upp.weight', which matches no parameter .* did you mean '0.up.weight'",
+        ),
+        (lambda: Layout("a:m").check([], [], [Mesh("m:2,n:2")]), "the dimension 'n', which no rule uses"),
+    ],
+)
+def test_what_is_refused(make: object, words: str) -> None:
+    assert callable(make)
+    with pytest.raises(PlanError, match=words):
+        make()
+
+
+def test_rules_of_a_dimension_that_a_mesh_lacks_have_no_effect() -> None:
+    Layout("batch:data, d_ff:model").check([], [], [Mesh("model:2"), Mesh("")])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "ranks", "widths"),
+    [
+        (Cluster.flat(8), 2, [4]),
+        (Cluster((Level(4, 1e10), Level(2, 1e9))), 2, [2, 2]),
+        (Cluster((Level(2, 1e10), Level(4, 1e9))), 4, [2]),
+    ],
+)
+def test_a_cluster_of_meshes(cluster: Cluster, ranks: int, widths: list[int]) -> None:
+    found = cluster.of_meshes(ranks)
+    assert [level.width for level in found.levels] == widths
+    assert found.workers * ranks == cluster.workers
+
+
+def test_a_cluster_that_meshes_do_not_divide() -> None:
+    with pytest.raises(PlanError, match="workers of 2 ranks each were asked for, but the cluster joins 3 ranks"):
+        Cluster.flat(3).of_meshes(2)
+
+
+def test_a_plan_counts_ranks() -> None:
+    plan = Plan.uniform(2, replicas=(2, 1)).with_mesh("data:2,model:2")
+    assert (plan.workers, plan.ranks, plan.config) == (3, 12, "2x4-1x4")
+    assert Plan.from_json(plan.to_json(), "the plan") == plan
