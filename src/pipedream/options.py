@@ -22,6 +22,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 from pipedream.callbacks import Callback, monitored
 from pipedream.core.errors import PipelineError
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.phase import Phase
@@ -82,6 +83,7 @@ class ModelOptions:
         phases: methods that take turns, each until a minibatch or an epoch (`Phase`), or as text
             (`core.schedule.phase`): ``"1f1b/4:200,pipedream"``. Each change drains the pipeline. Excludes schedule and
             microbatches.
+        layout: how tensors are cut over the ranks of a worker, where the plan gives it several (`pipedream.Layout`).
     """
 
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class ModelOptions:
     loggers: Iterable[Any] = ()
     callbacks: Sequence[Callback] = ()
     phases: str | Sequence[Phase] | None = None
+    layout: Layout | None = None
 
     def policy(self, *, scaling: str = "") -> Policy:
         """Returns the rules that couple the stages, see `Policy`.
@@ -131,6 +134,8 @@ class ModelOptions:
             yield f"loggers is {self.loggers!r}, not a list of loggers"
         if not isinstance(self.callbacks, Sequence) or not all(isinstance(one, Callback) for one in self.callbacks):
             yield f"callbacks is {self.callbacks!r}, not a list of pipedream.callbacks.Callback objects"
+        if not isinstance(self.layout, Layout | None):
+            yield f"layout is {self.layout!r}, not a pipedream.Layout"
         if isinstance(self.phases, str) or self.phases is None:
             return
         if not (isinstance(self.phases, Sequence) and all(isinstance(phase, Phase) for phase in self.phases)):
@@ -199,13 +204,16 @@ class TrainingOptions(MethodOptions):
         schedule: a method's name, as in `Pipeline`; 'auto' takes the fastest by simulation (`pipedream.plan`).
         phases: as in `Pipeline`. The plan is made for the first phase that does not flush.
         compensation: as in `Pipeline`; the recipe's applies only to methods that do not flush.
-        workers: under torchrun the number of processes; 2 by default.
+        workers: under torchrun the number of processes; 2 by default. With a mesh, ranks are counted.
         plan: a finished plan; by default the model is profiled and planned here.
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
         update_delay: 1 moves the updates of replicated stages after their next forward.
         recompute: every stage keeps only its input and repeats the forward; False leaves it to the plan.
         in_flight: depth: 'noam', 'full', 'auto' or counts.
         chunks: stages per worker, for methods that put several on one.
+        mesh: of the ranks of every worker, such as 'model:2'; the recipe's layout says what it cuts.
+        layout: rules of a layout in place of the recipe's, whose names stay.
+        at_rest: in place of the `at_rest` of the recipe's layout.
         allow_asynchronous: 'auto' may choose a method whose gradients are late.
         compile: True compiles the modules that lie within one stage; False leaves it to the recipe.
         epochs: since the start of training.
@@ -236,6 +244,9 @@ class TrainingOptions(MethodOptions):
     recompute: bool = False
     in_flight: str | tuple[int, ...] = "noam"
     chunks: int | None = None
+    mesh: str = ""
+    layout: str | None = None
+    at_rest: str | None = None
     allow_asynchronous: bool = False
     compile: bool = False
     epochs: int | None = None

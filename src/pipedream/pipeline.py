@@ -26,7 +26,9 @@ from pipedream.callbacks import Callback, load_states, states_of
 from pipedream.capture import PlainModel
 from pipedream.core.artifact import check_json
 from pipedream.core.checkpoint import Position, RunRequest
-from pipedream.core.errors import ArtifactError
+from pipedream.core.errors import ArtifactError, PlanError
+from pipedream.core.model.graph import LayerGraph
+from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.phase import next_border, phase_after, phase_at, phases_text
@@ -37,7 +39,7 @@ from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.message import Ending
-from pipedream.runtime.comm.process_group import process_device
+from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe, describe_model
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.results.loggers import Loggers
@@ -137,6 +139,7 @@ class Pipeline:
             compile=compile_arguments(options.compile),
             scaling=scaling,
             batch_dim=options.batch_dim,
+            layout=_checked_layout(options.layout, plan, model, captured.graph),
         )
         blueprint = Blueprint(
             programs=[found.program for found in self.prepared],
@@ -153,7 +156,7 @@ class Pipeline:
             blueprint,
             stuck_after_s=options.stuck_after_s,
             weights=options.weights,
-            plain=PlainModel(model, captured) if options.check else None,
+            plain=PlainModel(model, captured) if options.check and not _is_cut(plan) else None,
             free_bytes=lambda: available_bytes(blueprint.device, 1),
         )
         warn_of_loopback(plan, self._session.rank)
@@ -505,6 +508,22 @@ class Pipeline:
             self._session.close(failed=True)
             with suppress(Exception):  # the error that is raised already says more
                 self._loggers.finalize("failed")
+
+
+def _is_cut(plan: Plan) -> bool:
+    """Whether this process has a part of a worker's tensors; in a single process a mesh is one rank."""
+    return plan.ranks > plan.workers and is_distributed()
+
+
+def _checked_layout(layout: Layout | None, plan: Plan, model: Any, graph: LayerGraph) -> Layout:
+    """Raises a `PlanError` if the layout does not fit the model or the meshes."""
+    meshes, layout = plan.meshes, layout or Layout()
+    layout.check([name for name, _ in model.named_parameters()], [layer.name for layer in graph.layers], meshes)
+    if len(set(meshes)) > 1:
+        raise PlanError(
+            f"the stages have different meshes, {' / '.join(map(str, meshes))}; give all of them the same one"
+        )
+    return layout
 
 
 def _compared(model: Any, options: PipelineOptions, seed: int) -> dict[str, str]:

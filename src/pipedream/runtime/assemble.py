@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.tied import TiedWeights
 from pipedream.core.schedule.coupling import Policy
@@ -34,6 +36,7 @@ from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update.tied_weights import TiedGradientSum, copies_of_tied
 from pipedream.runtime.update_barrier import UpdateBarrier
 from pipedream.runtime.worker import Worker
+from pipedream.sharding.stage import StageSharding
 
 __all__ = [
     "Blueprint",
@@ -43,6 +46,7 @@ __all__ = [
     "data_channels",
     "distributed_worker",
     "local_workers",
+    "mesh_data_channels",
     "remote_forwards_of",
 ]
 
@@ -57,6 +61,7 @@ class Settings:
         compile: arguments of torch.compile; None does not compile.
         scaling: None does not scale the loss.
         batch_dim: dimension of the samples in the model's inputs, see `data.batches`.
+        layout: of tensors on the mesh of each worker.
     """
 
     loss: Loss
@@ -70,6 +75,7 @@ class Settings:
     compile: Mapping[str, Any] | None = None
     scaling: LossScaleOptions | None = None
     batch_dim: BatchDim = 0
+    layout: Layout = field(default_factory=Layout)
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,11 @@ class Blueprint:
     device: torch.device
     shared: Sequence[TiedWeights] = ()
     compared: Callable[[], Mapping[str, str]] = dict
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of every worker."""
+        return self.program.plan.meshes[0]
 
     @property
     def program(self) -> Program:
@@ -115,11 +126,14 @@ class WorkerChannels:
     result_receivers: dict[int, Receiver]
 
 
-def connect(program: Program, device: torch.device, shared: Sequence[TiedWeights] = ()) -> Connections:
+def connect(
+    program: Program, device: torch.device, shared: Sequence[TiedWeights] = (), mesh: Mesh | None = None
+) -> Connections:
     """Makes and connects the process groups of programs with the same channels; every rank calls it."""
     placement = program.placement
     pairs = dict.fromkeys((c.sender, c.receiver) for c in program.channels)
-    return connect_groups(list(pairs), placement.ranks, [list(one.ranks(placement)) for one in shared], device)
+    holders = [list(one.ranks(placement)) for one in shared]
+    return connect_groups(list(pairs), placement.ranks, holders, device, mesh.dimensions if mesh else None)
 
 
 def local_workers(blueprint: Blueprint, handles: Sequence[dict[str, nn.Parameter]]) -> list[Worker]:
@@ -154,7 +168,7 @@ def local_workers(blueprint: Blueprint, handles: Sequence[dict[str, nn.Parameter
         )
         remote_forwards = remote_forwards_of(blueprint, rank, dict(enumerate(handles)))
         tied = [(one, group.member(ranks.index(rank))) for one, ranks, group in holders if rank in ranks]
-        workers.append(_worker(blueprint, rank, stage_states, remote_forwards, ends, everyone.member(rank), tied))
+        workers.append(_worker(blueprint, rank, stage_states, remote_forwards, ends, everyone.member(rank), tied, rank))
     return workers
 
 
@@ -164,8 +178,13 @@ def distributed_worker(
     handles: Mapping[int, dict[str, nn.Parameter]],
     remote_forwards: dict[int, RemoteForward],
     connections: Connections,
+    shardings: Mapping[int, StageSharding],
 ) -> Worker:
-    """Returns this process's worker, joined to the others by torch.distributed."""
+    """Returns this process's worker, joined to the others by torch.distributed.
+
+    Args:
+        shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
+    """
     placement, shared = blueprint.placement, blueprint.shared
     stage_states = {}
     for stage, _ in placement.stage_replicas(rank):
@@ -177,6 +196,7 @@ def distributed_worker(
             handles[stage],
             DistributedGroup(group) if group is not None else None,
             copies=copies_of_tied(handles[stage], stage, [one.among(handles) for one in shared]),
+            sharding=shardings.get(stage),
         )
     tied: list[tuple[TiedWeights, Group]] = [
         (one, DistributedGroup(group))
@@ -191,6 +211,7 @@ def distributed_worker(
         _distributed_channels(blueprint, rank, connections),
         DistributedGroup(connections.everyone),
         tied,
+        connections.process,
     )
 
 
@@ -265,6 +286,19 @@ def data_channels(
     return senders, receiver
 
 
+def mesh_data_channels(
+    blueprint: Blueprint, connections: Connections
+) -> tuple[list[DistributedSender], DistributedReceiver | None]:
+    """Returns how the first rank of a worker hands out data: the senders, there; the receiver, elsewhere."""
+    group = connections.worker
+    if group is None:
+        return [], None
+    if group.rank():
+        return [], DistributedReceiver(ChannelEndpoint(0, group.rank(), 2, group))
+    ends = [ChannelEndpoint(peer, peer, 2, group) for peer in range(1, group.size())]
+    return [DistributedSender(end, blueprint.most_unread()) for end in ends], None
+
+
 def remote_forwards_of(
     blueprint: Blueprint, rank: int, handles: Mapping[int, dict[str, nn.Parameter]]
 ) -> dict[int, RemoteForward]:
@@ -316,10 +350,13 @@ def _stage_state(
     handles: dict[str, nn.Parameter],
     replica_group: Group | None,
     copies: dict[str, nn.Parameter] | None,
+    sharding: StageSharding | None = None,
 ) -> StageState:
     """`copies` are trained instead of handles that another stage here also holds."""
     plan, settings, programs = blueprint.program.plan, blueprint.settings, blueprint.programs
-    module = StageModule(layers, handles, blueprint.device, settings.seed, settings.autocast, settings.compile)
+    module = StageModule(
+        layers, handles, blueprint.device, settings.seed, settings.autocast, settings.compile, sharding
+    )
     low = low_precision_weights(layers, handles, settings.autocast)
     handles = copies or handles
     versions = Versions(handles, low, watched=replica_group is not None)
@@ -339,10 +376,13 @@ def _stage_state(
             ema=settings.ema,
             counted_elsewhere=[list(handles).index(name) for name in counted_elsewhere],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
+            sharding=sharding,
         ),
         saved_tensor_hooks=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in moving) else None,
     )
     stage_state.check(programs, stage)
+    if sharding is not None:
+        sharding.check_optimizer(stage_state.optimizer.optimizer)
     return stage_state
 
 
@@ -354,6 +394,7 @@ def _worker(
     ends: WorkerChannels,
     everyone: Group,
     tied: Sequence[tuple[TiedWeights, Group]],
+    process: int,
 ) -> Worker:
     program, placement, settings = blueprint.program, blueprint.placement, blueprint.settings
     trained = {stage: stage_state.optimizer.named for stage, stage_state in stage_states.items()}
@@ -378,9 +419,11 @@ def _worker(
         list(settings.metrics),
         raises_on_nan=settings.policy.on_nan == "error",
         late=blueprint.device.type == "cuda",
+        process=process,
     )
     return Worker(
         rank,
+        process=process,
         program=program,
         evaluation=blueprint.evaluation,
         stage_states=stage_states,

@@ -25,6 +25,7 @@ from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.data.rng import restore_rng, saved_rng
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.worker import Worker
+from pipedream.sharding.stage import StageSharding
 
 __all__ = ["Checkpointer", "share_with_replicas"]
 
@@ -38,7 +39,10 @@ class Checkpointer:
         names: each stage's parameters and buffers.
         unused: those of the model that no stage reads; at rank 0 only.
         loss: None if it is no module.
-        group, writer_group: gloo groups of all ranks, the latter for the background; None in a single process.
+        group: gloo group of all workers; None in a single process.
+        writer_group: another one, of all ranks, for the background.
+        process: this rank among all ranks.
+        sharding: stage -> how the ranks of this worker divide it.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class Checkpointer:
         *,
         unused: Sequence[str] = (),
         loss: nn.Module | None = None,
+        process: int = 0,
+        shardings: Mapping[int, StageSharding] | None = None,
     ) -> None:
         self._model = model
         self._unused = unused
@@ -62,7 +68,8 @@ class Checkpointer:
         self._device = device
         self._rank = workers[0].rank if group is not None else 0
         self._owners: dict[str, int] = {}
-        self.writer = storage.Writer(self._rank, writer_group, device)
+        self._shardings = shardings or {}
+        self.writer = storage.Writer(process, writer_group, device)
 
     def save(
         self,
@@ -86,6 +93,9 @@ class Checkpointer:
         """
         self.writer.finish()
         tensors, stages = self._collect()
+        for sharding in self._shardings.values():
+            tensors = {name: sharding.whole(_owners(name), tensor) for name, tensor in tensors.items()}
+            tensors = tensors if sharding.is_first else {}
         if not wait:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         texts = gather_texts(json.dumps([stages, saved_rng(self._device)]), self._group)
@@ -123,6 +133,8 @@ class Checkpointer:
         """
         names = set(self._on_every_rank(lambda: self._wanted(path, manifest)))
         found = self._fetch(path, manifest, names)
+        for sharding in self._shardings.values():
+            found = {name: sharding.part(_owners(name), tensor) for name, tensor in found.items()}
         self._on_every_rank(lambda: self._restore(path, manifest, found))
         self.writer.loaded(path, manifest.minibatches)
 
@@ -182,11 +194,11 @@ class Checkpointer:
             owner = self._owners[stored.file]
             if name in wanted[self._rank]:
                 found[name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-                dist.recv(_bytes_of(found[name]), owner, group=self._group)
+                dist.recv(_bytes_of(found[name]), group=self._group, group_src=owner)
             elif owner == self._rank:
                 for rank, each in enumerate(wanted):
                     if name in each:
-                        dist.send(_bytes_of(found[name]), rank, group=self._group)
+                        dist.send(_bytes_of(found[name]), group=self._group, group_dst=rank)
         return {name: found[name] for name in names}
 
     def _restore(self, path: AnyPath, manifest: Checkpoint, found: dict[str, torch.Tensor]) -> None:
@@ -293,6 +305,12 @@ def share_with_replicas(workers: Sequence[Worker]) -> None:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def _owners(name: str) -> list[str]:
+    """Returns the weights that a tensor of a checkpoint may belong to: its name is KIND/WEIGHT or KIND/WEIGHT/KEY."""
+    _, _, rest = name.partition("/")
+    return [rest, rest.rpartition("/")[0]]
 
 
 def _copies_of(stage_state: StageState) -> list[str]:

@@ -18,7 +18,7 @@ from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer, Targets
 from pipedream.runtime.stage.recompute import ForwardFunction
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
-from pipedream.runtime.stage.stage_module import SavedForward, outputs_of
+from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage_state import StageState
 
 __all__ = ["DataStream", "ForwardRunner"]
@@ -81,7 +81,7 @@ class ForwardRunner:
 
         def run(message: Message, again: bool = False) -> Message:
             if stage == 0:
-                value = self._value_of(message)
+                value = stage_state.module.first_input(self._value_of(message), message.samples)
             else:
                 value, saved.graph_inputs = stage_state.module.enter(
                     message.structure, message.tensors, message.gradients
@@ -93,8 +93,10 @@ class ForwardRunner:
             with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
                 output = stage_state.forward(value, read, self._stream.number(index), stage == 0)
             if targets is None:
-                structure, saved.outputs, wants = outputs_of(output)
+                structure, saved.outputs = stage_state.module.sent(output, message.samples)
+                wants = tuple(tensor.requires_grad for tensor in saved.outputs)
                 return message.with_tensors(structure, saved.outputs, wants, version)
+            output = stage_state.module.whole(output, message.samples)
             key = self._stream.minibatch(index)
             with stage_state.module.casting():
                 value, saved.loss_weight, saved.scale = self._scorer.score(
@@ -128,11 +130,16 @@ class ForwardRunner:
             leaves = self._leaves_of(stage_state)
         scores = stage == self._last and not self._stream.predicts
         with torch.no_grad(), context:
-            value = self._value_of(message)
+            module = stage_state.module
+            if stage == 0:
+                value = module.first_input(self._value_of(message), message.samples)
+            else:
+                value = to_device(module.value_of(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
             with self._scorer.watching(value, message.samples, trains=False) if scores else nullcontext():
-                output = stage_state.module.forward(value, leaves, self._stream.number(index), stage == 0)
+                output = module.forward(value, leaves, self._stream.number(index), stage == 0)
             if stage < self._last:
-                return message.with_tensors(*flatten(output))
+                return message.with_tensors(*module.sent(output, message.samples))
+            output = module.whole(output, message.samples)
             if self._stream.predicts:
                 self._results.send_output(index, message.with_tensors(*flatten(output, opaque_as_none=True)))
             else:

@@ -52,18 +52,19 @@ class ClockOffset:
 
     def _now_s(self) -> float:
         token = torch.zeros(1, dtype=torch.float64)
-        if dist.get_rank() == 0:
-            for other in range(1, dist.get_world_size()):
+        assert self._group is not None
+        if dist.get_rank(self._group) == 0:
+            for other in range(1, dist.get_world_size(self._group)):
                 for _ in range(_PINGS):
-                    dist.recv(token, other, self._group, _PING_TAG)
+                    dist.recv(token, None, self._group, _PING_TAG, other)
                     token[0] = time.perf_counter()
-                    dist.send(token, other, self._group, _PING_TAG)
+                    dist.send(token, None, self._group, _PING_TAG, other)
             return 0.0
         trips: list[tuple[float, float]] = []
         for _ in range(_PINGS):
             start = time.perf_counter()
-            dist.send(token, 0, self._group, _PING_TAG)
-            dist.recv(token, 0, self._group, _PING_TAG)
+            dist.send(token, None, self._group, _PING_TAG, 0)
+            dist.recv(token, None, self._group, _PING_TAG, 0)
             end = time.perf_counter()
             trips.append((end - start, float(token) - (start + end) / 2))
         length_s, offset_s = min(trips)

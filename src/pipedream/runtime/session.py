@@ -33,6 +33,7 @@ from pipedream.runtime.assemble import (
     data_channels,
     distributed_worker,
     local_workers,
+    mesh_data_channels,
     remote_forwards_of,
 )
 from pipedream.runtime.checkpoint import parameters
@@ -54,10 +55,16 @@ from pipedream.runtime.comm.process_group import (
     leave_group,
     peers_may_end,
     wait_for_all,
+    world_group,
 )
 from pipedream.runtime.comm.same_settings import CALL, check_same_settings, describe_data, describe_optimizer
 from pipedream.runtime.data.batch_adapter import AdaptBatch
-from pipedream.runtime.data.microbatches import LocalMicrobatches, Microbatches
+from pipedream.runtime.data.microbatches import (
+    LocalMicrobatches,
+    MeshMicrobatches,
+    Microbatches,
+    ReceivedMicrobatches,
+)
 from pipedream.runtime.data.reader import EpochRange
 from pipedream.runtime.data.source import DataSource
 from pipedream.runtime.failure.activity import Activity
@@ -70,6 +77,7 @@ from pipedream.runtime.results.results import Done, Output
 from pipedream.runtime.stage_state import StageState, evaluating
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
+from pipedream.sharding.stage import StageSharding
 
 __all__ = ["Session"]
 
@@ -110,6 +118,7 @@ class Session:
         if blueprint.device.type == "cpu":
             keep_freed_memory()
         self.rank, processes = join_group(blueprint.device, check_software=False)
+        self._worker_rank = 0
         stages, batch_dim = blueprint.program.plan.stages, blueprint.settings.batch_dim
         self._stage_names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
         self._shared_names = parameters.shared_names(model)
@@ -118,7 +127,10 @@ class Session:
         self._activity = Activity()
         self._group: dist.ProcessGroup | None = None
         self._connections: Connections | None = None
+        self._shardings: dict[int, StageSharding] = {}
         self._microbatches: dict[int, Microbatches] = {}
+        self._mesh_senders: Sequence[Sender] = ()
+        self._mesh_receiver: Receiver | None = None
         self._data_channels: list[Sender | Receiver] = []
         if self.rank == 0:
             every = [name for names in self._stage_names for name in names]
@@ -147,6 +159,8 @@ class Session:
             blueprint.device,
             unused=self._unused,
             loss=blueprint.settings.loss.module,
+            process=self.rank,
+            shardings=self._shardings,
         )
         self.interrupts = Interrupts(patient=self.distributed)
         self._interrupts_before = 0
@@ -179,27 +193,29 @@ class Session:
     def _join_others(self, processes: int, weights: str | os.PathLike[str] | None) -> None:
         blueprint = self._blueprint
         connections = self._connections = self._connect(processes)
+        self._worker_rank = connections.rank
         self.workers = [self._build_own(connections, weights)]
         own = self.workers[0].stage_states
         optimizers = {f"stage {n}'s optimizer": describe_optimizer(own[n].optimizer.optimizer) for n in own}
         check_same_settings(optimizers, self._group)
-        senders, receiver = data_channels(blueprint, self.rank, connections)
-        self._data_channels = [*senders.values(), *([] if receiver is None else [receiver])]
-        self._data = DataSource(
-            blueprint.programs, [self.rank], self._group, senders, receiver, blueprint.settings.batch_dim
-        )
+        senders, receiver = data_channels(blueprint, self._worker_rank, connections)
+        self._mesh_senders, self._mesh_receiver = mesh_data_channels(blueprint, connections)
+        ends = [*senders.values(), receiver, *self._mesh_senders, self._mesh_receiver]
+        self._data_channels = [end for end in ends if end is not None]
+        reads = [] if self._mesh_receiver is not None else [self._worker_rank]
+        self._data = DataSource(blueprint.programs, reads, self._group, senders, receiver, blueprint.settings.batch_dim)
 
     def _connect(self, processes: int) -> Connections:
         """Connects to the other ranks; all must be asked to do the same."""
         check_same_software()
         blueprint = self._blueprint
-        program, workers = blueprint.program, blueprint.placement.workers
-        if processes != workers:
+        program, ranks = blueprint.program, blueprint.program.plan.ranks
+        if processes != ranks:
             raise PlanError(
-                f"the plan {program.plan.config} needs {workers} workers, but {processes} processes were started; "
-                f"start {workers} (--workers or --nproc-per-node), or plan for {processes}"
+                f"the plan {program.plan.config} needs {ranks} processes, but {processes} were started; start {ranks} "
+                f"(--workers or --nproc-per-node), or plan for {processes}"
             )
-        connections = connect(program, blueprint.device, blueprint.shared)
+        connections = connect(program, blueprint.device, blueprint.shared, blueprint.mesh)
         self._group = connections.everyone
         check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), self._group)
         check_same_settings(blueprint.compared(), self._group)
@@ -207,7 +223,7 @@ class Session:
 
     def _build_own(self, connections: Connections, weights: str | os.PathLike[str] | None) -> Worker:
         blueprint, model, placement = self._blueprint, self.model, self._blueprint.placement
-        own_stages = [stage for stage, _ in placement.stage_replicas(self.rank)]
+        own_stages = [stage for stage, _ in placement.stage_replicas(self._worker_rank)]
         self._names_here = {name for stage in own_stages for name in self._stage_names[stage]}
         here = {name for name, tensor in named_state(model).items() if tensor.is_meta}
         # Rank 0's model counts: what it has on the meta device each owner draws, and the others get what it has.
@@ -230,19 +246,33 @@ class Session:
             raise failure or CaptureError(next(filter(None, texts)))
         with peers_may_end():
             parameters.share_initial(
-                model, self._stage_names, placement, self.rank, connections.everyone, drawn | read, blueprint.device
+                model,
+                self._stage_names,
+                placement,
+                self._worker_rank,
+                connections.everyone,
+                drawn | read,
+                blueprint.device,
             )
-            broadcast_tied(model, blueprint.shared, connections.holders, placement, self.rank)
+            broadcast_tied(model, blueprint.shared, connections.holders, placement, self._worker_rank)
         visited = {
             stage: parameters.trained(model, self._stage_names[stage])
-            for stage, _ in placement.remote_forwards(self.rank)
+            for stage, _ in placement.remote_forwards(self._worker_rank)
         }
         remote_forwards = remote_forwards_of(blueprint, self.rank, visited)
         parameters.drop_foreign(model, self._names_here | set(self._unused))
         for remote_forward in remote_forwards.values():
             remote_forward.empty()
         handles = {stage: parameters.trained(model, self._stage_names[stage]) for stage in own_stages}
-        return distributed_worker(blueprint, self.rank, handles, remote_forwards, connections)
+        for stage, owned in handles.items():
+            if connections.mesh is None:
+                continue
+            sharding = self._shardings[stage] = StageSharding(blueprint.settings.layout, connections.mesh)
+            sharding.share_initial(
+                [tensor for name, tensor in named_state(model).items() if name in self._stage_names[stage]]
+            )
+            sharding.cut(owned)
+        return distributed_worker(blueprint, self._worker_rank, handles, remote_forwards, connections, self._shardings)
 
     @property
     def program(self) -> Program:
@@ -312,11 +342,13 @@ class Session:
             state: from `data_state` for this position; None keeps the data's order.
         """
         settings = {"epochs": f"{first_epoch} to {epochs}", "finished minibatches of the epoch": str(skip)}
-        if self.rank in self.program.placement.readers:  # others may have a loader that is never read
+        if self._worker_rank in self.program.placement.readers:  # others may have a loader that is never read
             settings["the training data"] = describe_data(loader)
         self.meet(settings)
         try:
-            self._microbatches = self._data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)
+            self._microbatches = self._over_mesh(
+                self._data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)
+            )
         except PipelineError as error:
             raise self._reported(error) from error.__cause__
         except Exception as error:
@@ -326,6 +358,16 @@ class Session:
             raise self._reported(
                 ArtifactError(f"{text}; give the loader that was saved, or another checkpoint")
             ) from error
+
+    def _over_mesh(self, found: dict[int, Microbatches]) -> dict[int, Microbatches]:
+        """Returns the microbatches of all ranks of a worker, from those of its first rank."""
+        if self._worker_rank not in self.program.placement.readers:
+            return found
+        if self._mesh_receiver is not None:
+            return {self._worker_rank: ReceivedMicrobatches(self._mesh_receiver)}
+        if self._mesh_senders:
+            return {rank: MeshMicrobatches(source, self._mesh_senders) for rank, source in found.items()}
+        return found
 
     def data_state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns, as JSON, what `open_feed` needs to continue after `batches` minibatches of an epoch.
@@ -368,7 +410,7 @@ class Session:
                 state = named_state(self.model)
                 own = {name: tensor for name, tensor in state.items() if name in self._names_here}
                 names, placement = self._stage_names, program.placement
-                values = parameters.collect(own, state, names, placement, self.rank, self._group, reader)
+                values = parameters.collect(own, state, names, placement, self._worker_rank, self._group, reader)
                 values |= {
                     name: values[one]
                     for name in values
@@ -404,7 +446,7 @@ class Session:
         """Returns whether the whole model, its gradients and as much again fit the rank that reads the data."""
         whole = {id(tensor): tensor.nbytes for tensor in named_state(self.model).values()}
         free = self._free_bytes()
-        fits = self.rank != reader or 4 * sum(whole.values()) <= free
+        fits = self._worker_rank != reader or 4 * sum(whole.values()) <= free
         return not self.any_rank(not fits)
 
     def _compare_each_stage(self, plain: UserModel) -> None:
@@ -414,7 +456,7 @@ class Session:
                 "the first minibatch is compared stage by stage: the whole model does not fit the worker that reads it"
             )
         program = self.program
-        for stage, replica in program.placement.stage_replicas(self.rank):
+        for stage, replica in program.placement.stage_replicas(self._worker_rank):
             stage_state = self.lead.stage_states[stage]
             if not replica and not program.placement.is_remote(stage):
                 names = list(stage_state.versions.handles)
@@ -471,7 +513,9 @@ class Session:
     def predict(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Iterator[Output]:
         """Yields the outputs, at rank 0 only."""
         with self._evaluation_data(loader, adapt) as data, self._evaluating():
-            yield from self._run([worker.predict(data.get(worker.rank), ema) for worker in self.workers])
+            for output in self._run([worker.predict(data.get(worker.rank), ema) for worker in self.workers]):
+                if self.rank == 0:
+                    yield output
 
     def _evaluating(self) -> AbstractContextManager[None]:
         return evaluating([state for worker in self.workers for state in worker.stage_states.values()])
@@ -480,7 +524,7 @@ class Session:
     def _evaluation_data(self, loader: Any, adapt: AdaptBatch) -> Iterator[dict[int, Microbatches]]:
         try:
             try:
-                data = self._data.open_evaluation(loader, adapt)
+                data = self._over_mesh(self._data.open_evaluation(loader, adapt))
             except PipelineError as error:
                 raise self._reported(error) from error.__cause__
             yield data
@@ -534,12 +578,18 @@ class Session:
                 others = {n: t for one in optimizers for n, t in (one.ema if ema else one.unpredicted()).items()}
                 same = {id(tensor): others[name] for name, tensor in state.items() if name in others}
                 own = {name: same.get(id(tensor), tensor) for name, tensor in own.items()}
-            placement = self.program.placement
-            whole: dict[str, Any] = parameters.collect(own, state, self._stage_names, placement, self.rank, self._group)
+            for sharding in self._shardings.values():
+                own = {
+                    name: sharding.whole(self._shared_names.get(name, (name,)), tensor) for name, tensor in own.items()
+                }
+            placement, rank = self.program.placement, self._worker_rank
+            whole: dict[str, Any] = parameters.collect(own, state, self._stage_names, placement, rank, self._group)
             whole |= {name: state[name].detach().cpu().clone() for name in self._unused}
             for text in gather_texts(json.dumps(self.checkpointer.extra_states()), self._group):
                 for states in json.loads(text).values() if self.rank == 0 else ():
                     whole |= keys_of(states)
+            if self.rank:  # of a mesh, the first ranks of other workers may have it too
+                return {}
             return {name: whole[name] for name in self.model.state_dict() if name in whole}
 
     def save_pretrained(self, folder: Path, ema: bool, predicted: bool) -> None:
@@ -558,6 +608,9 @@ class Session:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Each rank reads its part of the whole state."""
         here = self._names_here | (set(self._unused) & set(state))
+        for sharding in self._shardings.values():
+            names = self._shared_names
+            state = {name: sharding.part(names.get(name, (name,)), tensor) for name, tensor in state.items()}
         parameters.load(self.model, state, here, self._shared_names, self._blueprint.device)
         for key, module in modules_by_key(self.model).items():
             if key in state:
@@ -611,7 +664,7 @@ class Session:
 
     def any_rank(self, asked: bool) -> bool:
         """Returns whether a rank asks for something; every rank calls it."""
-        return "yes" in gather_texts("yes" if asked else "", self._group)
+        return "yes" in gather_texts("yes" if asked else "", world_group() if self.distributed else None)
 
     def sent_bytes(self) -> dict[int, int]:
         """Returns rank -> payload bytes; every rank calls it."""

@@ -70,9 +70,10 @@ class _Step(NamedTuple):
 
 
 class Worker:
-    """One rank.
+    """One worker, or one of its ranks.
 
     Args:
+        process: this rank among all ranks of the job, for errors.
         program: of the first phase, verified.
         evaluation: forwards alone.
         remote_forwards: stage -> forwards on weights of another rank.
@@ -87,6 +88,7 @@ class Worker:
         self,
         rank: int,
         *,
+        process: int,
         program: Program,
         evaluation: Program,
         stage_states: dict[int, StageState],
@@ -100,6 +102,7 @@ class Worker:
         update_barrier: UpdateBarrier,
     ) -> None:
         self.rank = rank
+        self._process = process
         self.stage_states = stage_states
         self.remote_forwards = remote_forwards
         self._weight_packets = weight_packets
@@ -216,7 +219,7 @@ class Worker:
             unread = -(-max(program.plan.in_flight) // program.microbatches) + 1  # the weights after so many, at most
             minibatches = f"one of the minibatches {max(0, last + 1 - unread)} to {last}"
         raise WorkerError(
-            self.rank,
+            self._process,
             f"stage {stage}, the updates after minibatch {last}",
             f"the weight {name!r} is not finite, because a gradient of {minibatches} was not",
             NOT_FINITE_ADVICE,
@@ -293,12 +296,12 @@ class Worker:
                     step = self._step(program, instruction)
                     yield from step.run(step.at, step.index) or ()
         except CaptureError as error:
-            raise WorkerError(self.rank, self.where, str(error)) from error
+            raise WorkerError(self._process, self.where, str(error)) from error
         except (PipelineError, GeneratorExit, KeyboardInterrupt):
             raise
         except BaseException as error:
             advice = next((advice for words, advice in _ADVICE.items() if words in str(error)), "")
-            raise WorkerError(self.rank, self.where, with_place(error), advice) from error
+            raise WorkerError(self._process, self.where, with_place(error), advice) from error
         # The end arrives once on each channel that serves forwards; receive those still unread.
         while unread := self._mailbox.unread(program.channels):
             yield from self._receive(unread[0], self._total or 0) or ()

@@ -93,7 +93,7 @@ def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypa
 @pytest.mark.parametrize("rank", [0, 1])
 def test_messages_up_and_down_use_groups_of_their_own(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """While a rank sends on a connection, it would wait to read what arrives on the same one."""
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_rank", lambda group: rank)
     everyone: Any = object()
     upward: Any = object()
     of_run = connections.Connections(everyone, upward, (), (), {}, {})

@@ -57,12 +57,12 @@ def test_one_machines_processes_are_not_shifted(monkeypatch: pytest.MonkeyPatch)
     now = [100.0]
     answer = [0.0]
 
-    def receive(token: torch.Tensor, other: int, group: object, tag: int) -> None:
+    def receive(token: torch.Tensor, src: None, group: object, tag: int, other: int) -> None:
         now[0] += 2e-5
         token[0] = now[0] - 1.5e-5 + answer[0]
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(dist, "send", lambda *args: None)
     monkeypatch.setattr(dist, "recv", receive)
     group: dist.ProcessGroup = dist.ProcessGroup.__new__(dist.ProcessGroup)

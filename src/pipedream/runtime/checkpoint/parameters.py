@@ -96,10 +96,10 @@ def share_initial(
                     continue
                 tensor = state[name]
                 if rank == 0:
-                    dist.send(tensor.detach().cpu().contiguous(), owner, group=group)
+                    dist.send(tensor.detach().cpu().contiguous(), group=group, group_dst=owner)
                     continue
                 received = torch.empty(tensor.shape, dtype=tensor.dtype)
-                dist.recv(received, 0, group=group)
+                dist.recv(received, group=group, group_src=0)
                 if not tensor.is_meta:
                     with torch.no_grad():
                         tensor.copy_(received)
@@ -139,10 +139,10 @@ def collect(
                 whole[name] = own[name].detach().cpu().clone()
             elif rank == to:
                 received = torch.empty(shapes[name].shape, dtype=shapes[name].dtype)
-                dist.recv(received, owner, group=group)
+                dist.recv(received, group=group, group_src=owner)
                 whole[name] = received
             elif rank == owner:
-                dist.send(own[name].detach().cpu().contiguous(), to, group=group)
+                dist.send(own[name].detach().cpu().contiguous(), group=group, group_dst=to)
     return whole if rank == to else {}
 
 

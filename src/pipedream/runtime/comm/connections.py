@@ -1,5 +1,8 @@
 """The process groups of a run, connected before its first message.
 
+Where a worker is a mesh of n ranks, rank c of every worker together form a pipeline of their own: the ranks w n + c of
+the job are its ranks w. All groups here are those of this rank's pipeline, and count their ranks by workers.
+
 NCCL connects two ranks at their first exchange, for which each host waits. In the middle of a program both may wait
 for something else first, so every group is used once here, in an order that all ranks share.
 """
@@ -12,11 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from math import prod
 from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedReceiver, DistributedSender
@@ -42,7 +47,7 @@ class Connections:
     """Process groups of a run.
 
     Attributes:
-        everyone: gloo group of all ranks: messages to lower ranks, sums of small numbers.
+        everyone: gloo group of all workers: messages to lower ranks, sums of small numbers.
         upward: another one, for messages to higher ranks. A group has one connection between two ranks; while one of
             them sends on it, gloo's thread spins until it can read what arrives.
         stages: each stage's replicas; None for one.
@@ -50,6 +55,8 @@ class Connections:
         memory: (sender, receiver) -> memory that both share, where this rank is one and both are on one machine.
         links: (sender, receiver) -> NCCL group of the two, for tensors on GPUs. Empty on CPUs, and where NCCL cannot
             be used; tensors then travel through the memory of the CPU.
+        mesh: of this rank's worker; None for a single rank.
+        worker: gloo group of the worker's ranks; None for one.
     """
 
     everyone: dist.ProcessGroup
@@ -58,25 +65,37 @@ class Connections:
     holders: tuple[dist.ProcessGroup | None, ...]
     memory: Mapping[tuple[int, int], MemoryPair]
     links: Mapping[tuple[int, int], dist.ProcessGroup]
+    mesh: DeviceMesh | None = None
+    worker: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's worker."""
+        return dist.get_rank(self.everyone)
+
+    @property
+    def process(self) -> int:
+        """This rank among all ranks of the job."""
+        return dist.get_rank()
 
     def sender(
         self, receiver: int, number: int, depth: int, max_unread: int, device: torch.device, apart: str = ""
     ) -> DistributedSender | SharedMemorySender:
         """Returns the sending end of a channel; two ranks make their channels in one order."""
-        memory = self._shared_memory((dist.get_rank(), receiver), max_unread)
+        memory = self._shared_memory((self.rank, receiver), max_unread)
         if memory is not None:
             return SharedMemorySender(memory.open(), receiver, max_unread, apart)
-        group = self._messages(dist.get_rank(), receiver)
+        group = self._messages(self.rank, receiver)
         return DistributedSender(ChannelEndpoint(receiver, number, depth, group, device, apart), max_unread)
 
     def receiver(
         self, sender: int, number: int, depth: int, max_unread: int, device: torch.device, apart: str = ""
     ) -> DistributedReceiver | SharedMemoryReceiver:
         """Returns the receiving end of a channel."""
-        memory = self._shared_memory((sender, dist.get_rank()), max_unread)
+        memory = self._shared_memory((sender, self.rank), max_unread)
         if memory is not None:
             return SharedMemoryReceiver(memory.open(), sender, device)
-        group = self._messages(sender, dist.get_rank())
+        group = self._messages(sender, self.rank)
         return DistributedReceiver(ChannelEndpoint(sender, number, depth, group, device, apart))
 
     def _messages(self, sender: int, receiver: int) -> dist.ProcessGroup:
@@ -87,7 +106,8 @@ class Connections:
 
     def close(self) -> None:
         """Destroys the groups that were made here; every rank calls it."""
-        for group in (self.upward, *self.stages, *self.holders, *self.links.values()):
+        everyone = self.everyone if self.everyone is not world_group() else None
+        for group in (everyone, self.worker, self.upward, *self.stages, *self.holders, *self.links.values()):
             if group is not None:
                 leave_group(group)
         for memory in self.memory.values():
@@ -99,22 +119,37 @@ def connect_groups(
     stages: Sequence[Sequence[int]],
     holders: Sequence[Sequence[int]],
     device: torch.device,
+    mesh: Mapping[str, int] | None = None,
 ) -> Connections:
     """Makes the groups and uses each once; every rank calls it with the same ranks.
 
     Args:
         pairs: (sender, receiver) of activations, gradients and the like.
+        mesh: of each worker: the size of each dimension.
 
     Raises:
         WorkerError: ranks do not connect in time.
     """
-    everyone = world_group()
+    world, mesh_ranks = world_group(), prod((mesh or {}).values())
+    assert world is not None
+    uses_nccl = has_nccl(device, gather_texts(card_of(device), world))
+    on, cpu, place = device if uses_nccl else torch.device("cpu"), torch.device("cpu"), dist.get_rank() % mesh_ranks
+
+    workers = range(1 + max(map(max, stages)))
+
+    def made(ranks: Sequence[int], device: torch.device, ctas: int | None = None) -> dist.ProcessGroup | None:
+        """Makes a group in every pipeline; returns that of this rank's."""
+        groups = [_new_group([r * mesh_ranks + at for r in ranks], device, ctas) for at in range(mesh_ranks)]
+        return groups[place]
+
+    everyone = world if mesh_ranks == 1 else made(workers, cpu)
+    upward = made(workers, cpu)
     assert everyone is not None
-    rank = dist.get_rank()
+    assert upward is not None
+    rank = dist.get_rank(everyone)
     listener = Listener()
-    mine = json.dumps([machine_address(), card_of(device), listener.name])
-    addresses, cards, names = zip(*map(json.loads, gather_texts(mine, everyone)), strict=True)  # waits for all ranks
-    upward: dist.ProcessGroup = dist.new_group(backend="gloo")
+    mine = json.dumps([machine_address(), listener.name])
+    addresses, names = zip(*map(json.loads, gather_texts(mine, everyone)), strict=True)  # waits for all workers
     connecting = _Connecting(rank, addresses, device)
     memory: dict[tuple[int, int], MemoryPair] = {}
     try:
@@ -122,15 +157,13 @@ def connect_groups(
             connecting.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
     finally:
         listener.close()
-    uses_nccl = has_nccl(device, cards)
-    on = device if uses_nccl else torch.device("cpu")
 
     def sums(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        return connecting.group(ranks, lambda: _new_group(ranks, on), lambda group: _add(group, on))
+        return connecting.group(ranks, lambda: made(ranks, on), lambda group: _add(group, on))
 
     def link(pair: tuple[int, int]) -> dist.ProcessGroup | None:
         return connecting.group(
-            pair, lambda: _new_group(pair, on, _LINK_CTAS), lambda group: _exchange(group, pair, (0, 1), on)
+            pair, lambda: made(pair, on, _LINK_CTAS), lambda group: _exchange(group, rank == pair[0], (0, 1), on)
         )
 
     found = {pair: link(pair) for pair in pairs} if uses_nccl else {}
@@ -141,7 +174,20 @@ def connect_groups(
         tuple(sums(ranks) for ranks in holders),
         memory,
         {pair: group for pair, group in found.items() if group is not None},
+        _device_mesh(on, len(workers), mesh) if mesh else None,
+        _worker_group(len(workers), mesh_ranks) if mesh else None,
     )
+
+
+def _worker_group(workers: int, mesh_ranks: int) -> dist.ProcessGroup | None:
+    groups = [_new_group(range(w * mesh_ranks, (w + 1) * mesh_ranks), torch.device("cpu")) for w in range(workers)]
+    return groups[dist.get_rank() // mesh_ranks]
+
+
+def _device_mesh(device: torch.device, workers: int, mesh: Mapping[str, int]) -> DeviceMesh:
+    """Returns that of this rank's worker."""
+    names = ("pipedream_worker", *mesh)
+    return init_device_mesh(device.type, (workers, *mesh.values()), mesh_dim_names=names)[tuple(mesh)]
 
 
 class _Connecting:
@@ -216,7 +262,7 @@ def _share_memory(
     """The receiver tries to reach the sender within their machine, and answers it by gloo, which connects them too."""
     sender, receiver = pair
     key, answer = f"{sender}-{receiver}", torch.zeros(1, dtype=torch.uint8)
-    if dist.get_rank() == receiver:
+    if dist.get_rank(everyone) == receiver:
         found = listener.connect(name, key)
         answer += found is not None
         everyone.send([answer], sender, 0).wait()
@@ -224,13 +270,12 @@ def _share_memory(
         everyone.recv([answer], receiver, 0).wait()
         found = listener.accept(key) if answer else None
     if found is not None:
-        memory[pair] = MemoryPair(found, sends=dist.get_rank() == sender)
+        memory[pair] = MemoryPair(found, sends=dist.get_rank(everyone) == sender)
 
 
-def _exchange(group: dist.ProcessGroup, pair: tuple[int, int], places: tuple[int, int], device: torch.device) -> None:
+def _exchange(group: dist.ProcessGroup, sends: bool, places: tuple[int, int], device: torch.device) -> None:
     """Sends one byte from a rank to another, whose places in the group are given, and waits for it."""
     byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
-    sends = dist.get_rank() == pair[0]
     _finish(group.send(byte, places[1], 0) if sends else group.recv(byte, places[0], 0))
 
 

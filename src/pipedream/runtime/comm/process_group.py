@@ -151,16 +151,16 @@ def peers_may_end() -> Iterator[None]:
 
 @peers_may_end()
 def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
-    """Returns rank 0's text."""
+    """Returns the text of the group's rank 0."""
     if group is None:
         return text
     data = text.encode()
     size = torch.tensor([len(data)])
-    dist.broadcast(size, 0, group=group)
+    dist.broadcast(size, group=group, group_src=0)
     buffer = torch.zeros(int(size), dtype=torch.uint8)
-    if dist.get_rank() == 0 and data:
+    if dist.get_rank(group) == 0 and data:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, 0, group=group)
+    dist.broadcast(buffer, group=group, group_src=0)
     return bytes(buffer.numpy()).decode()
 
 
@@ -191,18 +191,18 @@ def from_rank_0(make: Callable[[], str], rank: int) -> str:
 
 @peers_may_end()
 def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Returns the texts of all ranks in their order."""
+    """Returns the texts of the group's ranks in their order."""
     if group is None:
         return [text]
     data = text.encode()
-    workers = dist.get_world_size()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(workers)]
+    ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
     longest = max(1, *(int(size) for size in sizes))
     mine = torch.zeros(longest, dtype=torch.uint8)
     if data:
         mine[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(workers)]
+    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(ranks)]
     dist.all_gather(rows, mine, group=group)
     return [bytes(row[: int(size)].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
 

@@ -3,6 +3,8 @@
 If the replicas of the input stage cannot load their own parts (an iterable data set, or split minibatches), replica 0
 alone reads, a whole round at a time, and sends the others theirs.
 
+If the worker is a mesh, its first rank reads or receives, and sends everything to the others.
+
 No deadlock: a forward of replica c waits until replica 0 reads its round, at its own first forward of it. That waits
 only for ops of earlier rounds, because no stage has more in flight than the input stage. By induction every round is
 read. (Sending waits only for the receipt of much earlier rounds.)
@@ -11,7 +13,7 @@ read. (Sending waits only for the receipt of much earlier rounds.)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from pipedream.runtime.data.batches import BatchDim, split_minibatch
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.reader import Minibatch
 
-__all__ = ["LocalMicrobatches", "Microbatches", "ReceivedMicrobatches"]
+__all__ = ["LocalMicrobatches", "MeshMicrobatches", "Microbatches", "ReceivedMicrobatches"]
 
 
 class Microbatches(ABC):
@@ -146,9 +148,7 @@ class LocalMicrobatches(Microbatches):
         for inputs, targets in parts:
             sender = self._open_senders.get(inputs.microbatch % self._replicas)
             if sender is not None:
-                if inputs.content is Content.DATA:
-                    inputs = inputs.with_tensors(*flatten((_value_of(inputs), _value_of(targets))))
-                sender.send(inputs)
+                sender.send(_joined(inputs, targets))
 
     def _end(self, ending: Ending) -> Ending:
         self.ended_at = self._feed.ended_at
@@ -187,6 +187,46 @@ class ReceivedMicrobatches(Microbatches):
 
     def resume(self) -> None:
         return
+
+
+class MeshMicrobatches(Microbatches):
+    """Microbatches of the first rank of a mesh.
+
+    Args:
+        source: where this rank has them from.
+        senders: to the other ranks.
+    """
+
+    def __init__(self, source: Microbatches, senders: Sequence[Sender]) -> None:
+        self._source = source
+        self._senders = senders
+
+    def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
+        self._source.begin(per_minibatch, replica, base, cycle, until)
+
+    def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
+        found = self._source.take(microbatch)
+        self.ended_at = self._source.ended_at
+        if isinstance(found, Ending):
+            message = Message(self.ended_at, Content.END, flags=int(found))
+        else:
+            message = _joined(*found)
+        for sender in self._senders:
+            sender.send(message)
+        return found
+
+    def stop(self, ending: Ending) -> None:
+        self._source.stop(ending)
+
+    def resume(self) -> None:
+        self._source.resume()
+
+
+def _joined(inputs: Message, targets: Message) -> Message:
+    """Returns one message with both, for `ReceivedMicrobatches`."""
+    if inputs.content is not Content.DATA:
+        return inputs
+    return inputs.with_tensors(*flatten((_value_of(inputs), _value_of(targets))))
 
 
 def _value_of(message: Message) -> Any:

@@ -139,6 +139,7 @@ class Results:
         receivers: by rank of the last stage.
         raises_on_nan: a loss that is nan, in training.
         late: losses are read when the rank has made those of its next minibatch.
+        process: this rank among all ranks of the job, for errors; by default `rank`.
 
     Attributes:
         where: describes the present op.
@@ -155,8 +156,10 @@ class Results:
         *,
         raises_on_nan: bool = False,
         late: bool = False,
+        process: int | None = None,
     ) -> None:
         self._rank = rank
+        self._process = rank if process is None else process
         self._placement = placement
         self._owners = placement.ranks[-1]
         self._first_stages = [min(placement.stage_replicas(r))[0] for r in range(placement.workers)]
@@ -234,7 +237,7 @@ class Results:
     def _add(self, sums: MinibatchSums, numbers: Sequence[float]) -> None:
         if numbers[0] != numbers[0] and self.raises_on_nan and self._split:
             raise WorkerError(
-                self._rank,
+                self._process,
                 self.where(),
                 f"the loss of minibatch {sums.minibatch} is nan",
                 NOT_FINITE_ADVICE,

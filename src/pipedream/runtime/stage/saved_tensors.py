@@ -17,8 +17,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
@@ -27,6 +30,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.stage.split_backward import saved_by
 from pipedream.runtime.stage.versions import WeightSet
+from pipedream.sharding.parts import like_part, local_part, spec_of
 
 __all__ = ["SavedTensorHooks"]
 
@@ -150,16 +154,23 @@ class _SavedActivation(NamedTuple):
 
 
 class _WeightSlice(NamedTuple):
-    """A part of a weight, of any version; its offset counts from the parameter's first element."""
+    """A part of a weight, of any version.
+
+    Attributes:
+        offset: from the parameter's first element.
+        saved: on a mesh, the DTensor around it; else None.
+    """
 
     name: str
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    saved: Any = None
 
     def look_up(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
         leaf = leaves[self.name].data
-        return leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
+        found = leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
+        return found if self.saved is None else like_part(found, self.saved)
 
 
 class _WeightLocator:
@@ -174,13 +185,15 @@ class _WeightLocator:
         owners = self.owners(tensor)
         if not owners:
             return None
+        saved, tensor = tensor, local_part(tensor)
         for name, leaf in owners:
             offset = int(tensor.storage_offset() - leaf.storage_offset())
             inside = offset >= 0 and offset + _extent(tensor) <= _extent(leaf)
             alike = tensor.dtype == leaf.dtype and tensor.is_conj() == leaf.is_conj() and not tensor.is_neg()
             # A weight with holes is dense in the other sets.
             if inside and alike and _extent(leaf) == leaf.numel():
-                return _WeightSlice(name, tensor.size(), tensor.stride(), offset)
+                around = None if saved is tensor else spec_of(saved)
+                return _WeightSlice(name, tensor.size(), tensor.stride(), offset, around)
         raise ScheduleError(
             "the backward rule 'graph' looks up what autograd saves of a weight in another version of it; here it "
             f"saves a part of {_quoted(owners)} that lies across parameters, in one with holes, or is of another type; "
@@ -230,6 +243,8 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refused: dict[str, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, (DTensor, AsyncCollectiveTensor)) for one in types):
+            return NotImplemented  # their operations on parts come here
         read = [_place(item) for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
@@ -261,4 +276,7 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _place(tensor: torch.Tensor) -> int:
+    tensor = local_part(tensor)
+    if isinstance(tensor, FakeTensor):  # by which DTensor finds sizes
+        return 0
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0

@@ -29,13 +29,14 @@ from torch.nn.utils.rnn import PackedSequence
 from pipedream.core.errors import CaptureError
 from pipedream.core.user_code import note_module
 from pipedream.runtime.comm.message import Message
-from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.comm.values import flatten, map_tensors, unflatten
 from pipedream.runtime.stage.auxiliary import auxiliary_scale
 from pipedream.runtime.stage.generators import LayerGenerators, never_draws
 from pipedream.runtime.stage.split_backward import Deferred, split_backward
 from pipedream.runtime.stage.versions import WeightSet
+from pipedream.sharding.stage import StageSharding
 
-__all__ = ["SavedForward", "StageModule", "low_precision_weights", "outputs_of"]
+__all__ = ["SavedForward", "StageModule", "low_precision_weights"]
 
 # Layers whose weights autocast casts before each use (torch.amp's op lists). Norms and embeddings stay in full
 # precision.
@@ -127,6 +128,7 @@ class StageModule:
         handles: trained parameters by name; in the modules while nothing runs.
         autocast: dtype of the forward; None keeps that of the weights.
         compile: arguments of torch.compile; None runs the layers as they are.
+        sharding: None on a single rank.
     """
 
     def __init__(
@@ -137,7 +139,9 @@ class StageModule:
         seed: int,
         autocast: torch.dtype | None = None,
         compile: Mapping[str, Any] | None = None,
+        sharding: StageSharding | None = None,
     ) -> None:
+        self.sharding = sharding
         self.layers = tuple(layers)
         self.device = device
         self.generators = LayerGenerators(seed, device)
@@ -157,6 +161,8 @@ class StageModule:
         self.handles = handles
         known = {id(parameter): name for name, parameter in handles.items()}
         modules = {id(m): m for _, layer in layers for m in layer.modules()}
+        if sharding is not None:
+            sharding.prepare(modules.values())
         self._slots = [
             (module._parameters, slot, known[id(parameter)])
             for module in modules.values()
@@ -193,9 +199,9 @@ class StageModule:
         """
         states = None
         storages = {} if self._checked else _storages(leaves)
-        self._set_parameters(leaves)
+        self._set_parameters(self._inside(leaves))
         try:
-            with self.casting():
+            with self.casting(), _NOTHING if self.sharding is None else self.sharding.running():
                 for name, layer, call, is_slice, never in self._calls:
                     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
                     if hooked or not never:
@@ -256,7 +262,36 @@ class StageModule:
                 tensor = _GraphInput.apply(tensor, _ANCHOR)  # type: ignore[no-untyped-call]
                 nodes.append(tensor.grad_fn)
             inside.append(tensor)
-        return unflatten(structure, tuple(inside)), tuple(nodes)
+        return self.value_of(structure, inside), tuple(nodes)
+
+    def value_of(self, structure: str, tensors: Sequence[torch.Tensor]) -> Any:
+        """Returns what a stage before this one has sent."""
+        if self.sharding is not None:
+            marks, _, structure = structure.partition("|")
+            tensors = self.sharding.enter(tensors, marks)
+        return unflatten(structure, tensors)
+
+    def sent(self, output: Any, samples: int) -> tuple[str, tuple[torch.Tensor, ...]]:
+        """Returns structure and tensors of an output, for `value_of` at the next stage."""
+        structure, tensors = flatten(output)
+        if self.sharding is None:
+            return structure, tensors
+        parts = [self.sharding.leave(tensor, samples, whole=False) for tensor in tensors]
+        return f"{''.join(mark for _, mark in parts)}|{structure}", tuple(tensor for tensor, _ in parts)
+
+    def whole(self, output: Any, samples: int) -> Any:
+        """Returns an output of the model with whole tensors."""
+        if self.sharding is None:
+            return output
+        leave = self.sharding.leave
+        return map_tensors(output, lambda tensor: leave(tensor, samples, whole=True)[0])
+
+    def first_input(self, value: Any, samples: int) -> Any:
+        """Returns the model's input for `forward`."""
+        if self.sharding is None:
+            return value
+        cut = self.sharding.cut_input
+        return map_tensors(value, lambda tensor: cut(tensor, samples))
 
     def backward(
         self,
@@ -280,7 +315,8 @@ class StageModule:
             if outputs:
                 weights.ready = ready
                 # As torch.autograd.backward, which takes 8 us for checks: the next stage's messages have their shapes.
-                with auxiliary_scale(saved.auxiliary_scale):
+                checked = _NOTHING if self.sharding is None else self.sharding.checked("backward")
+                with auxiliary_scale(saved.auxiliary_scale), checked:
                     _engine_run_backward(
                         outputs, arrived, False, False, (), allow_unreachable=True, accumulate_grad=True
                     )
@@ -332,7 +368,7 @@ class StageModule:
         They are in the modules too: a checkpointed layer reads its weights again in the backward.
         """
         leaves = [weights.leaves[name] for name in self._names]
-        self._set_parameters(weights.leaves)
+        self._set_parameters(self._inside(weights.leaves))
         for leaf, total in zip(leaves, accumulators, strict=True):
             if total is not None and total.dtype == leaf.dtype:
                 leaf.grad = total
@@ -343,6 +379,10 @@ class StageModule:
         weights.ready = None
         for leaf in leaves:
             leaf.grad = None
+
+    def _inside(self, leaves: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """What the layers see of the weights."""
+        return leaves if self.sharding is None else self.sharding.weights(leaves)
 
     def _set_parameters(self, leaves: Any) -> None:
         for parameters, slot, name in self._slots:
@@ -423,9 +463,3 @@ def _is_cast(module: nn.Module) -> bool:
     """Whether it is torch's own layer: a subclass may use its weights in full precision, and so may a hook."""
     own = type(module).__module__.startswith("torch.nn.modules.")
     return own and isinstance(module, _CAST_LAYERS) and not module._forward_pre_hooks
-
-
-def outputs_of(value: Any) -> tuple[str, tuple[torch.Tensor, ...], tuple[bool, ...]]:
-    """Returns structure and tensors of an output, and which of them require a gradient."""
-    structure, tensors = flatten(value)
-    return structure, tensors, tuple(tensor.requires_grad for tensor in tensors)

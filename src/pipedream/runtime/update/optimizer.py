@@ -21,6 +21,7 @@ from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import GradientAllReduce
 from pipedream.runtime.update.compensation import Compensator
 from pipedream.runtime.update.loss_scale import LossScale
+from pipedream.sharding.stage import StageSharding
 
 __all__ = ["Gradients", "Optimizer", "ReducedGradients"]
 
@@ -112,6 +113,7 @@ class Optimizer:
         ema: decay of the average of the weights; None keeps none.
         counted_elsewhere: indices of handles that another stage counts in the norm.
         loss_scale: None if the loss is not scaled.
+        sharding: None on a single rank.
 
     Attributes:
         finite: False skips the coming update.
@@ -134,6 +136,7 @@ class Optimizer:
         ema: float | None = None,
         counted_elsewhere: Collection[int] = (),
         loss_scale: LossScale | None = None,
+        sharding: StageSharding | None = None,
     ) -> None:
         self.named = dict(handles)
         self._handles = list(handles.values())
@@ -159,6 +162,7 @@ class Optimizer:
         self.skipped = 0
         self._has_stepped = False
         self.loss_scale = loss_scale
+        self._sharding = sharding
         self.counted_elsewhere = frozenset(counted_elsewhere)
         self.ema = {name: handle.detach().clone() for name, handle in handles.items()} if ema is not None else {}
         self.scheduled = 0
@@ -222,11 +226,16 @@ class Optimizer:
         return self.normalise(gathered)
 
     def gather(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[ReducedGradients]:
-        """The gradients summed over the replicas; yields where it would wait."""
+        """The gradients summed over the replicas, and the ranks of each; yields where it would wait."""
         if self.all_reduce is None:
-            return ReducedGradients(*gradients.take(), stop_request)
-        self.close(gradients, stop_request)
-        return ReducedGradients(*(yield from self.all_reduce.take()))
+            found = ReducedGradients(*gradients.take(), stop_request)
+        else:
+            self.close(gradients, stop_request)
+            found = ReducedGradients(*(yield from self.all_reduce.take()))
+        if self._sharding is None:
+            return found
+        self._sharding.sum_gradients(self._names, found.sums)
+        return found
 
     def normalise(self, gathered: ReducedGradients) -> tuple[float, bool]:
         """Divides the summed gradients, and puts them into the handles' ``.grad``.
@@ -245,15 +254,21 @@ class Optimizer:
 
     @property
     def norm_square(self) -> torch.Tensor:
-        """Square of the gradients' norm, without weights that another stage counts; float64, on their device."""
+        """Square of the gradients' norm, without weights that another stage counts; float64, on their device.
+
+        On a mesh all ranks of the worker call it.
+        """
         found = [
             _numbers_of(handle.grad)
-            for i, handle in enumerate(self._handles)
-            if handle.grad is not None and i not in self.counted_elsewhere
+            for i, (name, handle) in enumerate(self.named.items())
+            if handle.grad is not None
+            and i not in self.counted_elsewhere
+            and (self._sharding is None or self._sharding.counts(name))
         ]
         # In double precision the squares of all finite float32 are finite.
         norms = torch._foreach_norm(found, 2, torch.float64) if found else ()
-        return torch.stack(list(norms)).square().sum() if found else torch.zeros((), dtype=torch.float64)
+        square = torch.stack(list(norms)).square().sum() if found else torch.zeros((), dtype=torch.float64)
+        return square if self._sharding is None else self._sharding.sum(square)
 
     def clip(self, limit: float, norm: float | torch.Tensor) -> None:
         """Clips the gradients to a norm; a norm on their device is not waited for."""

@@ -86,7 +86,8 @@ def broadcast_tied(
     for one, group in zip(shared, groups, strict=True):
         if any(rank in placement.ranks[stage] for stage in one.stages):
             for name in one.names:
-                dist.broadcast(named[name].data, placement.ranks[one.stages[0]][0], group=group)
+                first = one.ranks(placement).index(placement.ranks[one.stages[0]][0])
+                dist.broadcast(named[name].data, group=group, group_src=first)
 
 
 class TiedGradientSum:

@@ -1,0 +1,317 @@
+"""One stage on a mesh of ranks: its layers compute with DTensors, everything else with each rank's own part.
+
+Life of a weight: the user's parameter holds this rank's part, and so do the versions, gradients and optimizer state.
+While layers run, `weights` puts DTensors around the leaves of a version. Their gradients come back as parts. Where a
+weight is whole on every rank, its gradient may be a partial sum. It stays one until the update (`sum_gradients`), so
+that microbatches cost no collective.
+
+Life of an activation: it enters as this rank's part (`enter`), and leaves as one (`leave`). At a boundary dimension 0
+is cut by the layout's rule for `batch`, if the microbatch divides. At the last stage the outputs are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from inspect import unwrap
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import optim
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.experimental import implicit_replication
+
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.mesh import Mesh, box_of
+from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Rows
+from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
+from pipedream.sharding.parts import like_part, local_part
+
+__all__ = ["BATCH", "StageSharding"]
+
+BATCH = "batch"
+"""The name of dimension 0 of a stage's inputs and outputs."""
+
+
+_ELEMENTWISE = {
+    unwrap(kind.step): kind.__name__
+    for kind in (
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.ASGD,
+    )
+}
+
+
+class _Part:
+    """A tensor's placements, and what becomes of its gradient.
+
+    Attributes:
+        rows: those that this rank has at rest; None: all.
+        summed_late: mesh dimensions over which the gradient is a partial sum until the update; found in the first
+            backward, None before.
+    """
+
+    def __init__(
+        self, spec: DTensorSpec, *, waits_for_update: bool, rows: Rows | None = None, rest: int | None = None
+    ) -> None:
+        self.spec = spec
+        self.rows = rows
+        self._summed_now = frozenset() if rest is None or rows is None else frozenset({rest})
+        assert spec.tensor_meta is not None
+        self.whole_shape = spec.tensor_meta.shape
+        cut = [one.dim if isinstance(one, Shard) else None for one in spec.placements]
+        self.box = box_of(self.whole_shape, cut, spec.mesh.shape, spec.mesh.get_coordinate() or ())
+        if rows is not None:
+            self.box = (self.box[0][rows.here.start : rows.here.stop], *self.box[1:])
+        self.part_shape = torch.Size(map(len, self.box))
+        self.summed_late: frozenset[int] | None = None if waits_for_update else frozenset()
+
+    def wrapped(self, local: torch.Tensor) -> Any:
+        spec, meta = self.spec, self.spec.tensor_meta
+        assert meta is not None
+        if local.dtype != meta.dtype:  # autocast's copies of the weights
+            spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, local.dtype))
+        return like_part(local, spec)
+
+    def gradient(self, found: DTensor) -> torch.Tensor:
+        """Returns this rank's part of a gradient."""
+        placed = list(zip(found.placements, self.spec.placements, strict=True))
+        unsummed = {at for at, (have, want) in enumerate(placed) if have == Partial() and want == Replicate()}
+        if self.summed_late is None:
+            self.summed_late = frozenset(unsummed - self._summed_now)
+        summed = self.summed_late | self._summed_now
+        wanted = [Partial() if at in summed and at in unsummed else want for at, (_, want) in enumerate(placed)]
+        if wanted != list(found.placements):
+            found = found.redistribute(placements=wanted)
+        # A sum that is whole already counts once.
+        place = self.spec.mesh.get_coordinate()
+        assert place is not None
+        if any(place[at] for at in summed - unsummed):
+            return torch.zeros_like(local_part(found))
+        return local_part(found)
+
+
+class _Wrap(torch.autograd.Function):
+    """Makes a rank's part a DTensor, and a DTensor's gradient a rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, part: _Part) -> DTensor:
+        ctx.part = part
+        return part.wrapped(local.view_as(local))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
+        return ctx.part.gradient(gradients[0]), None
+
+
+def _wrapped(local: torch.Tensor, part: _Part) -> torch.Tensor:
+    found: torch.Tensor = _Wrap.apply(local, part)  # type: ignore[no-untyped-call]
+    return found
+
+
+class StageSharding:
+    """The cut of one stage.
+
+    Args:
+        device_mesh: with named dimensions.
+    """
+
+    def __init__(self, layout: Layout, device_mesh: DeviceMesh) -> None:
+        names = device_mesh.mesh_dim_names or ()
+        self.mesh = Mesh(",".join(f"{name}:{device_mesh.size(at)}" for at, name in enumerate(names)))
+        self._layout = layout
+        self._device_mesh = device_mesh
+        self._place: Sequence[int] = device_mesh.get_coordinate() or []
+        self._rest = self._dimension(layout.at_rest)
+        self._batch = self._dimension(layout.over.get(BATCH, ""))
+        self._gathered = GatheredWeights()
+        self._weights: dict[str, _Part] = {}
+        self._checked: set[str] = set()
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises a `PlanError` if a weight is cut and the optimizer may not step each element by itself."""
+        step = unwrap(type(optimizer).step)
+        if any(known.part_shape != known.whole_shape for known in self._weights.values()) and step not in _ELEMENTWISE:
+            raise PlanError(
+                f"the optimizer {type(optimizer).__name__} was asked for on a mesh that cuts weights, but only torch's "
+                f"own that step each element by itself can update a part ({', '.join(_ELEMENTWISE.values())}); use one "
+                "of these, or a layout that cuts no weight"
+            )
+
+    def _dimension(self, name: str) -> int | None:
+        names = list(self.mesh.dimensions)
+        return names.index(name) if name in names else None
+
+    # -- weights --------------------------------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of its worker."""
+        return not any(self._place)
+
+    def share_initial(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies the values of the worker's first rank to the others."""
+        for tensor in tensors:
+            for at in range(len(self.mesh.dimensions)):
+                dist.broadcast(tensor.data, group=self._device_mesh.get_group(at), group_src=0)
+
+    def cut(self, handles: Mapping[str, torch.nn.Parameter]) -> None:
+        """Replaces each parameter's values by this rank's part.
+
+        Raises:
+            PlanError: the layout is not legal for a parameter (`Layout.placements`).
+        """
+        for name, handle in handles.items():
+            names = self._layout.names_of(name)
+            placements: Sequence[int | None] = [None] * len(self.mesh.dimensions)
+            if names is not None:
+                placements = self._layout.placements(names, handle.shape, self.mesh, f"the parameter {name!r}")
+            meta = TensorMeta(handle.shape, handle.stride(), handle.dtype)
+            placed = tuple(Replicate() if cut is None else Shard(cut) for cut in placements)
+            spec, rows = DTensorSpec(self._device_mesh, placed, meta), None
+            if self._rest is not None and handle.dim() and placed[self._rest] == Replicate():
+                parts = prod(self._device_mesh.size(at) for at, one in enumerate(placed) if one == Shard(0))
+                rows = Rows(self._device_mesh.get_group(self._rest), -(-handle.shape[0] // parts))
+            self._weights[name] = _Part(spec, waits_for_update=True, rows=rows, rest=self._rest)
+            handle.data = self.part([name], handle.data)
+
+    def prepare(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Lets modules gather the weights that are at rest."""
+        for module in modules if self._rest is not None else ():
+            module._parameters = LazyParameters(module._parameters)
+
+    def weights(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Returns DTensors around the parts, whose gradients go to the leaves; of weights at rest, what reads them."""
+        found: dict[str, Any] = {}
+        for name, leaf in leaves.items():
+            part = self._weights[name]
+            if part.rows is None:
+                found[name] = _wrapped(leaf, part)
+            else:
+                found[name] = self._gathered.reading(leaf, part.rows, partial(_wrapped, part=part))
+        return found
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank counts its part of a weight in the norm: of equal parts the first does."""
+        known = self._weights[name]
+        at_rest = {self._rest} if known.rows is not None else set()
+        placed = enumerate(zip(known.spec.placements, self._place, strict=True))
+        return not any(place for at, (one, place) in placed if one.is_replicate() and at not in at_rest)
+
+    def whole(self, names: Sequence[str], part: torch.Tensor) -> torch.Tensor:
+        """Returns a weight, or a state of its size, from the parts of all ranks, which all call it.
+
+        Args:
+            names: that the weight has; others are returned as they are.
+        """
+        known = self._known(names)
+        if known is None or part.dim() == 0 or part.shape != known.part_shape:
+            return part
+        part = part.detach() if known.rows is None else known.rows.gather(part.detach())
+        return local_part(known.wrapped(part).redistribute(placements=self._nowhere))
+
+    def part(self, names: Sequence[str], whole: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of a weight, or of a state of its size; see `whole`."""
+        known = self._known(names)
+        if known is None or whole.shape != known.whole_shape or known.part_shape == known.whole_shape:
+            return whole
+        return whole[tuple(slice(part.start, part.stop) for part in known.box)].clone()
+
+    def _known(self, names: Sequence[str]) -> _Part | None:
+        return next((self._weights[name] for name in names if name in self._weights), None)
+
+    def sum_gradients(self, names: Sequence[str], sums: Sequence[torch.Tensor | None]) -> None:
+        """Adds up, in place, the gradients that are still partial sums."""
+        for at in range(len(self.mesh.dimensions)):
+            group = self._device_mesh.get_group(at)
+            late = [
+                total
+                for name, total in zip(names, sums, strict=True)
+                if total is not None and at in (self._weights[name].summed_late or ())
+            ]
+            works = [dist.all_reduce(total, group=group, async_op=True) for total in late]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+    def sum(self, number: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over all ranks of the worker."""
+        for at in range(len(self.mesh.dimensions)):
+            dist.all_reduce(number, group=self._device_mesh.get_group(at))
+        return number
+
+    # -- activations ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of a forward: plain tensors count as whole, and some operators have rules of their own."""
+        references = nullcontext() if self._rest is None else self._gathered.kept_as_references()
+        with implicit_replication(), LocalRules(), self.checked("forward"), references:
+            yield
+
+    @contextmanager
+    def checked(self, what: str) -> Iterator[None]:
+        """Context of a forward or a backward; the first is checked for hidden gathers."""
+        if what in self._checked:
+            yield
+            return
+        with NoHiddenGathers():
+            yield
+        self._checked.add(what)
+
+    def cut_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
+        """Returns the model's input, which every rank has whole, as a DTensor."""
+        placed = self._boundary(tensor.shape, samples)
+        whole = DTensor.from_local(tensor, self._device_mesh, self._nowhere, run_check=False)
+        return whole.redistribute(placements=placed)  # a slice
+
+    def enter(self, tensors: Sequence[torch.Tensor], marks: str) -> list[torch.Tensor]:
+        """Returns received parts as DTensors; `marks` are from `leave`."""
+        entered: list[torch.Tensor] = []
+        for tensor, mark in zip(tensors, marks, strict=True):
+            placed, shape = list(self._nowhere), list(tensor.shape)
+            if mark == "1":
+                assert self._batch is not None
+                placed[self._batch] = Shard(0)
+                shape[0] *= self._device_mesh.size(self._batch)
+            meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), tensor.dtype)
+            part = _Part(DTensorSpec(self._device_mesh, tuple(placed), meta), waits_for_update=False)
+            entered.append(_wrapped(tensor, part))
+        return entered
+
+    def leave(self, tensor: torch.Tensor, samples: int, *, whole: bool) -> tuple[torch.Tensor, str]:
+        """Returns this rank's part of an output, and a mark: '1' if its batch is cut."""
+        if not isinstance(tensor, DTensor):
+            return tensor, "0"
+        placed = self._nowhere if whole else self._boundary(tensor.shape, samples)
+        local = tensor.redistribute(placements=placed).to_local(grad_placements=placed)
+        done = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        return done, str(int(placed != self._nowhere))
+
+    @property
+    def _nowhere(self) -> list[Any]:
+        return [Replicate()] * len(self.mesh.dimensions)
+
+    def _boundary(self, shape: Sequence[int], samples: int) -> list[Any]:
+        placed = self._nowhere
+        if self._batch is None or not shape or shape[0] != samples:
+            return placed
+        if samples % self._device_mesh.size(self._batch) == 0:
+            placed[self._batch] = Shard(0)
+        return placed

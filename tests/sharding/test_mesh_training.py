@@ -1,0 +1,271 @@
+"""A layout moves numbers and does not change them: workers that are meshes train as workers of one rank do.
+
+That those train as their published rules say is the subject of test_transparency.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipedream
+from pipedream.core.errors import PipelineError, PlanError
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+D = 16
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.up, self.drop, self.down = nn.Linear(D, 4 * D), nn.Dropout(0.25), nn.Linear(4 * D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.down(self.drop(F.gelu(self.up(self.norm(x)))))
+        return found
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.query, self.key, self.value, self.out = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        y = self.norm(x)
+        heads = [one(y).view(batch, length, 4, -1).transpose(1, 2) for one in (self.query, self.key, self.value)]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        found: torch.Tensor = x + self.out(mixed.transpose(1, 2).reshape(batch, length, D))
+        return found
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.down(F.relu(self.norm(self.up(x))))
+        return found
+
+
+def _mlp() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+    return nn.Sequential(*(Mlp() for _ in range(4)), nn.Linear(D, 4)), lambda size: torch.randn(size, D)
+
+
+def _attention() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+    layers = nn.Sequential(nn.Embedding(12, D), Attention(), Mlp(), Attention(), nn.Flatten(), nn.Linear(5 * D, 4))
+    return layers, lambda size: torch.randint(12, (size, 5))
+
+
+def _convolution() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+    layers = nn.Sequential(*(Convolution() for _ in range(3)), nn.Flatten(), nn.Linear(4 * 36, 4))
+    return layers, lambda size: torch.randn(size, 4, 6, 6)
+
+
+MODELS = {"mlp": _mlp, "attention": _attention, "convolution": _convolution}
+NAMES = {
+    "*.up.weight": "d_ff d_model",
+    "*.up.bias": "d_ff",
+    "*.down.weight": "d_model d_ff",
+    "*.query.weight": "heads d_model",
+    "*.key.weight": "heads d_model",
+    "*.value.weight": "heads d_model",
+    "*.query.bias": "heads",
+    "*.key.bias": "heads",
+    "*.value.bias": "heads",
+    "*.out.weight": "d_model heads",
+}
+CONVOLUTION = {
+    "*.up.weight": "d_ff d_in high wide",
+    "*.up.bias": "d_ff",
+    "*.norm.*": "d_ff",
+    "*.down.weight": "d_in d_ff high wide",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    mesh: str
+    rules: str
+    method: str = "1f1b"
+    microbatches: int | None = 2
+    stages: tuple[int, ...] = (2,)
+    replicas: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    at_rest: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.mesh} {self.rules} {self.method} {len(self.stages) + 1}".replace(" ", "-")
+
+    @property
+    def ranks(self) -> int:
+        return pipedream.Mesh(self.mesh).size * (len(self.stages) + self.replicas)
+
+
+def _trained(case: Case, mesh: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, float]]:
+    pipeline, batches = _made(case, mesh)
+    with pipeline:
+        losses = [done.loss for done in pipeline.train(batches, epochs=2)]
+        found = pipeline.evaluate(batches)
+        return losses, pipeline.state_dict(), found
+
+
+def _saved(case: Case, mesh: str, folder: str) -> None:
+    pipeline, batches = _made(case, mesh)
+    with pipeline:
+        for _ in pipeline.train(batches, epochs=1):
+            pass
+        pipeline.save(folder)
+
+
+def _continued(case: Case, mesh: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    pipeline, batches = _made(case, mesh)
+    with pipeline:
+        pipeline.load(folder)
+        return [done.loss for done in pipeline.train(batches, epochs=1)], pipeline.state_dict()
+
+
+def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
+    torch.manual_seed(3)
+    layers, inputs = MODELS[case.model]()
+    model = layers.double()
+    batches: Batches = [
+        (x.double() if x.is_floating_point() else x, torch.randint(4, (size,)))
+        for size in (8, 8, 8, 5)
+        for x in [inputs(size)]
+    ]
+    ends = [*case.stages, len(layers)]
+    plan = pipedream.Plan.uniform(len(ends), replicas=(case.replicas, *[1] * len(case.stages)))
+    stages = [replace(one, first=a, last=b) for one, a, b in zip(plan.stages, [0, *ends], ends, strict=False)]
+    names = CONVOLUTION if case.model == "convolution" else NAMES
+    known = {name for name, _ in model.named_parameters()}
+    layout = pipedream.Layout(
+        case.rules,
+        at_rest=case.at_rest,
+        names={name: words for name, words in names.items() if any(_matches(one, name) for one in known)} | case.names,
+    )
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9)} | case.options
+    pipeline = pipedream.Pipeline(
+        model,
+        replace(plan, stages=tuple(stages)).with_mesh(mesh),
+        schedule=case.method,
+        microbatches=case.microbatches,
+        loss=F.cross_entropy,
+        sample=batches[0][0],
+        seed=7,
+        check=False,
+        layout=layout,
+        **options,
+    )
+    return pipeline, batches
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.endswith(pattern.removeprefix("*").removesuffix("*")) or pattern.removesuffix("*")[1:] in name
+
+
+CLIPPED = {"clip_grad_norm": 0.1}
+
+CASES = (
+    Case("mlp", "model:2", "d_ff:model", options={"optimizer": partial(torch.optim.AdamW, lr=0.01)}),
+    Case("mlp", "model:2", "d_ff:model", "pipedream", None),
+    Case("mlp", "data:2", "batch:data", "pipedream_2bw", None),
+    Case("mlp", "model:2", "d_ff:model", "zb_h1", 4),
+    Case("mlp", "model:2", "d_ff:model", "pipelined_backprop", None),
+    Case("mlp", "data:2", "batch:data", "spectrain", None, options={"ema": 0.9}),
+    Case("mlp", "model:2", "d_ff:model", "interleaved_1f1b", 4, options={"grad_scaler": 128.0}),
+    Case("attention", "model:2", "heads:model, d_ff:model", "gpipe"),
+    Case("attention", "data:2", "batch:data", "1f1b", options=CLIPPED),
+    Case("convolution", "model:2", "d_ff:model", options=CLIPPED),
+    Case("convolution", "data:2", "batch:data", "pipedream", None),
+    Case("mlp", "data:2,model:2", "batch:data, d_ff:model", stages=()),
+    Case("mlp", "model:2", "d_ff:model", "pipedream", None, stages=(), replicas=2),
+    Case("mlp", "data:2", "batch:data", "1f1b", stages=(), replicas=2, options=CLIPPED),
+    Case("attention", "data:2,model:2", "batch:data, heads:model, d_ff:model", "gpipe", stages=()),
+    Case(
+        "mlp",
+        "data:2",
+        "batch:data",
+        "pipedream",
+        None,
+        at_rest="data",
+        options={"clip_grad_norm": 0.1, "clip": "local"},
+    ),
+    Case("attention", "data:2,model:2", "batch:data, heads:model, d_ff:model", "gpipe", stages=(), at_rest="data"),
+)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_meshes_train_as_single_ranks_do(case: Case) -> None:
+    losses, weights, scores = _trained(case, "")
+    for rank, (found, state, seen) in enumerate(processes.results(_trained, case.ranks, case, case.mesh)):
+        assert found == pytest.approx(losses, abs=1e-10), rank
+        assert seen == pytest.approx(scores, abs=1e-10), rank
+        assert state.keys() == (weights.keys() if rank == 0 else set())
+        for name, tensor in state.items():
+            assert torch.allclose(tensor, weights[name], atol=1e-10, rtol=0), name
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("data:2,model:2", ""), ("", "data:2,model:2"), ("data:2", "model:2")])
+def test_a_checkpoint_belongs_to_no_mesh(before: str, after: str, tmp_path: Path) -> None:
+    """Saved after the first of two epochs; with the momentum, and the average of the weights."""
+    case = Case("mlp", "", "batch:data, d_ff:model", stages=(), at_rest="data", options={"ema": 0.9})
+    losses, weights, _ = _trained(case, "")
+    folder = str(tmp_path / "saved")
+    for function, mesh in ((_saved, before), (_continued, after)):
+        size = pipedream.Mesh(mesh).size
+        outcome = processes.results(function, size, case, mesh, folder) if mesh else [function(case, mesh, folder)]
+    found, state = outcome[0]
+    assert found == pytest.approx(losses[len(found) :], abs=1e-10)
+    for name, tensor in state.items():
+        assert torch.allclose(tensor, weights[name], atol=1e-10, rtol=0), name
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (
+            Case("mlp", "data:2", "batch:data, d_ff:data", stages=()),
+            "would gather what the layout cuts, with operands .* placed as",
+        ),
+        (
+            Case("mlp", "model:2", "d_ff:model", stages=(), options={"optimizer": partial(torch.optim.Adafactor)}),
+            "the optimizer Adafactor was asked for on a mesh that cuts weights",
+        ),
+        (Case("convolution", "model:2", "d_in:model, d_ff:model", stages=()), "would be cut twice over 'model'"),
+    ],
+    ids=("gather", "optimizer", "legality"),
+)
+def test_what_a_mesh_refuses(case: Case, words: str) -> None:
+    for end in processes.launch(_trained, case.ranks, case, case.mesh):
+        assert isinstance(end.error, PipelineError)
+        assert re.search(words, str(end.error))
+
+
+def test_a_layout_must_fit_the_model() -> None:
+    case = Case("mlp", "model:2", "d_ff:model")
+    with pytest.raises(PlanError, match="'batch:out', which matches no parameter"):
+        _made(replace(case, names={"batch:out": "batch"}), "model:2")
+    with pytest.raises(PlanError, match="the dimension 'data', which no rule uses"):
+        _made(case, "data:2")
