@@ -32,6 +32,7 @@ from pipedream.cli.options import (
 from pipedream.cli.workers import importing_torch, is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import read_phases
 from pipedream.core.schedule.schedule import Schedule as ScheduleObject
@@ -41,7 +42,7 @@ from pipedream.schedules import build, is_torch_csv, load_torch_csv, refuse_code
 
 __all__ = ["train"]
 
-_METHOD, _CLUSTER, _RUN, _FAILURES = "Method", "Cluster", "Run", "Failures"
+_METHOD, _CLUSTER, _MESH, _RUN, _FAILURES = "Method", "Cluster", "Mesh", "Run", "Failures"
 _MEASURED = "this machine's, or measured between several"
 
 Workers = Annotated[
@@ -81,6 +82,36 @@ PlanFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE", show_default="profile the model and plan here", help="Plan to run, from 'pipedream plan -o'."
+    ),
+]
+MeshText = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="NAME:RANKS[,...]",
+        rich_help_panel=_MESH,
+        show_default="one rank",
+        help="Mesh of the ranks of every worker, e.g. model:2. --workers then counts ranks, --config workers.",
+    ),
+]
+LayoutRules = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="TENSOR:MESH[,...]",
+        rich_help_panel=_MESH,
+        show_default="the recipe's",
+        help="Which dimension of the mesh cuts which dimension of tensors, e.g. d_ff:model.",
+    ),
+]
+AtRest = Annotated[
+    str | None,
+    typer.Option(
+        "--at-rest",
+        metavar="MESH",
+        rich_help_panel=_MESH,
+        show_default="the recipe's",
+        help="Dimension of the mesh over which weights, gradients and optimizer state are sharded (ZeRO-3).",
     ),
 ]
 Bandwidth = Annotated[
@@ -251,6 +282,9 @@ def train(
     bandwidth: Bandwidth = None,
     latency: Latency = None,
     memory: Memory = None,
+    mesh: MeshText = None,
+    layout: LayoutRules = None,
+    at_rest: AtRest = None,
     compile: Compile = False,
     epochs: Epochs = None,
     minibatches: Minibatches = None,
@@ -280,21 +314,22 @@ def train(
     """
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config)
     links: dict[str, Any] = {"bandwidth": bandwidth, "latency": latency, "memory": memory}
-    check_flags(plan=plan, shape=shape, update_delay=update_delay, chunks=chunks, cluster=cluster, **links)
+    check_flags(plan=plan, shape=shape, update_delay=update_delay, chunks=chunks, cluster=cluster, mesh=mesh, **links)
     check_flags(phases=phases, schedule=schedule, microbatches=microbatches)
     if not Path(recipe).is_file():
         raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
     given = Plan.load(plan) if plan is not None else None
     described = None if cluster is None else cluster_of(cluster, [], [], 0.0, None)
-    planned = None if is_worker() else _planned_workers(given, config, resume, schedule, described, out)
-    count = workers or planned or 2
+    ranks = Mesh(mesh or "").size
+    planned = None if is_worker() else _planned_workers(given, config, ranks, resume, schedule, described, out)
+    count = workers or planned or 2 * ranks
     if elastic and not is_worker():
         for method in _methods(given, schedule, phases, resume, out):
             _check_elastic(method, count, min_workers, chunks)
     if not is_worker() and (count > 1 or max_restarts):
         own = _own_folder(recipe) if (max_restarts or elastic) and out is None else ()
         start_workers(count, more=own, max_restarts=max_restarts, fewest=min_workers if elastic else None)
-    wanted = _planned_workers(given, config, None, cluster=described)
+    wanted = _planned_workers(given, config, ranks, None, cluster=described)
     if elastic and is_worker() and wanted not in (None, int(os.environ.get("WORLD_SIZE", "1"))):
         given, shape, described = None, None, None  # workers were lost: plan again for those that are left
     if bandwidth or latency is not None:
@@ -324,6 +359,9 @@ def train(
         check=check,
         in_flight=depth_of(in_flight),
         chunks=chunks,
+        mesh=mesh or "",
+        layout=layout,
+        at_rest=at_rest,
         microbatches=microbatches,
         allow_asynchronous=allow_asynchronous,
         cluster=described,
@@ -399,18 +437,19 @@ def _widths(count: int, levels: int) -> list[str]:
 def _planned_workers(
     plan: Plan | None,
     config: str | None,
+    ranks: int,
     resume: str | None,
     schedule: str | None = None,
     cluster: Cluster | None = None,
     out: str | None = None,
 ) -> int | None:
-    """Returns the number of workers that the options imply."""
+    """Returns the number of processes that the options imply; `ranks` are those of each worker."""
     if plan is not None:
-        return plan.workers
+        return plan.ranks
     if config is not None:
-        return sum(parse_counts(config))
+        return sum(parse_counts(config)) * ranks
     if schedule is not None and is_torch_csv(schedule):
-        return load_torch_csv(schedule).placement.workers
+        return load_torch_csv(schedule).placement.workers * ranks
     if cluster is not None:
         return cluster.workers
     if resume is None:
@@ -418,4 +457,4 @@ def _planned_workers(
     from pipedream.training.resume import resume_point
 
     found = resume_point(resume, out)
-    return None if found is None else found.manifest.plan.workers
+    return None if found is None else found.manifest.plan.ranks

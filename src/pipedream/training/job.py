@@ -17,6 +17,8 @@ from pipedream.core.errors import PlanError, RecipeError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.options import TrainingOptions
@@ -127,7 +129,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     """
     shape = None if options.shape == "pipeline" else options.shape
     fixed: dict[str, Any] = {"shape": shape, "update_delay": options.update_delay, "chunks": options.chunks}
-    fixed |= {"cluster": options.cluster, "memory": options.memory_bytes}
+    fixed |= {"cluster": options.cluster, "memory": options.memory_bytes, "mesh": options.mesh or None}
     check_options({"plan": options.plan, **fixed})
     resumed = resume_point(options.resume, options.out)
     if options.schedule and options.schedule != "auto":
@@ -137,6 +139,10 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     seed = options.seed if options.seed is not None else resumed.manifest.seed if resumed is not None else 0
     workers = _workers(options, resumed, process.count)
     recipe = make(seed)
+    if options.layout is not None or options.at_rest is not None:
+        layout = recipe.layout or Layout()
+        rules = layout.rules if options.layout is None else options.layout
+        recipe = replace(recipe, layout=replace(layout, rules=rules, at_rest=options.at_rest or layout.at_rest))
     phases = _phases(options, resumed, recipe)
     if phases:
         planned = planned_for(phases)
@@ -179,7 +185,8 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     if job.resumed is not None:
         profile, saved = job.resumed.profile, job.resumed.manifest.plan
         anew = options.shape != "pipeline" or options.update_delay or options.cluster or options.memory_bytes
-        if plan is None and saved.workers == job.workers and not anew:
+        anew = anew or bool(options.mesh)
+        if plan is None and saved.ranks == job.workers and not anew:
             plan = saved
     if plan is None:
         with blaming("while its model was profiled on its first batch"):
@@ -197,6 +204,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
             all_workers=True,
             chunks=options.chunks,
             allow_asynchronous=options.allow_asynchronous,
+            mesh=options.mesh,
         )
         process.console.print(f"\n{profile}")
     elif options.in_flight != "noam":
@@ -303,15 +311,15 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
     """Raises a `PlanError` if options, plan and processes disagree."""
     requested, config, planned = options.workers, "", 0
     if options.plan is not None:
-        config, planned = options.plan.config, options.plan.workers
+        config, planned = options.plan.config, options.plan.ranks
     elif options.shape not in SHAPES:
         counts = parse_counts(options.shape)
-        config, planned = "-".join(map(str, counts)), sum(counts)
+        config, planned = "-".join(map(str, counts)), sum(counts) * Mesh(options.mesh).size
     elif options.cluster is not None:
         requested = requested or options.cluster.workers
     elif requested is None and resumed is not None and processes == 1:
-        requested = resumed.manifest.plan.workers
-    count = requested or planned or (processes if processes > 1 else 2)
+        requested = resumed.manifest.plan.ranks
+    count = requested or planned or (processes if processes > 1 else 2 * Mesh(options.mesh).size)
     if processes > 1 and count != processes:
         raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
     if planned not in (0, count):

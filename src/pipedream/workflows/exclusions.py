@@ -207,7 +207,7 @@ EXCLUSIONS = (
     Exclusion(
         "plan",
         _is_given,
-        _given("shape", "update_delay", "chunks", "cluster", "bandwidth", "latency", "memory"),
+        _given("shape", "update_delay", "chunks", "cluster", "bandwidth", "latency", "memory", "mesh"),
         "a plan has its own stages, workers, links and update delay",
         _LEAVE_OUT,
     ),

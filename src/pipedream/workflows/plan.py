@@ -13,6 +13,7 @@ from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
 from pipedream.workflows.exclusions import check_options
@@ -51,6 +52,7 @@ def plan(
     allow_asynchronous: bool = False,
     strategy: str = "simulate",
     chunks: int | None = None,
+    mesh: str = "",
 ) -> Plan:
     """Cuts a profiled model into stages so that training is as fast as possible and each stage fits the memory.
 
@@ -76,13 +78,15 @@ def plan(
             seconds, up to 128 workers; 'search': the plan with the fastest slowest stage, without simulation; '2bw':
             that of PipeDream-2BW's planner (`pipedream.planner.two_bw`).
         chunks: stages of each worker, for methods that interleave (`layouts.lay_out`).
+        mesh: of the ranks of every worker, such as ``model:2`` (docs/meshes.md); the cluster's workers are ranks then.
+            Seconds and bytes are predicted as if each rank computed its worker's layers whole.
 
     Raises:
         PlanError: nothing fits, the model or the cluster does not allow the shape, or options exclude each other.
     """
-    return _compared(
+    found = _compared(
         profile,
-        cluster,
+        _of_meshes(profile, cluster, mesh),
         schedule=schedule,
         microbatches=microbatches,
         in_flight=in_flight,
@@ -96,6 +100,11 @@ def plan(
         strategy=strategy,
         chunks=chunks,
     ).plan
+    return found.with_mesh(mesh) if mesh else found
+
+
+def _of_meshes(profile: Profile | GraphText, cluster: Cluster | None, mesh: str) -> Cluster | None:
+    return (cluster or _own_cluster(profile)).of_meshes(Mesh(mesh).size) if mesh else cluster
 
 
 def choose(
@@ -122,13 +131,16 @@ def choose(
         PlanError: no method works, or a name is not known. Also those of `plan`.
     """
     options = (plan.__kwdefaults__ or {}) | options
+    mesh = options.pop("mesh")
+    cluster = _of_meshes(profile, cluster, mesh) or cluster
     found = _compared(profile, cluster, names=names, **(options | {"schedule": schedule}))
     known = profile.profile() if isinstance(profile, GraphText) else profile
     first, *rest = found.candidates
     if first.period_s is None:
         first = _simulated(first, found.plan)
     references = tuple(_references(known, cluster, found.candidates, options["recompute"]))
-    return replace(found, candidates=(first, *rest), references=references)
+    chosen = found.plan.with_mesh(mesh) if mesh else found.plan
+    return replace(found, plan=chosen, candidates=(first, *rest), references=references)
 
 
 def _compared(
