@@ -32,7 +32,7 @@ class Mlp(nn.Module):
         self.up, self.drop, self.down = nn.Linear(D, 4 * D), nn.Dropout(0.25), nn.Linear(4 * D, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.down(self.drop(F.gelu(self.up(self.norm(x)))))
+        found: torch.Tensor = x + self.drop(self.down(self.drop(F.gelu(self.up(self.norm(x))))))
         return found
 
 
@@ -49,6 +49,11 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
         found: torch.Tensor = x + self.out(mixed.transpose(1, 2).reshape(batch, length, D))
         return found
+
+
+class Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
 
 
 class Convolution(nn.Module):
@@ -75,7 +80,11 @@ def _convolution() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     return layers, lambda size: torch.randn(size, 4, 6, 6)
 
 
-MODELS = {"mlp": _mlp, "attention": _attention, "convolution": _convolution}
+def _noise() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+    return nn.Sequential(nn.Linear(D, D), Noise(), nn.Linear(D, 4)), lambda size: torch.randn(size, D)
+
+
+MODELS = {"mlp": _mlp, "attention": _attention, "convolution": _convolution, "noise": _noise}
 NAMES = {
     "*.up.weight": "d_ff d_model",
     "*.up.bias": "d_ff",
@@ -254,8 +263,9 @@ def test_a_checkpoint_belongs_to_no_mesh(before: str, after: str, tmp_path: Path
             "the optimizer Adafactor was asked for on a mesh that cuts weights",
         ),
         (Case("convolution", "model:2", "d_in:model, d_ff:model", stages=()), "would be cut twice over 'model'"),
+        (Case("noise", "data:2", "batch:data", stages=()), "rand_like draws random numbers for a tensor of"),
     ],
-    ids=("gather", "optimizer", "legality"),
+    ids=("gather", "optimizer", "legality", "random"),
 )
 def test_what_a_mesh_refuses(case: Case, words: str) -> None:
     for end in processes.launch(_trained, case.ranks, case, case.mesh):

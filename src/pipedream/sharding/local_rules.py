@@ -6,7 +6,7 @@ operands are possible, how the result is placed then, and how the gradients of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,9 +55,9 @@ def _dropout(x: DTensor, p: float = 0.5, training: bool = True, inplace: bool = 
     """Draws the mask of the whole tensor on every rank, so that the numbers are those of one process."""
     if not training or p == 0.0:
         return x
+    x = _summed(x)
     mask = F.dropout(torch.ones(x.shape, dtype=x.dtype, device=x.device), p)
-    placements = [_WHOLE if isinstance(one, Partial) else one for one in x.placements]
-    cut = distribute_tensor(mask, x.device_mesh, placements, src_data_rank=None)
+    cut = distribute_tensor(mask, x.device_mesh, x.placements, src_data_rank=None)
     return x.mul_(cut) if inplace else x * cut
 
 
@@ -84,11 +84,19 @@ def _convolution(function: Callable[..., torch.Tensor], x: Any, weight: Any, bia
 _ATTENTION: _Table = {(at,) * 3: (at, (at,) * 3) for at in (_WHOLE, Shard(0), Shard(1))}
 
 
-def _attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **options: Any
+) -> Any:
     """Cut by batch or by heads."""
-    function: Any = partial(F.scaled_dot_product_attention, **options)
-    operands = _distributed(query, key, value)
-    return _computed("attention", _ATTENTION, lambda q, k, v: function(q, k, v, *rest), operands)
+    operands = [_summed(one) for one in _distributed(query, key, value)]
+    if dropout_p:
+        _check_whole("attention with dropout", operands)
+    return _computed(
+        "attention",
+        _ATTENTION,
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, *rest, **options),
+        operands,
+    )
 
 
 def _batch_norm(
@@ -146,6 +154,37 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
+_RANDOM = {
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    F.rrelu,
+    F.gumbel_softmax,
+    torch.bernoulli,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+    torch.Tensor.bernoulli,
+    torch.Tensor.bernoulli_,
+    torch.Tensor.uniform_,
+    torch.Tensor.normal_,
+}
+"""Functions whose numbers would be other ones, or the same on several ranks, if each rank drew for its part."""
+
+
+def _check_whole(name: str, operands: Iterable[Any]) -> None:
+    """Raises a `PlanError` if an operand is cut."""
+    for one in operands:
+        if isinstance(one, DTensor) and any(isinstance(placed, Shard) for placed in one.placements):
+            raise PlanError(
+                f"{name} draws random numbers for a tensor of {tuple(one.shape)} that the layout cuts "
+                f"({one.placements}), where they would not be those of one process; use nn.Dropout, or a layout that "
+                "does not cut it"
+            )
+
+
 _KEEP_SUMS = {
     torch.Tensor.dim,
     torch.Tensor.size,
@@ -167,24 +206,22 @@ _KEEP_SUMS = {
 _ADD = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.sub, torch.Tensor.sub, torch.Tensor.__sub__}
 
 
-def _with_sums(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Adds up partial sums where a function needs them whole.
+def _keeps_sums(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a function may be applied to partial sums, one by one."""
+    if func in _KEEP_SUMS or getattr(func, "__name__", "") == "__get__":
+        return True
+    placed = [one.placements for one in args if isinstance(one, DTensor)]
+    return func in _ADD and len(placed) == 2 and placed[0] == placed[1]
+
+
+def _with_sums(value: Any) -> Any:
+    """Adds up partial sums in an argument.
 
     DTensor itself may scatter such a sum over another dimension, and gather it later.
     """
-    if func in _KEEP_SUMS or getattr(func, "__name__", "") == "__get__":
-        return args
-    operands = [one for one in args if isinstance(one, DTensor)]
-    if func in _ADD and len(operands) == 2 and operands[0].placements == operands[1].placements:
-        return args
-    return tuple(
-        _summed(one)
-        if isinstance(one, DTensor)
-        else type(one)(_summed(each) if isinstance(each, DTensor) else each for each in one)
-        if type(one) in (tuple, list)
-        else one
-        for one in args
-    )
+    if type(value) in (tuple, list):
+        return type(value)(map(_with_sums, value))
+    return _summed(value) if isinstance(value, DTensor) else value
 
 
 class LocalRules(TorchFunctionMode):
@@ -193,10 +230,14 @@ class LocalRules(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = _RULES.get(func)
-        if rule is not None and any(isinstance(one, DTensor) for one in args):
-            return rule(*args, **(kwargs or {}))
-        return func(*_with_sums(func, args), **(kwargs or {}))
+        named, rule = kwargs or {}, _RULES.get(func)
+        if rule is not None and any(isinstance(one, DTensor) for one in (*args, *named.values())):
+            return rule(*args, **named)
+        if func in _RANDOM:
+            _check_whole(func.__name__, (*args, *named.values()))
+        if not _keeps_sums(func, args):
+            args, named = _with_sums(args), {name: _with_sums(value) for name, value in named.items()}
+        return func(*args, **named)
 
 
 _GATHERS = {
