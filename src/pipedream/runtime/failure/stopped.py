@@ -138,7 +138,6 @@ def _end_launcher(pid: int) -> None:
 
 def _end_worker(pid: int) -> None:
     """Kills a worker, this process's parent, if it stays stopped; a job that is suspended as a whole is left alone."""
-    _die_with_parent()
     worker = RankProcess.of(pid)
     agent = parent_of(pid)
 
@@ -150,6 +149,7 @@ def _end_worker(pid: int) -> None:
     watch_stopped(lambda: [] if is_stopped(agent) else [pid], kill, _ALL_STOPPED_S)
     while os.getppid() == pid:
         time.sleep(_PERIOD_S)
+    time.sleep(_PERIOD_S)  # the thread that has killed it may still have to say so
 
 
 if __name__ == "__main__":
