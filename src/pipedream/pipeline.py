@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ from pipedream.runtime.session import Session
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.workflows.own_cluster import warn_of_loopback
-from pipedream.workflows.prepare import compensated, evaluation_of, phases_of, prepare
+from pipedream.workflows.prepare import Prepared, compensated, evaluation_of, phases_of, prepare
 from pipedream.workflows.profile import layers_of
 
 __all__ = ["Done", "Pipeline"]
@@ -139,7 +139,7 @@ class Pipeline:
             compile=compile_arguments(options.compile),
             scaling=scaling,
             batch_dim=options.batch_dim,
-            layout=_checked_layout(options.layout, plan, model, captured.graph),
+            layout=_checked_layout(options.layout, self.prepared, model, captured.graph),
         )
         blueprint = Blueprint(
             programs=[found.program for found in self.prepared],
@@ -515,9 +515,16 @@ def _is_cut(plan: Plan) -> bool:
     return plan.ranks > plan.workers and is_distributed()
 
 
-def _checked_layout(layout: Layout | None, plan: Plan, model: Any, graph: LayerGraph) -> Layout:
-    """Raises a `PlanError` if the layout does not fit the model or the meshes."""
-    meshes, layout = plan.meshes, layout or Layout()
+def _checked_layout(layout: Layout | None, phases: Sequence[Prepared], model: Any, graph: LayerGraph) -> Layout:
+    """Raises a `PlanError` if the layout does not fit the model or the meshes, or a method cannot have meshes."""
+    plan, layout = phases[0].program.plan, layout or Layout()
+    meshes = plan.meshes
+    for program in (found.program for found in phases if plan.ranks > plan.workers):
+        if any(map(program.placement.is_remote, range(len(plan.stages)))):
+            raise PlanError(
+                f"the plan {plan.config} has meshes, but with {program.name!r} workers compute with weights of others, "
+                "which a mesh does not send; choose another method, or a plan without meshes"
+            )
     layout.check([name for name, _ in model.named_parameters()], [layer.name for layer in graph.layers], meshes)
     if len(set(meshes)) > 1:
         raise PlanError(

@@ -279,3 +279,20 @@ def test_a_layout_must_fit_the_model() -> None:
         _made(replace(case, names={"batch:out": "batch"}), "model:2")
     with pytest.raises(PlanError, match="the dimension 'data', which no rule uses"):
         _made(case, "data:2")
+
+
+def test_a_worker_that_computes_with_weights_of_others_is_no_mesh() -> None:
+    model = nn.Sequential(*(Mlp() for _ in range(4)))
+    plan = pipedream.plan(
+        pipedream.profile(model, torch.randn(8, D)), pipedream.Cluster.flat(2), schedule="roundpipe[forwards=3]"
+    )
+    with pytest.raises(PlanError, match="workers compute with weights of others"):
+        pipedream.Pipeline(
+            model,
+            plan.with_mesh("model:2"),
+            schedule="roundpipe[forwards=3]",
+            layout=pipedream.Layout("d_ff:model"),
+            optimizer=torch.optim.SGD,
+            loss=F.mse_loss,
+            sample=torch.randn(8, D),
+        )

@@ -103,3 +103,10 @@ def test_spellings() -> None:
     assert [as_flag("shape", shape) for shape in ("straight", "2-1")] == ["--straight", "--config 2-1"]
     assert [as_flag("as_device", "H100"), as_flag("explain", True)] == ["--as H100", "--explain"]
     assert [as_flag("PLAN", "plan.json"), as_flag("workers", ["4", "2"])] == ["PLAN plan.json", "--workers 4,2"]
+
+
+def test_an_elastic_run_has_no_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.py").touch()
+    mesh = ["--elastic", "--workers", "4", "--config", "1-1", "--mesh", "model:2"]
+    assert cli.main(["train", str(tmp_path / "recipe.py"), *mesh]) == 2
+    assert "--elastic was given with --mesh model:2, but a mesh" in capsys.readouterr().err

@@ -319,6 +319,9 @@ def train(
     if not Path(recipe).is_file():
         raise PipelineError(f"the recipe {recipe} does not exist; give the path of a Python file")
     given = Plan.load(plan) if plan is not None else None
+    check_flags(
+        elastic=elastic, mesh=mesh or ",".join(str(one) for one in given.meshes if one.size > 1) if given else mesh
+    )
     described = None if cluster is None else cluster_of(cluster, [], [], 0.0, None)
     ranks = Mesh(mesh or "").size
     planned = None if is_worker() else _planned_workers(given, config, ranks, resume, schedule, described, out)

@@ -219,6 +219,13 @@ EXCLUSIONS = (
         "give each phase its own, as Phase('1f1b', until=200, microbatches=4) or as text, 1f1b/4:200",
     ),
     Exclusion(
+        "elastic",
+        _is_given,
+        _given("mesh"),
+        "a mesh that loses a rank cannot go on",
+        f"{_LEAVE_OUT}, or the elastic restart; --max-restarts starts all ranks again",
+    ),
+    Exclusion(
         "PLAN",
         _is_given,
         _given("uniform", "stages", "chunks", "forward_s", "backward_s", "transfer_s"),

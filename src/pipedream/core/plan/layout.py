@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.mesh import Mesh, pairs_of
 
 __all__ = ["Layout"]
 
@@ -44,11 +44,10 @@ class Layout:
 
     def _parsed(self) -> list[tuple[str, str]]:
         found: dict[str, str] = {}
-        for rule in self.rules.split(",") if self.rules.strip() else ():
-            cut, _, over = (word.strip() for word in rule.partition(":"))
+        for rule, cut, over in pairs_of(self.rules):
             if not cut.isidentifier() or not over.isidentifier():
                 raise PlanError(
-                    f"the layout {self.rules!r} has {rule.strip()!r}, which is not a rule; write the dimension of a "
+                    f"the layout {self.rules!r} has {rule!r}, which is not a rule; write the dimension of a "
                     "tensor and that of the mesh, such as d_ff:model"
                 )
             if found.get(cut, over) != over:

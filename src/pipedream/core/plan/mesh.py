@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import MOST_WORKERS
 
-__all__ = ["Box", "Mesh", "Piece", "box_of", "pieces"]
+__all__ = ["Box", "Mesh", "Piece", "box_of", "pairs_of", "pieces"]
 
 Box = tuple[range, ...]
 """The indices of a part of a tensor, in each of its dimensions."""
@@ -36,11 +36,10 @@ class Mesh:
 
     def _parsed(self) -> list[tuple[str, int]]:
         found: dict[str, int] = {}
-        for part in self.text.split(",") if self.text.strip() else ():
-            name, _, size = (word.strip() for word in part.partition(":"))
+        for part, name, size in pairs_of(self.text):
             if not name.isidentifier() or not size.isdecimal() or not 1 <= int(size) <= MOST_WORKERS:
                 raise PlanError(
-                    f"the mesh {self.text!r} has {part.strip()!r}, which is not a name and a size; write a mesh as "
+                    f"the mesh {self.text!r} has {part!r}, which is not a name and a size; write a mesh as "
                     "model:2 or data:2,model:2"
                 )
             if name in found:
@@ -72,6 +71,15 @@ class Piece(NamedTuple):
     sender: int
     receiver: int
     box: Box
+
+
+def pairs_of(text: str) -> list[tuple[str, str, str]]:
+    """Returns each part of a text such as ``a:b, c:d``, and its two words."""
+    found = []
+    for part in text.split(",") if text.strip() else ():
+        first, _, second = part.partition(":")
+        found.append((part.strip(), first.strip(), second.strip()))
+    return found
 
 
 def box_of(
