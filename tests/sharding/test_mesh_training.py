@@ -107,7 +107,7 @@ CONVOLUTION = {
 
 @dataclass(frozen=True)
 class Case:
-    model: str
+    model: str | Callable[[], Any]
     mesh: str
     rules: str
     method: str = "1f1b"
@@ -151,7 +151,7 @@ def _continued(case: Case, mesh: str, folder: str) -> tuple[list[float], dict[st
 
 def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
     torch.manual_seed(3)
-    layers, inputs = MODELS[case.model]()
+    layers, inputs = MODELS[case.model]() if isinstance(case.model, str) else case.model()
     model = layers.double()
     batches: Batches = [
         (x.double() if x.is_floating_point() else x, torch.randint(4, (size,)))

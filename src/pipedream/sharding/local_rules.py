@@ -17,38 +17,60 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.core.errors import PlanError
+from pipedream.sharding.functions import all_to_all, part_sizes
+from pipedream.sharding.functions import summed as _summed
 
-__all__ = ["LocalRules", "NoHiddenGathers"]
+__all__ = ["LocalRules", "NoHiddenGathers", "attention", "computed_on_parts"]
 
 _WHOLE, _SUM = Replicate(), Partial()
 
-_Table = Mapping[tuple[Placement, ...], tuple[Placement, tuple[Placement, ...]]]
-"""Placements of the operands -> that of the result, and those of the operands' gradients."""
+Placed = Placement | tuple[Placement, ...]
+_Table = Mapping[tuple[Placement, ...], tuple[Placed, tuple[Placement, ...]]]
+"""Placements of the operands -> that of the result, or of several, and those of the operands' gradients."""
 
 
-def _computed(name: str, table: _Table, function: Callable[..., torch.Tensor], operands: Sequence[DTensor]) -> DTensor:
-    """Applies a function to the parts.
+def computed_on_parts(
+    name: str,
+    table: _Table,
+    function: Callable[..., Any],
+    operands: Sequence[DTensor],
+    shape: Sequence[int] | None = None,
+) -> Any:
+    """Applies a function to the parts; returns a DTensor, or a tuple of them.
+
+    Args:
+        name: in words, for errors.
+        shape: of the result, whose parts may then be of different sizes.
 
     Raises:
-        PlanError: the table has no row for the operands' placements.
+        PlanError: the table has no row for the operands' placements, or parts are of different sizes.
     """
-    mesh, result = operands[0].device_mesh, []
-    gradients: list[list[Placement]] = [[] for _ in operands]
-    for at in range(mesh.ndim):
+    mesh, rows = operands[0].device_mesh, []
+    for at, over in enumerate(mesh.mesh_dim_names or ()):
         placed = tuple(operand.placements[at] for operand in operands)
+        sizes = ", ".join(str(tuple(one.shape)) for one in operands)
         if placed not in table:
-            over = (mesh.mesh_dim_names or ())[at]
             raise PlanError(
-                f"{name} of tensors of the sizes {', '.join(str(tuple(one.shape)) for one in operands)} cannot be "
-                f"computed where the dimension {over!r} of the mesh cuts them as {placed}; change their names in the "
-                "layout, or a rule"
+                f"{name} of tensors of the sizes {sizes} cannot be computed where the dimension {over!r} of the mesh "
+                f"cuts them as {placed}; change their names in the layout, or a rule"
             )
-        found, own = table[placed]
-        result.append(found)
-        for row, placement in zip(gradients, own, strict=True):
-            row.append(placement)
+        cuts = zip(operands, placed, strict=True)
+        if shape is None and any(isinstance(cut, Shard) and one.shape[cut.dim] % mesh.size(at) for one, cut in cuts):
+            raise PlanError(
+                f"{name} of tensors of the sizes {sizes} was asked for, but the dimension {over!r} of the mesh, of "
+                f"{mesh.size(at)} ranks, does not divide what it cuts, {placed}; choose other sizes, or do not cut it"
+            )
+        rows.append(table[placed])
+    results: Any = [found for found, _ in rows]
+    gradients = zip(*(own for _, own in rows), strict=True)
     parts = [one.to_local(grad_placements=row) for one, row in zip(operands, gradients, strict=True)]
-    return DTensor.from_local(function(*parts), mesh, result, run_check=False)
+    found = function(*parts)
+    if isinstance(found, torch.Tensor):
+        whole = None if shape is None else torch.Size(shape)
+        stride = None if shape is None else torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(found, mesh, results, run_check=False, shape=whole, stride=stride)
+    several = zip(found, *results, strict=True)
+    return tuple(DTensor.from_local(one, mesh, placed, run_check=False) for one, *placed in several)
 
 
 def _dropout(x: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -77,26 +99,98 @@ def _convolution(function: Callable[..., torch.Tensor], x: Any, weight: Any, bia
         for have, cut in zip(_summed(x).placements, weight.placements, strict=True)
     ]
     operands = _summed(x).redistribute(placements=placed), weight
-    found = _computed(function.__name__, _CONVOLUTION, lambda x, w: function(x, w, None, *rest), operands)
+    found = computed_on_parts(function.__name__, _CONVOLUTION, lambda x, w: function(x, w, None, *rest), operands)
     return found if bias is None else found + bias.view(1, -1, *[1] * (found.dim() - 2))
 
 
-_ATTENTION: _Table = {(at,) * 3: (at, (at,) * 3) for at in (_WHOLE, Shard(0), Shard(1))}
-
-
-def _attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **options: Any
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Any:
-    """Cut by batch or by heads."""
-    operands = [_summed(one) for one in _distributed(query, key, value)]
+    """Returns `F.scaled_dot_product_attention` of tensors [batch, heads, length, d].
+
+    It is computed as they are cut: by batch, or by heads. Where the length is cut, an all-to-all cuts the heads
+    instead, and another one afterwards the length again (DeepSpeed-Ulysses, Jacobs et al. 2023, 3).
+
+    Raises:
+        PlanError: the ranks that cut the length do not divide the heads, or there is dropout and something is cut.
+    """
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if not any(isinstance(one, DTensor) for one in (query, key, value)):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
+    query, key, value = (_summed(one) for one in _distributed(query, key, value))
+    mesh, length, heads = query.device_mesh, query.dim() - 2, query.dim() - 3
     if dropout_p:
-        _check_whole("attention with dropout", operands)
-    return _computed(
-        "attention",
-        _ATTENTION,
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, *rest, **options),
-        operands,
-    )
+        _check_whole("attention with dropout", (query, key, value))
+    for at in range(mesh.ndim):  # slices, where only some are cut
+        cut = next((one.placements[at] for one in (query, key, value) if one.placements[at] != _WHOLE), _WHOLE)
+        query, key, value = (
+            one if one.placements[at] != _WHOLE else one.redistribute(placements=_with(one.placements, at, cut))
+            for one in (query, key, value)
+        )
+    over = [at for at, placed in enumerate(query.placements) if placed == Shard(length)]
+    mask = None if attn_mask is None else _mask_part(attn_mask, query, over)
+    groups = [mesh.get_group(at) for at in over]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for group in groups:
+            if uneven := [one.shape[heads] for one in (q, k, v) if one.shape[heads] % group.size()]:
+                raise PlanError(
+                    f"attention was asked for where {group.size()} ranks cut the length, which then cut the heads "
+                    f"instead, but there are {uneven[0]} heads; choose a number of heads that they divide, or cut "
+                    "'heads' or 'batch' instead of the length"
+                )
+            q, k, v = (
+                all_to_all(one, group, length, heads, whole.shape[length])
+                for one, whole in ((q, query), (k, key), (v, value))
+            )
+        found = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, **options)
+        for group in groups:
+            found = all_to_all(found, group, heads, length, found.shape[heads] * group.size())
+        return found
+
+    table: _Table = {(placed,) * 3: (placed, (placed,) * 3) for placed in (_WHOLE, *map(Shard, range(length + 1)))}
+    return computed_on_parts("attention", table, attend, (query, key, value), (*query.shape[:-1], value.shape[-1]))
+
+
+def _mask_part(mask: Any, query: DTensor, over: Sequence[int]) -> torch.Tensor:
+    """Returns what a rank's part of the attention needs of the mask.
+
+    Args:
+        over: dimensions of the mesh that cut the length, and meanwhile the heads.
+    """
+    mesh, missing = query.device_mesh, query.dim() - mask.dim()
+    if not isinstance(mask, DTensor):
+        mask = DTensor.from_local(mask, mesh, [_WHOLE] * mesh.ndim, run_check=False)
+    slices: list[tuple[int, int]] = []
+    placed: list[Placement] = [_WHOLE] * mesh.ndim
+    gradients: list[Placement] = [_WHOLE] * mesh.ndim
+    for at in [*(at for at in range(mesh.ndim) if at not in over), *over]:
+        cut = query.placements[at]
+        if not isinstance(cut, Shard):
+            continue
+        gradients[at], dim = _SUM, (query.dim() - 3 if at in over else cut.dim) - missing
+        if dim < 0 or mask.shape[dim] == 1:
+            continue
+        if at not in over and mask.placements[at] == Shard(dim):
+            placed[at] = gradients[at] = Shard(dim)
+        else:
+            slices.append((at, dim))
+    part: torch.Tensor = mask.redistribute(placements=placed).to_local(grad_placements=gradients)
+    for at, dim in slices:
+        sizes = part_sizes(part.shape[dim], mesh.size(at))
+        part = part.split(sizes, dim)[mesh.get_local_rank(at)]  # type: ignore[no-untyped-call]
+    return part
+
+
+def _with(placements: Sequence[Placement], at: int, placed: Placement) -> list[Placement]:
+    return [*placements[:at], placed, *placements[at + 1 :]]
 
 
 def _batch_norm(
@@ -139,17 +233,10 @@ def _distributed(*operands: Any) -> list[DTensor]:
     ]
 
 
-def _summed(x: DTensor) -> DTensor:
-    """Adds up what is a partial sum still."""
-    if not any(isinstance(one, Partial) for one in x.placements):
-        return x
-    return x.redistribute(placements=[_WHOLE if isinstance(one, Partial) else one for one in x.placements])
-
-
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout: _dropout,
     F.batch_norm: _batch_norm,
-    F.scaled_dot_product_attention: _attention,
+    F.scaled_dot_product_attention: attention,
     **{function: partial(_convolution, function) for function in (F.conv1d, F.conv2d, F.conv3d)},
 }
 

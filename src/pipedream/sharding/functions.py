@@ -1,0 +1,164 @@
+"""What a model may say itself of how a tensor is cut (GShard's annotations, Lepikhin et al. 2020, 3.2).
+
+Each returns its tensor with other placements and the same numbers, and can be differentiated. A tensor that is not on
+a mesh, and a dimension that its mesh lacks, stay as they are, so that the model also runs in a single process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from pipedream.core.errors import PlanError
+
+__all__ = ["all_to_all", "part_sizes", "replicate", "shard", "split", "summed"]
+
+
+def split(t: torch.Tensor, dim: int, over: str) -> torch.Tensor:
+    """Returns a tensor that is cut along `dim` over the dimension `over` of the mesh, and elsewhere as before.
+
+    Raises:
+        PlanError: the tensor has no such dimension.
+    """
+    return shard(t, {dim: over})
+
+
+def shard(t: torch.Tensor, cuts: Mapping[int, str]) -> torch.Tensor:
+    """Returns a tensor that is cut along several dimensions.
+
+    Over a dimension of the mesh that `cuts` lacks it stays as it is, unless that cuts one of the same dimensions. A
+    size that does not divide is cut as `torch.chunk` does.
+
+    Args:
+        cuts: dimension of the tensor -> dimension of the mesh.
+
+    Raises:
+        PlanError: the tensor has no such dimension, or two are to be cut over the same dimension of the mesh.
+    """
+    wanted: dict[str, int] = {}
+    for dim, over in cuts.items():
+        if not -t.dim() <= dim < t.dim():
+            raise PlanError(
+                f"a cut along dimension {dim} was asked for, but the tensor has the shape {tuple(t.shape)}; give a "
+                f"dimension from {-t.dim()} to {t.dim() - 1}"
+            )
+        at = dim % t.dim()
+        if over in wanted or at in wanted.values():
+            raise PlanError(
+                f"the cuts {dict(cuts)} were asked for of a tensor of the shape {tuple(t.shape)}, which use a "
+                "dimension twice; cut each over one dimension of the mesh, and no two over the same"
+            )
+        wanted[over] = at
+    if not isinstance(t, DTensor):
+        return t
+    names = t.device_mesh.mesh_dim_names or ()
+    cut = {at for over, at in wanted.items() if over in names}
+    placed: list[Placement] = []
+    for over, have in zip(names, t.placements, strict=True):
+        if over in wanted:
+            placed.append(Shard(wanted[over]))
+        else:
+            placed.append(Replicate() if isinstance(have, Shard) and have.dim in cut else have)
+    return _moved(t, placed)
+
+
+def replicate(t: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that every rank has whole."""
+    return _moved(t, [Replicate()] * t.device_mesh.ndim) if isinstance(t, DTensor) else t
+
+
+def summed(t: DTensor) -> DTensor:
+    """Adds up what is a partial sum still."""
+    if not any(isinstance(one, Partial) for one in t.placements):
+        return t
+    return t.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in t.placements])
+
+
+def _moved(t: DTensor, wanted: list[Placement]) -> DTensor:
+    """Changes one dimension of the mesh at a time, the cheapest first: slices, sums, all-to-alls, gathers."""
+    while list(t.placements) != wanted:
+        placed = list(t.placements)
+        at, to = min(
+            ((at, to) for at, (have, to) in enumerate(zip(placed, wanted, strict=True)) if have != to),
+            key=lambda change: _cost(placed, *change),
+        )
+        if _cost(placed, at, to) == _ALL_TO_ALL:
+            assert isinstance(to, Shard)
+            t = _cut_along(summed(t), at, to.dim)
+            wanted = [Replicate() if isinstance(one, Partial) else one for one in wanted]
+        else:  # where another dimension of the mesh cuts `to` still, it is whole for a moment
+            placed[at] = Replicate() if _cost(placed, at, to) == _GATHER else to
+            t = t.redistribute(placements=placed)
+    return t
+
+
+_SLICE, _SUM, _ALL_TO_ALL, _GATHER, _LATER = range(5)
+
+
+def _cost(placed: list[Placement], at: int, to: Placement) -> int:
+    have = placed[at]
+    if isinstance(to, Shard) and to in placed:
+        return _GATHER if isinstance(have, Shard) else _LATER
+    if isinstance(have, Partial):
+        return _SUM
+    if isinstance(have, Shard):
+        return _ALL_TO_ALL if isinstance(to, Shard) else _GATHER
+    return _SLICE
+
+
+def _cut_along(t: DTensor, at: int, dim: int) -> DTensor:
+    """Changes the dimension that `at` of the mesh cuts, for which DTensor itself would gather on a CPU."""
+    mesh, placed = t.device_mesh, list(t.placements)
+    before = placed[at]
+    assert isinstance(before, Shard)
+    part = all_to_all(t.to_local(grad_placements=placed), mesh.get_group(at), before.dim, dim, t.shape[before.dim])
+    placed[at] = Shard(dim)
+    stride = torch.empty(t.shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, placed, run_check=False, shape=t.shape, stride=stride)
+
+
+def part_sizes(size: int, parts: int) -> list[int]:
+    """Returns the sizes of the parts of a dimension, as `Shard` and `torch.chunk` cut it."""
+    each = -(-size // parts)
+    return [max(0, min(each, size - part * each)) for part in range(parts)]
+
+
+def all_to_all(part: torch.Tensor, group: dist.ProcessGroup, before: int, after: int, size: int) -> torch.Tensor:
+    """Returns a rank's part along another dimension.
+
+    Args:
+        part: a plain tensor, this rank's part along `before` and whole along `after`.
+        size: of the whole tensor along `before`.
+    """
+    found: torch.Tensor = _AllToAll.apply(part, group, before, after, size)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, part: torch.Tensor, group: dist.ProcessGroup, before: int, after: int, size: int
+    ) -> torch.Tensor:
+        ctx.back = group, after, before, part.shape[after]
+        return _exchanged(part, group, before, after, size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None, None, None]:
+        return _exchanged(gradients[0], *ctx.back), None, None, None, None
+
+
+def _exchanged(part: torch.Tensor, group: dist.ProcessGroup, before: int, after: int, size: int) -> torch.Tensor:
+    pieces = part.split(part_sizes(part.shape[after], group.size()), after)  # type: ignore[no-untyped-call]
+    shapes = [list(pieces[group.rank()].shape) for _ in pieces]
+    for shape, rows in zip(shapes, part_sizes(size, group.size()), strict=True):
+        shape[before] = rows
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    found: Any = collectives.all_to_all_single(sent, sizes, [piece.numel() for piece in pieces], group)
+    arrived = collectives.wait_tensor(found).split(sizes)  # type: ignore[no-untyped-call]
+    return torch.cat([one.view(shape) for one, shape in zip(arrived, shapes, strict=True)], before)

@@ -1,0 +1,217 @@
+"""What a model says of how its tensors are cut changes where numbers are, and not the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import product
+from math import prod
+from random import Random
+from typing import Any
+
+import processes
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipedream.core.errors import PlanError
+from pipedream.sharding import attention, replicate, shard, split
+from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
+from tests.sharding.test_mesh_training import Attention, Case, D, Mlp, _trained
+
+Placements = tuple[Placement, ...]
+WHOLE, SUM = Replicate(), Partial()
+MESH = ("data", "model")
+
+
+@cache
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=MESH)
+
+
+def _legal(options: Sequence[Placement]) -> Iterator[Placements]:
+    """Yields placements on the mesh of which no two cut one dimension."""
+    for found in product(options, repeat=2):
+        if found[0] != found[1] or not isinstance(found[0], Shard):
+            yield found
+
+
+def _cuts(placed: Placements) -> dict[int, str]:
+    return {one.dim: over for over, one in zip(MESH, placed, strict=True) if isinstance(one, Shard)}
+
+
+def _cut(whole: torch.Tensor, placed: Placements) -> Any:
+    return distribute_tensor(whole, _mesh(), placed, src_data_rank=None)
+
+
+class _Collectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented
+        name = func._schema.name
+        if name.startswith("_c10d_functional::") and "wait" not in name and "wrap" not in name:
+            self.kinds.append(name.removeprefix("_c10d_functional::"))
+        return func(*args, **(kwargs or {}))
+
+
+def _moved() -> int:
+    torch.manual_seed(0)
+    mesh, count = _mesh(), 0
+    cuts = (WHOLE, Shard(0), Shard(1), Shard(2))
+    for size in ((4, 6, 8), (5, 3, 7)):
+        x, weight = torch.randn(2, *size, dtype=torch.float64).unbind()
+        changes = list(product(_legal((*cuts, SUM)), _legal(cuts)))
+        for before, after in Random(0).sample(changes, 80):
+            leaf = _cut(x, tuple(WHOLE if one == SUM else one for one in before)).requires_grad_()
+            addends = prod(mesh.size(at) for at, one in enumerate(before) if one == SUM)
+            part = leaf.to_local(grad_placements=before) / addends
+            t = DTensor.from_local(part, mesh, before, run_check=False, shape=leaf.shape, stride=leaf.stride())
+            found: Any = shard(t, _cuts(after)) if _cuts(after) else replicate(t)
+            wanted = tuple(to if isinstance(to, Shard) else found.placements[at] for at, to in enumerate(after))
+            assert tuple(found.placements) == wanted
+            torch.testing.assert_close(found.full_tensor(), x)
+            beside = tuple(WHOLE if one == SUM else one for one in found.placements)
+            (found * _cut(weight, beside)).sum().full_tensor().backward()
+            torch.testing.assert_close(leaf.grad.full_tensor(), weight)
+            count += 1
+    return count
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_change_of_a_cut_keeps_numbers_and_gradients() -> None:
+    assert processes.results(_moved, 4) == [160] * 4
+
+
+def _kinds() -> list[list[str]]:
+    x = torch.randn(4, 8, 6)
+    found = []
+    for before, cuts in (
+        ((WHOLE, WHOLE), {0: "data", 1: "model"}),
+        ((Shard(0), WHOLE), {1: "data"}),
+        ((Shard(0), WHOLE), {1: "model", 2: "data"}),
+        ((Shard(0), Shard(1)), {1: "data", 0: "model"}),
+        ((Shard(0), Shard(1)), {}),
+        ((Shard(0), WHOLE), {0: "elsewhere"}),
+    ):
+        with _Collectives() as collectives:
+            t = _cut(x, before)
+            collectives.kinds.clear()
+            _ = shard(t, cuts) if cuts else replicate(t)
+        found.append(collectives.kinds)
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_slices_are_free_and_come_first() -> None:
+    exchange, gather = "all_to_all_single", "all_gather_into_tensor"
+    wanted = [[], [exchange], [exchange], [gather, exchange], [gather, gather], []]
+    assert processes.results(_kinds, 4) == [wanted] * 4
+
+
+def _attended() -> tuple[int, str]:
+    torch.manual_seed(0)
+    count, refused = 0, ""
+    for length, keys, heads, masks in (
+        (6, 6, 4, (None, "causal", "bool", (6, 6), (2, 1, 6, 6), (1, 4, 6, 6))),
+        (5, 7, 2, (None, (5, 7))),  # uneven, with keys for several heads
+    ):
+        q = torch.randn(2, 4, length, 3, dtype=torch.float64)
+        k, v = (torch.randn(2, heads, keys, d, dtype=torch.float64) for d in (3, 5))
+        weight = torch.randn(2, 4, length, 5, dtype=torch.float64)
+        cuts = [
+            placed for placed in _legal((WHOLE, Shard(0), Shard(1), Shard(2))) if heads == 4 or Shard(1) not in placed
+        ]
+        for mask, placed, crossed in product(masks, cuts, (False, True)):
+            drawn = (
+                torch.randn(mask, dtype=torch.float64) if isinstance(mask, tuple) else torch.rand(length, keys) > 0.4
+            )
+            options = {"is_causal": mask == "causal", "enable_gqa": heads == 2}
+            learned = [drawn] if isinstance(mask, tuple) else []
+            other = {} if mask in (None, "causal") or learned else {"attn_mask": drawn}
+            plain = [one.clone().requires_grad_() for one in (q, k, v, *learned)]
+            wanted = attention(*plain, **options, **other)
+            gradients = torch.autograd.grad((wanted * weight).sum(), plain)
+            leaves = [_cut(one, (WHOLE, WHOLE)).requires_grad_() for one in (q, k, v, *learned)]
+            inside = [shard(one, _cuts(placed)) for one in leaves[: 1 if crossed else 3]]
+            with LocalRules(), NoHiddenGathers():
+                function = attention if count % 2 else F.scaled_dot_product_attention
+                found: Any = function(*inside, *leaves[len(inside) :], **options, **other)
+            assert tuple(found.placements) == placed
+            with NoHiddenGathers():
+                back = torch.autograd.grad((found * _cut(weight, placed)).sum(), leaves)
+            for one, other_one in zip((found, *back), (wanted, *gradients), strict=True):
+                torch.testing.assert_close(one.full_tensor(), other_one, rtol=0, atol=1e-12)
+            count += 1
+    try:
+        attention(*[_cut(torch.randn(2, 3, 4, 4), (Shard(0), Shard(2)))] * 3)
+    except PlanError as error:
+        refused = str(error)
+    return count, refused
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_attention_is_cut_by_batch_heads_or_length() -> None:
+    """With masks that are learned or not, also where only the queries are cut."""
+    for count, refused in processes.results(_attended, 4):
+        assert count > 100
+        assert "2 ranks cut the length, which then cut the heads instead, but there are 3 heads" in refused
+
+
+class Ulysses(Attention):
+    """Cut along its length."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return replicate(super().forward(split(x, 1, "model")))
+
+
+def _long() -> Any:
+    layers = nn.Sequential(nn.Embedding(12, D), Ulysses(), Mlp(), Ulysses(), nn.Flatten(), nn.Linear(6 * D, 4))
+    return layers, lambda size: torch.randint(12, (size, 6))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_pipeline_cuts_the_length_where_the_model_says() -> None:
+    """What the model gathers itself is no hidden gather."""
+    case = Case(_long, "model:2", "length:model", "pipedream", None)
+    losses, weights, scores = _trained(case, "")
+    (found, state, seen), _ = processes.results(_trained, case.ranks, case, case.mesh)[::2]
+    assert found == pytest.approx(losses, abs=1e-10)
+    assert seen == pytest.approx(scores, abs=1e-10)
+    for name, tensor in state.items():
+        assert torch.allclose(tensor, weights[name], atol=1e-10, rtol=0), name
+
+
+def test_in_a_single_process_they_return_the_tensor() -> None:
+    x = torch.randn(2, 4, 6, 3)
+    assert split(x, 1, "model") is x
+    assert shard(x, {0: "data", -1: "model"}) is x
+    assert replicate(x) is x
+    assert torch.equal(attention(x, x, x, is_causal=True), F.scaled_dot_product_attention(x, x, x, is_causal=True))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "words"),
+    [
+        ({4: "model"}, "a cut along dimension 4 was asked for, but the tensor has the shape .*from -4 to 3"),
+        ({-5: "model"}, "a cut along dimension -5 was asked for"),
+        ({0: "model", 1: "model"}, "use a dimension twice"),
+        ({1: "model", -3: "data"}, "use a dimension twice"),
+    ],
+)
+def test_impossible_cuts_are_refused_in_a_single_process_too(cuts: dict[int, str], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        shard(torch.randn(2, 4, 6, 3), cuts)
