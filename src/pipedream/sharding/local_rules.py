@@ -20,7 +20,7 @@ from pipedream.core.errors import PlanError
 from pipedream.sharding.functions import all_to_all, part_sizes
 from pipedream.sharding.functions import summed as _summed
 
-__all__ = ["LocalRules", "NoHiddenGathers", "attention", "computed_on_parts"]
+__all__ = ["LocalRules", "NoHiddenGathers", "as_dtensors", "attention", "computed_on_parts"]
 
 _WHOLE, _SUM = Replicate(), Partial()
 
@@ -93,7 +93,7 @@ _CONVOLUTION: _Table = {
 
 
 def _convolution(function: Callable[..., torch.Tensor], x: Any, weight: Any, bias: Any = None, *rest: Any) -> Any:
-    x, weight = _distributed(x, weight)
+    x, weight = as_dtensors(x, weight)
     placed = [
         have if cut != Shard(1) or have != _WHOLE else Shard(1)  # a slice
         for have, cut in zip(_summed(x).placements, weight.placements, strict=True)
@@ -124,7 +124,7 @@ def attention(
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if not any(isinstance(one, DTensor) for one in (query, key, value)):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
-    query, key, value = (_summed(one) for one in _distributed(query, key, value))
+    query, key, value = (_summed(one) for one in as_dtensors(query, key, value))
     mesh, length, heads = query.device_mesh, query.dim() - 2, query.dim() - 3
     if dropout_p:
         _check_whole("attention with dropout", (query, key, value))
@@ -193,6 +193,36 @@ def _with(placements: Sequence[Placement], at: int, placed: Placement) -> list[P
     return [*placements[:at], placed, *placements[at + 1 :]]
 
 
+def _recurrent(function: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """Cut by batch; of the weights every rank has all."""
+    if not isinstance(args[2], bool):
+        raise PlanError(
+            f"{function.__name__} of a packed sequence was asked for on a mesh, which does not cut packed sequences; "
+            "give a padded tensor"
+        )
+    state, weights, *options = args
+    states = state if isinstance(state, (tuple, list)) else (state,)
+    x, *others = as_dtensors(x, *states, *weights)
+    x, batch = _summed(x), Shard(0 if options[-1] else 1)
+    if options[2] and options[3]:
+        _check_whole(f"the dropout of {function.__name__}", (x,))
+    placed: list[Placement] = [Shard(1) if one == batch else _WHOLE for one in x.placements]
+    others[: len(states)] = [one.redistribute(placements=placed) for one in others[: len(states)]]  # slices
+    table: _Table = {
+        (cut, *[cut_state] * len(states), *[_WHOLE] * len(weights)): (
+            (cut, *[cut_state] * len(states)),
+            (cut, *[cut_state] * len(states), *[gradient] * len(weights)),
+        )
+        for cut, cut_state, gradient in ((_WHOLE, _WHOLE, _WHOLE), (batch, Shard(1), _SUM))
+    }
+
+    def run(x: torch.Tensor, *parts: torch.Tensor) -> Any:
+        own = parts[: len(states)]
+        return function(x, own[0] if state is not states else own, list(parts[len(states) :]), *options)
+
+    return computed_on_parts(function.__name__, table, run, (x, *others))
+
+
 def _batch_norm(
     x: DTensor,
     running_mean: torch.Tensor | None,
@@ -224,7 +254,7 @@ def _batch_norm(
     return found if bias is None else found + bias.view(shape)
 
 
-def _distributed(*operands: Any) -> list[DTensor]:
+def as_dtensors(*operands: Any) -> list[DTensor]:
     """Makes plain tensors, which every rank has whole, DTensors."""
     mesh = next(one.device_mesh for one in operands if isinstance(one, DTensor))
     return [
@@ -238,6 +268,7 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
     F.scaled_dot_product_attention: attention,
     **{function: partial(_convolution, function) for function in (F.conv1d, F.conv2d, F.conv3d)},
+    **{one: partial(_recurrent, one) for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }
 
 

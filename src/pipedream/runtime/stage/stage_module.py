@@ -389,6 +389,7 @@ class StageModule:
             parameters[slot] = leaves[name]
         for module, weights in self._recurrent:
             flat = [getattr(module, slot, None) if name is None else leaves[name] for slot, name in weights]
+            flat = [w() if callable(w) else w for w in flat]  # at rest: gathered now
             module._flat_weights = flat
             module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
         for attributes in self._flattening:
