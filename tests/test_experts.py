@@ -260,8 +260,8 @@ def test_it_names_its_weights() -> None:
     layer = MixtureOfExperts(6, 10, 4)
     sizes = {"d_model": 6, "d_ff": 10, "experts": 4, "experts_unsplit": 4}
     weights = dict(layer.named_parameters())
-    assert layer.names.keys() == weights.keys()
-    for name, dims in layer.names.items():
+    assert layer.layout_names.keys() == weights.keys()
+    for name, dims in layer.layout_names.items():
         assert tuple(weights[name].shape) == tuple(sizes[dim] for dim in dims.split())
 
 

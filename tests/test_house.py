@@ -38,7 +38,7 @@ SHARED_NAMES = {
     # A command, and the workflow that it calls, are named by the same verb.
     *("check", "emulate", "plan", "probe", "profile", "report", "simulate", "sweep"),
     # The same verb on other nouns, each called by its module's name.
-    *("choose", "classic", "load", "trace"),
+    *("choose", "classic", "load", "split", "trace"),
     "peak_bytes",  # a quantity that planner and runtime both count
 }
 """Names of public functions that several modules may have."""

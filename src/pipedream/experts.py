@@ -8,15 +8,20 @@ an expert has for the tokens of a group, M d_model, H d_ff.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from pipedream.core.errors import PipelineError
+from pipedream.core.errors import PipelineError, PlanError
 from pipedream.runtime.stage.auxiliary import auxiliary
+from pipedream.sharding.functions import all_to_all, summed
+from pipedream.sharding.local_rules import as_dtensors, computed_on_parts
 
 __all__ = ["Gate", "MixtureOfExperts", "capacity", "gate"]
 
@@ -168,6 +173,42 @@ def _check(experts: int, top: int, second: str, normalise: str) -> None:
             raise PipelineError(f"{name}={value!r} was asked for; give {known[0]!r} or {known[1]!r}")
 
 
+_WHOLE, _SUM = Replicate(), Partial()
+
+# x, gate, up, down -> the output, and their gradients. The last row is GShard's: dispatching is an all-to-all.
+_PLACEMENTS: Mapping[tuple[Placement, ...], tuple[Placement, tuple[Placement, ...]]] = {
+    (_WHOLE, _WHOLE, _WHOLE, _WHOLE): (_WHOLE, (_WHOLE, _WHOLE, _WHOLE, _WHOLE)),
+    (Shard(0), _WHOLE, _WHOLE, _WHOLE): (Shard(0), (Shard(0), _SUM, _SUM, _SUM)),
+    (_WHOLE, _WHOLE, Shard(0), Shard(0)): (_SUM, (_SUM, _SUM, Shard(0), Shard(0))),
+    (_WHOLE, _WHOLE, Shard(2), Shard(1)): (_SUM, (_SUM, _SUM, Shard(2), Shard(1))),
+    (Shard(0), _WHOLE, Shard(0), Shard(0)): (Shard(0), (Shard(0), _SUM, Shard(0), Shard(0))),
+}
+
+
+class _RankPart(NamedTuple):
+    """What a rank of a mesh computes of a layer.
+
+    Attributes:
+        groups, experts: its own.
+        share: of the losses of its groups in those of the layer. Of ranks with the same groups one has it.
+        batch: process groups over which the batch is cut.
+        exchange: over which tokens are sent to their experts.
+    """
+
+    groups: range
+    experts: range
+    share: float = 1.0
+    batch: tuple[dist.ProcessGroup, ...] = ()
+    exchange: dist.ProcessGroup | None = None
+
+    def sum(self, number: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over all groups."""
+        number = number.detach().clone()
+        for group in self.batch:
+            dist.all_reduce(number, group=group)
+        return number
+
+
 class MixtureOfExperts(nn.Module):
     """Experts of two matrices and a ReLU between them, and the gate that sends each token to one or two of them.
 
@@ -185,15 +226,19 @@ class MixtureOfExperts(nn.Module):
         z_loss: coefficient of the mean square of the logits' logsumexp (ST-MoE, Zoph et al. 2022, section 3.2), over
             tokens of importance 1.
 
+    On a mesh (`docs/meshes.md`) a layout may cut the batch, with the groups, the experts, over the same or another
+    dimension of the mesh, and `d_ff`.
+
     Attributes:
-        names: weight -> its dimensions. The gate's experts have a name of their own, since each token needs all logits.
+        layout_names: weight -> its dimensions, for `Layout.of_model`. The gate's experts have a name of their own,
+            since each token needs all logits.
         last_balance_loss: of the last forward, without its coefficient: 1 if experts are chosen alike, at most E.
 
     Raises:
         PipelineError: an option is unknown, or a number is out of range.
     """
 
-    names: ClassVar[Mapping[str, str]] = {
+    layout_names: ClassVar[Mapping[str, str]] = {
         "gate": "d_model experts_unsplit",
         "up": "experts d_model d_ff",
         "down": "experts d_ff d_model",
@@ -267,58 +312,141 @@ class MixtureOfExperts(nn.Module):
                 f"{self.groups} groups were asked for, but {tuple(x.shape)} has {tokens} tokens, which they do not "
                 "divide; use a number of groups that divides the tokens of every microbatch, the last one's too"
             )
-        grouped = x.reshape(self.groups, -1, x.shape[-1])
+        weights = self.gate, self.up, self.down
+        if any(isinstance(one, DTensor) for one in (x, *weights)):
+            return self._on_mesh(x, weights, importance)
+        return self._part_of(_RankPart(range(self.groups), range(self.experts)), importance, x, *weights)
+
+    def _on_mesh(self, x: Any, weights: tuple[Any, ...], importance: Any) -> torch.Tensor:
+        x, gate, up, down = as_dtensors(x, *weights)
+        x, mesh = summed(x), x.device_mesh
+        groups, experts, share = range(self.groups), range(self.experts), 1.0
+        batch, exchange = [], None
+        for at, over in enumerate(mesh.mesh_dim_names or ()):
+            ranks, rank = mesh.size(at), mesh.get_local_rank(at)
+            if x.placements[at] == Shard(0):
+                if len(groups) % ranks or x.shape[0] % ranks:
+                    raise PlanError(
+                        f"the layout cuts the batch over {over!r} of the mesh, and with it the groups of a mixture of "
+                        f"experts, but there are {self.groups} groups in {x.shape[0]} samples, which {ranks} ranks do "
+                        f"not divide; use groups=N with an N that they divide, or do not cut the batch over {over!r}"
+                    )
+                groups, share = _part_range(groups, ranks, rank), share / ranks
+                batch.append(mesh.get_group(at))
+                exchange = mesh.get_group(at) if up.placements[at] == Shard(0) else exchange
+            elif up.placements[at] != _WHOLE:  # every rank has all tokens
+                experts = _part_range(experts, ranks, rank) if up.placements[at] == Shard(0) else experts
+                share = share if rank == 0 else 0.0
+        if importance is not None:
+            importance = as_dtensors(x, importance)[1].redistribute(placements=x.placements).to_local()
+        part = _RankPart(groups, experts, share, tuple(batch), exchange)
+        found: torch.Tensor = computed_on_parts(
+            "a mixture of experts (x, gate, up, down)",
+            _PLACEMENTS,
+            partial(self._part_of, part, importance),
+            (x, gate, up, down),
+        )
+        return found
+
+    def _part_of(
+        self,
+        part: _RankPart,
+        importance: torch.Tensor | None,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        grouped = x.reshape(len(part.groups), -1, x.shape[-1])
         if importance is not None:
             importance = importance.reshape(grouped.shape[:2])
-        logits = grouped @ self.gate
+        logits = grouped @ gate
         places = capacity(grouped.shape[1], self.experts, self.capacity_factor)
         second = self.second if self.training else "all"
-        routes = _route(logits, places, self.top, second, self.threshold, None, importance, self.normalise)
-        output = (self._sorted if self.form == "sorted" else self._dense)(grouped, routes, places)
+        uniform = self._uniform(part, logits) if self.top == 2 and second == "random" else None
+        routes = _route(logits, places, self.top, second, self.threshold, uniform, importance, self.normalise)
+        output = (self._sorted if self.form == "sorted" else self._dense)(part, grouped, routes, places, up, down)
         self.last_balance_loss = routes.loss.detach()
+        if part.batch:
+            self.last_balance_loss = part.sum(routes.loss) * (len(part.groups) / self.groups)
         if self.training:
-            output = auxiliary(output, self._losses(logits, routes.loss, importance))
+            output = auxiliary(output, part.share * self._losses(part, logits, routes.loss, importance))
         return output.reshape(x.shape)
 
-    def _losses(self, logits: torch.Tensor, balance: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
+    def _uniform(self, part: _RankPart, logits: torch.Tensor) -> torch.Tensor:
+        """Draws for all groups, so that the numbers are those of one process."""
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        drawn = torch.rand(self.groups, logits.shape[1], dtype=dtype, device=logits.device)
+        return drawn[part.groups.start : part.groups.stop]
+
+    def _losses(
+        self, part: _RankPart, logits: torch.Tensor, balance: torch.Tensor, importance: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the losses of this rank's groups, whose mean over all ranks with groups is that of the layer."""
         if not self.z_loss:
             return self.balance_loss * balance
         squares = logits.to(balance.dtype).logsumexp(-1).square()
-        counts = torch.ones_like(squares) if importance is None else importance == 1
-        return self.balance_loss * balance + self.z_loss * (squares * counts).sum() / counts.sum().clamp(min=1)
+        if importance is None:
+            return self.balance_loss * balance + self.z_loss * squares.mean()
+        counts = importance == 1
+        count = part.sum(counts.sum()).clamp(min=1) * (len(part.groups) / self.groups)
+        return self.balance_loss * balance + self.z_loss * (squares * counts).sum() / count
 
-    def _dense(self, x: torch.Tensor, routes: _Routes, places: int) -> torch.Tensor:
-        found = _masks(routes, self.experts, places)
-        inside = torch.einsum("GSM,GSEC->EGCM", x, found.dispatch.to(x.dtype))
-        hidden = torch.einsum("EGCM,EMH->EGCH", inside, self.up).relu()
-        outside = torch.einsum("EGCH,EHM->GECM", hidden, self.down)
-        return torch.einsum("GSEC,GECM->GSM", found.combine.to(outside.dtype), outside)
+    def _dense(
+        self, part: _RankPart, x: torch.Tensor, routes: _Routes, places: int, up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        found, own = _masks(routes, self.experts, places), slice(part.experts.start, part.experts.stop)
+        inside = torch.einsum("GSM,GSEC->EGCM", x, found.dispatch[:, :, own].to(x.dtype))
+        if part.exchange is not None:
+            inside = all_to_all(inside, part.exchange, 1, 0, len(part.groups) * part.exchange.size())
+        hidden = torch.einsum("EGCM,EMH->EGCH", inside, up).relu()
+        outside = torch.einsum("EGCH,EHM->GECM", hidden, down)
+        if part.exchange is not None:
+            outside = all_to_all(outside, part.exchange, 1, 0, self.experts)
+        return torch.einsum("GSEC,GECM->GSM", found.combine[:, :, own].to(outside.dtype), outside)
 
-    def _sorted(self, x: torch.Tensor, routes: _Routes, places: int) -> torch.Tensor:
+    def _sorted(
+        self, part: _RankPart, x: torch.Tensor, routes: _Routes, places: int, up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
         groups, size, width = x.shape
-        tokens, choices, slots = groups * size, routes.sent.numel(), self.experts * groups * places
+        tokens, choices, experts = groups * size, routes.sent.numel(), len(part.experts)
+        slots = experts * groups * places
         group = torch.arange(groups, device=x.device).unsqueeze(-1)
+        expert, sent = routes.expert, routes.sent
+        if experts < self.experts:
+            expert = expert - part.experts.start
+            sent = sent & (expert >= 0) & (expert < experts)
         # A place at an expert is a slot; what is not sent goes to one more, which is dropped.
-        slot = torch.where(routes.sent, (routes.expert * groups + group) * places + routes.place, slots)
+        slot = torch.where(sent, (expert * groups + group) * places + routes.place, slots)
         choice = torch.full((slots + 1,), choices, device=x.device)  # the number of choices for an empty slot
         choice = choice.scatter(0, slot.flatten(), torch.arange(choices, device=x.device))[:-1]
         # A CPU computes only what is filled. Elsewhere the host would have to wait for the counts, or cannot know them.
         plain = type(x) is torch.Tensor and x.is_cpu and not torch.is_autocast_enabled("cpu")
         counts: list[int] | None = None
-        if plain and not torch.compiler.is_compiling():
+        if plain and part.exchange is None and not torch.compiler.is_compiling():
             filled = choice < choices
-            counts = filled.view(self.experts, -1).sum(1).tolist()
+            counts = filled.view(experts, -1).sum(1).tolist()
             choice = choice[filled]
         token = choice % tokens  # an empty slot computes with token 0, with weight 0
         inside = x.reshape(tokens, width).index_select(0, token)
         if counts is not None:
-            outside: torch.Tensor = _Experts.apply(inside, self.up, self.down, counts)  # type: ignore[no-untyped-call]
+            outside: torch.Tensor = _Experts.apply(inside, up, down, counts)  # type: ignore[no-untyped-call]
         else:
-            hidden = torch.bmm(inside.view(self.experts, -1, width), self.up).relu()
-            outside = torch.bmm(hidden, self.down).flatten(0, 1)
+            inside = inside.view(experts, -1, width)
+            if part.exchange is not None:
+                inside = all_to_all(inside, part.exchange, 1, 0, groups * places * part.exchange.size())
+            outside = torch.bmm(torch.bmm(inside, up).relu(), down)
+            if part.exchange is not None:
+                outside = all_to_all(outside, part.exchange, 0, 1, experts)
+            outside = outside.flatten(0, 1)
         weight = F.pad(routes.weight.flatten(), (0, 1)).index_select(0, choice).unsqueeze(-1)
         weighted = outside * weight.to(outside.dtype)
         return weighted.new_zeros(tokens, width).index_add(0, token, weighted).view(groups, size, width)
+
+
+def _part_range(whole: range, parts: int, at: int) -> range:
+    size = len(whole) // parts
+    return whole[at * size : (at + 1) * size]
 
 
 class _Experts(torch.autograd.Function):

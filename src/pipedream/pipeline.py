@@ -517,7 +517,7 @@ def _is_cut(plan: Plan) -> bool:
 
 def _checked_layout(layout: Layout | None, phases: Sequence[Prepared], model: Any, graph: LayerGraph) -> Layout:
     """Raises a `PlanError` if the layout does not fit the model or the meshes, or a method cannot have meshes."""
-    plan, layout = phases[0].program.plan, layout or Layout()
+    plan, layout = phases[0].program.plan, (layout or Layout()).of_model(model)
     meshes = plan.meshes
     for program in (found.program for found in phases if plan.ranks > plan.workers):
         if any(map(program.placement.is_remote, range(len(plan.stages)))):

@@ -7,10 +7,11 @@ cuts is on all ranks. A layout moves numbers and does not change them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh, pairs_of
@@ -100,6 +101,19 @@ class Layout:
                 )
             found[over] = dimension
         return tuple(found.get(over) for over in mesh.dimensions)
+
+    def of_model(self, model: Any) -> Layout:
+        """Returns it with the names that modules have for their own parameters, where it has none itself.
+
+        Args:
+            model: a module, some of whose modules may have ``layout_names``: parameter -> names of its dimensions.
+        """
+        own = {
+            f"{path}.{name}".removeprefix("."): names
+            for path, module in model.named_modules()
+            for name, names in getattr(module, "layout_names", {}).items()
+        }
+        return replace(self, names={**self.names, **{n: own[n] for n in own if self.names_of(n) is None}})
 
     def names_of(self, tensor: str) -> str | None:
         """Returns the names of the dimensions of a parameter (or ``LAYER:out``), or None."""

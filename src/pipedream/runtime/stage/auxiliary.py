@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import handle_torch_function, has_torch_function
 
 __all__ = ["auxiliary", "auxiliary_scale"]
@@ -80,6 +81,7 @@ class _Auxiliary(torch.autograd.Function):
     def forward(ctx: Any, value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.like = loss.shape, loss.dtype, loss.device
+        ctx.mesh = loss.device_mesh if isinstance(loss, DTensor) else None
         return value.detach()  # not `value`, of which autograd would make a view that may not be written in place
 
     @staticmethod
@@ -89,7 +91,10 @@ class _Auxiliary(torch.autograd.Function):
         shape, dtype, device = ctx.like
         if torch.compiler.is_compiling():
             return gradients[0], _gradient(shape, dtype, device)
-        return gradients[0], torch.full(shape, _scale, dtype=dtype, device=device)
+        gradient = torch.full(shape, _scale, dtype=dtype, device=device)
+        if ctx.mesh is not None:  # of a mesh; every rank has the whole loss
+            gradient = DTensor.from_local(gradient, ctx.mesh, [Replicate()] * ctx.mesh.ndim, run_check=False)
+        return gradients[0], gradient
 
 
 def _kind(value: Any) -> str:
