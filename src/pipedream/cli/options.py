@@ -22,6 +22,7 @@ from pipedream.workflows.exclusions import as_flag, check_options
 
 __all__ = [
     "AllowAsynchronous",
+    "AtRest",
     "Bandwidth",
     "Chunks",
     "ClusterName",
@@ -32,6 +33,7 @@ __all__ = [
     "Finest",
     "Json",
     "Latency",
+    "LayoutRules",
     "Memory",
     "Microbatches",
     "Output",
@@ -57,12 +59,32 @@ __all__ = [
     "shape_of",
 ]
 
-_SHAPE, _CLUSTER, _METHOD = "Shape of the plan", "Cluster", "Method"
+_SHAPE, _CLUSTER, _METHOD, _MESH = "Shape of the plan", "Cluster", "Method", "Mesh"
 _METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
 _METHOD_HELP = "The method: a name from 'pipedream schedules', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Random seed.")]
+LayoutRules = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="TENSOR:MESH[,...]",
+        rich_help_panel=_MESH,
+        show_default="the recipe's",
+        help="Which dimension of the mesh cuts which dimension of tensors, e.g. d_ff:model.",
+    ),
+]
+AtRest = Annotated[
+    str | None,
+    typer.Option(
+        "--at-rest",
+        metavar="MESH",
+        rich_help_panel=_MESH,
+        show_default="the recipe's",
+        help="Dimension of the mesh over which weights, gradients and optimizer state are sharded (ZeRO-3).",
+    ),
+]
 Finest = Annotated[
     bool, typer.Option("--finest", help="Also split the modules of a chain into those inside them, to cut there.")
 ]

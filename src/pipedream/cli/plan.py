@@ -90,6 +90,17 @@ Recompute = Annotated[
     ),
 ]
 MemoryTable = Annotated[bool, typer.Option("--memory-table", help="Print the parts of each stage's peak memory.")]
+MeshOfRanks = Annotated[
+    str,
+    typer.Option(
+        "--mesh",
+        metavar="NAME:RANKS[,...]",
+        rich_help_panel="Shape of the plan",
+        show_default="one rank",
+        help="Mesh of the ranks of every worker, e.g. model:2, which the profile must know. --workers then counts "
+        "ranks, --config workers.",
+    ),
+]
 PlanOutput = Annotated[
     Path | None,
     typer.Option(
@@ -120,6 +131,7 @@ def plan(
     update_delay: UpdateDelay = 0,
     recompute: Recompute = "never",
     cost_model: CostModel = "pipedream",
+    mesh: MeshOfRanks = "",
     batch: Batch = None,
     memory_table: MemoryTable = False,
     output: PlanOutput = None,
@@ -148,6 +160,7 @@ def plan(
         "strategy": strategy,
         "chunks": chunks,
         "allow_asynchronous": allow_asynchronous,
+        "mesh": mesh,
     }
     check_flags(**options, explain=explain, batch=batch, PROFILE=profile)
     given = read_profile(profile)
@@ -198,6 +211,7 @@ class _Answer:
         return {
             "verdict": compared.verdict if compared else None,
             "config": found.config,
+            "ranks": found.ranks,
             "slowest_stage_s": self.slowest_stage_s,
             "simulated_s": simulated_s,
             "samples_per_update": chosen.samples_per_update if chosen else None,
@@ -220,6 +234,7 @@ class _Answer:
                     "first": stage.first,
                     "last": stage.last,
                     "replicas": stage.replicas,
+                    "mesh": stage.mesh,
                     "devices": [found.cluster.devices[worker] for worker in found.workers_of(s)],
                     "recompute": stage.recompute,
                     "compute_s": stage.compute_s,

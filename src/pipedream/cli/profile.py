@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pipedream.cli.options import Finest, Json, Output, RecipeFile, Seed, check_flags
+from pipedream.cli.options import AtRest, Finest, Json, LayoutRules, Output, RecipeFile, Seed, check_flags
 from pipedream.core.errors import ProfileError
 
 __all__ = ["profile"]
@@ -51,6 +51,17 @@ def profile(
     ] = None,
     runs: Annotated[int, typer.Option(min=1, metavar="N", help="Measured runs, of which the median counts.")] = 10,
     finest: Finest = False,
+    meshes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mesh",
+            metavar="NAME:RANKS[,...]",
+            rich_help_panel="Mesh",
+            help="Also measure one rank of a mesh, e.g. model:2; repeatable.",
+        ),
+    ] = None,
+    layout: LayoutRules = None,
+    at_rest: AtRest = None,
     seed: Seed = 0,
     output: Output = None,
     as_json: Json = False,
@@ -62,12 +73,12 @@ def profile(
       pipedream profile examples/digits.py -o digits.profile.json
     """
     from pipedream.recipe import load_recipe
-    from pipedream.training.job import profile_recipe
+    from pipedream.training.job import profile_recipe, with_layout
 
     if device not in ("cpu", "cuda", "meta") and not device.startswith("cuda:"):
         raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")
     check_flags(device=device, as_device=as_device, dtype=dtype, microbatches=microbatches)
-    made = load_recipe(recipe, seed=seed)
+    made = with_layout(load_recipe(recipe, seed=seed), layout, at_rest)
     found = profile_recipe(
         made,
         device=device,
@@ -77,6 +88,7 @@ def profile(
         runs=runs,
         finest=finest,
         microbatches=microbatches,
+        meshes=meshes or (),
     )
     if output is not None:
         found.save(output)

@@ -11,6 +11,7 @@ import typer
 
 from pipedream.cli.options import (
     AllowAsynchronous,
+    AtRest,
     Chunks,
     ClusterName,
     Config,
@@ -18,6 +19,7 @@ from pipedream.cli.options import (
     Depth,
     Device,
     Json,
+    LayoutRules,
     Microbatches,
     RecipeFile,
     Straight,
@@ -92,26 +94,6 @@ MeshText = Annotated[
         rich_help_panel=_MESH,
         show_default="one rank",
         help="Mesh of the ranks of every worker, e.g. model:2. --workers then counts ranks, --config workers.",
-    ),
-]
-LayoutRules = Annotated[
-    str | None,
-    typer.Option(
-        "--layout",
-        metavar="TENSOR:MESH[,...]",
-        rich_help_panel=_MESH,
-        show_default="the recipe's",
-        help="Which dimension of the mesh cuts which dimension of tensors, e.g. d_ff:model.",
-    ),
-]
-AtRest = Annotated[
-    str | None,
-    typer.Option(
-        "--at-rest",
-        metavar="MESH",
-        rich_help_panel=_MESH,
-        show_default="the recipe's",
-        help="Dimension of the mesh over which weights, gradients and optimizer state are sharded (ZeRO-3).",
     ),
 ]
 Bandwidth = Annotated[

@@ -6,6 +6,20 @@ from pipedream.profiler.device import device_of, dtype_of, here, measure_device
 from pipedream.profiler.environment import release_cache
 from pipedream.profiler.estimate import estimate
 from pipedream.profiler.measure import measure
+from pipedream.profiler.ranks import OneRank, one_rank
 from pipedream.profiler.stopwatch import Stopwatch
+from pipedream.profiler.update import all_parameters
 
-__all__ = ["Stopwatch", "device_of", "dtype_of", "estimate", "here", "measure", "measure_device", "release_cache"]
+__all__ = [
+    "OneRank",
+    "Stopwatch",
+    "all_parameters",
+    "device_of",
+    "dtype_of",
+    "estimate",
+    "here",
+    "measure",
+    "measure_device",
+    "one_rank",
+    "release_cache",
+]

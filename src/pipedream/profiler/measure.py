@@ -53,6 +53,7 @@ def measure(
     samples: int | None = None,
     parts: int = 2,
     part_of: Callable[[Any, int, int], Any] = part_of,
+    call: Callable[[Callable[..., Any], Sample], Any] | None = None,
 ) -> Profile:
     """Measures every layer of a chain on one minibatch, leaving its state and the random generators unchanged.
 
@@ -72,6 +73,7 @@ def measure(
         samples: in the minibatch; by default the first dimension of the first tensor.
         parts: 1 / parts of the sample is measured as well, for minibatches that are split (`Profile.in_parts`).
         part_of: (sample, its number of samples, fewer) -> the first of them.
+        call: see `Passes`.
 
     Raises:
         ProfileError: a layer, the loss or the optimizer fails, or the model is not on `device`.
@@ -87,7 +89,7 @@ def measure(
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
     indices = [_cuda_index(place)] if place.type == "cuda" else []
     watch = Stopwatch(place, without_launches=True)
-    passes = Passes(layers, graph, loss, watch, place, autocast)
+    passes = Passes(layers, graph, loss, watch, place, autocast, call)
     with preserve_state(layers, indices, seed):
         choose_mode(layers)
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
@@ -102,12 +104,14 @@ def measure(
                 advance()
         needs = passes.measured_needs(sample, sizes, loss_bytes)
         laps_s = laps_s[warmup:]
-        timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "parts": parts, "part_of": part_of}
+        timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "parts": parts, "part_of": part_of, "call": call}
         fixed = _fixed_seconds(layers, graph, sample, samples, laps_s, place, autocast, **timing)
         launches = [0.0] * len(laps_s[0])
         if place.type == "cuda":
             host = HostStopwatch(place)
-            launches = launch_seconds(Passes(layers, graph, loss, host, place, autocast), host, sample, place, runs)
+            launches = launch_seconds(
+                Passes(layers, graph, loss, host, place, autocast, call), host, sample, place, runs
+            )
         parameters = named_parameters(layers, graph)
         update = UpdateCost()
         if optimizer is not None and parameters:
@@ -192,10 +196,11 @@ def _fixed_seconds(
     runs: int,
     parts: int,
     part_of: Callable[[Any, int, int], Any],
+    call: Callable[[Callable[..., Any], Sample], Any] | None,
 ) -> list[float]:
     """The fixed seconds of the layers; not of the loss, which takes the whole batch."""
     watch = Stopwatch(device, without_launches=True)  # its own, because a failed run leaves laps in it
-    passes = Passes(layers, graph, None, watch, device, autocast)
+    passes = Passes(layers, graph, None, watch, device, autocast, call)
 
     def laps_of(part: Sample) -> list[float]:
         passes.timed_run(part)

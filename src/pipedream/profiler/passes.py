@@ -40,6 +40,9 @@ class Passes:
 
     The backward of a layer comes right after its forward, with a gradient of ones; no ``.grad`` is written. A layer's
     input requires a gradient if it did as an output.
+
+    Args:
+        call: calls a layer, or the loss, with its arguments.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class Passes:
         watch: Watch,
         device: torch.device,
         autocast: torch.dtype | None,
+        call: Callable[[Callable[..., Any], Sample], Any] | None = None,
     ) -> None:
+        self._call = call or _called
         self._layers = layers
         self._graph = graph
         self._loss = loss
@@ -81,7 +86,7 @@ class Passes:
     def run_layer(self, index: int, arguments: Sample) -> Any:
         try:
             with self._autocast_mode():
-                return _called(self._layers[index], arguments)
+                return self._call(self._layers[index], arguments)
         except CaptureError:
             raise
         except Exception as error:
@@ -139,7 +144,7 @@ class Passes:
             try:
                 watch.mark()
                 with self._autocast_mode():
-                    value = _called(forward, entered)
+                    value = self._call(forward, entered)
                 watch.mark()
                 outputs = _differentiable(value)
                 if outputs and (leaves or parameters):
@@ -167,7 +172,7 @@ class Passes:
                         forward.on_begin = self._watch.start
                     else:
                         self._watch.start()
-                    value = _called(forward, entered)
+                    value = self._call(forward, entered)
                     self._watch.stop()
                 outputs = _differentiable(value)
                 gradients = [torch.ones_like(output) for output in outputs]

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import TiedParameters
+from pipedream.sharding.parts import local_part
 
 __all__ = [
     "Sizes",
@@ -103,7 +104,7 @@ def measure_sizes(
 
     def pack(tensor: torch.Tensor) -> None:
         # No backward runs here, so autograd may hold None.
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage._cdata not in held:
             kept.setdefault(storage._cdata, storage)
             savers.setdefault(storage._cdata, []).append(index)

@@ -115,23 +115,34 @@ class GatheredWeights:
 
     @contextmanager
     def kept_as_references(self) -> Iterator[None]:
-        """Context of a forward whose graph refers to gathered weights."""
-        with torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked):
+        """Context of a forward whose graph refers to gathered weights; other tensors go to the hooks around it."""
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_is, _as_is)
+
+        def packed(tensor: torch.Tensor) -> Any:
+            found = self._packed(tensor)
+            return pack(tensor) if found is None else found
+
+        def unpacked(saved: Any) -> torch.Tensor:
+            return _unpacked(saved) if isinstance(saved, _Saved) else unpack(saved)
+
+        with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
             yield
 
-    def _packed(self, tensor: torch.Tensor) -> Any:
+    def _packed(self, tensor: torch.Tensor) -> _Saved | None:
         local = local_part(tensor)
         if local.is_sparse or local.numel() == 0:
-            return tensor
+            return None
         found = self._alive.get(local.untyped_storage()._cdata)
         if found is None:
-            return tensor
+            return None
         _, leaf, rows = found
         return _Saved(leaf, rows, (local.size(), local.stride(), int(local.storage_offset())), spec_of(tensor))
 
 
-def _unpacked(packed: Any) -> torch.Tensor:
-    if not isinstance(packed, _Saved):
-        return packed  # type: ignore[no-any-return]
+def _as_is(saved: Any) -> Any:
+    return saved
+
+
+def _unpacked(packed: _Saved) -> torch.Tensor:
     size, stride, offset = packed.view
     return like_part(packed.rows.gather(packed.leaf.detach()).as_strided(size, stride, offset), packed.spec)

@@ -304,6 +304,24 @@ class StageSharding:
         done = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
         return done, str(int(placed != self._nowhere))
 
+    def like(self, local: torch.Tensor, spec: Any) -> torch.Tensor:
+        """Returns a part that `left` gave, as it was before."""
+        return local if spec is None else _wrapped(local, _Part(spec, waits_for_update=False))
+
+    def left(self, tensor: torch.Tensor, samples: int, *, whole: bool) -> tuple[torch.Tensor, Any]:
+        """Returns this rank's part of a value between two layers of a stage, and its placement.
+
+        Partial sums are added up, and the model's output is made whole.
+        """
+        if not isinstance(tensor, DTensor):
+            return tensor, None
+        if whole:
+            return self.leave(tensor, samples, whole=True)[0], None
+        placed = [Replicate() if isinstance(one, Partial) else one for one in tensor.placements]
+        tensor = tensor.redistribute(placements=placed)
+        local = tensor.to_local(grad_placements=placed)
+        return (local.wait() if isinstance(local, AsyncCollectiveTensor) else local), tensor._spec
+
     @property
     def _nowhere(self) -> list[Any]:
         return [Replicate()] * len(self.mesh.dimensions)

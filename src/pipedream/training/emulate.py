@@ -126,7 +126,8 @@ def _join_group(plan: Plan) -> tuple[int, int]:
 def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Plan:
     """Returns the plan of a model with one layer per stage, all seconds and bytes multiplied (by positive factors).
 
-    Its stages share no weights, so the sums over their holders are left out.
+    Its stages share no weights, so the sums over their holders are left out. One rank of each mesh is emulated: the
+    others exchange messages with other ranks only.
     """
     check_factor("dilation", dilation)
     check_factor("byte scale", byte_scale)
@@ -143,6 +144,7 @@ def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) ->
             first=number,
             last=number + 1,
             names=(f"stage{number}",),
+            mesh="",
             forward_s=seconds(stage.forward_s),
             backward_s=seconds(stage.backward_s),
             update_s=seconds(stage.update_s - stage.copy_s) + stage.copy_s * byte_scale,

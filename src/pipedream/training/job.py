@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -41,7 +41,17 @@ from pipedream.workflows.prepare import all_flush, check_phases_fit, compensated
 from pipedream.workflows.profile import profile as profile_model
 from pipedream.workflows.runtime_costs import measure_runtime
 
-__all__ = ["Job", "PlannedJob", "Process", "capture_recipe", "model_input", "plan_job", "profile_recipe", "resolve"]
+__all__ = [
+    "Job",
+    "PlannedJob",
+    "Process",
+    "capture_recipe",
+    "model_input",
+    "plan_job",
+    "profile_recipe",
+    "resolve",
+    "with_layout",
+]
 
 
 @dataclass(frozen=True)
@@ -139,10 +149,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     seed = options.seed if options.seed is not None else resumed.manifest.seed if resumed is not None else 0
     workers = _workers(options, resumed, process.count)
     recipe = make(seed)
-    if options.layout is not None or options.at_rest is not None:
-        layout = recipe.layout or Layout()
-        rules = layout.rules if options.layout is None else options.layout
-        recipe = replace(recipe, layout=replace(layout, rules=rules, at_rest=options.at_rest or layout.at_rest))
+    recipe = with_layout(recipe, options.layout, options.at_rest)
     phases = _phases(options, resumed, recipe)
     if phases:
         planned = planned_for(phases)
@@ -177,6 +184,15 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     )
 
 
+def with_layout(recipe: Recipe, rules: str | None, at_rest: str | None) -> Recipe:
+    """Returns the recipe with other rules for its names of dimensions, where they are given."""
+    if rules is None and at_rest is None:
+        return recipe
+    layout = recipe.layout or Layout()
+    chosen = layout.rules if rules is None else rules
+    return replace(recipe, layout=replace(layout, rules=chosen, at_rest=at_rest or layout.at_rest))
+
+
 def plan_job(job: Job, process: Process) -> PlannedJob:
     """Plans a job: the given plan, the checkpoint's, or a new one for a profile. Raises a `PlanError` if none fits."""
     options, recipe = job.options, job.recipe
@@ -189,10 +205,16 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         if plan is None and saved.ranks == job.workers and not anew:
             plan = saved
     if plan is None:
-        with blaming("while its model was profiled on its first batch"):
-            profile = profile or profile_recipe(
-                recipe, device=str(process.device), seed=job.seed, microbatches=job.microbatches
-            )
+        meshes = (Mesh(options.mesh).text,) if options.mesh else ()
+        if profile is None or not {rank.mesh for rank in profile.ranks}.issuperset(meshes):
+            with blaming("while its model was profiled on its first batch"):
+                profile = profile_recipe(
+                    recipe,
+                    device=str(process.device),
+                    seed=job.seed,
+                    microbatches=job.microbatches,
+                    meshes=meshes,
+                )
         plan = make_plan(
             replace(profile, runtime=runtime),
             _cluster(job, process),
@@ -244,8 +266,9 @@ def profile_recipe(
     runs: int = 10,
     finest: bool = False,
     microbatches: int | None = None,
+    meshes: Sequence[str] = (),
 ) -> Profile:
-    """Profiles a recipe's model on its first training batch, with loss, optimizer and loader."""
+    """Profiles a recipe's model on its first training batch, with loss, optimizer, loader and layout."""
     batch = recipe.first_batch()
     loss = Loss(recipe.loss, recipe.weight)
     adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
@@ -265,6 +288,8 @@ def profile_recipe(
         batch_dim=recipe.batch_dim,
         finest=finest,
         microbatches=microbatches,
+        layout=recipe.layout,
+        meshes=meshes,
     )
     return found if device == "meta" else replace(found, runtime=_runtime_costs(recipe, device))
 

@@ -128,7 +128,7 @@ EXCLUSIONS = (
         _is("classic"),
         {
             "shape": _is_not("any", "straight"),
-            **_given("cuts", "update_delay", "microbatches", "recompute", "chunks", "batch"),
+            **_given("cuts", "update_delay", "microbatches", "recompute", "chunks", "batch", "mesh"),
             "strategy": _is("2bw"),
         },
         "the planner of the original PipeDream has no such option",

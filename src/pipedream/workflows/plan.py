@@ -15,6 +15,7 @@ from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.ranks import profile_of_rank
 from pipedream.core.progress import progress
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.layouts import lay_out
@@ -79,14 +80,15 @@ def plan(
             that of PipeDream-2BW's planner (`pipedream.planner.two_bw`).
         chunks: stages of each worker, for methods that interleave (`layouts.lay_out`).
         mesh: of the ranks of every worker, such as ``model:2`` (docs/meshes.md); the cluster's workers are ranks then.
-            Seconds and bytes are predicted as if each rank computed its worker's layers whole.
+            Seconds and bytes are those of one rank; the profile must know the mesh (``profile(meshes=...)``).
 
     Raises:
         PlanError: nothing fits, the model or the cluster does not allow the shape, or options exclude each other.
     """
+    profile, cluster = _of_rank(profile, cluster, mesh)
     found = _compared(
         profile,
-        _of_meshes(profile, cluster, mesh),
+        cluster,
         schedule=schedule,
         microbatches=microbatches,
         in_flight=in_flight,
@@ -103,8 +105,15 @@ def plan(
     return found.with_mesh(mesh) if mesh else found
 
 
-def _of_meshes(profile: Profile | GraphText, cluster: Cluster | None, mesh: str) -> Cluster | None:
-    return (cluster or _own_cluster(profile)).of_meshes(Mesh(mesh).size) if mesh else cluster
+def _of_rank(
+    profile: Profile | GraphText, cluster: Cluster | None, mesh: str
+) -> tuple[Profile | GraphText, Cluster | None]:
+    """Returns what a rank needs, and the workers that it is a part of."""
+    if not mesh:
+        return profile, cluster
+    known = profile.profile() if isinstance(profile, GraphText) else profile
+    joined = cluster or _own_cluster(profile)
+    return profile_of_rank(known, Mesh(mesh), joined), joined.of_meshes(Mesh(mesh).size)
 
 
 def choose(
@@ -132,7 +141,8 @@ def choose(
     """
     options = (plan.__kwdefaults__ or {}) | options
     mesh = options.pop("mesh")
-    cluster = _of_meshes(profile, cluster, mesh) or cluster
+    profile, of_meshes = _of_rank(profile, cluster, mesh)
+    cluster = of_meshes or cluster
     found = _compared(profile, cluster, names=names, **(options | {"schedule": schedule}))
     known = profile.profile() if isinstance(profile, GraphText) else profile
     first, *rest = found.candidates

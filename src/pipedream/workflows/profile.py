@@ -5,8 +5,8 @@ On several processes rank 0 alone profiles: ranks that measured at the same time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,9 @@ from pipedream.capture import (
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.hardware.devices import Device
 from pipedream.core.model.graph import LayerGraph
-from pipedream.core.model.profile import Profile
+from pipedream.core.model.profile import Profile, RankProfile
+from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
@@ -54,6 +56,8 @@ def profile(
     finest: bool = False,
     batch_dim: BatchDim = 0,
     microbatches: int | None = None,
+    layout: Layout | None = None,
+    meshes: Sequence[str] = (),
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
 
@@ -77,13 +81,22 @@ def profile(
         batch_dim: dimension of the samples in the inputs, as in `pipedream.Pipeline`.
         microbatches: that each minibatch will be split into, if known. The time of one is measured as well, because a
             small batch may take more or less time per sample than a large one; by default that of half a minibatch.
+        layout: says what a mesh cuts.
+        meshes: such as ('model:2',); one rank of each is measured too, in this process, with its parts of all tensors.
+            What it exchanges with the others is counted (docs/meshes.md).
 
     Raises:
         CaptureError: the model cannot be split into layers.
         ProfileError: a layer fails on the sample, or options exclude each other.
+        PlanError: the layout does not fit the model or a mesh.
     """
     given = {"device": device, "as_device": as_device, "dtype": dtype, "microbatches": microbatches}
     check_options(given, error=ProfileError)
+    if meshes and device == "meta":
+        raise ProfileError(
+            f"meshes={tuple(meshes)} was given with device='meta', but a rank of a mesh can only be measured; profile "
+            "with device='cpu' or 'cuda'"
+        )
     if microbatches is not None and microbatches < 1:
         raise ProfileError(f"microbatches={microbatches} was given; give at least 1")
     inputs = sample if isinstance(sample, (tuple, Mapping)) else (sample,)
@@ -120,13 +133,36 @@ def profile(
         arguments, is_chain = captured.arguments(moved), captured.model is None
         # The only argument of a slice is the whole input.
         timing["part_of"] = partial(first_part, batch_dim=batch_dim) if is_chain else partial(_part_of_only, batch_dim)
-        found = profiler.measure(captured.layers, captured.graph, arguments, **timing, **described).to_json()
+        measure = partial(profiler.measure, captured.layers, captured.graph, arguments, **timing, **described)
+        names = (layout or Layout()).of_model(model)
+        ranks = [_rank(captured, arguments, names, Mesh(mesh), place, measure) for mesh in meshes]
+        found = replace(measure(), ranks=tuple(ranks)).to_json()
         profiler.release_cache(place)
         return found
 
     make, where = (estimated, profiler.here()) if device == "meta" else (measured, device)
     found = Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
     return found if device == "meta" else replace(found, runtime=measure_runtime(device).costs)
+
+
+def _rank(
+    captured: Captured, arguments: Any, layout: Layout, mesh: Mesh, place: Any, measure: Callable[..., Profile]
+) -> RankProfile:
+    layers, graph = captured.layers, captured.graph
+    layout.check(profiler.all_parameters(layers, graph), [layer.name for layer in graph.layers], [mesh])
+    options = measure.keywords  # type: ignore[attr-defined]
+    with profiler.one_rank(layers, graph, layout, mesh, place) as rank:
+        found = measure(call=rank.call)
+        with preserve_state(layers, cuda_devices(layers[0], arguments), options["seed"]):
+            forward, backward, update = rank.collectives(arguments, options["autocast"])
+    sent = zip(found.layers, rank.sent_bytes, strict=True)
+    known: dict[str, Any] = {field.name: getattr(found, field.name, None) for field in fields(RankProfile)}
+    return RankProfile(
+        **known
+        | {"mesh": mesh.text, "layout": str(layout), "update": update}
+        | {"layers": tuple(replace(layer, output_bytes=size) for layer, size in sent)}
+        | {"forward": tuple(forward), "backward": tuple(backward)}
+    )
 
 
 def _loss_weight(model: Any, inputs: Any) -> str:

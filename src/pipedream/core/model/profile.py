@@ -5,16 +5,17 @@ After PipeDream, SOSP 2019, section 3.1, with the spread of each time, what auto
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.display import Tabular, fold
+from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
-__all__ = ["LayerProfile", "Profile", "TiedParameters"]
+__all__ = ["LayerProfile", "Profile", "RankProfile", "TiedParameters"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,50 @@ class TiedParameters:
     trained: bool = True
 
 
+@dataclass(frozen=True)
+class RankProfile:
+    """What the first rank of a mesh needs, with its parts of all tensors; see `Profile`.
+
+    Attributes:
+        layout: its rules, and what it shards at rest.
+        layers: without the seconds of collectives.
+        forward, backward: collectives of each layer.
+        update: collectives of an update.
+    """
+
+    mesh: str
+    layout: str
+    layers: tuple[LayerProfile, ...]
+    forward: tuple[tuple[Collective, ...], ...]
+    backward: tuple[tuple[Collective, ...], ...]
+    update: tuple[Collective, ...] = ()
+    update_s: float = 0.0
+    update_fixed_s: float = 0.0
+    copy_s: float = 0.0
+    optimizer_bytes: int = 0
+    update_working_bytes: int = 0
+    loss_s: float = 0.0
+    loss_bytes: int = 0
+    loss_working_bytes: int = 0
+    tied: tuple[TiedParameters, ...] = ()
+
+    def __str__(self) -> str:
+        def both(column: tuple[tuple[Collective, ...], ...]) -> str:
+            found = Collective.sums(one for row in column for one in row)
+            return ", ".join(map(str, found)) or "none"
+
+        passes_s = [sum(getattr(layer, name) for layer in self.layers) for name in ("forward_s", "backward_s")]
+        weight_bytes, kept_bytes = (
+            sum(getattr(layer, name) for layer in self.layers) for name in ("parameter_bytes", "activation_bytes")
+        )
+        return (
+            f"a rank of {self.mesh} ({self.layout}): forward {format_seconds(passes_s[0])}, backward "
+            f"{format_seconds(passes_s[1])}, kept {format_bytes(kept_bytes)}, weights {format_bytes(weight_bytes)}\n"
+            f"  collectives, forward: {both(self.forward)}; backward: {both(self.backward)}; update: "
+            f"{both((self.update,))}"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class Profile(Tabular, Artifact):
     """Seconds and bytes of every layer of a model, for one minibatch.
@@ -115,6 +160,7 @@ class Profile(Tabular, Artifact):
         tied: parameters that several layers use; in separate stages each has a copy.
         runtime: what the runtime adds on the machine that measured.
         parts: the fixed seconds come from a second measurement, of a minibatch with 1 / parts of the samples.
+        ranks: what one rank of a mesh needs, for each mesh that was asked for.
     """
 
     FORMAT = 1
@@ -141,6 +187,7 @@ class Profile(Tabular, Artifact):
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
     update_fixed_s: float = 0.0
     parts: int = 2
+    ranks: tuple[RankProfile, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.graph.layers):
@@ -154,6 +201,11 @@ class Profile(Tabular, Artifact):
         for one in self.tied:
             if len(one.layers) < 2 or not 0 <= min(one.layers) <= max(one.layers) < len(self.layers):
                 raise ValueError(f"a tied parameter is used by two or more of {len(self.layers)} layers, found {one}")
+
+    def of_rank(self, rank: RankProfile) -> Profile:
+        """Returns the profile of a rank, without the seconds of its collectives."""
+        own = {field.name for field in fields(rank)} & {field.name for field in fields(self)}
+        return replace(self, ranks=(), **{name: getattr(rank, name) for name in own})
 
     def in_parts(self, microbatches: int) -> Profile:
         """Returns the profile for minibatches that are split into this many microbatches.
@@ -284,5 +336,6 @@ class Profile(Tabular, Artifact):
             rows.append(str(self.runtime))
         if self.flops:
             rows.append(f"{format_number(self.flops * 1e-12)} Tflop, {format_bytes(self.moved_bytes)} read and written")
+        rows += map(str, self.ranks)
         rows += [f"note: {note}" for note in self.notes]
         return head + "\n".join(rows)

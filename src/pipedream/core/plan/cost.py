@@ -17,6 +17,7 @@ __all__ = [
     "Numbers",
     "all_reduce_bytes",
     "all_reduce_s",
+    "collective_s",
     "sum_buckets",
     "transfer_s",
     "visible_sum_s",
@@ -60,6 +61,25 @@ def all_reduce_s(
         ups = np.ceil(np.log2(workers))
         return (workers > 1) * 2 * (ups * latency_s + size_bytes / bandwidth_bytes_per_s)
     return 2 * (workers - 1) * (latency_s + size_bytes / (workers * bandwidth_bytes_per_s))
+
+
+def collective_s(
+    kind: str,
+    count: int,
+    size_bytes: Numbers,
+    ranks: int,
+    bandwidth_bytes_per_s: float,
+    latency_s: float = 0.0,
+    *,
+    how: str = "ring",
+) -> Numbers:
+    """Returns the seconds of several collectives (`core.model.collective.Collective`).
+
+    An all-gather, a reduce-scatter and an all-to-all take (n - 1) (l + b / (n B)) each: n - 1 steps, each with a part.
+    """
+    if kind == "all-reduce":
+        return count * all_reduce_s(size_bytes / max(count, 1), ranks, bandwidth_bytes_per_s, latency_s, how=how)
+    return (ranks - 1) * (count * latency_s + size_bytes / (ranks * bandwidth_bytes_per_s))
 
 
 def all_reduce_bytes(size_bytes: Numbers, workers: Numbers, *, how: str = "ring") -> Numbers:

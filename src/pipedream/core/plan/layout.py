@@ -59,6 +59,9 @@ class Layout:
             found[cut] = over
         return list(found.items())
 
+    def __str__(self) -> str:
+        return "; ".join(filter(None, [self.rules, self.at_rest and f"at rest over {self.at_rest}"])) or "no rules"
+
     @cached_property
     def over(self) -> dict[str, str]:
         """Tensor dimension -> mesh dimension."""

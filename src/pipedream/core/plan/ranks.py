@@ -1,0 +1,72 @@
+"""The profile of one rank of a mesh on a cluster: with it, plans and simulations need no other rule for meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
+
+from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.collective import Collective
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.cost import collective_s
+from pipedream.core.plan.mesh import Mesh
+
+__all__ = ["profile_of_rank"]
+
+
+def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster) -> Profile:
+    """Returns what one rank of a mesh needs, its collectives included.
+
+    Args:
+        cluster: its workers are ranks.
+
+    Raises:
+        PlanError: the profile does not know the mesh.
+    """
+    found = next((rank for rank in profile.ranks if Mesh(rank.mesh) == mesh), None)
+    if found is None:
+        known = ", ".join(rank.mesh for rank in profile.ranks) or "none"
+        raise PlanError(
+            f"a plan with the mesh {mesh} was asked for, but the profile has no measurement of one of its ranks "
+            f"(meshes that it has: {known}); profile with meshes=({mesh.text!r},) and the layout, or --mesh {mesh}"
+        )
+    links = _links(mesh, cluster)
+
+    def seconds(rows: Iterable[Collective], *, fixed: bool = False) -> float:
+        """`fixed`: only what a smaller microbatch does not save."""
+        total_s = 0.0
+        for row in rows:
+            size_bytes = row.size_bytes if row.of_weights or not fixed else 0
+            total_s += float(
+                collective_s(row.kind, row.count, size_bytes, mesh.dimensions[row.over], *links[row.over],
+                             how=cluster.sums)
+            )  # fmt: skip
+        return total_s
+
+    def with_collectives(
+        layer: LayerProfile, forward: tuple[Collective, ...], backward: tuple[Collective, ...]
+    ) -> LayerProfile:
+        return replace(
+            layer,
+            forward_s=layer.forward_s + seconds(forward),
+            backward_s=layer.backward_s + seconds(backward),
+            forward_fixed_s=layer.forward_fixed_s + seconds(forward, fixed=True),
+            backward_fixed_s=layer.backward_fixed_s + seconds(backward, fixed=True),
+        )
+
+    rank = profile.of_rank(found)
+    layers = tuple(map(with_collectives, found.layers, found.forward, found.backward))
+    return replace(rank, layers=layers, update_s=rank.update_s + seconds(found.update))
+
+
+def _links(mesh: Mesh, cluster: Cluster) -> dict[str, tuple[float, float]]:
+    """Bandwidth and latency of sums over each dimension, by the first worker's ranks."""
+    sizes = list(mesh.dimensions.values())
+    found = {}
+    for at, (name, size) in enumerate(mesh.dimensions.items()):
+        step = prod(sizes[at + 1 :])
+        last = min((size - 1) * step, cluster.workers - 1)
+        found[name] = cluster.sum_link(cluster.reach(*range(0, last + 1, step)))
+    return found

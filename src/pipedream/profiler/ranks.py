@@ -1,0 +1,215 @@
+"""The layers of a model as one rank of a mesh runs them, in this process alone: its collectives do nothing.
+
+The rank has its own part of every tensor, so that its seconds and bytes can be measured like those of any layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from pipedream.core.errors import ProfileError
+from pipedream.core.model.collective import Collective
+from pipedream.core.model.graph import LayerGraph
+from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.mesh import Mesh
+from pipedream.profiler.passes import Sample
+from pipedream.profiler.update import named_parameters
+from pipedream.sharding.count import CountCollectives
+from pipedream.sharding.stage import StageSharding
+
+__all__ = ["OneRank", "one_rank"]
+
+
+@contextmanager
+def one_rank(
+    layers: Sequence[nn.Module], graph: LayerGraph, layout: Layout, mesh: Mesh, device: torch.device
+) -> Iterator[OneRank]:
+    """Context in which the layers' parameters are the parts of a mesh's first rank.
+
+    Raises:
+        ProfileError: other processes are connected, but fewer than the mesh has.
+        PlanError: the layout is not legal for a parameter.
+    """
+    parameters = dict(named_parameters(layers, graph))
+    whole = {name: parameter.data for name, parameter in parameters.items()}
+    modules = {id(module): module for layer in layers for module in layer.modules()}.values()
+    own = [module._parameters for module in modules]
+    with _fake_mesh(mesh, device) as device_mesh:
+        try:
+            yield OneRank(layers, parameters, StageSharding(layout, device_mesh), device_mesh)
+        finally:
+            for module, slots in zip(modules, own, strict=True):
+                module._parameters = slots
+            for name, parameter in parameters.items():
+                parameter.data = whole[name]
+
+
+class OneRank:
+    """Layers whose parameters are parts.
+
+    Attributes:
+        call: what `Passes` calls a layer with: it gets and returns parts as plain tensors.
+        sent_bytes: of each layer's output, if a stage ends there; known from `collectives` on.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        sharding: StageSharding,
+        device_mesh: DeviceMesh,
+    ) -> None:
+        self._layers = layers
+        self._parameters = dict(parameters)
+        self._sharding = sharding
+        self._device_mesh = device_mesh
+        self._entering: list[Any] = []  # the placement of each tensor of the last output
+        sharding.cut(self._parameters)
+        modules = {id(module): module for layer in layers for module in layer.modules()}
+        sharding.prepare(modules.values())
+        known = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._slots = [
+            (module._parameters, slot, known[id(parameter)])
+            for module in modules.values()
+            for slot, parameter in module._parameters.items()
+            if id(parameter) in known
+        ]
+        self._names = {
+            id(layer): [known[id(one)] for one in layer.parameters() if id(one) in known] for layer in layers
+        }
+        self.sent_bytes: list[int] = []
+
+    def call(self, function: Callable[..., Any], arguments: Sample) -> Any:
+        """Calls a layer; other functions as they are."""
+        if id(function) not in self._names:
+            return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
+        return self._left(self._run(function, arguments), whole=function is self._layers[-1])
+
+    def _run(self, layer: Callable[..., Any], arguments: Sample) -> Any:
+        tensors, structure = tree_flatten(arguments)
+        if layer is self._layers[0]:
+            self._samples = next(one.shape[0] for one in tensors if isinstance(one, torch.Tensor))
+            inside = [self._sharding.cut_input(one, self._samples) if _is_part(one) else one for one in tensors]
+        else:
+            placed = iter(self._entering)
+            inside = [self._sharding.like(one, next(placed)) if _is_part(one) else one for one in tensors]
+        arguments = tree_unflatten(inside, structure)
+        leaves = {name: self._parameters[name] for name in self._names[id(layer)]}
+        weights = self._sharding.weights(leaves)
+        own = [(slots, slot, slots[slot]) for slots, slot, name in self._slots if name in weights]
+        try:
+            for slots, slot, name in self._slots:
+                if name in weights:
+                    slots[slot] = weights[name]
+            with self._sharding.running():
+                return layer(**arguments) if isinstance(arguments, Mapping) else layer(*arguments)
+        finally:
+            for slots, slot, parameter in own:
+                slots[slot] = parameter
+
+    def _left(self, value: Any, *, whole: bool) -> Any:
+        """Returns the parts of an output; at the model's end whole tensors."""
+        self._entering = []
+
+        def left(tensor: Any) -> Any:
+            if not _is_part(tensor):
+                return tensor
+            part, placed = self._sharding.left(tensor, self._samples, whole=whole)
+            self._entering.append(placed)
+            return part
+
+        return tree_map(left, value)
+
+    def collectives(
+        self, sample: Sample, autocast: torch.dtype | None = None
+    ) -> tuple[list[tuple[Collective, ...]], list[tuple[Collective, ...]], tuple[Collective, ...]]:
+        """Returns those of each layer's forward and backward, and those of an update."""
+        forwards, backwards = [], []
+        gradients: dict[str, torch.Tensor] = {}
+        arguments, self.sent_bytes = sample, []
+        device = self._device_mesh.device_type
+        for layer in self._layers:
+            parameters = {name: self._parameters[name] for name in self._names[id(layer)]}
+            arguments = tree_map(_detached, arguments)
+            inputs = [one for one in tree_flatten(arguments)[0] if _is_part(one) and one.requires_grad]
+            arguments = tree_map(lambda one: one.clone() if _is_part(one) else one, arguments)
+            with CountCollectives(self._device_mesh) as forward, torch.enable_grad(), _casting(device, autocast):
+                inside = self._run(layer, arguments)
+                value = self._left(inside, whole=layer is self._layers[-1])
+            outputs = [one for one in tree_flatten(value)[0] if _is_part(one) and one.requires_grad]
+            with CountCollectives(self._device_mesh) as backward:
+                if outputs and (inputs or parameters):
+                    found = torch.autograd.grad(
+                        outputs, [*inputs, *parameters.values()], list(map(torch.ones_like, outputs)), allow_unused=True
+                    )
+                    own = zip(parameters, found[len(inputs) :], strict=True)
+                    gradients |= {name: one for name, one in own if one is not None}
+            forwards.append(forward.found)
+            backwards.append(backward.found)
+            sent = (
+                self._sharding.leave(one.detach(), self._samples, whole=False)[0]
+                for one in tree_flatten(inside)[0]
+                if _is_part(one)
+            )
+            self.sent_bytes.append(sum(one.nbytes for one in sent))
+            arguments = (tree_map(_detached, value),)
+        with CountCollectives(self._device_mesh) as update:
+            self._sharding.sum_gradients(list(gradients), list(gradients.values()))
+        return forwards, backwards, update.found
+
+
+def _casting(device: str, autocast: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if autocast is None else torch.autocast(device, dtype=autocast)
+
+
+def _is_part(one: Any) -> bool:
+    """A meta tensor in a bundle stands for one that is not sent."""
+    return isinstance(one, torch.Tensor) and not one.is_meta
+
+
+def _detached(one: Any) -> Any:
+    return one.detach().requires_grad_(one.requires_grad) if _is_part(one) else one
+
+
+@contextmanager
+def _fake_mesh(mesh: Mesh, device: torch.device) -> Iterator[DeviceMesh]:
+    """Yields a mesh whose first rank is this process; the others do not exist."""
+    joined = dist.is_initialized()
+    if not joined:
+        dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
+    elif dist.get_world_size() < mesh.size:
+        raise ProfileError(
+            f"a rank of the mesh {mesh} should be measured, which has {mesh.size} ranks, but this run has "
+            f"{dist.get_world_size()} processes; start at least {mesh.size}, or profile in a single process and save "
+            "the profile"
+        )
+    coordinates = mesh.coordinates()
+    groups: list[Any] = []
+    try:
+        for at in range(len(mesh.dimensions)):
+            ranks = [r for r, place in enumerate(coordinates) if not any((*place[:at], *place[at + 1 :]))]
+            groups.append(dist.new_group(ranks, backend="fake", use_local_synchronization=True))
+        sizes = list(mesh.dimensions.values())
+        numbers = torch.arange(mesh.size).view(sizes)
+        names = tuple(mesh.dimensions)
+        yield DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0],
+            device.type,
+            mesh=numbers if len(groups) > 1 else None,
+            mesh_dim_names=names,
+        )
+    finally:
+        if joined:
+            for group in groups:
+                dist.destroy_process_group(group)
+        else:
+            dist.destroy_process_group()

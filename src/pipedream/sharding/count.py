@@ -1,0 +1,73 @@
+"""Counts the collectives of a mesh: kind, number, bytes and dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipedream.core.model.collective import Collective
+from pipedream.sharding.parts import local_part
+
+__all__ = ["CountCollectives"]
+
+_DTENSOR, _DIRECT = torch.ops._c10d_functional, torch.ops.c10d
+
+# Those of `_DIRECT` are of weights (`at_rest`) and their gradients.
+_KINDS: Mapping[Any, str] = {
+    _DTENSOR.all_reduce.default: "all-reduce",
+    _DTENSOR.all_reduce_.default: "all-reduce",
+    _DTENSOR.all_gather_into_tensor.default: "all-gather",
+    _DTENSOR.reduce_scatter_tensor.default: "reduce-scatter",
+    _DTENSOR.all_to_all_single.default: "all-to-all",
+    _DIRECT.allreduce_.default: "all-reduce",
+    _DIRECT._allgather_base_.default: "all-gather",
+    _DIRECT._reduce_scatter_base_.default: "reduce-scatter",
+    _DIRECT.alltoall_base_.default: "all-to-all",
+}
+
+
+class CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts while it is active; also collectives of tensors without data."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        names = mesh.mesh_dim_names or ()
+        self._over: dict[str, str] = {mesh.get_group(at).group_name: name for at, name in enumerate(names)}
+        self._found: list[Collective] = []
+
+    @property
+    def found(self) -> tuple[Collective, ...]:
+        """One of each kind and dimension."""
+        return Collective.sums(self._found)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # its operators on parts come here
+        result = func(*args, **(kwargs or {}))
+        if func in _KINDS:
+            given = tree_leaves((args, kwargs))
+            over = next((name for one in given if (name := self._over.get(_group_name(one)))), None)
+            if over is not None:
+                sizes = [local_part(one).nbytes for one in (*given, *tree_leaves(result)) if torch.is_tensor(one)]
+                self._found.append(Collective(_KINDS[func], over, 1, max(sizes), func.namespace == "c10d"))
+        return result
+
+
+def _group_name(one: Any) -> str:
+    if isinstance(one, dist.ProcessGroup):
+        return one.group_name
+    if isinstance(one, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(one).group_name
+        except RuntimeError:  # the reduction, another script object
+            return ""
+    return one if isinstance(one, str) else ""
