@@ -405,7 +405,7 @@ BREAKS = (
     Break(
         "checkpoint: tensors are not compared with their checksums",
         "runtime/checkpoint/storage.py",
-        "_crc32(tensor) != stored.crc32",
+        "_crc32(tensor) != piece.crc32",
         "False",
         ("runtime/checkpoint/test_checkpoints.py",),
     ),

@@ -24,7 +24,7 @@ import pipedream as pd
 from pipedream import recipe as recipes
 from pipedream.cli import main
 from pipedream.core.artifact import Artifact
-from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, Stored
+from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, Stored, StoredPiece
 from pipedream.core.errors import ArtifactError, PipelineError, RecipeError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -35,9 +35,17 @@ PLAN = zoo.plan_of(zoo.make("mlp"), 2, (2, 1))
 STAGE = SavedStage(
     (ParameterGroup(("0.weight",), {"lr": 0.1, "betas": [0.9, 0.99]}),), {"0.weight": {"k": 1}}, {"last": 3}, 4, 4
 )
+TENSORS = {
+    "model/0.weight": Stored("float32", (6, 16), (StoredPiece((0, 0), (6, 16), "__0_0.distcp", 0, 900),)),
+    "model/0.bias": Stored(
+        "float32",
+        (6,),
+        (StoredPiece((0,), (4,), "__0_0.distcp", 0, 400, 7), StoredPiece((4,), (2,), "__1_0.distcp", 0, 400, 8)),
+    ),
+}
 CHECKPOINT = Checkpoint(
     12, 2, 2, (12,), "pipedream", 1, (STAGE, STAGE), seed=0, plan=PLAN, data={"a": 1}, random=("{}",),
-    tensors={"model/0.weight": Stored("float32", (6, 16), "__0_0.distcp", 0, 900)}, files={"__0_0.distcp": 900},
+    tensors=TENSORS, files={"__0_0.distcp": 900, "__1_0.distcp": 400},
 )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import processes
@@ -134,21 +133,6 @@ def _trained(case: Case, mesh: str) -> tuple[list[float], dict[str, torch.Tensor
         return losses, pipeline.state_dict(), found
 
 
-def _saved(case: Case, mesh: str, folder: str) -> None:
-    pipeline, batches = _made(case, mesh)
-    with pipeline:
-        for _ in pipeline.train(batches, epochs=1):
-            pass
-        pipeline.save(folder)
-
-
-def _continued(case: Case, mesh: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    pipeline, batches = _made(case, mesh)
-    with pipeline:
-        pipeline.load(folder)
-        return [done.loss for done in pipeline.train(batches, epochs=1)], pipeline.state_dict()
-
-
 def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
     torch.manual_seed(3)
     layers, inputs = MODELS[case.model]() if isinstance(case.model, str) else case.model()
@@ -230,23 +214,6 @@ def test_meshes_train_as_single_ranks_do(case: Case) -> None:
         assert state.keys() == (weights.keys() if rank == 0 else set())
         for name, tensor in state.items():
             assert torch.allclose(tensor, weights[name], atol=1e-10, rtol=0), name
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("data:2,model:2", ""), ("", "data:2,model:2"), ("data:2", "model:2")])
-def test_a_checkpoint_belongs_to_no_mesh(before: str, after: str, tmp_path: Path) -> None:
-    """Saved after the first of two epochs; with the momentum, and the average of the weights."""
-    case = Case("mlp", "", "batch:data, d_ff:model", stages=(), at_rest="data", options={"ema": 0.9})
-    losses, weights, _ = _trained(case, "")
-    folder = str(tmp_path / "saved")
-    for function, mesh in ((_saved, before), (_continued, after)):
-        size = pipedream.Mesh(mesh).size
-        outcome = processes.results(function, size, case, mesh, folder) if mesh else [function(case, mesh, folder)]
-    found, state = outcome[0]
-    assert found == pytest.approx(losses[len(found) :], abs=1e-10)
-    for name, tensor in state.items():
-        assert torch.allclose(tensor, weights[name], atol=1e-10, rtol=0), name
 
 
 @pytest.mark.processes

@@ -21,7 +21,17 @@ from typing import Any, ClassVar, Self
 
 from pipedream.core.errors import ArtifactError
 
-__all__ = ["Artifact", "check_json", "decode", "encode", "new_file", "system_error", "write_text", "writing"]
+__all__ = [
+    "Artifact",
+    "check_json",
+    "decode",
+    "decode_fields",
+    "encode",
+    "new_file",
+    "system_error",
+    "write_text",
+    "writing",
+]
 
 
 class Artifact:
@@ -177,7 +187,7 @@ def decode(kind: Any, value: Any, place: str) -> Any:
         _expect(isinstance(value, dict), place, "an object", value)
         return kind.decoded(value, place)
     if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(typing.cast(type, kind), value, place)
+        return decode_fields(typing.cast(type, kind), value, place)
     if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
         hints = typing.get_type_hints(kind)
         _expect(isinstance(value, list) and len(value) == len(hints), place, f"a list of {len(hints)}", value)
@@ -207,7 +217,8 @@ def _decode_tuple(arguments: tuple[Any, ...], value: Any, place: str) -> tuple[A
     return tuple(decode(a, item, f"{place}[{i}]") for i, (a, item) in enumerate(zip(arguments, value, strict=True)))
 
 
-def _decode_dataclass(kind: type, value: Any, place: str) -> Any:
+def decode_fields(kind: type, value: Any, place: str) -> Any:
+    """Returns a dataclass from JSON, field by field; see `decode`."""
     _expect(isinstance(value, dict), place, "an object", value)
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind) if f.init}

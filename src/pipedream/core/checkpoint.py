@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: where a run stood at a drain, and where in its files each tensor lies.
+"""A checkpoint's manifest: where a run stood at a drain, and where in its files the pieces of each tensor lie.
 
 Tensors have the user's own parameter names (``model/NAME``, ``optimizer/NAME/KEY``, ``ema/NAME``,
 ``compensation/NAME/KEY``), so that any plan can load them. At a drain each stage has one version of its weights: no
@@ -11,44 +11,94 @@ import json
 import re
 import zlib
 from dataclasses import dataclass, field
-from typing import Any, Self
+from math import prod
+from typing import Any, NamedTuple, Self
 
-from pipedream.core.artifact import Artifact
+from pipedream.core.artifact import Artifact, decode_fields, encode
 from pipedream.core.errors import ArtifactError
+from pipedream.core.plan.mesh import Box
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation
 
-__all__ = ["Checkpoint", "ParameterGroup", "Position", "RunRequest", "SavedStage", "Stored"]
+__all__ = ["Checkpoint", "ParameterGroup", "Position", "RunRequest", "SavedStage", "Stored", "StoredPiece"]
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TYPE = re.compile(r"[a-z][a-z0-9_]*")
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies.
+class StoredPiece(NamedTuple):
+    """Where a part of a tensor lies.
 
     Attributes:
-        dtype: e.g. 'float32'.
-        offset, length: in bytes.
+        start: its first index in each dimension of the tensor.
+        shape: of the part.
+        offset, length: in the file, in bytes.
         crc32: of dtype, shape and values; None in a file of version 0.1.
     """
 
-    dtype: str
+    start: tuple[int, ...]
     shape: tuple[int, ...]
     file: str
     offset: int
     length: int
     crc32: int | None = None
 
+    @property
+    def box(self) -> Box:
+        return tuple(range(at, at + size) for at, size in zip(self.start, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies: in pieces, of which each element is in one.
+
+    In JSON a single piece has its fields beside the dtype, as all tensors had in earlier files.
+
+    Attributes:
+        dtype: e.g. 'float32'.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+
     def __post_init__(self) -> None:
         if not _TYPE.fullmatch(self.dtype):
             raise ValueError(f"expected a dtype such as float32, found {self.dtype!r}")
-        # An untrusted manifest must not lead out of its folder.
-        if not _PLAIN_NAME.fullmatch(self.file):
-            raise ValueError(f"expected a file name without folders, found {self.file!r}")
-        if min((self.offset, self.length, *self.shape)) < 0:
-            raise ValueError(f"sizes cannot be negative, found {self}")
+        for piece in self.pieces:
+            # An untrusted manifest must not lead out of its folder.
+            if not _PLAIN_NAME.fullmatch(piece.file):
+                raise ValueError(f"expected a file name without folders, found {piece.file!r}")
+            if min((piece.offset, piece.length, *self.shape, *piece.start, *piece.shape)) < 0:
+                raise ValueError(f"sizes cannot be negative, found {self}")
+            if not len(piece.start) == len(piece.shape) == len(self.shape):
+                raise ValueError(f"a piece has the dimensions of its tensor, {self.shape}, found {piece}")
+            if any(part.stop > size for part, size in zip(piece.box, self.shape, strict=True)):
+                raise ValueError(f"a piece lies within its tensor, {self.shape}, found {piece}")
+        if len({piece.start for piece in self.pieces}) < len(self.pieces) or not self.pieces:
+            raise ValueError(f"a tensor has pieces, each at its own place, found {self.pieces}")
+        found = sum(prod(piece.shape) for piece in self.pieces)
+        if found != prod(self.shape):
+            raise ValueError(f"the pieces make up the tensor of {prod(self.shape)} values, found {found}")
+
+    def encoded(self) -> dict[str, Any]:
+        first, *others = self.pieces
+        if others:
+            return {field: encode(value) for field, value in vars(self).items()}
+        place = {key: value for key, value in first._asdict().items() if key not in ("start", "shape")}
+        return {"dtype": self.dtype, "shape": encode(self.shape), **place}
+
+    @classmethod
+    def decoded(cls, value: dict[str, Any], place: str) -> Self:
+        """Reads JSON values. Raises an ArtifactError if a field is missing or wrong."""
+        if "pieces" not in value:
+            shape = value.get("shape")
+            start = [0] * len(shape) if isinstance(shape, list) else shape
+            piece = {"start": start, "shape": shape} | {key: value.get(key) for key in StoredPiece._fields[2:]}
+            rest = {key: item for key, item in value.items() if key not in piece or key == "shape"}
+            value = rest | {"pieces": [list(piece.values())]}
+        found: Self = decode_fields(cls, value, place)
+        return found
 
 
 @dataclass(frozen=True)
@@ -172,13 +222,14 @@ class Checkpoint(RunRequest, Position, Artifact):
         if len(self.stages) != len(self.plan.stages):
             raise ValueError(f"{len(self.plan.stages)} stages are planned, {len(self.stages)} are described")
         for name, stored in self.tensors.items():
-            if stored.offset + stored.length > self.files.get(stored.file, 0):
-                raise ValueError(f"tensor {name!r} lies outside of the file {stored.file!r}")
+            for piece in stored.pieces:
+                if piece.offset + piece.length > self.files.get(piece.file, 0):
+                    raise ValueError(f"tensor {name!r} lies outside of the file {piece.file!r}")
 
     @property
     def has_checksums(self) -> bool:
         """False if version 0.1 has written it."""
-        return all(stored.crc32 is not None for stored in self.tensors.values())
+        return all(piece.crc32 is not None for stored in self.tensors.values() for piece in stored.pieces)
 
     def to_json(self) -> str:
         data = json.loads(super().to_json())

@@ -16,6 +16,7 @@ from pipedream._version import __version__
 from pipedream.core.artifact import decode, encode
 from pipedream.core.checkpoint import Checkpoint, Position, RunRequest, SavedStage
 from pipedream.core.errors import ArtifactError, PipelineError
+from pipedream.core.plan.mesh import Box
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import optimizer_state, parameters, storage
 from pipedream.runtime.checkpoint.extra_state import extra_states_of, set_extra_states
@@ -31,6 +32,9 @@ __all__ = ["Checkpointer", "share_with_replicas"]
 
 T = TypeVar("T")
 
+Place = tuple[Box, Sequence[int]]
+"""A part of a tensor, and the shape of the whole."""
+
 
 class Checkpointer:
     """Saves and restores the workers of this process.
@@ -39,10 +43,9 @@ class Checkpointer:
         names: each stage's parameters and buffers.
         unused: those of the model that no stage reads; at rank 0 only.
         loss: None if it is no module.
-        group: gloo group of all workers; None in a single process.
-        writer_group: another one, of all ranks, for the background.
-        process: this rank among all ranks.
-        sharding: stage -> how the ranks of this worker divide it.
+        group: gloo group of all ranks; None in a single process.
+        writer_group: another one, for the background.
+        shardings: stage -> how the ranks of this worker divide it.
     """
 
     def __init__(
@@ -56,7 +59,6 @@ class Checkpointer:
         *,
         unused: Sequence[str] = (),
         loss: nn.Module | None = None,
-        process: int = 0,
         shardings: Mapping[int, StageSharding] | None = None,
     ) -> None:
         self._model = model
@@ -66,10 +68,12 @@ class Checkpointer:
         self._names = names
         self._group = group
         self._device = device
-        self._rank = workers[0].rank if group is not None else 0
+        self._worker_rank = workers[0].rank if group is not None else 0
+        self._rank = dist.get_rank(group) if group is not None else 0
         self._owners: dict[str, int] = {}
         self._shardings = shardings or {}
-        self.writer = storage.Writer(process, writer_group, device)
+        self._shared_names = parameters.shared_names(model)
+        self.writer = storage.Writer(self._rank, writer_group, device)
 
     def save(
         self,
@@ -92,13 +96,11 @@ class Checkpointer:
             WorkerError: it, or the one before, could not be written.
         """
         self.writer.finish()
-        tensors, stages = self._collect()
-        for sharding in self._shardings.values():
-            tensors = {name: sharding.whole(_owners(name), tensor) for name, tensor in tensors.items()}
-            tensors = tensors if sharding.is_first else {}
+        tensors, places, stages = self._collect()
         if not wait:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        texts = gather_texts(json.dumps([stages, saved_rng(self._device)]), self._group)
+        state = json.dumps([stages, saved_rng(self._device)]) if self._is_first else ""
+        texts = [text for text in gather_texts(state, self._group) if text]
         every: dict[int, SavedStage] = {}
         for text in texts:
             every |= {int(s): decode(SavedStage, state, "a stage") for s, state in json.loads(text)[0].items()}
@@ -113,7 +115,7 @@ class Checkpointer:
             software={"pipedream": __version__, "torch": version("torch")},
             extra=dict(extra),
         )
-        path = self.writer.begin(folder, manifest, tensors, keep)
+        path = self.writer.begin(folder, manifest, tensors, keep, places)
         if wait:
             self.writer.finish()
         return path
@@ -132,9 +134,7 @@ class Checkpointer:
         `ArtifactError` if it is damaged or of another model or optimizer.
         """
         names = set(self._on_every_rank(lambda: self._wanted(path, manifest)))
-        found = self._fetch(path, manifest, names)
-        for sharding in self._shardings.values():
-            found = {name: sharding.part(_owners(name), tensor) for name, tensor in found.items()}
+        found = self._fetch(path, manifest, {name: self._box(name, manifest.tensors[name].shape) for name in names})
         self._on_every_rank(lambda: self._restore(path, manifest, found))
         self.writer.loaded(path, manifest.minibatches)
 
@@ -154,15 +154,30 @@ class Checkpointer:
     def _program(self) -> Program:
         return self._workers[0].program
 
-    def _collect(self) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the first rank of its worker."""
+        return all(sharding.is_first for sharding in self._shardings.values())
+
+    def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Place], dict[int, Any]]:
+        """Returns what this rank saves: tensors, the places of those that are parts, and its stages."""
         state = named_state(self._model)
         tensors = {f"model/{name}": state[name].detach() for name in self._unused}
+        places: dict[str, Place] = {}
         stages: dict[int, Any] = {}
         extra_states = self.extra_states()
         for stage, stage_state in self._stage_states(first_replicas=True):
-            tensors |= {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
-            tensors |= optimizer_state.tensors_of(stage_state.optimizer)
-            tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
+            own = {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
+            own |= optimizer_state.tensors_of(stage_state.optimizer)
+            own |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
+            if stage in self._shardings:
+                parts = {
+                    name: self._shardings[stage].saved_part(self._weights_of(name), tensor)
+                    for name, tensor in own.items()
+                }
+                places |= {name: place for name, place in parts.items() if place is not None}
+                own = {name: tensor for name, tensor in own.items() if parts[name] is not None}
+            tensors |= own
             stages[stage] = encode(
                 replace(
                     optimizer_state.to_saved_stage(stage_state.optimizer),
@@ -170,9 +185,20 @@ class Checkpointer:
                     modules=extra_states[stage],
                 )
             )
-            if stage == len(self._names) - 1:
+            if stage == len(self._names) - 1 and self._is_first:
                 tensors |= {name: tensor.detach() for name, tensor in self._loss.items()}
-        return tensors, stages
+        return tensors, places, stages
+
+    def _weights_of(self, name: str) -> list[str]:
+        """Returns the weights that a tensor of a checkpoint, KIND/WEIGHT or KIND/WEIGHT/KEY, may belong to."""
+        _, _, rest = name.partition("/")
+        return [one for owner in (rest, rest.rpartition("/")[0]) for one in self._shared_names.get(owner, (owner,))]
+
+    def _box(self, name: str, shape: Sequence[int]) -> Box:
+        """Returns the part of a tensor that this rank needs."""
+        whole = tuple(map(range, shape))
+        boxes = [sharding.box(self._weights_of(name), shape) for sharding in self._shardings.values()]
+        return next((box for box in boxes if box != whole), whole)
 
     def extra_states(self) -> dict[int, dict[str, Any]]:
         """Returns the extra states, in JSON, of the modules of each stage whose replica 0 is here."""
@@ -182,24 +208,35 @@ class Checkpointer:
             for stage, _ in self._stage_states(first_replicas=True)
         }
 
-    def _fetch(self, path: AnyPath, manifest: Checkpoint, names: set[str]) -> dict[str, torch.Tensor]:
-        """Returns tensors from this machine's files, and those that others have from them."""
+    def _fetch(self, path: AnyPath, manifest: Checkpoint, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
+        """Returns parts of tensors from this machine's files, and those that others have from them."""
         elsewhere = storage.absent_files(path, manifest)
-        here = {name for name in names if manifest.tensors[name].file not in elsewhere}
-        wanted = [set(json.loads(text)) for text in gather_texts(json.dumps(sorted(names - here)), self._group)]
-        mine = {name for each in wanted for name in each if self._owners[manifest.tensors[name].file] == self._rank}
-        found = self._on_every_rank(lambda: storage.read_tensors(path, manifest, sorted(here | mine)))
-        for name in sorted(set().union(*wanted)):
-            stored = manifest.tensors[name]
-            owner = self._owners[stored.file]
-            if name in wanted[self._rank]:
-                found[name] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-                dist.recv(_bytes_of(found[name]), group=self._group, group_src=owner)
+        shares = storage.shares_of(manifest, boxes)
+        here = [share for share in shares if share.stored_in(manifest).file not in elsewhere]
+        lacking = [
+            (name, number, [(side.start, side.stop) for side in box])
+            for name, number, box in (share for share in shares if share.stored_in(manifest).file in elsewhere)
+        ]
+        asked = [
+            (rank, storage.Share(name, number, tuple(range(*side) for side in box)))
+            for rank, text in enumerate(gather_texts(json.dumps(lacking), self._group))
+            for name, number, box in json.loads(text)
+        ]
+        mine = {share for _, share in asked if self._owner(manifest, share) == self._rank}
+
+        given = self._on_every_rank(lambda: dict(storage.read_shares(path, manifest, {*here, *mine})))
+        for rank, share in asked:
+            owner = self._owner(manifest, share)
+            if rank == self._rank:
+                given[share] = storage.empty_of(manifest.tensors[share.name].dtype, share.box)
+                dist.recv(_bytes_of(given[share]), group=self._group, group_src=owner)
             elif owner == self._rank:
-                for rank, each in enumerate(wanted):
-                    if name in each:
-                        dist.send(_bytes_of(found[name]), group=self._group, group_dst=rank)
-        return {name: found[name] for name in names}
+                dist.send(_bytes_of(given[share]), group=self._group, group_dst=rank)
+        return storage.assemble(manifest, boxes, ((share, given.pop(share)) for share in shares))
+
+    def _owner(self, manifest: Checkpoint, share: storage.Share) -> int:
+        """Returns the rank that reads a share for those whose machines lack its file."""
+        return self._owners[share.stored_in(manifest).file]
 
     def _restore(self, path: AnyPath, manifest: Checkpoint, found: dict[str, torch.Tensor]) -> None:
         values = {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
@@ -234,7 +271,7 @@ class Checkpointer:
             worker.update_barrier.norm_square = manifest.stages[0].norm_square  # of all stages
             worker.input_updates = manifest.stages[0].updates if same else 0
         if manifest.random:
-            restore_rng(manifest.random[self._rank % len(manifest.random)], self._device)
+            restore_rng(manifest.random[self._worker_rank % len(manifest.random)], self._device)
 
     def _wanted(self, path: AnyPath, manifest: Checkpoint) -> list[str]:
         names = list(self._wanted_names(manifest))
@@ -305,12 +342,6 @@ def share_with_replicas(workers: Sequence[Worker]) -> None:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _owners(name: str) -> list[str]:
-    """Returns the weights that a tensor of a checkpoint may belong to: its name is KIND/WEIGHT or KIND/WEIGHT/KEY."""
-    _, _, rest = name.partition("/")
-    return [rest, rest.rpartition("/")[0]]
 
 
 def _copies_of(stage_state: StageState) -> list[str]:

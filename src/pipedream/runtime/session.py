@@ -154,12 +154,11 @@ class Session:
             model,
             self.workers,
             self._stage_names,
-            self._group,
+            world_group() if self.distributed else None,
             self._writer_group,
             blueprint.device,
             unused=self._unused,
             loss=blueprint.settings.loss.module,
-            process=self.rank,
             shardings=self._shardings,
         )
         self.interrupts = Interrupts(patient=self.distributed)

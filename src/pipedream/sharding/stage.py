@@ -29,7 +29,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import Mesh, box_of
+from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Rows
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.parts import like_part, local_part
@@ -214,6 +214,29 @@ class StageSharding:
         placed = enumerate(zip(known.spec.placements, self._place, strict=True))
         return not any(place for at, (one, place) in placed if one.is_replicate() and at not in at_rest)
 
+    def saved_part(self, names: Sequence[str], part: torch.Tensor) -> tuple[Box, Sequence[int]] | None:
+        """Returns which part this rank has of a weight, or of a state of its size, and the shape of the whole.
+
+        None: it is for another rank, which has the same part, to save it.
+
+        Args:
+            names: that the weight has; what has others is whole on every rank.
+        """
+        known = self._known(names)
+        if known is None or part.shape != known.part_shape:
+            return (tuple(map(range, part.shape)), part.shape) if self.is_first else None
+        name = next(name for name in names if name in self._weights)
+        return (known.box, known.whole_shape) if self.counts(name) else None
+
+    def box(self, names: Sequence[str], shape: Sequence[int]) -> Box:
+        """Returns which part this rank has of a weight, or of a state of its size; see `saved_part`.
+
+        Args:
+            shape: of the whole.
+        """
+        known = self._known(names)
+        return tuple(map(range, shape)) if known is None or known.whole_shape != tuple(shape) else known.box
+
     def whole(self, names: Sequence[str], part: torch.Tensor) -> torch.Tensor:
         """Returns a weight, or a state of its size, from the parts of all ranks, which all call it.
 
@@ -228,10 +251,10 @@ class StageSharding:
 
     def part(self, names: Sequence[str], whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a weight, or of a state of its size; see `whole`."""
-        known = self._known(names)
-        if known is None or whole.shape != known.whole_shape or known.part_shape == known.whole_shape:
+        box = self.box(names, whole.shape)
+        if tuple(map(len, box)) == whole.shape:
             return whole
-        return whole[tuple(slice(part.start, part.stop) for part in known.box)].clone()
+        return whole[tuple(slice(part.start, part.stop) for part in box)].clone()
 
     def _known(self, names: Sequence[str]) -> _Part | None:
         return next((self._weights[name] for name in names if name in self._weights), None)

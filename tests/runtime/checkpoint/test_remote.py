@@ -127,7 +127,7 @@ def test_damage_is_found(run_command: Callable[..., tuple[int, str, str]]) -> No
     old, new = saving.save(run, epochs=2)
     status, out, _ = run_command("checkpoint", "verify", URL)
     assert (status, [line.split(", ")[0] for line in out.splitlines()]) == (0, [f"{old}: intact", f"{new}: intact"])
-    stored = storage.read_manifest(new).tensors["model/0.weight"]
+    stored = storage.read_manifest(new).tensors["model/0.weight"].pieces[0]
     flip(new / stored.file, stored.offset + stored.length // 2)
     status, out, error = run_command("checkpoint", "verify", run)
     assert (status, out.splitlines()[1]) == (2, f"{new}: damaged")

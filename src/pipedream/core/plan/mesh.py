@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import MOST_WORKERS
 
-__all__ = ["Box", "Mesh", "Piece", "box_of", "pairs_of", "pieces"]
+__all__ = ["Box", "Mesh", "Piece", "box_of", "overlap", "pairs_of", "pieces"]
 
 Box = tuple[range, ...]
 """The indices of a part of a tensor, in each of its dimensions."""
@@ -103,6 +103,12 @@ def box_of(
     return tuple(box)
 
 
+def overlap(one: Box, other: Box) -> Box | None:
+    """Returns what two parts of a tensor have in common; None if that is nothing."""
+    common = tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return common if all(common) else None
+
+
 def pieces(
     shape: Sequence[int],
     sender: Mesh,
@@ -125,7 +131,7 @@ def pieces(
     for rank, coordinates in enumerate(receiver.coordinates()):
         mine = box_of(shape, received, list(receiver.dimensions.values()), coordinates)
         for box, ranks in owners.items():
-            part = tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine, box, strict=True))
-            if all(part):
+            part = overlap(mine, box)
+            if part is not None:
                 found.append(Piece(ranks[rank % len(ranks)], rank, part))
     return found

@@ -2,7 +2,8 @@
 
 Life of a checkpoint:
 
-1. At a drain each rank provides its tensors, for each stage its replica 0.
+1. At a drain each rank provides its tensors, for each stage its replica 0. Of a worker that is a mesh each rank
+   provides its part, and of equal parts the first.
 2. All ranks write into a folder whose name begins with a dot, one file per rank; rank 0 hears what is where.
 3. When all have written, rank 0 adds the manifest (`core.checkpoint`), flushes it and renames the folder: now the
    checkpoint exists. A folder with a dot is never read, and the next save removes it.
@@ -18,7 +19,8 @@ The manifest is JSON and tensors are read with ``weights_only``: a checkpoint fr
 ``.metadata``, for torch's own tools, is a pickle and is never read here. Torch's `save` agrees on a plan first, in four
 times the CPU time, which training has to do without.
 
-Each tensor has a checksum in the manifest, taken of the values in memory as they are written and compared with those
+A tensor is written in pieces, so that a rank whose worker cuts it in another way reads little that it does not need.
+Each piece has a checksum in the manifest, taken of the values in memory as they are written and compared with those
 that are read, so it covers disk, file format and the place that the manifest names. CRC-32 finds every single flipped
 bit and every damage within 32 bits, other damage with probability 1 - 2^-32; zlib's is the fastest hash of the
 standard library (2 GiB/s, BLAKE2b 0.7). It is no protection against somebody who changes both.
@@ -34,11 +36,13 @@ import re
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -54,18 +58,22 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pipedream.core.artifact import system_error
-from pipedream.core.checkpoint import Checkpoint, Stored
+from pipedream.core.checkpoint import Checkpoint, Stored, StoredPiece
 from pipedream.core.errors import ArtifactError, WorkerError
+from pipedream.core.plan.mesh import Box, box_of, overlap
 from pipedream.runtime.checkpoint.lock import FolderLock, RemoteLock
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.process_group import broadcast_text, gather_texts
 
 __all__ = [
     "MANIFEST",
+    "Share",
     "Writer",
     "absent_files",
+    "assemble",
     "check_names",
     "complete_checkpoints",
+    "empty_of",
     "folder_name",
     "gather_parts",
     "minibatches_of",
@@ -74,7 +82,9 @@ __all__ = [
     "ranks_that_see",
     "read_manifest",
     "read_shared_manifest",
+    "read_shares",
     "read_tensors",
+    "shares_of",
     "verify_checkpoint",
 ]
 
@@ -82,7 +92,10 @@ MANIFEST = "checkpoint.json"
 """Name of the file that describes a checkpoint; a folder without it is not a checkpoint."""
 
 _PREFIX = "minibatch-"
-_PART_BYTES = 16 << 20  # of a file that is copied
+_COPIED_BYTES = 16 << 20  # at once
+_READ_BYTES = 64 << 20  # at once, of several pieces
+_PIECE_BYTES = 1 << 20
+_MOST_PIECES = 64  # of what one rank has of a tensor
 
 
 def folder_name(minibatches: int) -> str:
@@ -243,12 +256,85 @@ def absent_files(path: AnyPath, manifest: Checkpoint) -> set[str]:
     return set(_file_problems(path, manifest))
 
 
+class Share(NamedTuple):
+    """What is wanted of a piece.
+
+    Attributes:
+        number: of the piece of its tensor.
+        box: in the tensor's indices.
+    """
+
+    name: str
+    number: int
+    box: Box
+
+    def stored_in(self, manifest: Checkpoint) -> StoredPiece:
+        return manifest.tensors[self.name].pieces[self.number]
+
+
+def shares_of(manifest: Checkpoint, boxes: Mapping[str, Box]) -> list[Share]:
+    """Returns what parts of tensors consist of.
+
+    Args:
+        boxes: the part of each tensor.
+    """
+    return [
+        Share(name, number, common)
+        for name, box in boxes.items()
+        for number, piece in enumerate(manifest.tensors[name].pieces)
+        if (common := box if box == piece.box else overlap(box, piece.box)) is not None
+    ]
+
+
+def empty_of(dtype: str, box: Box) -> torch.Tensor:
+    """Returns a part of a tensor without its values. Raises an `ArtifactError` if torch has no such dtype."""
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ArtifactError(f"a tensor of the checkpoint has the dtype {dtype}, which torch does not have")
+    return torch.empty([len(side) for side in box], dtype=kind)
+
+
+def assemble(
+    manifest: Checkpoint, boxes: Mapping[str, Box], shares: Iterable[tuple[Share, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Returns parts of tensors from their shares."""
+    found: dict[str, torch.Tensor] = {}
+    for (name, _, box), values in shares:
+        if box == boxes[name]:
+            found[name] = values
+            continue
+        if name not in found:
+            found[name] = values.new_empty([len(side) for side in boxes[name]])
+        found[name][_slices(box, boxes[name])] = values
+    for name in boxes.keys() - found.keys():  # those without values
+        found[name] = empty_of(manifest.tensors[name].dtype, boxes[name])
+    return {name: found[name] for name in boxes}
+
+
 def read_tensors(path: AnyPath, manifest: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Reads the tensors that this rank needs; raises an `ArtifactError` if it cannot, or one is damaged."""
+    """Reads whole tensors; raises an `ArtifactError` if it cannot, or one is damaged."""
     wanted = list(names)
     check_names(path, manifest, wanted)
+    boxes = {name: tuple(map(range, manifest.tensors[name].shape)) for name in wanted}
+    return assemble(manifest, boxes, read_shares(path, manifest, shares_of(manifest, boxes)))
+
+
+def read_shares(path: AnyPath, manifest: Checkpoint, shares: Iterable[Share]) -> Iterator[tuple[Share, torch.Tensor]]:
+    """Yields shares with their values, in the order of the files; reads no other pieces.
+
+    Raises:
+        ArtifactError: a file cannot be read, or a piece is damaged.
+    """
     try:
-        return {name: _read_tensor(path, name, manifest.tensors[name]) for name in wanted}
+        for run in _runs(shares, manifest):
+            with (path / run.file).open("rb") as file:
+                file.seek(run.begin)
+                data = memoryview(file.read(run.end - run.begin))
+            for share in run.shares:
+                stored, piece = manifest.tensors[share.name], share.stored_in(manifest)
+                begin = piece.offset - run.begin
+                values = _read_piece(data[begin : begin + piece.length], share.name, stored, piece)
+                yield share, values if share.box == piece.box else values[_slices(share.box, piece.box)].clone()
     except ArtifactError as error:
         raise ArtifactError(f"the checkpoint {path} is damaged: {error}; {_advice(path)}") from None
     except pickle.UnpicklingError as error:  # torch's advice would be to run what is in the file
@@ -299,19 +385,48 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
     return path
 
 
-def _read_tensor(path: AnyPath, name: str, stored: Stored) -> torch.Tensor:
-    with (path / stored.file).open("rb") as file:
-        file.seek(stored.offset)
-        data = file.read(stored.length)
+class _OneRead(NamedTuple):
+    """Shares of pieces that lie together in a file, and are read at once."""
+
+    file: str
+    begin: int
+    end: int
+    shares: list[Share]
+
+
+def _runs(shares: Iterable[Share], manifest: Checkpoint) -> list[_OneRead]:
+    def lies(share: Share) -> tuple[str, int]:
+        piece = share.stored_in(manifest)
+        return piece.file, piece.offset
+
+    found: list[_OneRead] = []
+    for share in sorted(shares, key=lies):
+        file, offset = lies(share)
+        end = offset + share.stored_in(manifest).length
+        last = found[-1] if found else _OneRead("", 0, 0, [])
+        if file == last.file and offset <= last.end and end - last.begin <= _READ_BYTES:
+            last.shares.append(share)
+            found[-1] = last._replace(end=max(last.end, end))
+        else:
+            found.append(_OneRead(file, offset, end, [share]))
+    return found
+
+
+def _read_piece(data: memoryview, name: str, stored: Stored, piece: StoredPiece) -> torch.Tensor:
+    what = repr(name) if len(stored.pieces) == 1 else f"{name!r}, in the piece from {piece.start},"
     tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):
-        raise ArtifactError(f"{name!r} is no tensor")
+        raise ArtifactError(f"{what} is no tensor")
     found = (_dtype_of(tensor), tuple(tensor.shape))
-    if found != (stored.dtype, stored.shape):
-        raise ArtifactError(f"{name!r} has dtype and shape {found}, and had {(stored.dtype, stored.shape)}")
-    if stored.crc32 is not None and _crc32(tensor) != stored.crc32:
-        raise ArtifactError(f"the values of {name!r} have another checksum than when they were saved")
+    if found != (stored.dtype, piece.shape):
+        raise ArtifactError(f"{what} has dtype and shape {found}, and had {(stored.dtype, piece.shape)}")
+    if piece.crc32 is not None and _crc32(tensor) != piece.crc32:
+        raise ArtifactError(f"the values of {what} have another checksum than when they were saved")
     return tensor
+
+
+def _slices(box: Box, within: Box) -> tuple[slice, ...]:
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, within, strict=True))
 
 
 def _dtype_of(tensor: torch.Tensor) -> str:
@@ -344,7 +459,12 @@ class Writer:
         self._apart: dict[AnyPath, list[bool]] = {}
 
     def begin(
-        self, folder: AnyPath, manifest: Checkpoint, tensors: Mapping[str, torch.Tensor], keep: int | None
+        self,
+        folder: AnyPath,
+        manifest: Checkpoint,
+        tensors: Mapping[str, torch.Tensor],
+        keep: int | None,
+        places: Mapping[str, tuple[Box, Sequence[int]]] | None = None,
     ) -> AnyPath:
         """Starts to write a checkpoint; all ranks call it. Returns its future path.
 
@@ -352,6 +472,7 @@ class Writer:
             manifest: only rank 0's is written.
             tensors: must not be modified until `finish`.
             keep: complete checkpoints to keep; None keeps all.
+            places: for tensors that are parts: which part, and the shape of the whole.
 
         Raises:
             ArtifactError: another run has saved one of that name, or is writing into the folder.
@@ -384,13 +505,13 @@ class Writer:
 
         def write() -> None:
             failure = ""
-            places: list[Any] = []
+            written: list[Any] = []
             try:
-                places = _write_tensors(scratch / f"__{self._rank}_0.distcp", tensors)
+                written = _write_tensors(scratch / f"__{self._rank}_0.distcp", tensors, places or {})
             except Exception as error:
                 failure = _first_line(system_error(error))
             try:
-                rows = self._all_written(what, failure, places)
+                rows = self._all_written(what, failure, written)
             except _SaveError:
                 if apart or self._rank == 0:  # nobody writes any more, and space may be what is missing
                     with suppress(OSError):
@@ -403,15 +524,8 @@ class Writer:
             if any_apart:
                 self._all_written(what, "", [])
             if self._rank == 0:
-                found = [one for places in reversed(rows) for one in places]
-                tensors_at = {name: Stored(dtype, tuple(shape), *place) for name, dtype, shape, *place in found}
-                files: dict[str, int] = {}
-                for _, _, _, file, start, length, _ in found:
-                    files[file] = max(files.get(file, 0), start + length)
-                named = {stored.file for stored in tensors_at.values()}
-                files = {file: size for file, size in sorted(files.items()) if file in named}
                 self._locks[folder].check()
-                _commit(scratch, path, replace(manifest, tensors=dict(sorted(tensors_at.items())), files=files))
+                _commit(scratch, path, replace(manifest, **_contents(rows)))
                 _prune(folder, keep)
 
         # A daemon, because nothing may wait for it if another rank dies during the save.
@@ -419,9 +533,9 @@ class Writer:
         self._thread.start()
         return path
 
-    def _all_written(self, what: str, failure: str, places: list[Any]) -> list[Any]:
-        """Waits for all ranks; returns the places of each, or raises the `_SaveError` of the first that failed."""
-        rows = [json.loads(text) for text in gather_texts(json.dumps([failure, places]), self._group)]
+    def _all_written(self, what: str, failure: str, written: list[Any]) -> list[Any]:
+        """Waits for all ranks; returns what each has written, or raises the `_SaveError` of the first that failed."""
+        rows = [json.loads(text) for text in gather_texts(json.dumps([failure, written]), self._group)]
         for rank, (failed, _) in enumerate(rows):
             if failed:
                 raise _SaveError(rank, failed)
@@ -500,21 +614,67 @@ def _advice_after_failure(folder: AnyPath) -> str:
     return f"{left}; free disk space or choose another folder, and resume"
 
 
-def _write_tensors(path: AnyPath, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-    """Writes tensors one after the other, each by `torch.save`; returns each name with the fields of `Stored`."""
+def _write_tensors(
+    path: AnyPath, tensors: Mapping[str, torch.Tensor], places: Mapping[str, tuple[Box, Sequence[int]]]
+) -> list[tuple[Any, ...]]:
+    """Writes pieces one after the other, each by `torch.save`.
+
+    Returns for each piece the tensor's name, dtype and shape, and the fields of `StoredPiece`.
+    """
     path.parent.mkdir(exist_ok=True)
     found = []
     with path.open("wb") as file:
         for name, tensor in tensors.items():
             own = tensor.detach().cpu()
-            if own.untyped_storage().nbytes() != own.nbytes:
-                own = own.clone()  # the storage is what is written
-            start = file.tell()
-            torch.save(own, file)
-            length = file.tell() - start
-            found.append((name, _dtype_of(own), tuple(own.shape), path.name, start, length, _crc32(own)))
+            box, shape = places.get(name, (tuple(map(range, own.shape)), own.shape))
+            for piece in _cut(own.shape, own.itemsize) if own.numel() or 0 in shape else ():
+                values = own[_slices(piece, tuple(map(range, own.shape)))]
+                if values.untyped_storage().nbytes() != values.nbytes:
+                    values = _copied(values)  # the storage is what is written
+                start = [whole[side.start] if side else 0 for whole, side in zip(box, piece, strict=True)]
+                offset = file.tell()
+                torch.save(values, file)
+                length = file.tell() - offset
+                place = start, tuple(values.shape), path.name, offset, length, _crc32(values)
+                found.append((name, _dtype_of(own), tuple(shape), *place))
         _flush(path, file)
     return found
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy on the CPU that no other threads make, because training needs them."""
+    plain = tensor.resolve_conj().resolve_neg()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(plain.itemsize)
+    if kind is None:
+        return plain.clone()
+    return torch.from_numpy(plain.view(kind).numpy().copy()).view(tensor.dtype)
+
+
+def _cut(shape: Sequence[int], itemsize: int) -> list[Box]:
+    """Returns the pieces in which a tensor is written: cut in half in each dimension in turn, where it is large."""
+    counts = [1] * len(shape)
+    while prod(shape) * itemsize > _PIECE_BYTES * prod(counts) and 2 * prod(counts) <= _MOST_PIECES:
+        long = [at for at, size in enumerate(shape) if size >= max(4, 2 * counts[at])]
+        if not long:
+            break
+        counts[min(long, key=counts.__getitem__)] *= 2
+    every = [box_of(shape, range(len(shape)), counts, at) for at in product(*map(range, counts))]
+    return [box for box in every if all(box) or 0 in shape]
+
+
+def _contents(rows: Iterable[Iterable[Any]]) -> dict[str, Any]:
+    """Returns the manifest's tensors and files, from what the ranks have written; of equal pieces the first counts."""
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    pieces: dict[str, dict[tuple[int, ...], StoredPiece]] = {}
+    sizes: dict[str, int] = {}
+    for name, dtype, shape, start, *place in (one for row in rows for one in row):
+        kinds.setdefault(name, (dtype, tuple(shape)))
+        piece = StoredPiece(tuple(start), tuple(place[0]), *place[1:])
+        pieces.setdefault(name, {}).setdefault(piece.start, piece)
+        sizes[piece.file] = piece.offset + piece.length
+    named = {piece.file for of_tensor in pieces.values() for piece in of_tensor.values()}
+    tensors = {name: Stored(*kinds[name], tuple(pieces[name].values())) for name in sorted(pieces)}
+    return {"tensors": tensors, "files": {file: sizes[file] for file in sorted(named)}}
 
 
 def _commit(scratch: AnyPath, path: AnyPath, manifest: Checkpoint) -> None:
@@ -581,7 +741,7 @@ def _move(source: AnyPath, target: AnyPath) -> None:
 
 def _copy(source: AnyPath, target: AnyPath) -> None:
     with source.open("rb") as given, target.open("wb") as taken:
-        shutil.copyfileobj(given, taken, _PART_BYTES)
+        shutil.copyfileobj(given, taken, _COPIED_BYTES)
 
 
 def _set_aside(path: AnyPath) -> None:
@@ -602,10 +762,12 @@ def _metadata(manifest: Checkpoint) -> Metadata:
     """Returns what torch's distributed checkpoint keeps about the same tensors."""
     tensors, places = {}, {}
     for name, stored in manifest.tensors.items():
-        size, start = torch.Size(stored.shape), torch.Size([0] * len(stored.shape))
+        chunks = [ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.shape)) for piece in stored.pieces]
         properties = TensorProperties(dtype=getattr(torch, stored.dtype))
-        tensors[name] = TensorStorageMetadata(properties, size, [ChunkStorageMetadata(start, size)])
-        places[MetadataIndex(name, start, 0)] = _StorageInfo(stored.file, stored.offset, stored.length)
+        tensors[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+        for number, piece in enumerate(stored.pieces):
+            index = MetadataIndex(name, torch.Size(piece.start), number)
+            places[index] = _StorageInfo(piece.file, piece.offset, piece.length)
     return Metadata(
         dict(tensors),
         planner_data={name: (name,) for name in tensors},

@@ -1,0 +1,229 @@
+"""Tensors in pieces: whatever ranks write parts, any part can be read, and little else is."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from pipedream.core.artifact import decode
+from pipedream.core.checkpoint import Checkpoint, Stored
+from pipedream.core.errors import ArtifactError
+from pipedream.core.plan.mesh import Box, box_of
+from pipedream.runtime.checkpoint import storage
+from tests.runtime.checkpoint import saving
+from tests.runtime.checkpoint.saving import load, save
+
+BYTES = 512
+"""In place of the size of a piece in a real run."""
+
+
+def cuts(dimensions: int) -> st.SearchStrategy[tuple[list[int | None], list[int]]]:
+    """Draws placements, and the sizes of a mesh."""
+    pair = st.tuples(st.sampled_from([None, *range(dimensions)]), st.integers(1, 4))
+    return st.lists(pair, max_size=2).filter(_legal).map(lambda pairs: ([a for a, _ in pairs], [b for _, b in pairs]))
+
+
+def _legal(pairs: list[tuple[int | None, int]]) -> bool:
+    cut = [at for at, _ in pairs if at is not None]
+    return len(cut) == len(set(cut))
+
+
+def boxes(shape: tuple[int, ...], placements: list[int | None], sizes: list[int]) -> list[Box]:
+    """Returns the different parts that a mesh makes of a tensor."""
+    every = torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes)) if sizes else torch.empty(1, 0)
+    return list(dict.fromkeys(box_of(shape, placements, sizes, [int(i) for i in row]) for row in every))
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor], parts: dict[str, list[Box]]) -> Checkpoint:
+    """Writes parts of tensors, the n-th part of each as rank n; returns the manifest."""
+    template = next(Path(__file__).parents[2].glob("training/files_of_0_1/checkpoint"))
+    rows = []
+    for rank in range(max(map(len, parts.values()))):
+        own = {name: tensors[name][_slices(of[rank])] for name, of in parts.items() if rank < len(of)}
+        places = {name: (parts[name][rank], tensors[name].shape) for name in own}
+        rows.append(storage._write_tensors(folder / f"__{rank}_0.distcp", own, places))
+    manifest = storage.read_manifest(template)
+    return Checkpoint(**{**vars(manifest), **storage._contents(rows)})
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(side.start, side.stop) for side in box)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_part_of_what_any_mesh_wrote_is_read(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 24), max_size=3)))
+    tensor = torch.randn(shape)
+    with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "_PIECE_BYTES", BYTES)
+        patch.setattr(storage, "_READ_BYTES", data.draw(st.sampled_from([1, 5000, 1 << 26])))
+        folder = Path(scratch)
+        manifest = written(folder, {"model/a": tensor}, {"model/a": boxes(shape, *data.draw(cuts(len(shape))))})
+        manifest = Checkpoint.from_json(manifest.to_json())
+        for box in boxes(shape, *data.draw(cuts(len(shape)))):
+            wanted = {"model/a": box}
+            found = storage.read_shares(folder, manifest, storage.shares_of(manifest, wanted))
+            part = storage.assemble(manifest, wanted, found)["model/a"]
+            assert part.dtype == tensor.dtype
+            assert torch.equal(part, tensor[_slices(box)])
+        assert torch.equal(storage.read_tensors(folder, manifest, ["model/a"])["model/a"], tensor)
+
+
+def test_of_equal_pieces_one_counts(tmp_path: Path) -> None:
+    """Two ranks that hold the same weight, as a tied one, both write it; their files are whole all the same."""
+    tensor = torch.randn(4, 4)
+    part = tuple(map(range, tensor.shape))
+    tensors = {"model/a": torch.zeros(3), "model/b": tensor}
+    manifest = written(tmp_path, tensors, {"model/a": [(range(0),), (range(3),)], "model/b": [part, part]})
+    assert [piece.file for piece in manifest.tensors["model/b"].pieces] == ["__0_0.distcp"]
+    assert manifest.files == {f"__{n}_0.distcp": (tmp_path / f"__{n}_0.distcp").stat().st_size for n in (0, 1)}
+    assert not storage.absent_files(tmp_path, manifest)
+    assert torch.equal(storage.read_tensors(tmp_path, manifest, ["model/b"])["model/b"], tensor)
+
+
+def test_little_is_read_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a mesh of four read a weight that one rank wrote, cut in either dimension."""
+    monkeypatch.setattr(storage, "_PIECE_BYTES", 1 << 14)
+    tensor = torch.randn(256, 512)
+    manifest = written(tmp_path, {"model/a": tensor}, {"model/a": [tuple(map(range, tensor.shape))]})
+    read = files_read(monkeypatch)
+    for dimension in (0, 1):
+        for box in boxes(tuple(tensor.shape), [dimension], [4]):
+            read.clear()
+            shares = storage.shares_of(manifest, {"model/a": box})
+            list(storage.read_shares(tmp_path, manifest, shares))
+            assert tensor.nbytes // 4 < sum(read) < 1.1 * tensor.nbytes / 4
+    lying = [
+        len(storage._runs(storage.shares_of(manifest, {"model/a": box}), manifest))
+        for box in boxes((256, 512), [0], [4])
+    ]
+    assert lying == [1] * 4, "rows lie together, and are read at once"
+
+
+def files_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list to which the bytes are added that are read from the tensors' files."""
+    found: list[int] = []
+    plain = Path.open
+
+    def opened(path: Path, *args: Any, **options: Any) -> Any:
+        file = plain(path, *args, **options)
+        if path.suffix == ".distcp" and file.readable():
+            read = file.read
+            file = Counted(file, lambda *size: (found.append(len(data := read(*size))), data)[1])
+        return file
+
+    monkeypatch.setattr(Path, "open", opened)
+    return found
+
+
+class Counted:
+    """A file whose reads are counted."""
+
+    def __init__(self, file: Any, read: Any) -> None:
+        self._file, self.read, self.seek = file, read, file.seek
+
+    def __enter__(self) -> Counted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (3,), (0, 5), (1 << 20,), (50257, 1024), (512, 512, 3, 3), (8, 1024, 4096), (2, 1 << 20)]
+)
+def test_large_tensors_are_cut_in_every_dimension(shape: tuple[int, ...]) -> None:
+    found = storage._cut(shape, 4)
+    assert sum(prod(map(len, box)) for box in found) == prod(shape)
+    assert len(found) <= 64
+    if prod(shape) * 4 > 64 << 20:
+        assert all(max(len(box[at]) for box in found) <= -(-size // 4) for at, size in enumerate(shape) if size > 3)
+    if prod(shape) * 4 <= 1 << 20:
+        assert len(found) == 1
+
+
+def test_a_damaged_piece_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_PIECE_BYTES", BYTES)
+    path = save(tmp_path, epochs=1)[0]
+    assert isinstance(path, Path)
+    manifest = storage.read_manifest(path)
+    stored = manifest.tensors["model/0.weight"]
+    assert len(stored.pieces) > 1
+    piece = stored.pieces[-1]
+    whole = storage.read_tensors(path, manifest, ["model/0.weight"])["model/0.weight"]
+    file = path / piece.file
+    data = bytearray(file.read_bytes())
+    at = data.index(whole[_slices(piece.box)].contiguous().numpy().tobytes(), piece.offset)
+    data[at] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(
+        ArtifactError, match=rf"'model/0.weight', in the piece from \({piece.start[0]}, .*, have another"
+    ):
+        load(tmp_path)
+    with pytest.raises(ArtifactError, match="another checksum"):
+        storage.verify_checkpoint(path)
+    # A rank that does not need this piece is not concerned.
+    others = storage.shares_of(manifest, {"model/0.weight": stored.pieces[0].box})
+    assert len(list(storage.read_shares(path, manifest, others))) == 1
+
+
+def test_torchs_own_tools_read_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_PIECE_BYTES", BYTES)
+    path = save(tmp_path, epochs=1)[0]
+    manifest = storage.read_manifest(path)
+    dcp_to_torch_save(path, tmp_path / "found.pt")
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    for name, tensor in storage.read_tensors(path, manifest, manifest.tensors).items():
+        assert torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"pieces": []}, "a tensor has pieces"),
+        ({"pieces": [[[0], [2], "a", 0, 9, 1]]}, "make up the tensor of 4 values, found 2"),
+        ({"pieces": [[[0], [2], "a", 0, 9, 1], [[0], [2], "a", 0, 9, 1]]}, "each at its own place"),
+        ({"pieces": [[[0], [2], "a", 0, 9, 1], [[3], [2], "a", 0, 9, 1]]}, "lies within its tensor"),
+        ({"pieces": [[[0], [2], "a", 0, 9, 1], [[2], [2], "../a", 0, 9, 1]]}, "a file name without folders"),
+        ({"pieces": [[[0], [2], "a", 0, 9, 1], [[2, 0], [2, 1], "a", 0, 9, 1]]}, "has the dimensions of its tensor"),
+        ({"pieces": [[[0], [2], "a", 0, 9, 1], [[2], [2], "a", -1, 9, 1]]}, "cannot be negative"),
+        ({"pieces": [[[0], [4], "a", 0, 9, 1]], "file": "a"}, "unknown fields"),
+        ({"file": "a", "offset": 0}, r"length'?\]? should be a whole number|\.length should be"),
+    ],
+)
+def test_wrong_pieces_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArtifactError, match=words):
+        decode(Stored, {"dtype": "float32", "shape": [4], **wrong}, "a tensor")
+
+
+def save_and_load_apart(base: Path) -> dict[str, torch.Tensor]:
+    """Saves and loads where each rank is a machine of its own, with all pieces small."""
+    storage._PIECE_BYTES = BYTES
+    home = base / str(dist.get_rank())
+    home.mkdir(exist_ok=True)
+    os.chdir(home)
+    saving.run("run", (1, 1), 1)
+    rank = str(1 - dist.get_rank())
+    dist.barrier()
+    os.chdir(base / rank)  # the machines come back in another order
+    return saving.run("run", (1, 1), 2, resume="run")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_pieces_come_from_other_machines(tmp_path: Path) -> None:
+    whole = saving.run(tmp_path / "whole", (1, 1), 2)
+    found = processes.results(save_and_load_apart, 2, tmp_path)[0]
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
