@@ -16,9 +16,12 @@ from typing import Any
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh, pairs_of
 
-__all__ = ["Layout"]
+__all__ = ["BATCH", "Layout"]
 
+BATCH = "batch"
+"""The name of dimension 0 of a stage's inputs and outputs."""
 _OUT = ":out"
+_UNNAMED = "-"
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,32 @@ class Layout:
             for name, names in getattr(module, "layout_names", {}).items()
         }
         return replace(self, names={**self.names, **{n: own[n] for n in own if self.names_of(n) is None}})
+
+    def boundary(
+        self, names: str | None, shape: Sequence[int], samples: int, mesh: Mesh, tensor: str = "a tensor"
+    ) -> tuple[int | None, ...]:
+        """Returns the placements of a tensor that enters or leaves a stage; see `placements`.
+
+        A batch that does not divide, such as a smaller last one, is not cut.
+
+        Args:
+            names: None if only dimension 0 is known, as the batch where it counts the samples.
+        """
+        words = [_UNNAMED] * len(shape) if names is None else names.split()
+        if names is None and shape and shape[0] == samples:
+            words[0] = BATCH
+        parts = mesh.dimensions.get(self.over.get(BATCH, ""), 1)
+        if BATCH in words and len(words) == len(shape) and shape[words.index(BATCH)] % parts:
+            words[words.index(BATCH)] = _UNNAMED
+        return self.placements(" ".join(words), shape, mesh, tensor)
+
+    def rules_on(self, mesh: Mesh) -> str:
+        """Returns the rules that have an effect on a mesh."""
+        return ",".join(f"{cut}:{over}" for cut, over in self.over.items() if over in mesh.dimensions)
+
+    def output_names(self, layer: str) -> str | None:
+        """Returns the names of the dimensions of a layer's output, or None."""
+        return self.names_of(f"{layer}{_OUT}")
 
     def names_of(self, tensor: str) -> str | None:
         """Returns the names of the dimensions of a parameter (or ``LAYER:out``), or None."""

@@ -12,7 +12,9 @@ from typing import NamedTuple
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import MOST_WORKERS
 
-__all__ = ["Box", "Mesh", "Piece", "box_of", "overlap", "pairs_of", "pieces"]
+__all__ = ["Box", "Mesh", "Piece", "box_of", "meshes_of", "overlap", "pairs_of", "pieces", "ranks_of"]
+
+_NONE = "-"
 
 Box = tuple[range, ...]
 """The indices of a part of a tensor, in each of its dimensions."""
@@ -23,7 +25,7 @@ class Mesh:
     """Ranks in a grid, counted row by row.
 
     Attributes:
-        text: each dimension's name and size, such as ``data:2,model:2``; '' is a single rank.
+        text: each dimension's name and size, such as ``data:2,model:2``; '' or '-' is a single rank.
 
     Raises:
         PlanError: text that is not of this form, a dimension that occurs twice, or a size below 1.
@@ -36,7 +38,7 @@ class Mesh:
 
     def _parsed(self) -> list[tuple[str, int]]:
         found: dict[str, int] = {}
-        for part, name, size in pairs_of(self.text):
+        for part, name, size in pairs_of(self.text) if self.text.strip() != _NONE else ():
             if not name.isidentifier() or not size.isdecimal() or not 1 <= int(size) <= MOST_WORKERS:
                 raise PlanError(
                     f"the mesh {self.text!r} has {part!r}, which is not a name and a size; write a mesh as "
@@ -62,7 +64,7 @@ class Mesh:
         return list(product(*(range(size) for size in self.dimensions.values())))
 
     def __str__(self) -> str:
-        return self.text or "-"
+        return self.text or _NONE
 
 
 class Piece(NamedTuple):
@@ -80,6 +82,37 @@ def pairs_of(text: str) -> list[tuple[str, str, str]]:
         first, _, second = part.partition(":")
         found.append((part.strip(), first.strip(), second.strip()))
     return found
+
+
+def meshes_of(text: str, stages: int | None = None) -> tuple[Mesh, ...]:
+    """Returns the mesh of each stage, from a text such as ``data:2/model:2/-``; a single one is that of all.
+
+    Args:
+        stages: their number; None if it is that of the text.
+
+    Raises:
+        PlanError: another number of meshes.
+    """
+    found = tuple(map(Mesh, text.split("/")))
+    if stages is None:
+        return found
+    if len(found) not in (1, stages):
+        raise PlanError(
+            f"the meshes {text!r} are for {len(found)} stages, but there are {stages}; give one for each, or a single "
+            f"one for all ({_NONE} is a single rank)"
+        )
+    return found * stages if len(found) == 1 else found
+
+
+def ranks_of(text: str, workers: Sequence[int] = ()) -> int:
+    """Returns the ranks of all workers, for meshes as in `meshes_of`.
+
+    Args:
+        workers: of each stage; by default one, and two stages if there is a single mesh.
+    """
+    meshes = meshes_of(text, len(workers) or None)
+    counts = workers or ((2,) if len(meshes) == 1 else (1,) * len(meshes))
+    return sum(count * mesh.size for count, mesh in zip(counts, meshes, strict=True))
 
 
 def box_of(

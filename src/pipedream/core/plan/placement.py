@@ -7,12 +7,15 @@ Replicated stages, several chunks per rank, the V shape and two mirrored pipelin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 from typing import NamedTuple
 
 from pipedream.core.artifact import Artifact
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.mesh import Mesh
 
 __all__ = ["Placement", "StageReplica"]
 
@@ -86,6 +89,22 @@ class Placement(Artifact):
             for replica, owner in enumerate(row)
             if owner == rank
         )
+
+    def meshes(self, of_stages: Sequence[Mesh]) -> tuple[Mesh, ...]:
+        """Returns the mesh of each worker.
+
+        Raises:
+            PlanError: a worker has stages with different ones.
+        """
+        found: dict[int, Mesh] = {}
+        for mesh, row in zip(of_stages, self.ranks, strict=True):
+            for worker in row:
+                if found.setdefault(worker, mesh) != mesh:
+                    raise PlanError(
+                        f"worker {worker} has several stages, with the meshes {found[worker]} and {mesh}; give the "
+                        "stages of one worker the same mesh"
+                    )
+        return tuple(found[worker] for worker in sorted(found))
 
     # -- overridden in `Dispatched` ----------------------------------------------------------------------
 

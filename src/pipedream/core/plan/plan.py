@@ -18,7 +18,8 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.cost import all_reduce_s, transfer_s
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.site import Site, ports_s
 from pipedream.core.plan.stage import Stage
@@ -158,7 +159,7 @@ class Plan(Tabular, Artifact):
     @property
     def ranks(self) -> int:
         """Processes: the ranks of all workers."""
-        return sum(self.meshes[stages[0]].size for stages in self._stages_of.values())
+        return sum(mesh.size for mesh in self.placement.meshes(self.meshes))
 
     @property
     def config(self) -> str:
@@ -167,8 +168,23 @@ class Plan(Tabular, Artifact):
         return "-".join(f"{r}x{size}" if size > 1 else f"{r}" for r, size in zip(self.replicas, sizes, strict=True))
 
     def with_mesh(self, mesh: str) -> Self:
-        """Returns the plan with the same mesh of ranks for every worker."""
-        return replace(self, stages=tuple(replace(stage, mesh=mesh) for stage in self.stages))
+        """Returns the plan with a mesh of ranks for every worker.
+
+        Args:
+            mesh: one for all stages, or one for each, such as ``data:2/model:2/-``.
+
+        Raises:
+            PlanError: another number of meshes, or a worker has stages with different ones.
+        """
+        meshes = meshes_of(mesh, len(self.stages))
+        self.placement.meshes(meshes)
+        pairs = zip(self.stages, meshes, strict=True)
+        return replace(self, stages=tuple(replace(stage, mesh=one.text) for stage, one in pairs))
+
+    def with_layout(self, layout: Layout) -> Self:
+        """Returns the plan with, for each stage, the rules that have an effect on its mesh."""
+        pairs = zip(self.stages, self.meshes, strict=True)
+        return replace(self, stages=tuple(replace(stage, layout=layout.rules_on(mesh)) for stage, mesh in pairs))
 
     @property
     def placement(self) -> Placement:

@@ -32,6 +32,7 @@ class Stage:
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the parts of its peak.
         mesh: the ranks of each worker (`core.plan.mesh.Mesh`); '' for one.
+        layout: the rules that cut tensors over the mesh (`core.plan.layout.Layout`); '' for none.
     """
 
     first: int
@@ -58,6 +59,7 @@ class Stage:
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
     mesh: str = ""
+    layout: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", Mesh(self.mesh).text)

@@ -1,0 +1,90 @@
+"""The Boundary between two stages: how the tensors that cross it are cut on both sides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.mesh import Mesh
+
+__all__ = ["Boundary", "Cut", "cuts_of", "with_cuts"]
+
+_MARK = "|"  # begins no structure of `runtime.comm.values`
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut where it is sent and where it is received.
+
+    Attributes:
+        shape: of the whole tensor.
+        sent, received: placements, see `Layout.placements`.
+    """
+
+    shape: tuple[int, ...]
+    sent: tuple[int | None, ...]
+    received: tuple[int | None, ...]
+
+    def reversed(self) -> Cut:
+        """Returns that of the tensor's gradient."""
+        return Cut(self.shape, self.received, self.sent)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Two stages that may have different meshes.
+
+    Attributes:
+        layer: that ends the first stage; the layout may name the dimensions of its output.
+        sender, receiver: the meshes.
+    """
+
+    layout: Layout
+    layer: str
+    sender: Mesh
+    receiver: Mesh
+
+    def cuts(self, shapes: Sequence[Sequence[int]], samples: int) -> list[Cut]:
+        """Returns the cut of each tensor that crosses; names apply to those with as many dimensions.
+
+        Raises:
+            PlanError: no tensor has as many dimensions as names, or the layout is not legal for one.
+        """
+        names, tensor = self.layout.output_names(self.layer), f"the output of {self.layer!r}"
+        count = len((names or "").split())
+        if names is not None and count not in map(len, shapes):
+            found = ", ".join(str(tuple(shape)) for shape in shapes)
+            raise PlanError(
+                f"{tensor} has {count} names ({names}), but its shape is {found}; name each dimension once, in order"
+            )
+        cuts = []
+        for shape in shapes:
+            words = names if len(shape) == count else None
+            sent, received = (
+                self.layout.boundary(words, shape, samples, mesh, tensor) for mesh in (self.sender, self.receiver)
+            )
+            cuts.append(Cut(tuple(shape), sent, received))
+        return cuts
+
+    def whole(self, shape: Sequence[int]) -> Cut:
+        """Returns the cut of a tensor that all ranks of both stages have."""
+        sent, received = ((None,) * len(mesh.dimensions) for mesh in (self.sender, self.receiver))
+        return Cut(tuple(shape), sent, received)
+
+
+def with_cuts(structure: str, cuts: Sequence[Cut]) -> str:
+    """Returns the structure of a message with the cuts of its tensors, for `cuts_of`."""
+    return f"{_MARK}{json.dumps(cuts)}{_MARK}{structure}" if cuts else structure
+
+
+@lru_cache(maxsize=1024)
+def cuts_of(structure: str) -> tuple[tuple[Cut, ...], str]:
+    """Returns the cuts, () if there are none, and the structure without them."""
+    if not structure.startswith(_MARK):
+        return (), structure
+    _, text, rest = structure.split(_MARK, 2)
+    return tuple(Cut(*map(tuple, row)) for row in json.loads(text)), rest
