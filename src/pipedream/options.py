@@ -211,7 +211,8 @@ class TrainingOptions(MethodOptions):
         recompute: every stage keeps only its input and repeats the forward; False leaves it to the plan.
         in_flight: depth: 'noam', 'full', 'auto' or counts.
         chunks: stages per worker, for methods that put several on one.
-        mesh: of the ranks of every worker, such as 'model:2'; the recipe's layout says what it cuts.
+        mesh: of the ranks of every worker, such as 'model:2', or one for each stage, such as 'data:2/model:2/-'; the
+            recipe's layout says what it cuts.
         layout: rules of a layout in place of the recipe's, whose names stay.
         at_rest: in place of the `at_rest` of the recipe's layout.
         allow_asynchronous: 'auto' may choose a method whose gradients are late.

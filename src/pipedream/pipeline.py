@@ -98,13 +98,11 @@ class Pipeline:
         )
         captured, scaling = layers_of(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
         shared = find_tied_weights(model, captured.graph, plan.stages)
-        self.plan = plan = replace(plan, tied=shared)
+        self.plan = plan = replace(plan, tied=shared).with_layout(options.layout or Layout())
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(plan, self.phases, policy)
         self._phase = 0
-        self._number = 0
-        self._epoch = 0
-        self._epoch_batches = 0
+        self._number = self._epoch = self._epoch_batches = 0
         self._enter(0)
         self._adapt_batch = BatchAdapter(
             options.inputs,
@@ -149,6 +147,7 @@ class Pipeline:
             device=process_device(options.device),
             shared=shared,
             compared=lambda: _compared(model, options, seed),
+            last_layers=[captured.graph.layers[stage.last - 1].name for stage in plan.stages],
         )
         self._session = Session(
             model,
@@ -526,10 +525,12 @@ def _checked_layout(layout: Layout | None, phases: Sequence[Prepared], model: An
                 "which a mesh does not send; choose another method, or a plan without meshes"
             )
     layout.check([name for name, _ in model.named_parameters()], [layer.name for layer in graph.layers], meshes)
-    if len(set(meshes)) > 1:
-        raise PlanError(
-            f"the stages have different meshes, {' / '.join(map(str, meshes))}; give all of them the same one"
-        )
+    for tied in plan.tied:
+        if len(differing := dict.fromkeys(str(meshes[stage]) for stage in tied.stages)) > 1:
+            raise PlanError(
+                f"the tied weights {tied} would be on the meshes {' and '.join(differing)}, where their gradients "
+                "cannot be summed; give these stages the same mesh, or keep their layers in one stage"
+            )
     return layout
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import pipedream
 from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.plan.mesh import meshes_of
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 D = 16
@@ -122,7 +123,8 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return pipedream.Mesh(self.mesh).size * (len(self.stages) + self.replicas)
+        workers = self.replicas, *[1] * len(self.stages)
+        return sum(mesh.size * count for mesh, count in zip(meshes_of(self.mesh, len(workers)), workers, strict=True))
 
 
 def _trained(case: Case, mesh: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, float]]:
@@ -200,6 +202,9 @@ CASES = (
         options={"clip_grad_norm": 0.1, "clip": "local"},
     ),
     Case("attention", "data:2,model:2", "batch:data, heads:model, d_ff:model", "gpipe", stages=(), at_rest="data"),
+    Case("mlp", "model:2/-", "d_ff:model", options=CLIPPED),
+    Case("mlp", "-/data:2", "batch:data", "pipedream", None),
+    Case("attention", "data:2/model:2", "batch:data, heads:model, d_ff:model", "gpipe"),
 )
 
 

@@ -94,11 +94,11 @@ MeshOfRanks = Annotated[
     str,
     typer.Option(
         "--mesh",
-        metavar="NAME:RANKS[,...]",
+        metavar="NAME:RANKS[,...][/...]",
         rich_help_panel="Shape of the plan",
         show_default="one rank",
-        help="Mesh of the ranks of every worker, e.g. model:2, which the profile must know. --workers then counts "
-        "ranks, --config workers.",
+        help="Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-, which the "
+        "profile must know. --workers then counts ranks, --config workers.",
     ),
 ]
 PlanOutput = Annotated[

@@ -34,7 +34,7 @@ from pipedream.cli.options import (
 from pipedream.cli.workers import importing_torch, is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import read_phases
 from pipedream.core.schedule.schedule import Schedule as ScheduleObject
@@ -90,10 +90,11 @@ MeshText = Annotated[
     str | None,
     typer.Option(
         "--mesh",
-        metavar="NAME:RANKS[,...]",
+        metavar="NAME:RANKS[,...][/...]",
         rich_help_panel=_MESH,
         show_default="one rank",
-        help="Mesh of the ranks of every worker, e.g. model:2. --workers then counts ranks, --config workers.",
+        help="Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-. "
+        "--workers then counts ranks, --config workers.",
     ),
 ]
 Bandwidth = Annotated[
@@ -305,16 +306,16 @@ def train(
         elastic=elastic, mesh=mesh or ",".join(str(one) for one in given.meshes if one.size > 1) if given else mesh
     )
     described = None if cluster is None else cluster_of(cluster, [], [], 0.0, None)
-    ranks = Mesh(mesh or "").size
-    planned = None if is_worker() else _planned_workers(given, config, ranks, resume, schedule, described, out)
-    count = workers or planned or 2 * ranks
+    meshes = mesh or ""
+    planned = None if is_worker() else _planned_workers(given, config, meshes, resume, schedule, described, out)
+    count = workers or planned or ranks_of(meshes)
     if elastic and not is_worker():
         for method in _methods(given, schedule, phases, resume, out):
             _check_elastic(method, count, min_workers, chunks)
     if not is_worker() and (count > 1 or max_restarts):
         own = _own_folder(recipe) if (max_restarts or elastic) and out is None else ()
         start_workers(count, more=own, max_restarts=max_restarts, fewest=min_workers if elastic else None)
-    wanted = _planned_workers(given, config, ranks, None, cluster=described)
+    wanted = _planned_workers(given, config, meshes, None, cluster=described)
     if elastic and is_worker() and wanted not in (None, int(os.environ.get("WORLD_SIZE", "1"))):
         given, shape, described = None, None, None  # workers were lost: plan again for those that are left
     if bandwidth or latency is not None:
@@ -422,19 +423,20 @@ def _widths(count: int, levels: int) -> list[str]:
 def _planned_workers(
     plan: Plan | None,
     config: str | None,
-    ranks: int,
+    meshes: str,
     resume: str | None,
     schedule: str | None = None,
     cluster: Cluster | None = None,
     out: str | None = None,
 ) -> int | None:
-    """Returns the number of processes that the options imply; `ranks` are those of each worker."""
+    """Returns the number of processes that the options imply."""
     if plan is not None:
         return plan.ranks
     if config is not None:
-        return sum(parse_counts(config)) * ranks
+        return ranks_of(meshes, parse_counts(config))
     if schedule is not None and is_torch_csv(schedule):
-        return load_torch_csv(schedule).placement.workers * ranks
+        placement = load_torch_csv(schedule).placement
+        return sum(mesh.size for mesh in placement.meshes(meshes_of(meshes, placement.stages)))
     if cluster is not None:
         return cluster.workers
     if resume is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipedream.core.plan.boundary import Boundary
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.placement import Placement
@@ -22,6 +23,7 @@ from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Rece
 from pipedream.runtime.comm.connections import Connections, connect_groups
 from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedGroup, DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
+from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender
 from pipedream.runtime.data.batches import BatchDim
 from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
@@ -86,6 +88,7 @@ class Blueprint:
         programs: one per phase, over the same channels; verified.
         evaluation: forwards alone, verified.
         stages: (name, module) of each stage's layers.
+        last_layers: the name of the layer that ends each stage, in the model's graph.
         compared: returns settings that must be equal on all ranks, as texts by name.
     """
 
@@ -96,11 +99,19 @@ class Blueprint:
     device: torch.device
     shared: Sequence[TiedWeights] = ()
     compared: Callable[[], Mapping[str, str]] = dict
+    last_layers: Sequence[str] = ()
 
     @property
-    def mesh(self) -> Mesh:
-        """Of every worker."""
-        return self.program.plan.meshes[0]
+    def meshes(self) -> tuple[Mesh, ...]:
+        """Of each worker."""
+        return self.placement.meshes(self.program.plan.meshes)
+
+    def boundary(self, stage: int) -> Boundary | None:
+        """Returns that after a stage; None after the last one, and where no worker is a mesh."""
+        meshes = self.program.plan.meshes
+        if stage == len(meshes) - 1 or not any(mesh.dimensions for mesh in meshes):
+            return None
+        return Boundary(self.settings.layout, self.last_layers[stage], meshes[stage], meshes[stage + 1])
 
     @property
     def program(self) -> Program:
@@ -127,13 +138,13 @@ class WorkerChannels:
 
 
 def connect(
-    program: Program, device: torch.device, shared: Sequence[TiedWeights] = (), mesh: Mesh | None = None
+    program: Program, device: torch.device, shared: Sequence[TiedWeights] = (), meshes: Sequence[Mesh] = ()
 ) -> Connections:
     """Makes and connects the process groups of programs with the same channels; every rank calls it."""
     placement = program.placement
     pairs = dict.fromkeys((c.sender, c.receiver) for c in program.channels)
     holders = [list(one.ranks(placement)) for one in shared]
-    return connect_groups(list(pairs), placement.ranks, holders, device, mesh.dimensions if mesh else None)
+    return connect_groups(list(pairs), placement.ranks, holders, device, meshes)
 
 
 def local_workers(blueprint: Blueprint, handles: Sequence[dict[str, nn.Parameter]]) -> list[Worker]:
@@ -197,6 +208,7 @@ def distributed_worker(
             DistributedGroup(group) if group is not None else None,
             copies=copies_of_tied(handles[stage], stage, [one.among(handles) for one in shared]),
             sharding=shardings.get(stage),
+            boundary=blueprint.boundary(stage),
         )
     tied: list[tuple[TiedWeights, Group]] = [
         (one, DistributedGroup(group))
@@ -208,22 +220,21 @@ def distributed_worker(
         rank,
         stage_states,
         remote_forwards,
-        _distributed_channels(blueprint, rank, connections),
+        _distributed_channels(blueprint, connections),
         DistributedGroup(connections.everyone),
         tied,
         connections.process,
     )
 
 
-def _distributed_channels(blueprint: Blueprint, rank: int, connections: Connections) -> WorkerChannels:
-    program, placement, everyone = blueprint.program, blueprint.placement, connections.everyone
+def _distributed_channels(blueprint: Blueprint, connections: Connections) -> WorkerChannels:
+    program, worker, process = blueprint.program, connections.rank, connections.process
     in_flight = [max(counts) for counts in zip(*map(most_in_flight, blueprint.programs), strict=True)]
-    ends = WorkerChannels({}, {}, {}, {})
+    found: dict[int, dict[int, Any]] = {}
     linked: dict[tuple[int, int], list[int]] = {}
     max_unread: dict[int, int] = {}
     for number, channel in enumerate(program.channels):
-        pair = channel.sender, channel.receiver
-        if rank not in pair:
+        if worker not in (channel.sender, channel.receiver):
             continue
         # A replica that begins a forward has finished all backwards except those in flight, so the next stage has
         # received their activations. The end of a stream is one more message. So waiting for an older message never
@@ -231,54 +242,93 @@ def _distributed_channels(blueprint: Blueprint, rank: int, connections: Connecti
         # and the end.
         most = 1 if channel.carries == "weights" else in_flight[min(channel.source, channel.target)]
         max_unread[number] = most + 1
-        if pair in connections.links and channel.carries != "input":  # the targets stay in the memory of the CPU
-            linked.setdefault(pair, []).append(number)
-            continue
         how = number, channel.depth, max_unread[number], blueprint.device
-        if rank == channel.sender:
-            ends.senders[number] = connections.sender(channel.receiver, *how)
-        else:
-            ends.receivers[number] = connections.receiver(channel.sender, *how)
+        sends = worker == channel.sender
+        found[number] = {}
+        for peer in connections.peers(channel.receiver if sends else channel.sender):
+            pair = (process, peer) if sends else (peer, process)
+            if pair in connections.links and channel.carries != "input":  # the targets stay in the memory of the CPU
+                linked.setdefault(pair, []).append(number)
+            else:
+                found[number][peer] = (connections.sender if sends else connections.receiver)(peer, *how)
     for pair, numbers in linked.items():
         depth, communicator = sum(program.channels[n].depth for n in numbers), connections.links[pair]
         # Of more messages than all channels may have unread, one channel has too many; the receiver has read its
         # oldest, and with it all that were sent before.
         most = sum(max_unread[n] for n in numbers)
         how = numbers[0], depth, most, blueprint.device
-        if rank == pair[0]:
+        if process == pair[0]:
             sending = SendingLink(connections.sender(pair[1], *how, apart=blueprint.device.type), communicator)
-            ends.senders.update({n: LinkSender(sending, n) for n in numbers})
+            for n in numbers:
+                found[n][pair[1]] = LinkSender(sending, n)
         else:
             headers = connections.receiver(pair[0], *how, apart=blueprint.device.type)
             receiving = ReceivingLink(headers, communicator, blueprint.device)
-            ends.receivers.update({n: LinkReceiver(receiving, n) for n in numbers})
+            for n in numbers:
+                found[n][pair[0]] = LinkReceiver(receiving, n)
+    ends = WorkerChannels({}, {}, *_result_channels(blueprint, connections))
+    for number, peers in found.items():
+        channel = program.channels[number]
+        if worker == channel.sender:
+            ends.senders[number] = _sender(connections, channel.receiver, peers)
+        else:
+            ends.receivers[number] = _receiver(connections, channel.sender, peers)
+    return ends
+
+
+def _result_channels(blueprint: Blueprint, connections: Connections) -> tuple[dict[int, Sender], dict[int, Receiver]]:
+    """Returns how the workers of the last stage hand out results: senders by worker, there; receivers by theirs."""
+    placement, worker = blueprint.placement, connections.rank
+    senders: dict[int, Sender] = {}
+    receivers: dict[int, Receiver] = {}
     for owner in placement.ranks[-1]:
         for other in range(placement.workers):
-            if owner == other or rank not in (owner, other):
+            if owner == other or worker not in (owner, other):
                 continue
-            number = len(program.channels) + owner * placement.workers + other
-            end = ChannelEndpoint(other if rank == owner else owner, number, 2, everyone)
-            if rank == owner:
-                ends.result_senders[other] = DistributedSender(end, blueprint.most_unread())
+            number = len(blueprint.program.channels) + owner * placement.workers + other
+            peers: dict[int, Any] = {}
+            for peer in connections.peers(other if worker == owner else owner):
+                end = ChannelEndpoint(peer, number, 2, connections.everyone)
+                peers[peer] = (
+                    DistributedSender(end, blueprint.most_unread()) if worker == owner else DistributedReceiver(end)
+                )
+            if worker == owner:
+                senders[other] = _sender(connections, other, peers)
             else:
-                ends.result_receivers[owner] = DistributedReceiver(end)
-    return ends
+                receivers[owner] = _receiver(connections, owner, peers)
+    return senders, receivers
+
+
+def _sender(connections: Connections, worker: int, peers: Mapping[int, Sender]) -> Sender:
+    """Returns the sending end of a channel to another worker, from those to its ranks."""
+    pair, first = MeshPair(connections.meshes[connections.rank], connections.meshes[worker]), min(peers)
+    if pair.sender == pair.receiver:
+        return peers[first]
+    return MeshSender(pair, connections.place, {peer - first: end for peer, end in peers.items()})
+
+
+def _receiver(connections: Connections, worker: int, peers: Mapping[int, Receiver]) -> Receiver:
+    """Returns the receiving end of a channel from another worker, from those of its ranks."""
+    pair, first = MeshPair(connections.meshes[worker], connections.meshes[connections.rank]), min(peers)
+    if pair.sender == pair.receiver:
+        return peers[first]
+    return MeshReceiver(pair, connections.place, {peer - first: end for peer, end in peers.items()})
 
 
 def data_channels(
     blueprint: Blueprint, rank: int, connections: Connections
 ) -> tuple[dict[int, DistributedSender], DistributedReceiver | None]:
     """Returns how replica 0 of the input stage hands out data: replica -> sender, there; the receiver, elsewhere."""
-    program, placement, everyone = blueprint.program, blueprint.placement, connections.everyone
+    program, placement, leaders = blueprint.program, blueprint.placement, connections.leaders
     first, *others = placement.readers
     senders: dict[int, DistributedSender] = {}
     receiver = None
     for replica, other in enumerate(others, start=1):
-        if rank not in (first, other):
+        if leaders is None or rank not in (first, other):
             continue
         number = len(program.channels) + placement.workers**2 + replica  # after those of the results
         peer = other if rank == first else first
-        end = ChannelEndpoint(peer, number, 2, everyone)
+        end = ChannelEndpoint(peer, number, 2, leaders)
         if rank == first:
             senders[replica] = DistributedSender(end, blueprint.most_unread())
         else:
@@ -351,11 +401,19 @@ def _stage_state(
     replica_group: Group | None,
     copies: dict[str, nn.Parameter] | None,
     sharding: StageSharding | None = None,
+    boundary: Boundary | None = None,
 ) -> StageState:
     """`copies` are trained instead of handles that another stage here also holds."""
     plan, settings, programs = blueprint.program.plan, blueprint.settings, blueprint.programs
     module = StageModule(
-        layers, handles, blueprint.device, settings.seed, settings.autocast, settings.compile, sharding
+        layers,
+        handles,
+        blueprint.device,
+        settings.seed,
+        settings.autocast,
+        settings.compile,
+        sharding,
+        boundary,
     )
     low = low_precision_weights(layers, handles, settings.autocast)
     handles = copies or handles

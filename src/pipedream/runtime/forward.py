@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pipedream.core.plan.boundary import cuts_of, with_cuts
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, to_device, unflatten
@@ -86,6 +87,9 @@ class ForwardRunner:
                 value, saved.graph_inputs = stage_state.module.enter(
                     message.structure, message.tensors, message.gradients
                 )
+                cuts, _ = cuts_of(message.structure)
+                wanted = [cut.reversed() for cut, wants in zip(cuts, message.gradients, strict=False) if wants]
+                saved.gradient_cuts = with_cuts("", wanted)
             if index == 0 and not again and isinstance(stage_state, StageState) and stage_state.first is not None:
                 finish = None if targets is None else partial(self._plain_loss, stage_state.first, message, targets)
                 stage_state.first.before_forward(value, self._stream.number(index), stage == 0, finish)
@@ -96,7 +100,7 @@ class ForwardRunner:
                 structure, saved.outputs = stage_state.module.sent(output, message.samples)
                 wants = tuple(tensor.requires_grad for tensor in saved.outputs)
                 return message.with_tensors(structure, saved.outputs, wants, version)
-            output = stage_state.module.whole(output, message.samples)
+            output = stage_state.module.whole(output)
             key = self._stream.minibatch(index)
             with stage_state.module.casting():
                 value, saved.loss_weight, saved.scale = self._scorer.score(
@@ -139,7 +143,7 @@ class ForwardRunner:
                 output = module.forward(value, leaves, self._stream.number(index), stage == 0)
             if stage < self._last:
                 return message.with_tensors(*module.sent(output, message.samples))
-            output = module.whole(output, message.samples)
+            output = module.whole(output)
             if self._stream.predicts:
                 self._results.send_output(index, message.with_tensors(*flatten(output, opaque_as_none=True)))
             else:

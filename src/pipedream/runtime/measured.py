@@ -115,8 +115,9 @@ def timeline(
                 "versions": versions,
             }
         )
-    parts = [part for text in gather_texts(json.dumps(rows), group) for part in json.loads(text)]
-    parts.sort(key=lambda part: part["rank"])
+    found = [part for text in gather_texts(json.dumps(rows), group) for part in json.loads(text)]
+    first = {part["rank"]: part for part in reversed(found)}  # of a mesh
+    parts = [first[rank] for rank in sorted(first)]
     start = min((part["began_s"] for part in parts if part["began_s"] is not None), default=0.0)
     moved = tuple(
         Span(rank, kind, stage, index, begin - start, end - start)

@@ -201,8 +201,9 @@ class Session:
         self._mesh_senders, self._mesh_receiver = mesh_data_channels(blueprint, connections)
         ends = [*senders.values(), receiver, *self._mesh_senders, self._mesh_receiver]
         self._data_channels = [end for end in ends if end is not None]
-        reads = [] if self._mesh_receiver is not None else [self._worker_rank]
-        self._data = DataSource(blueprint.programs, reads, self._group, senders, receiver, blueprint.settings.batch_dim)
+        leaders = connections.leaders
+        reads = [] if leaders is None else [self._worker_rank]
+        self._data = DataSource(blueprint.programs, reads, leaders, senders, receiver, blueprint.settings.batch_dim)
 
     def _connect(self, processes: int) -> Connections:
         """Connects to the other ranks; all must be asked to do the same."""
@@ -214,7 +215,7 @@ class Session:
                 f"the plan {program.plan.config} needs {ranks} processes, but {processes} were started; start {ranks} "
                 f"(--workers or --nproc-per-node), or plan for {processes}"
             )
-        connections = connect(program, blueprint.device, blueprint.shared, blueprint.mesh)
+        connections = connect(program, blueprint.device, blueprint.shared, blueprint.meshes)
         self._group = connections.everyone
         check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), self._group)
         check_same_settings(blueprint.compared(), self._group)
@@ -244,15 +245,18 @@ class Session:
         if any(texts):
             raise failure or CaptureError(next(filter(None, texts)))
         with peers_may_end():
-            parameters.share_initial(
-                model,
-                self._stage_names,
-                placement,
-                self._worker_rank,
-                connections.everyone,
-                drawn | read,
-                blueprint.device,
-            )
+            if connections.leaders is None:  # the worker's first rank has the values
+                parameters.allocate(model, arriving & self._names_here, blueprint.device)
+            else:
+                parameters.share_initial(
+                    model,
+                    self._stage_names,
+                    placement,
+                    self._worker_rank,
+                    connections.leaders,
+                    drawn | read,
+                    blueprint.device,
+                )
             broadcast_tied(model, blueprint.shared, connections.holders, placement, self._worker_rank)
         visited = {
             stage: parameters.trained(model, self._stage_names[stage])
@@ -341,7 +345,8 @@ class Session:
             state: from `data_state` for this position; None keeps the data's order.
         """
         settings = {"epochs": f"{first_epoch} to {epochs}", "finished minibatches of the epoch": str(skip)}
-        if self._worker_rank in self.program.placement.readers:  # others may have a loader that is never read
+        if self._worker_rank in self.program.placement.readers and self._mesh_receiver is None:
+            # Others may have a loader that is never read.
             settings["the training data"] = describe_data(loader)
         self.meet(settings)
         try:
@@ -408,8 +413,7 @@ class Session:
             with self._activity.at("collecting the weights"):
                 state = named_state(self.model)
                 own = {name: tensor for name, tensor in state.items() if name in self._names_here}
-                names, placement = self._stage_names, program.placement
-                values = parameters.collect(own, state, names, placement, self._worker_rank, self._group, reader)
+                values = self._collected(own, state, reader)
                 values |= {
                     name: values[one]
                     for name in values
@@ -581,15 +585,24 @@ class Session:
                 own = {
                     name: sharding.whole(self._shared_names.get(name, (name,)), tensor) for name, tensor in own.items()
                 }
-            placement, rank = self.program.placement, self._worker_rank
-            whole: dict[str, Any] = parameters.collect(own, state, self._stage_names, placement, rank, self._group)
+            whole: dict[str, Any] = self._collected(own, state)
             whole |= {name: state[name].detach().cpu().clone() for name in self._unused}
             for text in gather_texts(json.dumps(self.checkpointer.extra_states()), self._group):
                 for states in json.loads(text).values() if self.rank == 0 else ():
                     whole |= keys_of(states)
-            if self.rank:  # of a mesh, the first ranks of other workers may have it too
+            if self.rank:
                 return {}
             return {name: whole[name] for name in self.model.state_dict() if name in whole}
+
+    def _collected(
+        self, own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], to: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Returns all tensors of the model at the first rank of a worker, from the first ranks of all."""
+        leaders = None if self._connections is None else self._connections.leaders
+        if self.distributed and leaders is None:
+            return {}
+        placement, rank = self.program.placement, self._worker_rank
+        return parameters.collect(own, state, self._stage_names, placement, rank, leaders, to)
 
     def save_pretrained(self, folder: Path, ema: bool, predicted: bool) -> None:
         """Writes the whole model in its own format, at rank 0; every rank calls it."""
@@ -667,9 +680,8 @@ class Session:
 
     def sent_bytes(self) -> dict[int, int]:
         """Returns rank -> payload bytes; every rank calls it."""
-        return self._gathered(
-            {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in self.workers}
-        )
+        sent = {worker.rank: sum(end.sent_bytes for end in worker.senders.values()) for worker in self.workers}
+        return self._gathered({self.rank: sent[self._worker_rank]} if self.distributed else sent)
 
     def skipped_updates(self) -> tuple[int, ...]:
         """Returns each stage's number; every rank calls it."""

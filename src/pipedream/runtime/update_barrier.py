@@ -96,8 +96,8 @@ class UpdateBarrier:
     def _decide_globally(self) -> Waiting[None]:
         on_device = {stage: stage_state.optimizer.norm_square for stage, stage_state in self._stage_states.items()}
         squares = {stage: float(square) for stage, square in on_device.items()}  # a GPU is waited for once
-        # Replicas have the same summed gradients: each contributes its share of the stage's square.
-        mine = sum(squares[stage] / stage_state.optimizer.replicas for stage, stage_state in self._stage_states.items())
+        # Replicas, and the ranks of each, know the same square of the stage: each contributes its share.
+        mine = sum(squares[stage] / stage_state.optimizer.copies for stage, stage_state in self._stage_states.items())
         self._norms.append(self._group.all_reduce(torch.tensor([mine], dtype=torch.float64)))
         heard = 0.0
         if len(self._norms) > self._delay:

@@ -5,8 +5,8 @@ While layers run, `weights` puts DTensors around the leaves of a version. Their 
 weight is whole on every rank, its gradient may be a partial sum. It stays one until the update (`sum_gradients`), so
 that microbatches cost no collective.
 
-Life of an activation: it enters as this rank's part (`enter`), and leaves as one (`leave`). At a boundary dimension 0
-is cut by the layout's rule for `batch`, if the microbatch divides. At the last stage the outputs are whole.
+Life of an activation: it enters as this rank's part (`enter`), and leaves as one (`leave`), cut as the boundary says
+(`core.plan.boundary`). At the last stage the outputs are whole.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import implicit_replication
 
 from pipedream.core.errors import PlanError
+from pipedream.core.plan.boundary import Cut
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Rows
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.parts import like_part, local_part
 
-__all__ = ["BATCH", "StageSharding"]
-
-BATCH = "batch"
-"""The name of dimension 0 of a stage's inputs and outputs."""
+__all__ = ["StageSharding"]
 
 
 _ELEMENTWISE = {
@@ -139,7 +137,6 @@ class StageSharding:
         self._device_mesh = device_mesh
         self._place: Sequence[int] = device_mesh.get_coordinate() or []
         self._rest = self._dimension(layout.at_rest)
-        self._batch = self._dimension(layout.over.get(BATCH, ""))
         self._gathered = GatheredWeights()
         self._weights: dict[str, _Part] = {}
         self._checked: set[str] = set()
@@ -183,7 +180,7 @@ class StageSharding:
             if names is not None:
                 placements = self._layout.placements(names, handle.shape, self.mesh, f"the parameter {name!r}")
             meta = TensorMeta(handle.shape, handle.stride(), handle.dtype)
-            placed = tuple(Replicate() if cut is None else Shard(cut) for cut in placements)
+            placed = tuple(_placed(placements))
             spec, rows = DTensorSpec(self._device_mesh, placed, meta), None
             if self._rest is not None and handle.dim() and placed[self._rest] == Replicate():
                 parts = prod(self._device_mesh.size(at) for at, one in enumerate(placed) if one == Shard(0))
@@ -300,32 +297,28 @@ class StageSharding:
 
     def cut_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
         """Returns the model's input, which every rank has whole, as a DTensor."""
-        placed = self._boundary(tensor.shape, samples)
         whole = DTensor.from_local(tensor, self._device_mesh, self._nowhere, run_check=False)
-        return whole.redistribute(placements=placed)  # a slice
+        cut = self._layout.boundary(None, tensor.shape, samples, self.mesh, "the model's input")
+        return whole.redistribute(placements=_placed(cut))  # a slice
 
-    def enter(self, tensors: Sequence[torch.Tensor], marks: str) -> list[torch.Tensor]:
-        """Returns received parts as DTensors; `marks` are from `leave`."""
-        entered: list[torch.Tensor] = []
-        for tensor, mark in zip(tensors, marks, strict=True):
-            placed, shape = list(self._nowhere), list(tensor.shape)
-            if mark == "1":
-                assert self._batch is not None
-                placed[self._batch] = Shard(0)
-                shape[0] *= self._device_mesh.size(self._batch)
-            meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), tensor.dtype)
-            part = _Part(DTensorSpec(self._device_mesh, tuple(placed), meta), waits_for_update=False)
-            entered.append(_wrapped(tensor, part))
-        return entered
+    def enter(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """Returns a received part as a DTensor."""
+        meta = TensorMeta(torch.Size(cut.shape), torch.empty(cut.shape, device="meta").stride(), tensor.dtype)
+        part = _Part(DTensorSpec(self._device_mesh, tuple(_placed(cut.received)), meta), waits_for_update=False)
+        return _wrapped(tensor, part)
 
-    def leave(self, tensor: torch.Tensor, samples: int, *, whole: bool) -> tuple[torch.Tensor, str]:
-        """Returns this rank's part of an output, and a mark: '1' if its batch is cut."""
+    @staticmethod
+    def divides(tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the layers may be cut; another one is whole on every rank."""
+        return isinstance(tensor, DTensor)
+
+    def leave(self, tensor: torch.Tensor, cut: Sequence[int | None] | None = None) -> torch.Tensor:
+        """Returns this rank's part of an output; by default all of it."""
         if not isinstance(tensor, DTensor):
-            return tensor, "0"
-        placed = self._nowhere if whole else self._boundary(tensor.shape, samples)
+            return tensor
+        placed = self._nowhere if cut is None else _placed(cut)
         local = tensor.redistribute(placements=placed).to_local(grad_placements=placed)
-        done = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-        return done, str(int(placed != self._nowhere))
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def like(self, local: torch.Tensor, spec: Any) -> torch.Tensor:
         """Returns a part that `left` gave, as it was before."""
@@ -349,10 +342,6 @@ class StageSharding:
     def _nowhere(self) -> list[Any]:
         return [Replicate()] * len(self.mesh.dimensions)
 
-    def _boundary(self, shape: Sequence[int], samples: int) -> list[Any]:
-        placed = self._nowhere
-        if self._batch is None or not shape or shape[0] != samples:
-            return placed
-        if samples % self._device_mesh.size(self._batch) == 0:
-            placed[self._batch] = Shard(0)
-        return placed
+
+def _placed(cut: Sequence[int | None]) -> list[Any]:
+    return [Replicate() if dimension is None else Shard(dimension) for dimension in cut]

@@ -18,7 +18,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.layout import Layout
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.options import TrainingOptions
@@ -205,7 +205,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         if plan is None and saved.ranks == job.workers and not anew:
             plan = saved
     if plan is None:
-        meshes = (Mesh(options.mesh).text,) if options.mesh else ()
+        meshes = tuple({one.text for one in meshes_of(options.mesh)} - {""}) if options.mesh else ()
         if profile is None or not {rank.mesh for rank in profile.ranks}.issuperset(meshes):
             with blaming("while its model was profiled on its first batch"):
                 profile = profile_recipe(
@@ -339,12 +339,12 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
         config, planned = options.plan.config, options.plan.ranks
     elif options.shape not in SHAPES:
         counts = parse_counts(options.shape)
-        config, planned = "-".join(map(str, counts)), sum(counts) * Mesh(options.mesh).size
+        config, planned = "-".join(map(str, counts)), ranks_of(options.mesh, counts)
     elif options.cluster is not None:
         requested = requested or options.cluster.workers
     elif requested is None and resumed is not None and processes == 1:
         requested = resumed.manifest.plan.ranks
-    count = requested or planned or (processes if processes > 1 else 2 * Mesh(options.mesh).size)
+    count = requested or planned or (processes if processes > 1 else ranks_of(options.mesh))
     if processes > 1 and count != processes:
         raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
     if planned not in (0, count):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,8 +12,8 @@ from pipedream import planner, schedules
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph_txt import GraphText
-from pipedream.core.model.profile import Profile
-from pipedream.core.plan.mesh import Mesh
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.mesh import meshes_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import profile_of_rank
 from pipedream.core.progress import progress
@@ -79,41 +79,71 @@ def plan(
             seconds, up to 128 workers; 'search': the plan with the fastest slowest stage, without simulation; '2bw':
             that of PipeDream-2BW's planner (`pipedream.planner.two_bw`).
         chunks: stages of each worker, for methods that interleave (`layouts.lay_out`).
-        mesh: of the ranks of every worker, such as ``model:2`` (docs/meshes.md); the cluster's workers are ranks then.
-            Seconds and bytes are those of one rank; the profile must know the mesh (``profile(meshes=...)``).
+        mesh: of the ranks of every worker, such as ``model:2`` (docs/meshes.md), or one for each stage, such as
+            ``data:2/model:2/-``, for a shape that gives counts; such stages are cut where those of single ranks would
+            be. The cluster's workers are ranks then. Seconds and bytes are those of one rank; the profile must know the
+            meshes (``profile(meshes=...)``).
 
     Raises:
         PlanError: nothing fits, the model or the cluster does not allow the shape, or options exclude each other.
     """
-    profile, cluster = _of_rank(profile, cluster, mesh)
-    found = _compared(
-        profile,
-        cluster,
-        schedule=schedule,
-        microbatches=microbatches,
-        in_flight=in_flight,
-        shape=shape,
-        cuts=cuts,
-        update_delay=update_delay,
-        all_workers=all_workers,
-        recompute=recompute,
-        cost_model=cost_model,
-        allow_asynchronous=allow_asynchronous,
-        strategy=strategy,
-        chunks=chunks,
-    ).plan
-    return found.with_mesh(mesh) if mesh else found
+    options = {
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "in_flight": in_flight,
+        "shape": shape,
+        "cuts": cuts,
+        "update_delay": update_delay,
+        "all_workers": all_workers,
+        "recompute": recompute,
+        "cost_model": cost_model,
+        "allow_asynchronous": allow_asynchronous,
+        "strategy": strategy,
+        "chunks": chunks,
+    }
+    profile, cluster, of_ranks = _of_ranks(profile, cluster, mesh, options)
+    return _with_mesh(_compared(profile, cluster, **of_ranks).plan, mesh)
 
 
-def _of_rank(
-    profile: Profile | GraphText, cluster: Cluster | None, mesh: str
-) -> tuple[Profile | GraphText, Cluster | None]:
-    """Returns what a rank needs, and the workers that it is a part of."""
+def _of_ranks(
+    profile: Profile | GraphText, cluster: Cluster | None, mesh: str, options: Mapping[str, Any]
+) -> tuple[Profile | GraphText, Cluster | None, Mapping[str, Any]]:
+    """Returns what a rank needs, the workers that it is a part of, and the options for both."""
     if not mesh:
-        return profile, cluster
+        return profile, cluster, options
     known = profile.profile() if isinstance(profile, GraphText) else profile
-    joined = cluster or _own_cluster(profile)
-    return profile_of_rank(known, Mesh(mesh), joined), joined.of_meshes(Mesh(mesh).size)
+    joined, meshes = cluster or _own_cluster(profile), meshes_of(mesh)
+    sizes = {one.size for one in meshes}
+    workers = joined.of_meshes(sizes.pop()) if len(sizes) == 1 else joined
+    if len(set(meshes)) == 1:
+        return profile_of_rank(known, meshes[0], joined), workers, options
+    cut = _compared(known, replace(workers, memory_bytes=None), **options).plan.stages
+    ranks = {one: profile_of_rank(known, one, joined) if one.dimensions else known for one in set(meshes)}
+    parts = [
+        (ranks[one], ranks[one].layers[stage.first : stage.last])
+        for stage, one in zip(cut, meshes_of(mesh, len(cut)), strict=True)
+    ]
+    updates_s = (rank.update_s * _weights(layers) / max(_weights(rank.layers), 1) for rank, layers in parts)
+    layers = tuple(layer for _, layers in parts for layer in layers)
+    found = replace(known, layers=layers, update_s=max(known.update_fixed_s, sum(updates_s)))
+    cuts, shape = tuple(stage.first for stage in cut[1:]), tuple(stage.replicas for stage in cut)
+    return found, workers, {**options, "cuts": cuts, "shape": shape, "chunks": None}
+
+
+def _weights(layers: Sequence[LayerProfile]) -> int:
+    return sum(layer.parameter_bytes for layer in layers)
+
+
+def _with_mesh(found: Plan, mesh: str) -> Plan:
+    if not mesh:
+        return found
+    meshed, sizes = found.with_mesh(mesh), {one.size for one in meshes_of(mesh)}
+    if len(sizes) > 1 and meshed.ranks > found.cluster.workers:
+        raise PlanError(
+            f"the plan {meshed.config} with the meshes {mesh} takes {meshed.ranks} ranks, but there are "
+            f"{found.cluster.workers}; give the workers of each stage (shape='1-1', --config 1-1), or more ranks"
+        )
+    return meshed
 
 
 def choose(
@@ -141,15 +171,15 @@ def choose(
     """
     options = (plan.__kwdefaults__ or {}) | options
     mesh = options.pop("mesh")
-    profile, of_meshes = _of_rank(profile, cluster, mesh)
+    profile, of_meshes, of_ranks = _of_ranks(profile, cluster, mesh, options | {"schedule": schedule})
     cluster = of_meshes or cluster
-    found = _compared(profile, cluster, names=names, **(options | {"schedule": schedule}))
+    found = _compared(profile, cluster, names=names, **of_ranks)
     known = profile.profile() if isinstance(profile, GraphText) else profile
     first, *rest = found.candidates
     if first.period_s is None:
         first = _simulated(first, found.plan)
     references = tuple(_references(known, cluster, found.candidates, options["recompute"]))
-    chosen = found.plan.with_mesh(mesh) if mesh else found.plan
+    chosen = _with_mesh(found.plan, mesh)
     return replace(found, plan=chosen, candidates=(first, *rest), references=references)
 
 

@@ -14,7 +14,17 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.placement import Placement
 from pipedream.runtime.checkpoint.initial_values import Slots, named_state
 
-__all__ = ["collect", "drop_foreign", "load", "share_initial", "shared_names", "stage_names", "trained", "unused_names"]
+__all__ = [
+    "allocate",
+    "collect",
+    "drop_foreign",
+    "load",
+    "share_initial",
+    "shared_names",
+    "stage_names",
+    "trained",
+    "unused_names",
+]
 
 
 def stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
@@ -67,6 +77,14 @@ def drop_foreign(model: nn.Module, own: set[str]) -> None:
                     if isinstance(tensor, nn.Parameter)
                     else empty
                 )
+
+
+def allocate(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
+    """Gives memory, without values, to parameters and buffers on the meta device."""
+    state, slots = named_state(model), Slots(model)
+    for tensor in {id(state[name]): state[name] for name in names}.values():
+        if tensor.is_meta:
+            slots.replace(tensor, torch.empty_like(tensor, device=device))
 
 
 def share_initial(

@@ -1,7 +1,8 @@
 """The process groups of a run, connected before its first message.
 
-Where a worker is a mesh of n ranks, rank c of every worker together form a pipeline of their own: the ranks w n + c of
-the job are its ranks w. All groups here are those of this rank's pipeline, and count their ranks by workers.
+A worker is a mesh of ranks, often of one; the ranks of a worker follow each other. Channels join rank c of a worker to
+rank c of another one, or where their meshes differ each rank to all of the other one. Sums are between ranks at the
+same place.
 
 NCCL connects two ranks at their first exchange, for which each host waits. In the middle of a program both may wait
 for something else first, so every group is used once here, in an order that all ranks share.
@@ -12,18 +13,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from math import prod
+from itertools import product
 from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipedream.core.errors import WorkerError
+from pipedream.core.plan.mesh import Mesh
 from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, world_group
 from pipedream.runtime.comm.shared_memory import (
@@ -34,7 +36,7 @@ from pipedream.runtime.comm.shared_memory import (
     SharedMemorySender,
 )
 
-__all__ = ["CONNECT_TIMEOUT_S", "Connections", "card_of", "connect_groups", "has_nccl"]
+__all__ = ["CONNECT_TIMEOUT_S", "Connections", "card_of", "connect_groups", "has_nccl", "ranks_of_workers"]
 
 CONNECT_TIMEOUT_S = 60.0
 """How long the ranks of a group may take to connect, once all ranks are there."""
@@ -47,14 +49,16 @@ class Connections:
     """Process groups of a run.
 
     Attributes:
-        everyone: gloo group of all workers: messages to lower ranks, sums of small numbers.
+        everyone: gloo group of all ranks: messages to lower ranks, sums of small numbers.
         upward: another one, for messages to higher ranks. A group has one connection between two ranks; while one of
             them sends on it, gloo's thread spins until it can read what arrives.
-        stages: each stage's replicas; None for one.
+        stages: each stage's replicas; None for one, or if this rank has none.
         holders: for each tied weight; None if this rank has none.
         memory: (sender, receiver) -> memory that both share, where this rank is one and both are on one machine.
         links: (sender, receiver) -> NCCL group of the two, for tensors on GPUs. Empty on CPUs, and where NCCL cannot
             be used; tensors then travel through the memory of the CPU.
+        leaders: gloo group of the first rank of each worker; None at other ranks.
+        meshes: of each worker.
         mesh: of this rank's worker; None for a single rank.
         worker: gloo group of the worker's ranks; None for one.
     """
@@ -65,37 +69,54 @@ class Connections:
     holders: tuple[dist.ProcessGroup | None, ...]
     memory: Mapping[tuple[int, int], MemoryPair]
     links: Mapping[tuple[int, int], dist.ProcessGroup]
+    leaders: dist.ProcessGroup | None = None
+    meshes: Sequence[Mesh] = ()
     mesh: DeviceMesh | None = None
     worker: dist.ProcessGroup | None = None
+    workers: Sequence[range] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "workers", ranks_of_workers(self.meshes))
 
     @property
     def rank(self) -> int:
         """This rank's worker."""
-        return dist.get_rank(self.everyone)
+        return next(worker for worker, ranks in enumerate(self.workers) if self.process in ranks)
 
     @property
     def process(self) -> int:
         """This rank among all ranks of the job."""
-        return dist.get_rank()
+        return dist.get_rank(self.everyone)
+
+    @property
+    def place(self) -> int:
+        """This rank within its worker."""
+        return self.process - self.workers[self.rank].start
+
+    def peers(self, worker: int) -> range:
+        """Returns the ranks of another worker with which this one has channels."""
+        ranks = self.workers[worker]
+        same = self.meshes[worker] == self.meshes[self.rank]
+        return ranks[self.place : self.place + 1] if same else ranks
 
     def sender(
         self, receiver: int, number: int, depth: int, max_unread: int, device: torch.device, apart: str = ""
     ) -> DistributedSender | SharedMemorySender:
         """Returns the sending end of a channel; two ranks make their channels in one order."""
-        memory = self._shared_memory((self.rank, receiver), max_unread)
+        memory = self._shared_memory((self.process, receiver), max_unread)
         if memory is not None:
             return SharedMemorySender(memory.open(), receiver, max_unread, apart)
-        group = self._messages(self.rank, receiver)
+        group = self._messages(self.process, receiver)
         return DistributedSender(ChannelEndpoint(receiver, number, depth, group, device, apart), max_unread)
 
     def receiver(
         self, sender: int, number: int, depth: int, max_unread: int, device: torch.device, apart: str = ""
     ) -> DistributedReceiver | SharedMemoryReceiver:
         """Returns the receiving end of a channel."""
-        memory = self._shared_memory((sender, self.rank), max_unread)
+        memory = self._shared_memory((sender, self.process), max_unread)
         if memory is not None:
             return SharedMemoryReceiver(memory.open(), sender, device)
-        group = self._messages(sender, self.rank)
+        group = self._messages(sender, self.process)
         return DistributedReceiver(ChannelEndpoint(sender, number, depth, group, device, apart))
 
     def _messages(self, sender: int, receiver: int) -> dist.ProcessGroup:
@@ -106,9 +127,8 @@ class Connections:
 
     def close(self) -> None:
         """Destroys the groups that were made here; every rank calls it."""
-        everyone = self.everyone if self.everyone is not world_group() else None
-        for group in (everyone, self.worker, self.upward, *self.stages, *self.holders, *self.links.values()):
-            if group is not None:
+        for group in (self.leaders, self.worker, self.upward, *self.stages, *self.holders, *self.links.values()):
+            if group is not None and group is not self.everyone:
                 leave_group(group)
         for memory in self.memory.values():
             memory.close()
@@ -119,32 +139,25 @@ def connect_groups(
     stages: Sequence[Sequence[int]],
     holders: Sequence[Sequence[int]],
     device: torch.device,
-    mesh: Mapping[str, int] | None = None,
+    meshes: Sequence[Mesh] = (),
 ) -> Connections:
-    """Makes the groups and uses each once; every rank calls it with the same ranks.
+    """Makes the groups and uses each once; every rank calls it with the same workers.
 
     Args:
-        pairs: (sender, receiver) of activations, gradients and the like.
-        mesh: of each worker: the size of each dimension.
+        pairs: (sender, receiver) of activations, gradients and the like: workers, as in the next two.
+        meshes: of each worker; () for single ranks.
 
     Raises:
         WorkerError: ranks do not connect in time.
     """
-    world, mesh_ranks = world_group(), prod((mesh or {}).values())
-    assert world is not None
-    uses_nccl = has_nccl(device, gather_texts(card_of(device), world))
-    on, cpu, place = device if uses_nccl else torch.device("cpu"), torch.device("cpu"), dist.get_rank() % mesh_ranks
-
-    workers = range(1 + max(map(max, stages)))
-
-    def made(ranks: Sequence[int], device: torch.device, ctas: int | None = None) -> dist.ProcessGroup | None:
-        """Makes a group in every pipeline; returns that of this rank's."""
-        groups = [_new_group([r * mesh_ranks + at for r in ranks], device, ctas) for at in range(mesh_ranks)]
-        return groups[place]
-
-    everyone = world if mesh_ranks == 1 else made(workers, cpu)
-    upward = made(workers, cpu)
+    everyone = world_group()
     assert everyone is not None
+    uses_nccl = has_nccl(device, gather_texts(card_of(device), everyone))
+    on, cpu = device if uses_nccl else torch.device("cpu"), torch.device("cpu")
+    meshes = meshes or [Mesh()] * (1 + max(map(max, stages)))
+    workers = ranks_of_workers(meshes)
+    pairs = [pair for a, b in pairs for pair in (zip if meshes[a] == meshes[b] else product)(workers[a], workers[b])]
+    upward = _new_group(range(dist.get_world_size(everyone)), cpu)
     assert upward is not None
     rank = dist.get_rank(everyone)
     listener = Listener()
@@ -158,36 +171,61 @@ def connect_groups(
     finally:
         listener.close()
 
-    def sums(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        return connecting.group(ranks, lambda: made(ranks, on), lambda group: _add(group, on))
+    def sums(row: Sequence[int]) -> dist.ProcessGroup | None:
+        """Returns the group of the ranks of some workers, with equal meshes, at this rank's place."""
+        places = list(zip(*(workers[worker] for worker in row), strict=True))
+        found = [connecting.group(at, partial(_new_group, at, on), partial(_add, device=on)) for at in places]
+        return next(filter(None, found), None)
 
     def link(pair: tuple[int, int]) -> dist.ProcessGroup | None:
-        return connecting.group(
-            pair, lambda: made(pair, on, _LINK_CTAS), lambda group: _exchange(group, rank == pair[0], (0, 1), on)
-        )
+        make = partial(_new_group, pair, on, _LINK_CTAS)
+        return connecting.group(pair, make, lambda group: _exchange(group, rank == pair[0], (0, 1), on))
 
     found = {pair: link(pair) for pair in pairs} if uses_nccl else {}
+    mesh, worker = _within_workers(on, workers, meshes)
     return Connections(
         everyone,
         upward,
         tuple(sums(row) if len(row) > 1 else None for row in stages),
-        tuple(sums(ranks) for ranks in holders),
+        tuple(sums(row) for row in holders),
         memory,
         {pair: group for pair, group in found.items() if group is not None},
-        _device_mesh(on, len(workers), mesh) if mesh else None,
-        _worker_group(len(workers), mesh_ranks) if mesh else None,
+        _leaders(everyone, [ranks.start for ranks in workers]),
+        meshes,
+        mesh,
+        worker,
     )
 
 
-def _worker_group(workers: int, mesh_ranks: int) -> dist.ProcessGroup | None:
-    groups = [_new_group(range(w * mesh_ranks, (w + 1) * mesh_ranks), torch.device("cpu")) for w in range(workers)]
-    return groups[dist.get_rank() // mesh_ranks]
+def ranks_of_workers(meshes: Sequence[Mesh]) -> list[range]:
+    """Returns the ranks of each worker."""
+    found: list[range] = []
+    for mesh in meshes:
+        first = found[-1].stop if found else 0
+        found.append(range(first, first + mesh.size))
+    return found
 
 
-def _device_mesh(device: torch.device, workers: int, mesh: Mapping[str, int]) -> DeviceMesh:
-    """Returns that of this rank's worker."""
-    names = ("pipedream_worker", *mesh)
-    return init_device_mesh(device.type, (workers, *mesh.values()), mesh_dim_names=names)[tuple(mesh)]
+def _leaders(everyone: dist.ProcessGroup, firsts: Sequence[int]) -> dist.ProcessGroup | None:
+    if len(firsts) == dist.get_world_size(everyone):
+        return everyone
+    group = _new_group(firsts, torch.device("cpu"))
+    return group if dist.get_rank(everyone) in firsts else None
+
+
+def _within_workers(
+    device: torch.device, workers: Sequence[range], meshes: Sequence[Mesh]
+) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:
+    """Returns the mesh of this rank's worker and a gloo group of its ranks; every rank makes those of all workers."""
+    own: tuple[DeviceMesh | None, dist.ProcessGroup | None] = None, None
+    for ranks, mesh in zip(workers, meshes, strict=True):
+        if not mesh.dimensions:
+            continue
+        grid = torch.tensor(ranks).view(*mesh.dimensions.values())
+        made = DeviceMesh(device.type, grid, mesh_dim_names=tuple(mesh.dimensions))
+        group = _new_group(ranks, torch.device("cpu"))
+        own = (made, group) if dist.get_rank() in ranks else own
+    return own
 
 
 class _Connecting:

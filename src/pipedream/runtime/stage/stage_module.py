@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.core.errors import CaptureError
+from pipedream.core.plan.boundary import Boundary, cuts_of, with_cuts
 from pipedream.core.user_code import note_module
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, map_tensors, unflatten
@@ -80,6 +81,7 @@ class SavedForward:
         recompute: fills in graph_inputs and outputs; None if the graph was kept.
         recomputed_weights: if not `weights`.
         deferred: between the halves of a backward.
+        gradient_cuts: structure of the message with the gradients of the received tensors (`with_cuts`).
     """
 
     weights: WeightSet | None
@@ -94,6 +96,7 @@ class SavedForward:
     recompute: Callable[[], object] | None = None
     recomputed_weights: WeightSet | None = None
     deferred: Deferred | None = None
+    gradient_cuts: str = ""
 
     @property
     def leaves(self) -> WeightSet:
@@ -129,6 +132,7 @@ class StageModule:
         autocast: dtype of the forward; None keeps that of the weights.
         compile: arguments of torch.compile; None runs the layers as they are.
         sharding: None on a single rank.
+        boundary: after this stage; None where no worker is a mesh.
     """
 
     def __init__(
@@ -140,8 +144,10 @@ class StageModule:
         autocast: torch.dtype | None = None,
         compile: Mapping[str, Any] | None = None,
         sharding: StageSharding | None = None,
+        boundary: Boundary | None = None,
     ) -> None:
         self.sharding = sharding
+        self._boundary = boundary
         self.layers = tuple(layers)
         self.device = device
         self.generators = LayerGenerators(seed, device)
@@ -266,25 +272,30 @@ class StageModule:
 
     def value_of(self, structure: str, tensors: Sequence[torch.Tensor]) -> Any:
         """Returns what a stage before this one has sent."""
+        cuts, structure = cuts_of(structure)
         if self.sharding is not None:
-            marks, _, structure = structure.partition("|")
-            tensors = self.sharding.enter(tensors, marks)
+            tensors = [self.sharding.enter(*one) for one in zip(tensors, cuts, strict=True)]
         return unflatten(structure, tensors)
 
     def sent(self, output: Any, samples: int) -> tuple[str, tuple[torch.Tensor, ...]]:
         """Returns structure and tensors of an output, for `value_of` at the next stage."""
         structure, tensors = flatten(output)
-        if self.sharding is None:
+        if self._boundary is None:
             return structure, tensors
-        parts = [self.sharding.leave(tensor, samples, whole=False) for tensor in tensors]
-        return f"{''.join(mark for _, mark in parts)}|{structure}", tuple(tensor for tensor, _ in parts)
+        cuts = self._boundary.cuts([tensor.shape for tensor in tensors], samples)
+        if self.sharding is not None:
+            cuts = [
+                cut if self.sharding.divides(tensor) else self._boundary.whole(tensor.shape)
+                for tensor, cut in zip(tensors, cuts, strict=True)
+            ]
+            tensors = tuple(self.sharding.leave(tensor, cut.sent) for tensor, cut in zip(tensors, cuts, strict=True))
+        return with_cuts(structure, cuts), tensors
 
-    def whole(self, output: Any, samples: int) -> Any:
+    def whole(self, output: Any) -> Any:
         """Returns an output of the model with whole tensors."""
         if self.sharding is None:
             return output
-        leave = self.sharding.leave
-        return map_tensors(output, lambda tensor: leave(tensor, samples, whole=True)[0])
+        return map_tensors(output, self.sharding.leave)
 
     def first_input(self, value: Any, samples: int) -> Any:
         """Returns the model's input for `forward`."""

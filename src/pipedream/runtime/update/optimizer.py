@@ -215,6 +215,11 @@ class Optimizer:
         """At the coming update: the stage's factor times T1's."""
         return self._rate_factor(self.rounds)
 
+    @property
+    def copies(self) -> int:
+        """Ranks that know the same `norm_square`: those of all replicas."""
+        return self.replicas * (1 if self._sharding is None else self._sharding.mesh.size)
+
     def close(self, gradients: Gradients, stop_request: float = 0.0) -> None:
         """Starts the remaining sums over the replicas, if any; empties `gradients`."""
         if self.all_reduce is not None and not self.all_reduce.closed:
