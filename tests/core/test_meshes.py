@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mesh_draws import MESHES, placements
 
 from pipedream import Cluster, Layout, Mesh, Plan
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Level
-from pipedream.core.plan.mesh import Box, box_of, pieces
-
-MESHES = st.lists(st.integers(1, 3), max_size=2).map(
-    lambda sizes: Mesh(",".join(f"m{n}:{size}" for n, size in enumerate(sizes)))
-)
-
-
-def placements(draw: st.DrawFn, mesh: Mesh, dimensions: int) -> tuple[int | None, ...]:
-    """No dimension of the tensor is cut twice."""
-    free = draw(st.permutations([*range(dimensions), None, None]))
-    return tuple(free[: len(mesh.dimensions)])
+from pipedream.core.plan.boundary import Boundary, Cut, cuts_of, with_cuts
+from pipedream.core.plan.mesh import Box, box_of, meshes_of, pieces, ranks_of
 
 
 @st.composite
@@ -98,6 +91,8 @@ def test_names_are_found_by_name_and_by_pattern() -> None:
     ("make", "words"),
     [
         (lambda: Mesh("model"), "'model', which is not a name and a size"),
+        (lambda: meshes_of("model:2/-", 3), "the meshes 'model:2/-' are for 2 stages, but there are 3"),
+        (lambda: Plan.uniform(2, order=(0, 0)).with_mesh("model:2/-"), "worker 0 has several stages, with the meshes"),
         (lambda: Mesh("model:0"), "not a name and a size"),
         (lambda: Mesh("model:2,model:2"), "'model' twice"),
         (lambda: Layout("d_ff"), "'d_ff', which is not a rule"),
@@ -151,3 +146,59 @@ def test_a_plan_counts_ranks() -> None:
     plan = Plan.uniform(2, replicas=(2, 1)).with_mesh("data:2,model:2")
     assert (plan.workers, plan.ranks, plan.config) == (3, 12, "2x4-1x4")
     assert Plan.from_json(plan.to_json(), "the plan") == plan
+
+
+def test_each_stage_may_have_a_mesh() -> None:
+    plan = Plan.uniform(3, replicas=(2, 1, 1)).with_mesh("data:2/model:2/-")
+    plan = plan.with_layout(Layout("batch:data, d_ff:model"))
+    assert (plan.workers, plan.ranks, plan.config) == (4, 7, "2x2-1x2-1")
+    assert [(stage.mesh, stage.layout) for stage in plan.stages] == [
+        ("data:2", "batch:data"),
+        ("model:2", "d_ff:model"),
+        ("", ""),
+    ]
+    assert Plan.from_json(plan.to_json(), "the plan") == plan
+    assert [mesh.size for mesh in plan.placement.meshes(plan.meshes)] == [2, 2, 2, 1]
+
+
+def test_a_plan_without_meshes_and_layouts_can_be_read() -> None:
+    plan = Plan.uniform(2)
+    text = plan.to_json()
+    for field in ("mesh", "layout"):
+        text = re.sub(rf',?\s*"{field}": ""', "", text)
+    assert '"mesh"' not in text
+    assert Plan.from_json(text, "the plan") == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "ranks"),
+    [("", (), 2), ("model:4", (), 8), ("model:4/-/data:2", (), 7), ("data:2", (3, 1), 8), ("data:2/-", (3, 1), 7)],
+)
+def test_ranks_are_counted(text: str, workers: tuple[int, ...], ranks: int) -> None:
+    assert ranks_of(text, workers) == ranks
+
+
+def test_the_cut_of_a_boundary() -> None:
+    layout = Layout("batch:data, d_model:model", names={"blocks.3:out": "batch length d_model"})
+    named = Boundary(layout, "blocks.3", Mesh("data:2,model:2"), Mesh("model:2"))
+    assert named.cuts([(4, 3, 8), (4,)], 4) == [
+        Cut((4, 3, 8), (0, 2), (2,)),
+        Cut((4,), (0, None), (None,)),
+    ]
+    assert named.cuts([(3, 3, 8)], 3) == [Cut((3, 3, 8), (None, 2), (2,))]  # a smaller last batch
+    unnamed = Boundary(layout, "blocks.2", Mesh("data:2"), Mesh())
+    assert unnamed.cuts([(4, 3, 8), (7, 8), ()], 4) == [
+        Cut((4, 3, 8), (0,), ()),
+        Cut((7, 8), (None,), ()),
+        Cut((), (None,), ()),
+    ]
+    with pytest.raises(PlanError, match=r"the output of .blocks\.3. has 7 of 'd_model', which model:2"):
+        named.cuts([(4, 3, 7)], 4)
+
+
+@given(st.lists(moves(), max_size=3), st.sampled_from(["", '["l",["t",0]]', '"a|b"']))
+def test_cuts_travel_in_the_structure(
+    found: list[tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]], structure: str
+) -> None:
+    cuts = tuple(Cut(shape, sent, received) for shape, _, sent, _, received in found)
+    assert cuts_of(with_cuts(structure, cuts)) == (cuts, structure)

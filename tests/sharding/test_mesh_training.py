@@ -80,11 +80,29 @@ def _convolution() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     return layers, lambda size: torch.randn(size, 4, 6, 6)
 
 
+def _halves() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+    """The boundary lies between two layers that both cut its second dimension."""
+    return nn.Sequential(nn.Linear(D, 12), nn.Tanh(), nn.Linear(12, 4)), lambda size: torch.randn(size, D)
+
+
+def _tied() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+    layers = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 4))
+    layers[1].weight = layers[0].weight
+    return layers, lambda size: torch.randn(size, D)
+
+
 def _noise() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     return nn.Sequential(nn.Linear(D, D), Noise(), nn.Linear(D, 4)), lambda size: torch.randn(size, D)
 
 
-MODELS = {"mlp": _mlp, "attention": _attention, "convolution": _convolution, "noise": _noise}
+MODELS = {
+    "mlp": _mlp,
+    "attention": _attention,
+    "convolution": _convolution,
+    "noise": _noise,
+    "halves": _halves,
+    "tied": _tied,
+}
 NAMES = {
     "*.up.weight": "d_ff d_model",
     "*.up.bias": "d_ff",
@@ -97,6 +115,7 @@ NAMES = {
     "*.value.bias": "heads",
     "*.out.weight": "d_model heads",
 }
+HALVES = {"0.weight": "d_ff d_model", "0.bias": "d_ff", "2.weight": "d_model d_ff", "1:out": "batch d_ff"}
 CONVOLUTION = {
     "*.up.weight": "d_ff d_in high wide",
     "*.up.bias": "d_ff",
@@ -132,7 +151,8 @@ def _trained(case: Case, mesh: str) -> tuple[list[float], dict[str, torch.Tensor
     with pipeline:
         losses = [done.loss for done in pipeline.train(batches, epochs=2)]
         found = pipeline.evaluate(batches)
-        return losses, pipeline.state_dict(), found
+        outputs = {f"output {n}": one for n, one in enumerate(pipeline.predict(batches[-1:]))}
+        return losses, pipeline.state_dict() | outputs, found
 
 
 def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
@@ -205,6 +225,9 @@ CASES = (
     Case("mlp", "model:2/-", "d_ff:model", options=CLIPPED),
     Case("mlp", "-/data:2", "batch:data", "pipedream", None),
     Case("attention", "data:2/model:2", "batch:data, heads:model, d_ff:model", "gpipe"),
+    Case("halves", "model:2/-", "d_ff:model", "1f1b", options=CLIPPED, names=HALVES),
+    Case("halves", "data:2/model:2", "batch:data, d_ff:model", "pipedream", None, names=HALVES),
+    Case("mlp", "data:2/-", "batch:data", "pipedream_2bw", None, replicas=2),
 )
 
 
@@ -236,8 +259,12 @@ def test_meshes_train_as_single_ranks_do(case: Case) -> None:
         ),
         (Case("convolution", "model:2", "d_in:model, d_ff:model", stages=()), "would be cut twice over 'model'"),
         (Case("noise", "data:2", "batch:data", stages=()), "rand_like draws random numbers for a tensor of"),
+        (
+            Case("halves", "-/model:2", "d_ff:model", names=HALVES | {"1:out": "batch length d_ff"}),
+            r"the output of '1' has 3 names \(batch length d_ff\), but its shape is \(4, 12\)",
+        ),
     ],
-    ids=("gather", "optimizer", "legality", "random"),
+    ids=("gather", "optimizer", "legality", "random", "names"),
 )
 def test_what_a_mesh_refuses(case: Case, words: str) -> None:
     for end in processes.launch(_trained, case.ranks, case, case.mesh):
@@ -251,6 +278,14 @@ def test_a_layout_must_fit_the_model() -> None:
         _made(replace(case, names={"batch:out": "batch"}), "model:2")
     with pytest.raises(PlanError, match="the dimension 'data', which no rule uses"):
         _made(case, "data:2")
+
+
+def test_tied_weights_are_on_one_mesh() -> None:
+    case = Case("tied", "model:2/-", "d_ff:model", stages=(1,))
+    with pytest.raises(
+        PlanError, match=r"tied weights '0.weight' \(stages 0, 1\) would be on the meshes model:2 and -"
+    ):
+        _made(case, case.mesh)
 
 
 def test_a_worker_that_computes_with_weights_of_others_is_no_mesh() -> None:

@@ -1,0 +1,67 @@
+"""Channels between different meshes: each rank receives its part of what the ranks of the other worker have."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mesh_draws import MESHES, placements
+
+from pipedream.core.plan.boundary import Cut, with_cuts
+from pipedream.core.plan.mesh import Mesh, box_of, pieces
+from pipedream.runtime.comm.channel import LocalChannel, drain
+from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender
+from pipedream.runtime.comm.message import Content, Message
+
+
+def part(whole: torch.Tensor, mesh: Mesh, cut: tuple[int | None, ...], place: int) -> torch.Tensor:
+    box = box_of(tuple(whole.shape), cut, list(mesh.dimensions.values()), mesh.coordinates()[place])
+    return whole[tuple(slice(one.start, one.stop) for one in box)]
+
+
+@given(st.data())
+def test_each_rank_receives_its_part(data: st.DataObject) -> None:
+    pair = MeshPair(data.draw(MESHES), data.draw(MESHES))
+    shapes = data.draw(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=3))
+    wholes = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    draw: Any = data.draw
+    cuts = [
+        Cut(tuple(shape), placements(draw, pair.sender, len(shape)), placements(draw, pair.receiver, len(shape)))
+        for shape in shapes
+    ]
+    absent = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))  # gradients
+    wires = [[LocalChannel() for _ in range(pair.receiver.size)] for _ in range(pair.sender.size)]
+    senders = [MeshSender(pair, place, dict(enumerate(row))) for place, row in enumerate(wires)]
+    receivers = [
+        MeshReceiver(pair, place, {sender: row[place] for sender, row in enumerate(wires)})
+        for place in range(pair.receiver.size)
+    ]
+    for place, sender in enumerate(senders):
+        tensors = tuple(
+            None if missing else part(whole, pair.sender, cut.sent, place)
+            for whole, cut, missing in zip(wholes, cuts, absent, strict=True)
+        )
+        sender.send(Message(3, tensors=tensors, structure=with_cuts("", cuts), loss_weight=0.5, numbers=(1.0,)))
+        sender.send(Message(4, Content.END, flags=2))
+    for place, receiver in enumerate(receivers):
+        message = receiver.result()
+        assert (message.microbatch, message.loss_weight, message.numbers) == (3, 0.5, (1.0,))
+        for found, whole, cut, missing in zip(message.tensors, wholes, cuts, absent, strict=True):
+            if missing:
+                assert found is None
+            else:
+                assert found is not None
+                assert found.dtype == whole.dtype
+                assert torch.equal(found, part(whole, pair.receiver, cut.received, place))
+        assert receiver.result().content is Content.END
+    drain([*senders, *receivers])
+    moved = [
+        prod(map(len, piece.box))
+        for cut, missing in zip(cuts, absent, strict=True)
+        if not missing
+        for piece in pieces(cut.shape, pair.sender, cut.sent, pair.receiver, cut.received)
+    ]
+    assert sum(sender.sent_bytes for sender in senders) == 8 * sum(moved)
