@@ -465,7 +465,7 @@ class Pipeline:
         return self._session.status()
 
     def sent_bytes(self) -> dict[int, int]:
-        """Returns rank -> bytes sent. Every rank calls it."""
+        """Returns worker -> bytes sent, of its first rank. Every rank calls it."""
         return self._session.sent_bytes()
 
     def skipped_updates(self) -> tuple[int, ...]:

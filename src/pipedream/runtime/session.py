@@ -672,16 +672,17 @@ class Session:
 
     def _gathered(self, counts: Mapping[int, int]) -> dict[int, int]:
         rows = [json.loads(text) for text in gather_texts(json.dumps(counts), self._group)]
-        return {int(number): count for row in rows for number, count in row.items()}
+        return {int(number): count for row in reversed(rows) for number, count in row.items()}
 
     def any_rank(self, asked: bool) -> bool:
         """Returns whether a rank asks for something; every rank calls it."""
         return "yes" in gather_texts("yes" if asked else "", world_group() if self.distributed else None)
 
     def sent_bytes(self) -> dict[int, int]:
-        """Returns rank -> payload bytes; every rank calls it."""
-        sent = {worker.rank: sum(end.sent_bytes for end in worker.senders.values()) for worker in self.workers}
-        return self._gathered({self.rank: sent[self._worker_rank]} if self.distributed else sent)
+        """Returns worker -> payload bytes, of its first rank; every rank calls it."""
+        return self._gathered(
+            {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in self.workers}
+        )
 
     def skipped_updates(self) -> tuple[int, ...]:
         """Returns each stage's number; every rank calls it."""

@@ -348,7 +348,8 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
     if processes > 1 and count != processes:
         raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
     if planned not in (0, count):
-        raise PlanError(f"the plan {config} is for {planned} workers, {count} were asked for; plan again for {count}")
+        what = f"with the mesh {options.mesh} is for {planned} ranks" if options.mesh else f"is for {planned} workers"
+        raise PlanError(f"the plan {config} {what}, {count} were asked for; plan again for {count}")
     if options.cluster is not None and options.cluster.workers != count:
         raise PlanError(
             f"the cluster has {options.cluster.workers} workers, {count} were asked for; start as many as it has, or "
