@@ -6,9 +6,9 @@ import re
 from itertools import product
 
 import pytest
+from drawn import MESHES, placements
 from hypothesis import given
 from hypothesis import strategies as st
-from mesh_draws import MESHES, placements
 
 from pipedream import Cluster, Layout, Mesh, Plan
 from pipedream.core.errors import PlanError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
 
 
 def _outcomes(case: Case, mesh: str, *args: str) -> list[Outcome]:
-    ranks = pipedream.Mesh(mesh).size * (len(case.stages) + case.replicas)
+    ranks = replace(case, mesh=mesh).ranks
     return processes.results(_epoch, ranks, case, mesh, *args) if mesh else [_epoch(case, mesh, *args)]
 
 
@@ -135,6 +136,16 @@ def test_what_a_method_keeps_is_saved_in_pieces(case: Case, tmp_path: Path) -> N
     _written(saved)
     _check(_epoch(case, "", saved, saved), _epoch(case, "", single, single))
     _check(_outcomes(case, case.mesh, saved, saved)[0], _epoch(case, "", single, single))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_stages_with_different_meshes_are_saved_in_pieces(tmp_path: Path) -> None:
+    case = Case("mlp", "", "batch:data, d_ff:model", at_rest="data", options={"ema": 0.9})
+    single, saved = str(tmp_path / "single"), str(tmp_path / "saved")
+    _check(_outcomes(case, "model:2/-", "", saved)[0], _epoch(case, "", "", single))
+    _written(saved)
+    _check(_outcomes(case, "-/data:2", saved, saved)[0], _epoch(case, "", single, single))
 
 
 def _epoch_apart(case: Case, base: Path, before: bool, machine: list[int]) -> Outcome:

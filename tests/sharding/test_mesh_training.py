@@ -85,7 +85,7 @@ def _halves() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     return nn.Sequential(nn.Linear(D, 12), nn.Tanh(), nn.Linear(12, 4)), lambda size: torch.randn(size, D)
 
 
-def _tied() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _shared() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     layers = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 4))
     layers[1].weight = layers[0].weight
     return layers, lambda size: torch.randn(size, D)
@@ -101,7 +101,6 @@ MODELS = {
     "convolution": _convolution,
     "noise": _noise,
     "halves": _halves,
-    "tied": _tied,
 }
 NAMES = {
     "*.up.weight": "d_ff d_model",
@@ -281,7 +280,7 @@ def test_a_layout_must_fit_the_model() -> None:
 
 
 def test_tied_weights_are_on_one_mesh() -> None:
-    case = Case("tied", "model:2/-", "d_ff:model", stages=(1,))
+    case = Case(_shared, "model:2/-", "d_ff:model", stages=(1,))
     with pytest.raises(
         PlanError, match=r"tied weights '0.weight' \(stages 0, 1\) would be on the meshes model:2 and -"
     ):

@@ -1,4 +1,4 @@
-"""Drawn by hypothesis: registered methods on plans of any replicas, depth and update delay, with any costs."""
+"""Drawn by hypothesis: registered methods on plans of any replicas, depth and update delay, with any costs; meshes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.depth import raise_to_legal
+from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan, Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
@@ -188,3 +189,14 @@ def cases(draw: st.DrawFn) -> Case:
     except ScheduleError:  # it needs more microbatches for these replicas
         assume(False)
     return case
+
+
+MESHES = st.lists(st.integers(1, 3), max_size=2).map(
+    lambda sizes: Mesh(",".join(f"m{n}:{size}" for n, size in enumerate(sizes)))
+)
+
+
+def placements(draw: st.DrawFn, mesh: Mesh, dimensions: int) -> tuple[int | None, ...]:
+    """No dimension of the tensor is cut twice."""
+    free = draw(st.permutations([*range(dimensions), None, None]))
+    return tuple(free[: len(mesh.dimensions)])

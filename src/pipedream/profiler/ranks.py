@@ -123,7 +123,7 @@ class OneRank:
         def left(tensor: Any) -> Any:
             if not _is_part(tensor):
                 return tensor
-            part, placed = self._sharding.left(tensor, self._samples, whole=whole)
+            part, placed = self._sharding.left(tensor, whole=whole)
             self._entering.append(placed)
             return part
 
@@ -156,7 +156,7 @@ class OneRank:
             forwards.append(forward.found)
             backwards.append(backward.found)
             sent = (
-                self._sharding.leave(one.detach(), self._samples, whole=False)[0]
+                self._sharding.leave(one.detach(), self._sharding.batch_cut(one, self._samples))
                 for one in tree_flatten(inside)[0]
                 if _is_part(one)
             )
@@ -201,12 +201,15 @@ def _fake_mesh(mesh: Mesh, device: torch.device) -> Iterator[DeviceMesh]:
         sizes = list(mesh.dimensions.values())
         numbers = torch.arange(mesh.size).view(sizes)
         names = tuple(mesh.dimensions)
-        yield DeviceMesh.from_group(
+        made = DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],
             device.type,
             mesh=numbers if len(groups) > 1 else None,
             mesh_dim_names=names,
         )
+        # DTensor remembers what it has done on a mesh, and would use these groups on a real one that is equal.
+        made._thread_id, made._hash = -1, None
+        yield made
     finally:
         if joined:
             for group in groups:

@@ -298,8 +298,11 @@ class StageSharding:
     def cut_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
         """Returns the model's input, which every rank has whole, as a DTensor."""
         whole = DTensor.from_local(tensor, self._device_mesh, self._nowhere, run_check=False)
-        cut = self._layout.boundary(None, tensor.shape, samples, self.mesh, "the model's input")
-        return whole.redistribute(placements=_placed(cut))  # a slice
+        return whole.redistribute(placements=_placed(self.batch_cut(tensor, samples)))  # a slice
+
+    def batch_cut(self, tensor: torch.Tensor, samples: int) -> tuple[int | None, ...]:
+        """Returns how a tensor without names is cut where it enters or leaves the stage."""
+        return self._layout.boundary(None, tensor.shape, samples, self.mesh)
 
     def enter(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         """Returns a received part as a DTensor."""
@@ -324,7 +327,7 @@ class StageSharding:
         """Returns a part that `left` gave, as it was before."""
         return local if spec is None else _wrapped(local, _Part(spec, waits_for_update=False))
 
-    def left(self, tensor: torch.Tensor, samples: int, *, whole: bool) -> tuple[torch.Tensor, Any]:
+    def left(self, tensor: torch.Tensor, *, whole: bool) -> tuple[torch.Tensor, Any]:
         """Returns this rank's part of a value between two layers of a stage, and its placement.
 
         Partial sums are added up, and the model's output is made whole.
@@ -332,7 +335,7 @@ class StageSharding:
         if not isinstance(tensor, DTensor):
             return tensor, None
         if whole:
-            return self.leave(tensor, samples, whole=True)[0], None
+            return self.leave(tensor), None
         placed = [Replicate() if isinstance(one, Partial) else one for one in tensor.placements]
         tensor = tensor.redistribute(placements=placed)
         local = tensor.to_local(grad_placements=placed)

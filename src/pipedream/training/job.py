@@ -233,7 +233,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         plan = plan.with_depth(options.in_flight)
     if options.recompute:
         plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
-    plan = replace(plan, runtime=runtime)
+    plan = replace(plan, runtime=runtime).with_layout(recipe.layout or Layout())
     schedule, microbatches, compensation = job.schedule, job.microbatches, job.compensation
     if schedule == "auto":
         schedule, microbatches = asked_of(plan, None, microbatches)

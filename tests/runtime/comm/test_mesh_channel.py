@@ -6,9 +6,9 @@ from math import prod
 from typing import Any
 
 import torch
+from drawn import MESHES, placements
 from hypothesis import given
 from hypothesis import strategies as st
-from mesh_draws import MESHES, placements
 
 from pipedream.core.plan.boundary import Cut, with_cuts
 from pipedream.core.plan.mesh import Mesh, box_of, pieces
