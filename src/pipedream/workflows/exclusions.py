@@ -73,13 +73,13 @@ def _given(*names: str) -> dict[str, Test]:
     """Returns tests of whether each option has another value than its default."""
 
     def is_given(name: str) -> Test:
-        return lambda value: value not in (None, False, 0, (), [], _DEFAULTS.get(name))
+        return lambda value: value not in (None, False, 0, "", (), [], _DEFAULTS.get(name))
 
     return {name: is_given(name) for name in names}
 
 
 def _is_given(value: Any) -> bool:
-    return value not in (None, False, ())
+    return value not in (None, False, "", ())
 
 
 def _is(*values: Any) -> Test:
