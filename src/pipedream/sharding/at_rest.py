@@ -1,15 +1,17 @@
 """Weights that are whole only while a layer uses them (ZeRO-3, Rajbhandari et al. 2020, 5; torch's fully_shard).
 
 Each rank of a dimension of the mesh holds some rows of a weight, also in the versions that an asynchronous method
-keeps. A module that reads the weight gathers it; the gradient is summed and scattered. The graph keeps a reference in
-place of the gathered weight, and the backward gathers again.
+keeps. A module that reads the weight gathers it, with the weights next to it in the layer; the gradients are summed and
+scattered together. The graph keeps a reference in place of the gathered weight, and the backward gathers again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +19,15 @@ import torch.distributed as dist
 
 from pipedream.sharding.parts import like_part, local_part, spec_of
 
-__all__ = ["GatheredWeights", "LazyParameters", "Rows"]
+__all__ = ["GatheredWeights", "LazyParameters", "Resting", "Rows"]
 
 
 # The names of torch 2.13 on; the earlier ones warn there.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _sum_and_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_TOGETHER_BYTES = 8 << 20
+"""Of weights that one collective gathers: enough that the time to start it does not count."""
 
 
 class Rows:
@@ -33,31 +38,48 @@ class Rows:
     """
 
     def __init__(self, group: dist.ProcessGroup, rows: int) -> None:
-        self._group = group
-        self._rows = rows
-        self._each = -(-rows // group.size())
-        begin = group.rank() * self._each
-        self.here = range(min(begin, rows), min(begin + self._each, rows))
+        self.group = group
+        self.rows = rows
+        self.each = -(-rows // group.size())
+        begin = group.rank() * self.each
+        self.here = range(min(begin, rows), min(begin + self.each, rows))
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the whole tensor."""
-        whole = part.new_empty((self._each * self._group.size(), *part.shape[1:]))
-        _gather(whole, self._padded(part, self._each), group=self._group)
-        return whole[: self._rows]
+        return _gathered([self], [part])[0]
 
-    def sum(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's rows of the sum of all ranks' tensors."""
-        found = whole.new_empty((self._each, *whole.shape[1:]))
-        _sum_and_scatter(found, self._padded(whole, self._each * self._group.size()), group=self._group)
-        return found[: len(self.here)]
 
-    @staticmethod
-    def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        if tensor.shape[0] == rows:
-            return tensor.contiguous()
-        padded = tensor.new_zeros((rows, *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor
-        return padded
+def _gathered(rows: Sequence[Rows], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns whole tensors, by one collective."""
+    group = rows[0].group
+    mine, own = _buffer(1, rows, parts)
+    torch._foreach_copy_([place[0, : len(part)] for place, part in zip(own, parts, strict=True)], list(parts))
+    every, places = _buffer(group.size(), rows, parts)
+    _gather(every, mine, group=group)
+    return [place.flatten(0, 1)[: one.rows] for one, place in zip(rows, places, strict=True)]
+
+
+def _summed(rows: Sequence[Rows], wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns this rank's rows of the sums of all ranks' tensors, by one collective."""
+    group = rows[0].group
+    every, places = _buffer(group.size(), rows, wholes)
+    pairs = [
+        (place[at, : len(chunk)], chunk)
+        for one, place, whole in zip(rows, places, wholes, strict=True)
+        for at, chunk in enumerate(torch.split(whole, one.each))
+    ]
+    torch._foreach_copy_([place for place, _ in pairs], [chunk for _, chunk in pairs])
+    mine, own = _buffer(1, rows, wholes)
+    _sum_and_scatter(mine, every, group=group)
+    return [place[0, : len(one.here)] for one, place in zip(rows, own, strict=True)]
+
+
+def _buffer(ranks: int, rows: Sequence[Rows], like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns memory for the rows of some ranks, and in it each tensor's place: [ranks, rows of each, ...]."""
+    shapes = [(one.each, *tensor.shape[1:]) for one, tensor in zip(rows, like, strict=True)]
+    buffer = like[0].new_empty((ranks, sum(map(prod, shapes))))
+    columns = torch.split(buffer, list(map(prod, shapes)), 1)
+    return buffer, [column.view(ranks, *shape) for column, shape in zip(columns, shapes, strict=True)]
 
 
 class LazyParameters(dict[str, Any]):
@@ -68,50 +90,112 @@ class LazyParameters(dict[str, Any]):
         return found() if isinstance(found, _Reading) else found
 
 
-class _Reading:
-    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
-        self._read = read
+class Resting(NamedTuple):
+    """A weight at rest; `wrap` makes of the gathered one what the layers read."""
 
-    def __call__(self) -> torch.Tensor:
-        return self._read()
+    leaf: torch.Tensor
+    rows: Rows
+    wrap: Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def forward(ctx: Any, rows: Sequence[Rows], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.rows = rows
-        return rows.gather(part.detach())
+        ctx.set_materialize_grads(False)
+        return tuple(_gathered(rows, [part.detach() for part in parts]))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
-        return ctx.rows.sum(gradients[0]), None
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        used = [at for at, gradient in enumerate(gradients) if gradient is not None]
+        found: list[torch.Tensor | None] = [None] * len(gradients)
+        sums = _summed([ctx.rows[at] for at in used], [gradients[at] for at in used]) if used else ()
+        for at, total in zip(used, sums, strict=True):
+            found[at] = total
+        return None, *found
+
+
+class _Together:
+    """Weights of one forward that are gathered together.
+
+    Attributes:
+        read: what the layers read, while it is held.
+        wholes: the weights of a backward, while they are held.
+    """
+
+    def __init__(self, weights: list[Resting]) -> None:
+        self.weights = weights
+        self.read: list[torch.Tensor] = []
+        self.wholes: list[torch.Tensor] = []
+
+    def drop(self) -> None:
+        self.read, self.wholes = [], []
+
+
+class _Reading(NamedTuple):
+    """The place of a weight among those gathered together."""
+
+    gathered: GatheredWeights
+    together: _Together
+    at: int
+
+    def __call__(self) -> torch.Tensor:
+        return self.gathered.read(self)
 
 
 class _Saved(NamedTuple):
     """A view of a gathered weight, in a graph."""
 
-    leaf: torch.Tensor
-    rows: Rows
+    reading: _Reading
     view: tuple[torch.Size, tuple[int, ...], int]
     spec: Any  # of a DTensor; None for a plain tensor
 
 
 class GatheredWeights:
-    """The weights of a stage that are gathered now, known by their storage."""
+    """The weights of a stage that are gathered now: of each type those that were asked for last."""
 
     def __init__(self) -> None:
-        self._alive: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, Rows]] = {}
+        self._held: dict[torch.dtype, weakref.ref[_Together]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.Tensor], _Reading]] = {}
 
-    def reading(self, leaf: torch.Tensor, rows: Rows, wrap: Callable[[torch.Tensor], torch.Tensor]) -> _Reading:
-        """Returns what `LazyParameters` calls."""
+    def readings(self, weights: Iterable[Resting]) -> list[_Reading]:
+        """Returns for each weight of a forward what `LazyParameters` calls."""
+        found: list[_Reading] = []
+        rooms: dict[torch.dtype, tuple[int, _Together]] = {}
+        for weight in weights:
+            kind = weight.leaf.dtype
+            size_bytes = weight.rows.rows * weight.leaf.shape[1:].numel() * kind.itemsize
+            room, together = rooms.get(kind, (0, _Together([])))
+            if room < size_bytes:
+                room, together = _TOGETHER_BYTES, _Together([])
+            rooms[kind] = room - size_bytes, together
+            found.append(_Reading(self, together, len(together.weights)))
+            together.weights.append(weight)
+        return found
 
-        def read() -> torch.Tensor:
-            whole: torch.Tensor = _Gather.apply(leaf, rows)  # type: ignore[no-untyped-call]
-            key, read = whole.untyped_storage()._cdata, wrap(whole)
-            self._alive[key] = weakref.ref(read, lambda _: self._alive.pop(key, None)), leaf, rows
-            return read
+    def read(self, reading: _Reading) -> torch.Tensor:
+        """Returns what layers read of a weight."""
+        together = reading.together
+        if not together.read:
+            self._hold(together)
+            leaves, rows, wraps = zip(*together.weights, strict=True)
+            wholes = _Gather.apply(rows, *leaves)  # type: ignore[no-untyped-call]
+            together.read = [wrap(whole) for wrap, whole in zip(wraps, wholes, strict=True)]
+            for at, whole in enumerate(wholes):
+                key = whole.untyped_storage()._cdata
+                gone = weakref.ref(together.read[at], partial(self._forget, key))
+                self._storages[key] = gone, _Reading(self, together, at)
+        return together.read[reading.at]
 
-        return _Reading(read)
+    def _forget(self, key: int, _: object) -> None:
+        self._storages.pop(key, None)
+
+    def _hold(self, together: _Together) -> None:
+        kind = together.weights[0].leaf.dtype
+        before = self._held[kind]() if kind in self._held else None
+        if before is not None and before is not together:
+            before.drop()
+        self._held[kind] = weakref.ref(together)
 
     @contextmanager
     def kept_as_references(self) -> Iterator[None]:
@@ -123,26 +207,34 @@ class GatheredWeights:
             return pack(tensor) if found is None else found
 
         def unpacked(saved: Any) -> torch.Tensor:
-            return _unpacked(saved) if isinstance(saved, _Saved) else unpack(saved)
+            return self._unpacked(saved) if isinstance(saved, _Saved) else unpack(saved)
 
-        with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
-            yield
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
+                yield
+        finally:
+            for held in self._held.values():
+                if (together := held()) is not None:
+                    together.drop()
 
     def _packed(self, tensor: torch.Tensor) -> _Saved | None:
         local = local_part(tensor)
         if local.is_sparse or local.numel() == 0:
             return None
-        found = self._alive.get(local.untyped_storage()._cdata)
+        found = self._storages.get(local.untyped_storage()._cdata)
         if found is None:
             return None
-        _, leaf, rows = found
-        return _Saved(leaf, rows, (local.size(), local.stride(), int(local.storage_offset())), spec_of(tensor))
+        return _Saved(found[1], (local.size(), local.stride(), int(local.storage_offset())), spec_of(tensor))
+
+    def _unpacked(self, packed: _Saved) -> torch.Tensor:
+        together, at = packed.reading.together, packed.reading.at
+        if not together.wholes:
+            self._hold(together)
+            leaves, rows, _ = zip(*together.weights, strict=True)
+            together.wholes = _gathered(rows, [leaf.detach() for leaf in leaves])
+        size, stride, offset = packed.view
+        return like_part(together.wholes[at].as_strided(size, stride, offset), packed.spec)
 
 
 def _as_is(saved: Any) -> Any:
     return saved
-
-
-def _unpacked(packed: _Saved) -> torch.Tensor:
-    size, stride, offset = packed.view
-    return like_part(packed.rows.gather(packed.leaf.detach()).as_strided(size, stride, offset), packed.spec)

@@ -31,7 +31,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.plan.boundary import Cut
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Box, Mesh, box_of
-from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Rows
+from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Resting, Rows
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.parts import like_part, local_part
 
@@ -194,15 +194,18 @@ class StageSharding:
             module._parameters = LazyParameters(module._parameters)
 
     def weights(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Returns DTensors around the parts, whose gradients go to the leaves; of weights at rest, what reads them."""
-        found: dict[str, Any] = {}
-        for name, leaf in leaves.items():
-            part = self._weights[name]
-            if part.rows is None:
-                found[name] = _wrapped(leaf, part)
-            else:
-                found[name] = self._gathered.reading(leaf, part.rows, partial(_wrapped, part=part))
-        return found
+        """Returns DTensors around a layer's parts, whose gradients go to the leaves.
+
+        Of weights at rest it returns what gathers them, together with others of the layer.
+        """
+        resting = {
+            name: Resting(leaf, part.rows, partial(_wrapped, part=part))
+            for name, leaf in leaves.items()
+            for part in [self._weights[name]]
+            if part.rows is not None
+        }
+        reading = dict(zip(resting, self._gathered.readings(resting.values()), strict=True))
+        return {name: reading.get(name) or _wrapped(leaf, self._weights[name]) for name, leaf in leaves.items()}
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts its part of a weight in the norm: of equal parts the first does."""

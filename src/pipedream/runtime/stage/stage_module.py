@@ -175,6 +175,10 @@ class StageModule:
             for slot, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in known
         ]
+        self._names_by_layer: list[list[str]] = []
+        left = dict(known)
+        for _, layer in layers:
+            self._names_by_layer.append([left.pop(id(one)) for one in layer.parameters() if id(one) in left])
         every = [pair for name, layer in layers for pair in layer.named_parameters(name)]
         self._frozen = [(name, parameter) for name, parameter in every if not parameter.requires_grad]
         # Recurrent layers have a second list of their weights, which need one buffer on a GPU.
@@ -393,7 +397,12 @@ class StageModule:
 
     def _inside(self, leaves: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """What the layers see of the weights."""
-        return leaves if self.sharding is None else self.sharding.weights(leaves)
+        if self.sharding is None:
+            return leaves
+        found: dict[str, torch.Tensor] = {}
+        for names in self._names_by_layer:
+            found |= self.sharding.weights({name: leaves[name] for name in names})
+        return found
 
     def _set_parameters(self, leaves: Any) -> None:
         for parameters, slot, name in self._slots:
