@@ -110,7 +110,7 @@ class OneRank:
             for slots, slot, name in self._slots:
                 if name in weights:
                     slots[slot] = weights[name]
-            with self._sharding.running():
+            with self._sharding.running("forward"):
                 return layer(**arguments) if isinstance(arguments, Mapping) else layer(*arguments)
         finally:
             for slots, slot, parameter in own:

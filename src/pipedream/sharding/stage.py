@@ -282,19 +282,16 @@ class StageSharding:
     # -- activations ----------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Context of a forward: plain tensors count as whole, and some operators have rules of their own."""
-        references = nullcontext() if self._rest is None else self._gathered.kept_as_references()
-        with implicit_replication(), LocalRules(), self.checked("forward"), references:
-            yield
+    def running(self, what: str) -> Iterator[None]:
+        """Context of a pass: plain tensors count as whole, and some operators have rules of their own.
 
-    @contextmanager
-    def checked(self, what: str) -> Iterator[None]:
-        """Context of a forward or a backward; the first is checked for hidden gathers."""
-        if what in self._checked:
-            yield
-            return
-        with NoHiddenGathers():
+        Args:
+            what: "forward", "backward" or "weights' backward"; the first of each is checked for hidden gathers.
+        """
+        keeps = what == "forward" and self._rest is not None
+        references = self._gathered.kept_as_references() if keeps else nullcontext()
+        check = nullcontext() if what in self._checked else NoHiddenGathers()
+        with implicit_replication(), LocalRules(), check, references:
             yield
         self._checked.add(what)
 

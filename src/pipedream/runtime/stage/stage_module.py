@@ -211,7 +211,7 @@ class StageModule:
         storages = {} if self._checked else _storages(leaves)
         self._set_parameters(self._inside(leaves))
         try:
-            with self.casting(), _NOTHING if self.sharding is None else self.sharding.running():
+            with self.casting(), self._running("forward"):
                 for name, layer, call, is_slice, never in self._calls:
                     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
                     if hooked or not never:
@@ -330,8 +330,7 @@ class StageModule:
             if outputs:
                 weights.ready = ready
                 # As torch.autograd.backward, which takes 8 us for checks: the next stage's messages have their shapes.
-                checked = _NOTHING if self.sharding is None else self.sharding.checked("backward")
-                with auxiliary_scale(saved.auxiliary_scale), checked:
+                with auxiliary_scale(saved.auxiliary_scale), self._running("backward"):
                     _engine_run_backward(
                         outputs, arrived, False, False, (), allow_unreachable=True, accumulate_grad=True
                     )
@@ -346,7 +345,7 @@ class StageModule:
         """Returns the gradients of the received tensors only; frees what `backward_weights` does not need."""
         outputs, arrived = _with_gradients(saved, gradients)
         entries = [GradientEdge(node, 0) for node in saved.graph_inputs]
-        with auxiliary_scale(saved.auxiliary_scale):
+        with auxiliary_scale(saved.auxiliary_scale), self._running("backward"):
             back, saved.deferred = split_backward(outputs, arrived, entries)
         saved.graph_inputs = ()
         saved.outputs = ()
@@ -367,7 +366,7 @@ class StageModule:
         leaves = self._begin_backward(weights, accumulators)
         try:
             numbers = {leaf: number for number, leaf in enumerate(leaves)}
-            with auxiliary_scale(saved.auxiliary_scale):
+            with auxiliary_scale(saved.auxiliary_scale), self._running("weights' backward"):
                 for leaf in saved.deferred.run():
                     if ready is not None and leaf in numbers and leaf.grad is not None:
                         gradient, leaf.grad = leaf.grad, None
@@ -417,6 +416,10 @@ class StageModule:
                 attributes.pop("flatten_parameters", None)
             else:  # it would move the leaves away from the handles
                 attributes["flatten_parameters"] = _flatten_nothing
+
+    def _running(self, what: str) -> AbstractContextManager[None]:
+        """Context of a pass on a mesh."""
+        return _NOTHING if self.sharding is None else self.sharding.running(what)
 
     def casting(self) -> AbstractContextManager[Any]:
         """Context of the layers and the loss."""
