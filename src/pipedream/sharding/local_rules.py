@@ -7,7 +7,8 @@ operands are possible, how the result is placed then, and how the gradients of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -73,12 +74,16 @@ def computed_on_parts(
     return tuple(DTensor.from_local(one, mesh, placed, run_check=False) for one, *placed in several)
 
 
-def _dropout(x: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(
+    function: Callable[..., torch.Tensor], x: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
     """Draws the mask of the whole tensor on every rank, so that the numbers are those of one process."""
     if not training or p == 0.0:
         return x
     x = _summed(x)
-    mask = F.dropout(torch.ones(x.shape, dtype=x.dtype, device=x.device), p)
+    # The strides decide which element gets which number.
+    ones = torch.ones_like(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), device=x.device)
+    mask = function(ones, p)
     cut = distribute_tensor(mask, x.device_mesh, x.placements, src_data_rank=None)
     return x.mul_(cut) if inplace else x * cut
 
@@ -101,6 +106,16 @@ def _convolution(function: Callable[..., torch.Tensor], x: Any, weight: Any, bia
     operands = _summed(x).redistribute(placements=placed), weight
     found = computed_on_parts(function.__name__, _CONVOLUTION, lambda x, w: function(x, w, None, *rest), operands)
     return found if bias is None else found + bias.view(1, -1, *[1] * (found.dim() - 2))
+
+
+_BY_CHANNEL: _Table = {(at,): (at, (at,)) for at in (_WHOLE, Shard(0), Shard(1))}
+
+
+def _by_channel(function: Callable[..., torch.Tensor], x: DTensor, *rest: Any, **options: Any) -> Any:
+    """A function of each channel of each sample."""
+    return computed_on_parts(
+        function.__name__, _BY_CHANNEL, lambda part: function(part, *rest, **options), [_summed(x)]
+    )
 
 
 def attention(
@@ -264,18 +279,22 @@ def as_dtensors(*operands: Any) -> list[DTensor]:
 
 
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.dropout: _dropout,
     F.batch_norm: _batch_norm,
     F.scaled_dot_product_attention: attention,
-    **{function: partial(_convolution, function) for function in (F.conv1d, F.conv2d, F.conv3d)},
+    **{one: partial(_dropout, one) for one in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)},
+    **{one: partial(_convolution, one) for one in (F.conv1d, F.conv2d, F.conv3d)},
     **{one: partial(_recurrent, one) for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    **{
+        one: partial(_by_channel, one)
+        for one in (
+            *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
+            *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.interpolate),
+        )
+    },
 }
 
 
 _RANDOM = {
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
     F.alpha_dropout,
     F.feature_alpha_dropout,
     F.rrelu,
@@ -342,6 +361,17 @@ def _with_sums(value: Any) -> Any:
     return _summed(value) if isinstance(value, DTensor) else value
 
 
+@cache
+def _opened(function: Any) -> Any:
+    """Returns torch's function so that modes see the functions that it calls."""
+    seen = {name: lambda *operands: False for name in function.__globals__ if name.startswith("has_torch_function")}
+    opened = FunctionType(
+        function.__code__, function.__globals__ | seen, function.__name__, function.__defaults__, function.__closure__
+    )
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
 class LocalRules(TorchFunctionMode):
     """Replaces torch's functions on DTensors by those of this file; others get partial sums only as they can use."""
 
@@ -351,6 +381,9 @@ class LocalRules(TorchFunctionMode):
         named, rule = kwargs or {}, _RULES.get(func)
         if rule is not None and any(isinstance(one, DTensor) for one in (*args, *named.values())):
             return rule(*args, **named)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _opened(func)(*args, **named)
         if func in _RANDOM:
             _check_whole(func.__name__, (*args, *named.values()))
         if not _keeps_sums(func, args):
