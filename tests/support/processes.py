@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["End", "launch", "results"]
+__all__ = ["End", "Team", "launch", "results"]
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,90 @@ def _work(pipe: Connection, rank: int, workers: int, port: int, function: Callab
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
     pipe.send_bytes(b"met")
+    answer = _answer(function, args)
+    pipe.send_bytes(answer)
+    pipe.close()
+    if pickle.loads(answer)[1] is not None:
+        raise SystemExit(1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _answer(function: Callable[..., Any], args: Any) -> bytes:
+    """Returns what a function returned and what it raised."""
     try:
-        answer = pickle.dumps((function(*args), None))
-        code = 0
+        return pickle.dumps((function(*args), None))
     except BaseException as error:
-        code = 1
         try:
             answer = pickle.dumps((None, error))
             pickle.loads(answer)
+            return answer
         except Exception:  # an exception that cannot travel
-            answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
-    pipe.send_bytes(answer)
-    pipe.close()
-    if code:
-        raise SystemExit(code)
-    dist.barrier()
-    dist.destroy_process_group()
+            return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+class Team:
+    """Processes that stay for many calls; after an exception, or past the time, others take their place.
+
+    Args:
+        workers: processes.
+    """
+
+    def __init__(self, workers: int, timeout_s: float = 60.0) -> None:
+        self.workers = workers
+        self._timeout_s = timeout_s
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[End]:
+        """Runs ``function(*args)`` in all of them; never raises what they raise."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        start = time.monotonic()
+        ends = []
+        for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True)):
+            value: Any = None
+            error: BaseException | None = TimeoutError(f"rank {rank} did not end within {self._timeout_s} s")
+            if pipe.poll(max(0.0, start + self._timeout_s - time.monotonic())):
+                try:
+                    value, error = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    process.join(timeout=10.0)
+                    error = RuntimeError(f"rank {rank} died with {process.exitcode}")
+            ends.append(End(value, error, process.exitcode, time.monotonic() - start))
+        if any(end.error is not None for end in ends):
+            self.close()
+        return ends
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pipedream.pipeline"])
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        for rank in range(self.workers):
+            here, there = context.Pipe()
+            args = there, rank, self.workers, self._store.port
+            self._processes.append(context.Process(target=_serve, args=args, daemon=True))
+            self._processes[-1].start()
+            there.close()
+            self._pipes.append(here)
+
+
+def _serve(pipe: Connection, rank: int, workers: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        pipe.send_bytes(_answer(function, args))
