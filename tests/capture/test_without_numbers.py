@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import HF
+from models import HF
 from own_models import OWN
 from torch import Tensor, nn
 

@@ -1,6 +1,6 @@
 """Small models of all kinds, written as their users write them: none is made for a pipeline.
 
-Each trains in a plain loop in float64 and takes a few milliseconds per step. `hf_models` has those of transformers.
+Each trains in a plain loop in float64 and takes a few milliseconds per step. `models` has those of transformers too.
 """
 
 from __future__ import annotations
