@@ -89,7 +89,7 @@ def _moved() -> int:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_change_of_a_cut_keeps_numbers_and_gradients() -> None:
-    assert processes.results(_moved, 4) == [160] * 4
+    assert processes.kept(4).results(_moved) == [160] * 4
 
 
 def _kinds() -> list[list[str]]:
@@ -116,7 +116,7 @@ def _kinds() -> list[list[str]]:
 def test_slices_are_free_and_come_first() -> None:
     exchange, gather = "all_to_all_single", "all_gather_into_tensor"
     wanted = [[], [exchange], [exchange], [gather, exchange], [gather, gather], []]
-    assert processes.results(_kinds, 4) == [wanted] * 4
+    assert processes.kept(4).results(_kinds) == [wanted] * 4
 
 
 def _attended() -> tuple[int, str]:
@@ -165,7 +165,7 @@ def _attended() -> tuple[int, str]:
 @pytest.mark.filterwarnings("ignore")
 def test_attention_is_cut_by_batch_heads_or_length() -> None:
     """With masks that are learned or not, also where only the queries are cut."""
-    for count, refused in processes.results(_attended, 4):
+    for count, refused in processes.kept(4).results(_attended):
         assert count > 100
         assert "2 ranks cut the length, which then cut the heads instead, but there are 3 heads" in refused
 
@@ -188,7 +188,7 @@ def test_a_pipeline_cuts_the_length_where_the_model_says() -> None:
     """What the model gathers itself is no hidden gather."""
     case = Case(_long, "model:2", "length:model", "pipedream", None)
     losses, weights, scores = _trained(case, "")
-    (found, state, seen), _ = processes.results(_trained, case.ranks, case, case.mesh)[::2]
+    (found, state, seen), _ = processes.kept(case.ranks).results(_trained, case, case.mesh)[::2]
     assert found == pytest.approx(losses, abs=1e-10)
     assert seen == pytest.approx(scores, abs=1e-10)
     for name, tensor in state.items():

@@ -68,7 +68,7 @@ def _epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
 
 def _outcomes(case: Case, mesh: str, *args: str) -> list[Outcome]:
     ranks = replace(case, mesh=mesh).ranks
-    return processes.results(_epoch, ranks, case, mesh, *args) if mesh else [_epoch(case, mesh, *args)]
+    return processes.kept(ranks).results(_epoch, case, mesh, *args) if mesh else [_epoch(case, mesh, *args)]
 
 
 def _check(found: Outcome, wanted: Outcome) -> None:

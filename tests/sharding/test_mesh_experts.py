@@ -72,7 +72,7 @@ def _all_trained() -> list[Trained]:
 @pytest.mark.filterwarnings("ignore")
 def test_experts_on_meshes_train_as_in_one_process() -> None:
     """Also the last minibatch, whose microbatches are cut or not; its processes train all cases, one after another."""
-    outcomes = processes.results(_all_trained, 4, timeout_s=180.0)[0]
+    outcomes = processes.kept(4).results(_all_trained, timeout_s=180.0)[0]
     for (name, case), (losses, state, scores) in zip(CASES.items(), outcomes, strict=True):
         wanted, weights, seen = _trained(case, "")
         assert losses == pytest.approx(wanted, abs=1e-10), name
@@ -132,7 +132,7 @@ def test_every_cut_of_a_layer_keeps_numbers_losses_and_gradients() -> None:
     cut, none = "(Shard(dim=0), Replicate())", "Replicate())"
     wanted = [cut, "(Shard(dim=0), Partial(sum))", f"(Partial(sum), {none}", "(Shard(dim=0), Partial(sum))",
               "(Partial(sum), Shard(dim=0))", f"(Partial(sum), {none}"]  # fmt: skip
-    assert processes.results(_layers, 4) == [[one for one in wanted for _ in range(2)]] * 4
+    assert processes.kept(4).results(_layers) == [[one for one in wanted for _ in range(2)]] * 4
 
 
 @pytest.mark.processes
@@ -163,4 +163,4 @@ def _auxiliary() -> tuple[float, ...]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_an_auxiliary_loss_of_a_cut_tensor_joins_the_objective() -> None:
-    assert processes.results(_auxiliary, 2) == [(2.0, 3.0, 4.0, 5.0)] * 2
+    assert processes.kept(2).results(_auxiliary) == [(2.0, 3.0, 4.0, 5.0)] * 2

@@ -56,7 +56,7 @@ def _all_trained() -> list[Any]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_recurrent_layers_cut_by_batch_train_as_in_one_process() -> None:
-    outcomes = processes.results(_all_trained, 4, timeout_s=120.0)[0]
+    outcomes = processes.kept(4).results(_all_trained, timeout_s=120.0)[0]
     for (name, case), (losses, state, scores) in zip(CASES.items(), outcomes, strict=True):
         wanted, weights, seen = _trained(case, "")
         assert losses == pytest.approx(wanted, abs=1e-10), name

@@ -235,7 +235,7 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_meshes_train_as_single_ranks_do(case: Case) -> None:
     losses, weights, scores = _trained(case, "")
-    for rank, (found, state, seen) in enumerate(processes.results(_trained, case.ranks, case, case.mesh)):
+    for rank, (found, state, seen) in enumerate(processes.kept(case.ranks).results(_trained, case, case.mesh)):
         assert found == pytest.approx(losses, abs=1e-10), rank
         assert seen == pytest.approx(scores, abs=1e-10), rank
         assert state.keys() == (weights.keys() if rank == 0 else set())

@@ -10,17 +10,18 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["End", "Team", "launch", "results"]
+__all__ = ["End", "kept", "launch", "results", "values"]
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,15 @@ def results(function: Callable[..., Any], workers: int, *args: Any, timeout_s: f
     """Returns what the function returned in each process; raises the first exception of any."""
     ends = launch(function, workers, *args, timeout_s=timeout_s)
     for rank, end in enumerate(ends):
+        assert end.error is not None or end.exit_code == 0, f"rank {rank} ended with {end.exit_code}"
+    return values(ends)
+
+
+def values(ends: Sequence[End]) -> list[Any]:
+    """Returns what the processes returned; raises the first exception of any."""
+    for end in ends:
         if end.error is not None:
             raise end.error
-        assert end.exit_code == 0, f"rank {rank} ended with {end.exit_code}"
     return [end.value for end in ends]
 
 
@@ -118,6 +125,12 @@ def _answer(function: Callable[..., Any], args: Any) -> bytes:
             return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
 
 
+@cache
+def kept(workers: int) -> Team:
+    """Returns processes that stay for the tests of a session: four take two seconds to start."""
+    return Team(workers)
+
+
 class Team:
     """Processes that stay for many calls; after an exception, or past the time, others take their place.
 
@@ -125,13 +138,16 @@ class Team:
         workers: processes.
     """
 
-    def __init__(self, workers: int, timeout_s: float = 60.0) -> None:
+    def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[End]:
+    def results(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Returns what the function returned in each process; raises the first exception of any."""
+        return values(self.launch(function, *args, timeout_s=timeout_s))
+
+    def launch(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[End]:
         """Runs ``function(*args)`` in all of them; never raises what they raise."""
         if not self._processes:
             self._start()
@@ -141,8 +157,8 @@ class Team:
         ends = []
         for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True)):
             value: Any = None
-            error: BaseException | None = TimeoutError(f"rank {rank} did not end within {self._timeout_s} s")
-            if pipe.poll(max(0.0, start + self._timeout_s - time.monotonic())):
+            error: BaseException | None = TimeoutError(f"rank {rank} did not end within {timeout_s} s")
+            if pipe.poll(max(0.0, start + timeout_s - time.monotonic())):
                 try:
                     value, error = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
