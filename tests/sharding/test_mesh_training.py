@@ -221,6 +221,8 @@ CASES = (
         options={"clip_grad_norm": 0.1, "clip": "local"},
     ),
     Case("attention", "data:2,model:2", "batch:data, heads:model, d_ff:model", "gpipe", stages=(), at_rest="data"),
+    Case("mlp", "data:2", "batch:data", "pipelined_backprop", None, at_rest="data"),
+    Case("attention", "data:2", "batch:data", "timeprest", 2, at_rest="data"),
     Case("mlp", "model:2/-", "d_ff:model", options=CLIPPED),
     Case("mlp", "-/data:2", "batch:data", "pipedream", None),
     Case("attention", "data:2/model:2", "batch:data, heads:model, d_ff:model", "gpipe"),

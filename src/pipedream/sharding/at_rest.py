@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from pipedream.sharding.parts import like_part, local_part, spec_of
 
-__all__ = ["GatheredWeights", "LazyParameters", "Resting", "Rows"]
+__all__ = ["GatheredWeights", "LazyParameters", "Resting", "Rows", "WithReferences"]
 
 
 # The names of torch 2.13 on; the earlier ones warn there.
@@ -119,12 +120,14 @@ class _Together:
     """Weights of one forward that are gathered together.
 
     Attributes:
+        saved: this rank's parts as the hooks of the forward have packed them.
         read: what the layers read, while it is held.
         wholes: the weights of a backward, while they are held.
     """
 
     def __init__(self, weights: list[Resting]) -> None:
         self.weights = weights
+        self.saved: list[Any] = []
         self.read: list[torch.Tensor] = []
         self.wholes: list[torch.Tensor] = []
 
@@ -197,43 +200,56 @@ class GatheredWeights:
             before.drop()
         self._held[kind] = weakref.ref(together)
 
+    def drop(self) -> None:
+        """Frees the gathered weights."""
+        for held in self._held.values():
+            if (together := held()) is not None:
+                together.drop()
+
     @contextmanager
     def kept_as_references(self) -> Iterator[None]:
-        """Context of a forward whose graph refers to gathered weights; other tensors go to the hooks around it."""
+        """Context of a forward whose graph refers to gathered weights.
+
+        The hooks around it get other tensors, and of a gathered weight this rank's part. So the backward gathers what
+        they give it, which may be another version.
+        """
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_is, _as_is)
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._packed, pack), WithReferences(self, unpack)):
+            yield
 
-        def packed(tensor: torch.Tensor) -> Any:
-            found = self._packed(tensor)
-            return pack(tensor) if found is None else found
-
-        def unpacked(saved: Any) -> torch.Tensor:
-            return self._unpacked(saved) if isinstance(saved, _Saved) else unpack(saved)
-
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
-                yield
-        finally:
-            for held in self._held.values():
-                if (together := held()) is not None:
-                    together.drop()
-
-    def _packed(self, tensor: torch.Tensor) -> _Saved | None:
+    def _packed(self, pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         local = local_part(tensor)
-        if local.is_sparse or local.numel() == 0:
-            return None
-        found = self._storages.get(local.untyped_storage()._cdata)
+        found = None if local.is_sparse or not local.numel() else self._storages.get(local.untyped_storage()._cdata)
         if found is None:
-            return None
+            return pack(tensor)
+        together = found[1].together
+        together.saved = together.saved or [pack(weight.leaf) for weight in together.weights]
         return _Saved(found[1], (local.size(), local.stride(), int(local.storage_offset())), spec_of(tensor))
 
-    def _unpacked(self, packed: _Saved) -> torch.Tensor:
+    def unpacked(self, packed: _Saved, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Returns a view of a gathered weight."""
         together, at = packed.reading.together, packed.reading.at
         if not together.wholes:
             self._hold(together)
-            leaves, rows, _ = zip(*together.weights, strict=True)
-            together.wholes = _gathered(rows, [leaf.detach() for leaf in leaves])
+            rows = [weight.rows for weight in together.weights]
+            together.wholes = _gathered(rows, [unpack(part).detach() for part in together.saved])
         size, stride, offset = packed.view
         return like_part(together.wholes[at].as_strided(size, stride, offset), packed.spec)
+
+
+@dataclass(frozen=True)
+class WithReferences:
+    """Unpacks what a forward with weights at rest has saved.
+
+    Attributes:
+        around: unpacks what the hooks around it have packed.
+    """
+
+    gathered: GatheredWeights
+    around: Callable[[Any], torch.Tensor]
+
+    def __call__(self, saved: Any) -> torch.Tensor:
+        return self.gathered.unpacked(saved, self.around) if isinstance(saved, _Saved) else self.around(saved)
 
 
 def _as_is(saved: Any) -> Any:

@@ -292,7 +292,10 @@ class StageSharding:
         references = self._gathered.kept_as_references() if keeps else nullcontext()
         check = nullcontext() if what in self._checked else NoHiddenGathers()
         with implicit_replication(), LocalRules(), check, references:
-            yield
+            try:
+                yield
+            finally:
+                self._gathered.drop()
         self._checked.add(what)
 
     def cut_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:

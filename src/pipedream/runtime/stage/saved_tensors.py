@@ -30,6 +30,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.stage.split_backward import saved_by
 from pipedream.runtime.stage.versions import WeightSet
+from pipedream.sharding.at_rest import WithReferences
 from pipedream.sharding.parts import like_part, local_part, spec_of
 
 __all__ = ["SavedTensorHooks"]
@@ -119,7 +120,9 @@ class SavedTensorHooks:
         """Raises a `ScheduleError` if a tensor that a graph needs avoids these hooks; names the operation."""
         for node in _nodes(outputs):
             asked = "the backward rule 'graph' uses the activations of the forward and"
-            if isinstance(node, _CHECKPOINT) or any(s.unpack_hook not in (None, self._unpack) for s in saved_by(node)):
+            hooks = [s.unpack_hook for s in saved_by(node)]
+            hooks = [hook.around if isinstance(hook, WithReferences) else hook for hook in hooks]
+            if isinstance(node, _CHECKPOINT) or any(hook not in (None, self._unpack) for hook in hooks):
                 raise ScheduleError(
                     f"{asked} the newest weights, but {node.name()} recomputes what it has saved, or takes it from "
                     f"elsewhere (checkpoint, save_on_cpu); take {_RECOMPUTE}, or remove that"
@@ -251,7 +254,9 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made: dict[str, str] = {}
         for place in read:
             made |= dict.fromkeys(self._weights.get(place, ()), name.removeprefix("aten::")) | self._made.get(place, {})
-        written = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
+        named = zip(args, func._schema.arguments, strict=False)
+        changed = [value for value, known in named if known.alias_info is not None and known.alias_info.is_write]
+        written = [item for item in tree_leaves((result, changed)) if isinstance(item, torch.Tensor)]
         is_activation = any(place in self._activations for place in read)
         for item in written:
             place = _place(item)
