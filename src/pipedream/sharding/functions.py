@@ -73,10 +73,13 @@ def replicate(t: torch.Tensor) -> torch.Tensor:
 
 
 def summed(t: DTensor) -> DTensor:
-    """Adds up what is a partial sum still."""
+    """Adds up what is a partial sum still, and its gradient too, which goes to what has been cut."""
     if not any(isinstance(one, Partial) for one in t.placements):
         return t
-    return t.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in t.placements])
+    found = t.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in t.placements])
+    if found.requires_grad:
+        found.register_hook(summed)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _moved(t: DTensor, wanted: list[Placement]) -> DTensor:
