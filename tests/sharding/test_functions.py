@@ -136,14 +136,16 @@ def _attended() -> tuple[int, str]:
             drawn = (
                 torch.randn(mask, dtype=torch.float64) if isinstance(mask, tuple) else torch.rand(length, keys) > 0.4
             )
-            options = {"is_causal": mask == "causal", "enable_gqa": heads == 2}
+            options = {"is_causal": mask == "causal", "enable_gqa": heads == 2, "dropout_p": 0.3 * (count % 3 == 0)}
             learned = [drawn] if isinstance(mask, tuple) else []
             other = {} if mask in (None, "causal") or learned else {"attn_mask": drawn}
             plain = [one.clone().requires_grad_() for one in (q, k, v, *learned)]
+            torch.manual_seed(count)
             wanted = attention(*plain, **options, **other)
             gradients = torch.autograd.grad((wanted * weight).sum(), plain)
             leaves = [_cut(one, (WHOLE, WHOLE)).requires_grad_() for one in (q, k, v, *learned)]
             inside = [shard(one, _cuts(placed)) for one in leaves[: 1 if crossed else 3]]
+            torch.manual_seed(count)
             with LocalRules(), NoHiddenGathers():
                 function = attention if count % 2 else F.scaled_dot_product_attention
                 found: Any = function(*inside, *leaves[len(inside) :], **options, **other)
@@ -164,7 +166,7 @@ def _attended() -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_attention_is_cut_by_batch_heads_or_length() -> None:
-    """With masks that are learned or not, also where only the queries are cut."""
+    """With dropout or not, and masks that are learned or not, also where only the queries are cut."""
     for count, refused in processes.kept(4).results(_attended):
         assert count > 100
         assert "2 ranks cut the length, which then cut the heads instead, but there are 3 heads" in refused

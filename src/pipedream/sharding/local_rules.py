@@ -113,9 +113,8 @@ _BY_CHANNEL: _Table = {(at,): (at, (at,)) for at in (_WHOLE, Shard(0), Shard(1))
 
 def _by_channel(function: Callable[..., torch.Tensor], x: DTensor, *rest: Any, **options: Any) -> Any:
     """A function of each channel of each sample."""
-    return computed_on_parts(
-        function.__name__, _BY_CHANNEL, lambda part: function(part, *rest, **options), [_summed(x)]
-    )
+    name = getattr(function, "__name__", "a normalization")
+    return computed_on_parts(name, _BY_CHANNEL, lambda part: function(part, *rest, **options), [_summed(x)])
 
 
 def attention(
@@ -134,15 +133,13 @@ def attention(
     instead, and another one afterwards the length again (DeepSpeed-Ulysses, Jacobs et al. 2023, 3).
 
     Raises:
-        PlanError: the ranks that cut the length do not divide the heads, or there is dropout and something is cut.
+        PlanError: the ranks that cut the length do not divide the heads.
     """
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if not any(isinstance(one, DTensor) for one in (query, key, value)):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
     query, key, value = (_summed(one) for one in as_dtensors(query, key, value))
     mesh, length, heads = query.device_mesh, query.dim() - 2, query.dim() - 3
-    if dropout_p:
-        _check_whole("attention with dropout", (query, key, value))
     for at in range(mesh.ndim):  # slices, where only some are cut
         cut = next((one.placements[at] for one in (query, key, value) if one.placements[at] != _WHOLE), _WHOLE)
         query, key, value = (
@@ -151,6 +148,10 @@ def attention(
         )
     over = [at for at, placed in enumerate(query.placements) if placed == Shard(length)]
     mask = None if attn_mask is None else _mask_part(attn_mask, query, over)
+    noise = None
+    if dropout_p:  # every rank draws for all heads, as one process does
+        sizes = (*query.shape[:-1], key.shape[length])
+        noise = _mask_part(F.dropout(torch.ones(sizes, dtype=query.dtype, device=query.device), dropout_p), query, over)
     groups = [mesh.get_group(at) for at in over]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -165,13 +166,39 @@ def attention(
                 all_to_all(one, group, length, heads, whole.shape[length])
                 for one, whole in ((q, query), (k, key), (v, value))
             )
-        found = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, **options)
+        if noise is None:
+            found = F.scaled_dot_product_attention(q, k, v, mask, **options)
+        else:
+            found = _attention_with(noise, q, k, v, mask, **options)
         for group in groups:
             found = all_to_all(found, group, heads, length, found.shape[heads] * group.size())
         return found
 
     table: _Table = {(placed,) * 3: (placed, (placed,) * 3) for placed in (_WHOLE, *map(Shard, range(length + 1)))}
     return computed_on_parts("attention", table, attend, (query, key, value), (*query.shape[:-1], value.shape[-1]))
+
+
+def _attention_with(
+    noise: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Returns `F.scaled_dot_product_attention` whose probabilities are multiplied by noise."""
+    if enable_gqa:
+        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    nothing = scores.isneginf().all(-1, keepdim=True)  # a position that sees none gets zeros
+    return scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0) * noise @ value
 
 
 def _mask_part(mask: Any, query: DTensor, over: Sequence[int]) -> torch.Tensor:
@@ -269,6 +296,40 @@ def _batch_norm(
     return found if bias is None else found + bias.view(shape)
 
 
+def _group_norm(x: DTensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    """Takes the statistics of each sample's groups, of which each rank has whole ones."""
+    x = _summed(x)
+    if any(placed == Shard(1) and num_groups % x.device_mesh.size(at) for at, placed in enumerate(x.placements)):
+        raise PlanError(
+            f"group_norm with {num_groups} groups was asked for on a tensor of {tuple(x.shape)} whose channels are "
+            f"cut ({x.placements}), so that a group would be on several ranks; choose a number of groups that the "
+            "ranks divide, or do not cut the channels"
+        )
+    channels = x.shape[1] // num_groups
+    found = _by_channel(lambda part: F.group_norm(part, part.shape[1] // channels, eps=eps), x)
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    found = found if weight is None else found * weight.view(shape)
+    return found if bias is None else found + bias.view(shape)
+
+
+def _instance_norm(
+    x: DTensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if running_mean is not None:
+        raise PlanError(
+            f"instance_norm with running statistics was asked for on a mesh, for a tensor of {tuple(x.shape)}; use "
+            "track_running_stats=False"
+        )
+    return _group_norm(x, x.shape[1], weight, bias, eps)
+
+
 def as_dtensors(*operands: Any) -> list[DTensor]:
     """Makes plain tensors, which every rank has whole, DTensors."""
     mesh = next(one.device_mesh for one in operands if isinstance(one, DTensor))
@@ -280,6 +341,8 @@ def as_dtensors(*operands: Any) -> list[DTensor]:
 
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
+    F.instance_norm: _instance_norm,
     F.scaled_dot_product_attention: attention,
     **{one: partial(_dropout, one) for one in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)},
     **{one: partial(_convolution, one) for one in (F.conv1d, F.conv2d, F.conv3d)},
@@ -388,7 +451,17 @@ class LocalRules(TorchFunctionMode):
             _check_whole(func.__name__, (*args, *named.values()))
         if not _keeps_sums(func, args):
             args, named = _with_sums(args), {name: _with_sums(value) for name, value in named.items()}
-        return func(*args, **named)
+        try:
+            return func(*args, **named)
+        except RuntimeError as error:
+            if "Please redistribute the tensor" not in str(error):
+                raise
+            cut = next(one for one in args if isinstance(one, DTensor))
+            raise PlanError(
+                f"{func.__name__} was asked for of a tensor of {tuple(cut.shape)} placed as {cut.placements}, whose "
+                f"parts cannot stay apart ({str(error).partition('.')[0]}); choose sizes that the ranks divide, such "
+                "as a number of heads, or remove a rule"
+            ) from error
 
 
 _GATHERS = {
