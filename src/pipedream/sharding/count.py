@@ -26,6 +26,7 @@ _KINDS: Mapping[Any, str] = {
     _DTENSOR.all_gather_into_tensor.default: "all-gather",
     _DTENSOR.reduce_scatter_tensor.default: "reduce-scatter",
     _DTENSOR.all_to_all_single.default: "all-to-all",
+    torch.ops._dtensor.shard_dim_alltoall.default: "all-to-all",
     _DIRECT.allreduce_.default: "all-reduce",
     _DIRECT._allgather_base_.default: "all-gather",
     _DIRECT._reduce_scatter_base_.default: "reduce-scatter",

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pipedream.core.errors import PlanError
 from pipedream.sharding.functions import all_to_all, part_sizes
@@ -467,6 +468,7 @@ class LocalRules(TorchFunctionMode):
 _GATHERS = {
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
+    torch.ops._dtensor.shard_dim_alltoall.default,  # DTensor's own from one cut to another, on GPUs
 }
 
 
@@ -487,7 +489,7 @@ class NoHiddenGathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"the operator {operator} would gather what the layout cuts, with operands {sizes}; name the "
                 "dimensions of the weights so that it need not, or remove a rule"
             )
-        operands = [one for one in args if isinstance(one, DTensor)]
+        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, DTensor)]  # also in lists
         if not operands:
             return func(*args, **(kwargs or {}))
         if self._operator is not None:

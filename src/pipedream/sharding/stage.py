@@ -139,7 +139,7 @@ class StageSharding:
         self._rest = self._dimension(layout.at_rest)
         self._gathered = GatheredWeights()
         self._weights: dict[str, _Part] = {}
-        self._checked: set[str] = set()
+        self._checked: set[tuple[str, bool]] = set()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises a `PlanError` if a weight is cut and the optimizer may not step each element by itself."""
@@ -290,13 +290,14 @@ class StageSharding:
         """
         keeps = what == "forward" and self._rest is not None
         references = self._gathered.kept_as_references() if keeps else nullcontext()
-        check = nullcontext() if what in self._checked else NoHiddenGathers()
+        kind = what, torch.is_grad_enabled()  # an evaluation may run other operators
+        check = nullcontext() if kind in self._checked else NoHiddenGathers()
         with implicit_replication(), LocalRules(), check, references:
             try:
                 yield
             finally:
                 self._gathered.drop()
-        self._checked.add(what)
+        self._checked.add(kind)
 
     def cut_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
         """Returns the model's input, which every rank has whole, as a DTensor."""

@@ -1,0 +1,91 @@
+"""No operator gathers what a layout cuts without being seen, in one process whose collectives do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from pipedream.core.errors import PlanError
+from pipedream.sharding import replicate, split
+from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
+
+Cut = Callable[[int | None], DTensor]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tested",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def cut(mesh: DeviceMesh) -> Cut:
+    """Returns a tensor of 4 by 4 that is cut along a dimension."""
+
+    def made(dim: int | None) -> DTensor:
+        placed = Replicate() if dim is None else Shard(dim)
+        part = torch.rand([2 if at == dim else 4 for at in range(2)])
+        return DTensor.from_local(part, mesh, [placed]).requires_grad_()
+
+    return made
+
+
+HIDDEN: dict[str, Callable[[Cut], Any]] = {
+    "add": lambda cut: cut(0) + cut(1),
+    "named arguments": lambda cut: torch.add(input=cut(0), other=cut(1)),
+    "in place": lambda cut: cut(0).clone().add_(cut(1)),
+    "a list": lambda cut: torch.cat([cut(0), cut(0)]),
+    "lists": lambda cut: torch._foreach_add([cut(0)], [cut(1)]),
+    "softmax": lambda cut: cut(1).softmax(1),
+    "layer norm": lambda cut: F.layer_norm(cut(1), (4,)),
+    "backward": lambda cut: cut(0).sin().backward(cut(1)),
+    "recomputed": lambda cut: checkpoint(lambda x: x.sin(), cut(0), use_reentrant=False).backward(cut(1)),
+}
+ASKED: dict[str, Callable[[Cut], Any]] = {
+    "redistribute": lambda cut: cut(0).redistribute(placements=[Replicate()]) + cut(None),
+    "replicate": lambda cut: replicate(cut(0)).softmax(0).backward(cut(None)),
+    "split": lambda cut: (split(cut(0), 1, "tested") + cut(1)).backward(cut(1)),
+    "full_tensor": lambda cut: cut(0).full_tensor().sum().backward(),
+    "sum": lambda cut: (cut(0) * cut(0)).sum().backward(),
+    "product": lambda cut: cut(1) @ cut(0),
+}
+
+
+def _under_rules(function: Callable[[Cut], Any], cut: Cut) -> None:
+    with LocalRules():
+        function(cut)
+
+
+def _nested(function: Callable[[Cut], Any], cut: Cut) -> None:
+    with NoHiddenGathers():
+        function(cut)
+
+
+@pytest.mark.parametrize("within", [_under_rules, _nested])
+class TestNoHiddenGathers:
+    @pytest.mark.parametrize("name", HIDDEN)
+    def test_an_operator_that_gathers_is_refused(self, cut: Cut, within: Any, name: str) -> None:
+        with pytest.raises(PlanError, match="would gather what the layout cuts, with operands"), NoHiddenGathers():
+            within(HIDDEN[name], cut)
+
+    @pytest.mark.parametrize("name", ASKED)
+    def test_what_is_asked_for_is_not(self, cut: Cut, within: Any, name: str) -> None:
+        with NoHiddenGathers():
+            within(ASKED[name], cut)
+
+    def test_another_follows_an_error(self, cut: Cut, within: Any) -> None:
+        with NoHiddenGathers():
+            for _ in range(2):
+                with pytest.raises(PlanError, match="would gather"):
+                    within(HIDDEN["add"], cut)
+                within(ASKED["replicate"], cut)
