@@ -1,15 +1,16 @@
-"""No operator gathers what a layout cuts without being seen, in one process whose collectives do nothing."""
+"""Operators on tensors that are cut compute what they compute on whole ones, and none gathers without being seen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -89,3 +90,54 @@ class TestNoHiddenGathers:
                 with pytest.raises(PlanError, match="would gather"):
                     within(HIDDEN["add"], cut)
                 within(ASKED["replicate"], cut)
+
+
+WHOLE = Replicate()
+EMBEDDINGS: tuple[tuple[Placement, Placement, Placement], ...] = (  # words, weight, result
+    (WHOLE, WHOLE, WHOLE),
+    (Shard(0), WHOLE, Shard(0)),
+    (Shard(1), WHOLE, Shard(1)),
+    (WHOLE, Shard(0), Partial()),
+    (WHOLE, Shard(1), Shard(2)),
+)
+
+
+def _embeddings() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
+    torch.manual_seed(0)
+    words, weight, wanted = torch.randint(8, (4, 6)), torch.randn(8, 2), torch.randn(4, 6, 2)
+
+    def on_mesh(words: Any, weight: torch.Tensor, cut: tuple[Placement, Placement], **options: Any) -> Any:
+        x = distribute_tensor(words, mesh, cut[:1])
+        w = distribute_tensor(weight, mesh, cut[1:]).requires_grad_()
+        with LocalRules():
+            found = F.embedding(x, w, **options)
+            assert isinstance(found, DTensor)
+            (found * distribute_tensor(wanted, mesh, [WHOLE])).sum().full_tensor().backward()  # type: ignore[no-untyped-call]
+        assert isinstance(w.grad, DTensor)
+        return found.placements, found.full_tensor(), w.grad.full_tensor()
+
+    for padding_idx in (None, 1, -1):  # rows of the first and of the second rank
+        whole = weight.clone().requires_grad_()
+        output = F.embedding(words, whole, padding_idx)
+        (output * wanted).sum().backward()  # type: ignore[no-untyped-call]
+        for cut_words, cut_weight, placed in EMBEDDINGS:
+            cuts = cut_words, cut_weight
+            placements, found, gradient = on_mesh(words, weight, cuts, padding_idx=padding_idx)
+            assert placements == (placed,)
+            torch.testing.assert_close(found, output)
+            torch.testing.assert_close(gradient, whole.grad)
+    for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        for cut in ((Shard(0), WHOLE), (WHOLE, Shard(0))):
+            with pytest.raises(
+                PlanError, match=rf"an embedding with {next(iter(option))} .* the layout cuts its words"
+            ):
+                on_mesh(words, weight, cut, **option)
+    for outside in (-1, 8):
+        with pytest.raises(IndexError):
+            on_mesh(torch.full_like(words, outside), weight, (WHOLE, Shard(0)))
+
+
+@pytest.mark.processes
+def test_embeddings() -> None:
+    processes.kept(2).results(_embeddings)

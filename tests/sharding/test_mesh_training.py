@@ -71,7 +71,8 @@ def _mlp() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
 
 
 def _attention() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
-    layers = nn.Sequential(nn.Embedding(12, D), Attention(), Mlp(), Attention(), nn.Flatten(), nn.Linear(5 * D, 4))
+    embedding = nn.Embedding(12, D, padding_idx=7)  # a row of the second of two ranks
+    layers = nn.Sequential(embedding, Attention(), Mlp(), Attention(), nn.Flatten(), nn.Linear(5 * D, 4))
     return layers, lambda size: torch.randint(12, (size, 5))
 
 
@@ -114,6 +115,7 @@ NAMES = {
     "*.value.bias": "heads",
     "*.out.weight": "d_model heads",
 }
+EMBEDDING = {"0.weight": "vocab d_model"}
 HALVES = {"0.weight": "d_ff d_model", "0.bias": "d_ff", "2.weight": "d_model d_ff", "1:out": "batch d_ff"}
 CONVOLUTION = {
     "*.up.weight": "d_ff d_in high wide",
@@ -203,7 +205,7 @@ CASES = (
     Case("mlp", "model:2", "d_ff:model", "pipelined_backprop", None),
     Case("mlp", "data:2", "batch:data", "spectrain", None, options={"ema": 0.9}),
     Case("mlp", "model:2", "d_ff:model", "interleaved_1f1b", 4, options={"grad_scaler": 128.0}),
-    Case("attention", "model:2", "heads:model, d_ff:model", "gpipe"),
+    Case("attention", "model:2", "heads:model, d_ff:model, vocab:model", "gpipe", names=EMBEDDING),
     Case("attention", "data:2", "batch:data", "1f1b", options=CLIPPED),
     Case("convolution", "model:2", "d_ff:model", options=CLIPPED),
     Case("convolution", "data:2", "batch:data", "pipedream", None),
@@ -220,7 +222,15 @@ CASES = (
         at_rest="data",
         options={"clip_grad_norm": 0.1, "clip": "local"},
     ),
-    Case("attention", "data:2,model:2", "batch:data, heads:model, d_ff:model", "gpipe", stages=(), at_rest="data"),
+    Case(
+        "attention",
+        "data:2,model:2",
+        "batch:data, heads:model, d_ff:model, vocab:model",
+        "gpipe",
+        stages=(),
+        at_rest="data",
+        names=EMBEDDING,
+    ),
     Case("mlp", "data:2", "batch:data", "pipelined_backprop", None, at_rest="data"),
     Case("attention", "data:2", "batch:data", "timeprest", 2, at_rest="data"),
     Case("mlp", "model:2/-", "d_ff:model", options=CLIPPED),

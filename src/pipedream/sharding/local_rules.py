@@ -331,6 +331,54 @@ def _instance_norm(
     return _group_norm(x, x.shape[1], weight, bias, eps)
 
 
+def _embedding(
+    x: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Each rank looks up the words whose rows it has; the others give zeros to the sum.
+
+    Raises:
+        PlanError: words or weight are cut, and an option needs all of them.
+    """
+    x, weight = as_dtensors(x, weight)
+    x, (words, width) = _summed(x), weight.shape
+    options = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+    asked = [name for name, is_asked in options.items() if is_asked]
+    if asked and any(isinstance(one, Shard) for one in (*x.placements, *weight.placements)):
+        raise PlanError(
+            f"an embedding with {asked[0]} was asked for, but the layout cuts its words, placed as {x.placements}, or "
+            f"its weight of {tuple(weight.shape)}, placed as {weight.placements}; leave the option out, or a rule"
+        )
+    padding = padding_idx + words if padding_idx is not None and padding_idx < 0 else padding_idx
+    mesh, first = weight.device_mesh, 0
+    for at, placed in enumerate(weight.placements):
+        if placed == Shard(0):
+            first = sum(part_sizes(words, mesh.size(at))[: mesh.get_local_rank(at)])
+
+    def look_up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        count = len(weight)
+        if count == words:
+            return F.embedding(x, weight, padding, max_norm, norm_type, scale_grad_by_freq, sparse)
+        row = x - first
+        # A word that no rank has stays out of range, and is an error as in one process.
+        elsewhere = ((row < 0) | (row >= count)) & (x >= 0) & (x < words)
+        pad = None if padding is None or not 0 <= padding - first < count else padding - first
+        return F.embedding(row.masked_fill(elsewhere, 0), weight, pad).masked_fill(elsewhere[..., None], 0)
+
+    table: _Table = {
+        (_WHOLE, _WHOLE): (_WHOLE, (_WHOLE, _WHOLE)),
+        (_WHOLE, Shard(0)): (_SUM, (_WHOLE, Shard(0))),
+        (_WHOLE, Shard(1)): (Shard(x.dim()), (_WHOLE, Shard(1))),
+        **{(Shard(dim), _WHOLE): (Shard(dim), (Shard(dim), _SUM)) for dim in range(x.dim())},
+    }
+    return computed_on_parts("an embedding", table, look_up, (x, weight), (*x.shape, width))
+
+
 def as_dtensors(*operands: Any) -> list[DTensor]:
     """Makes plain tensors, which every rank has whole, DTensors."""
     mesh = next(one.device_mesh for one in operands if isinstance(one, DTensor))
@@ -344,6 +392,7 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
     F.group_norm: _group_norm,
     F.instance_norm: _instance_norm,
+    F.embedding: _embedding,
     F.scaled_dot_product_attention: attention,
     **{one: partial(_dropout, one) for one in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)},
     **{one: partial(_convolution, one) for one in (F.conv1d, F.conv2d, F.conv3d)},
