@@ -292,9 +292,46 @@ def _batch_norm(
             with torch.no_grad():
                 running_mean.lerp_(mean.full_tensor().flatten(), momentum)
                 running_var.lerp_(variance.full_tensor().flatten() * (count / (count - 1)), momentum)
-    found = (x - mean) * (variance + eps).rsqrt()
-    found = found if weight is None else found * weight.view(shape)
-    return found if bias is None else found + bias.view(shape)
+    return _affine_by_channel((x - mean) * (variance + eps).rsqrt(), weight, bias)
+
+
+def _layer_norm(
+    x: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    x, over = _with_sums(x), list(range(-len(normalized_shape), 0))
+    if _cuts_any(x, over):
+        x = x - _summed(x.mean(over, keepdim=True))
+        return _affine(x * (_summed(x.square().mean(over, keepdim=True)) + eps).rsqrt(), weight, bias)
+    if _cuts_any(weight) or _cuts_any(bias):
+        return _affine(F.layer_norm(x, normalized_shape, eps=eps), weight, bias)
+    return F.layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+def _rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    x, over = _with_sums(x), list(range(-len(normalized_shape), 0))
+    if _cuts_any(x, over):
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        return _affine(x * (_summed(x.square().mean(over, keepdim=True)) + eps).rsqrt(), weight, None)
+    if _cuts_any(weight):
+        return _affine(F.rms_norm(x, normalized_shape, eps=eps), weight, None)
+    return F.rms_norm(x, normalized_shape, weight, eps)
+
+
+def _affine(x: Any, weight: Any, bias: Any) -> Any:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _affine_by_channel(x: Any, weight: Any, bias: Any) -> Any:
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    return _affine(x, *(None if one is None else one.view(shape) for one in (weight, bias)))
+
+
+def _cuts_any(x: Any, dims: Sequence[int] | None = None) -> bool:
+    """Whether one of the dimensions, counted from the end, is cut; None: whether any is."""
+    return isinstance(x, DTensor) and any(
+        isinstance(one, Shard) and (dims is None or one.dim - x.dim() in dims) for one in x.placements
+    )
 
 
 def _group_norm(x: DTensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
@@ -308,9 +345,7 @@ def _group_norm(x: DTensor, num_groups: int, weight: Any = None, bias: Any = Non
         )
     channels = x.shape[1] // num_groups
     found = _by_channel(lambda part: F.group_norm(part, part.shape[1] // channels, eps=eps), x)
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    found = found if weight is None else found * weight.view(shape)
-    return found if bias is None else found + bias.view(shape)
+    return _affine_by_channel(found, weight, bias)
 
 
 def _instance_norm(
@@ -390,6 +425,8 @@ def as_dtensors(*operands: Any) -> list[DTensor]:
 
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
     F.group_norm: _group_norm,
     F.instance_norm: _instance_norm,
     F.embedding: _embedding,
