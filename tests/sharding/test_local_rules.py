@@ -9,6 +9,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
@@ -89,6 +90,15 @@ class TestNoHiddenGathers:
                 with pytest.raises(PlanError, match="would gather"):
                     within(HIDDEN["add"], cut)
                 within(ASKED["replicate"], cut)
+
+    def test_sums_stay_pending(self, cut: Cut, within: Any) -> None:
+        """Looking changes nothing, in a backward by torch's engine as a stage runs it."""
+        weight = cut(None)
+        found, gradient = F.linear(cut(0), weight), cut(0).detach()
+        with NoHiddenGathers():
+            within(lambda _: _engine_run_backward((found,), (gradient,), False, False, (), accumulate_grad=True), cut)
+        assert weight.grad is not None
+        assert weight.grad.placements == (Partial(),)
 
 
 WHOLE = Replicate()

@@ -528,6 +528,8 @@ class LocalRules(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(func, torch._ops.OpOverload):  # a dispatch mode passes on what torch's functions call
+            return func(*args, **(kwargs or {}))
         named, rule = kwargs or {}, _RULES.get(func)
         if rule is not None and any(isinstance(one, DTensor) for one in (*args, *named.values())):
             return rule(*args, **named)
