@@ -27,6 +27,7 @@ from pipedream.capture import PlainModel
 from pipedream.core.artifact import check_json
 from pipedream.core.checkpoint import Position, RunRequest
 from pipedream.core.errors import ArtifactError, PlanError
+from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan
@@ -467,6 +468,13 @@ class Pipeline:
     def sent_bytes(self) -> dict[int, int]:
         """Returns worker -> bytes sent, of its first rank. Every rank calls it."""
         return self._session.sent_bytes()
+
+    def collectives(self) -> tuple[StageCollectives | None, ...]:
+        """Returns what the ranks of each stage exchange, counted in its first microbatch and update, and predicted.
+
+        None for a stage of a single rank, or without an update yet. Every rank calls it.
+        """
+        return self._session.collectives()
 
     def skipped_updates(self) -> tuple[int, ...]:
         """Returns each stage's skipped updates. Every rank calls it."""

@@ -137,6 +137,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     at_rest: str = ""
     names: dict[str, str] = field(default_factory=dict)
+    recompute: bool = False
 
     def __str__(self) -> str:
         return f"{self.model} {self.mesh} {self.rules} {self.method} {len(self.stages) + 1}".replace(" ", "-")
@@ -167,7 +168,10 @@ def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
     ]
     ends = [*case.stages, len(layers)]
     plan = pipedream.Plan.uniform(len(ends), replicas=(case.replicas, *[1] * len(case.stages)))
-    stages = [replace(one, first=a, last=b) for one, a, b in zip(plan.stages, [0, *ends], ends, strict=False)]
+    stages = [
+        replace(one, first=a, last=b, recompute=case.recompute)
+        for one, a, b in zip(plan.stages, [0, *ends], ends, strict=False)
+    ]
     names = CONVOLUTION if case.model == "convolution" else NAMES
     known = {name for name, _ in model.named_parameters()}
     layout = pipedream.Layout(

@@ -22,6 +22,7 @@ from torch import nn
 
 from pipedream.core.checkpoint import Checkpoint, Position, RunRequest
 from pipedream.core.errors import ArtifactError, CaptureError, PeerError, PipelineError, PlanError, WorkerError
+from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Timeline
@@ -683,6 +684,27 @@ class Session:
         return self._gathered(
             {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in self.workers}
         )
+
+    def collectives(self) -> tuple[StageCollectives | None, ...]:
+        """Returns each stage's; every rank calls it, after training. None: on a single rank, or without an update."""
+        mine: dict[int, Any] = {}
+        for worker in self.workers:
+            for stage, stage_state in worker.stage_states.items():
+                sharding = stage_state.module.sharding
+                if sharding is not None and sharding.is_first and sharding.collectives:
+                    program, needs_norms = (
+                        self._blueprint.programs[min(self.trained)],
+                        worker.update_barrier.needs_norms,
+                    )
+                    mine[stage] = stage_state.collectives(program, stage, needs_norms).to_json()
+        found: dict[int, StageCollectives] = {}
+        for text in gather_texts(json.dumps(mine), self._group):
+            for stage, data in json.loads(text).items():
+                found.setdefault(int(stage), StageCollectives.from_json(data))
+        for stage, one in sorted(found.items()) if self.rank == 0 else ():
+            if one.predicted is None:
+                _log.warning("the collectives of stage %d are not predicted: %s", stage, one.problem)
+        return tuple(found.get(stage) for stage in range(self.program.placement.stages))
 
     def skipped_updates(self) -> tuple[int, ...]:
         """Returns each stage's number; every rank calls it."""

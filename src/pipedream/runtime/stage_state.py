@@ -12,10 +12,12 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.core.errors import CaptureError
+from pipedream.core.model.collective import StageCollectives
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.prediction import VELOCITY
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Waiting
+from pipedream.runtime.comm.message import Message
 from pipedream.runtime.first_minibatch import FirstOfStage
 from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
@@ -23,6 +25,7 @@ from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.velocity import check_velocity
 from pipedream.runtime.stage.versions import Versions, WeightSet
+from pipedream.runtime.stage.without_data import predicted_collectives, without_data
 from pipedream.runtime.update.all_reduce import all_reduce_many
 from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
@@ -77,6 +80,7 @@ class StageState:
         next_forward: its microbatch.
         gradient_versions: (microbatch, forward version, backward version) of the coming update's gradients.
         first: compares the first minibatch with the model; None once it is done, or if that is not asked for.
+        received: the first message of a stage on a mesh, without data.
         _counts: batches that each BatchNorm had tracked when the stream began.
         _kept: buffers and frozen parameters of a stage with replicas, as they were when the stream began.
         _stashes: a backward reads the weights of its forward.
@@ -94,6 +98,7 @@ class StageState:
     next_forward: int = 0
     gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
     first: FirstOfStage | None = None
+    received: Message | None = None
     _counts: list[int] = field(default_factory=list)
     _kept: dict[str, _Kept] = field(default_factory=dict)
     _stashes: bool = field(init=False)
@@ -223,6 +228,37 @@ class StageState:
     def _newer(self, saved: SavedForward) -> WeightSet:
         assert saved.weights is not None
         return self._backward_weights(saved.weights)
+
+    def note_received(self, message: Message) -> None:
+        """Keeps of the first message what a run without data needs, on a mesh."""
+        if self.received is None and self.module.sharding is not None:
+            self.received = without_data(message)
+
+    def collectives(self, program: Program, stage: int, needs_norms: bool) -> StageCollectives:
+        """Returns the collectives of the first microbatch and update, on a mesh.
+
+        Args:
+            program: that the first microbatch was trained with.
+            needs_norms: of each update's gradients.
+        """
+        assert self.module.sharding is not None
+        assert self.received is not None
+        measured = self.module.sharding.collectives
+        ops = [op for rank in program.ranks for op in (*rank.warmup, *rank.period) if isinstance(op, Op)]
+        try:
+            predicted = predicted_collectives(
+                self.module,
+                self.versions.peek().leaves,
+                self.received,
+                is_first=stage == 0,
+                is_last=stage == program.placement.stages - 1,
+                splits=any(op.kind is Kind.INPUT_GRADIENT and op.stage == stage for op in ops),
+                recomputes=program.plan.stages[stage].recompute,
+                needs_norms=needs_norms,
+            )
+        except Exception as error:  # of the user's layers
+            return StageCollectives(measured, problem=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return StageCollectives(measured, predicted)
 
     def forward_context(self) -> AbstractContextManager[None]:
         return _NOTHING if self.predictions is None else self.predictions.forward()

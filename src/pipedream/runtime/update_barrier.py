@@ -46,6 +46,11 @@ class UpdateBarrier:
         self._norms: deque[Pending[torch.Tensor]] = deque()
         self.norm_square = 0.0
 
+    @property
+    def needs_norms(self) -> bool:
+        """Whether each update needs the norm of its gradients."""
+        return self._skips or self._limit is not None
+
     def switch_to(self, program: Program) -> None:
         wanted = self._skips or (self._limit is not None and not self._locally)
         self._is_global = wanted and program.couples_updates
@@ -83,7 +88,7 @@ class UpdateBarrier:
             yield from self._next_norm()
 
     def _decide_locally(self, stage_state: StageState) -> None:
-        if self._limit is None and not self._skips:
+        if not self.needs_norms:
             return
         square = stage_state.optimizer.norm_square
         if self._limit is None or self._skips or square.device.type == "cpu":

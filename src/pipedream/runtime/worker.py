@@ -353,8 +353,9 @@ class Worker:
             if stage == self._last:
                 self.results.add(self._stream.minibatch(index), message, self.results.zeros)
             return message
+        stage_state.note_received(message)
         saved, run = self._forwards.for_training(stage, index, stage_state, message)
-        with stage_state.forward_context():
+        with stage_state.forward_context(), stage_state.module.counting("forward"):
             if stage_state.recomputation is None:
                 result = run(message)
             else:
@@ -415,7 +416,7 @@ class Worker:
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.backward_context(saved):
+            with stage_state.backward_context(saved), stage_state.module.counting("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
                 if stage_state.first is not None:
                     stage_state.first.before_backward(saved, output_gradients)
@@ -431,7 +432,7 @@ class Worker:
         message = self._gradients_of(stage, index)
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.backward_context(saved):
+            with stage_state.backward_context(saved), stage_state.module.counting("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
                 if stage_state.first is not None:
                     stage_state.first.before_backward(saved, output_gradients)
@@ -444,7 +445,7 @@ class Worker:
         ready = self._ready_hook(Kind.WEIGHT_GRADIENT, stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
-            with stage_state.backward_context(saved):
+            with stage_state.backward_context(saved), stage_state.module.counting("weights' backward"):
                 weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, ready)
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
 

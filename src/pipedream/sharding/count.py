@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pipedream.core.model.collective import Collective
 from pipedream.sharding.parts import local_part
 
-__all__ = ["CountCollectives"]
+__all__ = ["CountCollectives", "FirstPasses"]
 
 _DTENSOR, _DIRECT = torch.ops._c10d_functional, torch.ops.c10d
 
@@ -61,6 +62,40 @@ class CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 sizes = [local_part(one).nbytes for one in (*given, *tree_leaves(result)) if torch.is_tensor(one)]
                 self._found.append(Collective(_KINDS[func], over, 1, max(sizes), func.namespace == "c10d"))
         return result
+
+
+_PASS_OF = {"weights' backward": "backward", "sums": "update", "norm": "update"}
+
+
+class FirstPasses:
+    """Counts the collectives of a stage's first forward, backward and update."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._found: dict[str, tuple[Collective, ...]] = {}
+
+    @contextmanager
+    def counting(self, what: str) -> Iterator[None]:
+        """Context of a part of a pass, the first of which is counted.
+
+        Args:
+            what: "forward", "backward", "weights' backward", or of an update "sums" or "norm".
+        """
+        if what in self._found:
+            yield
+            return
+        with CountCollectives(self._mesh) as count:
+            yield
+        self._found[what] = count.found
+
+    @property
+    def found(self) -> dict[str, tuple[Collective, ...]]:
+        """Forward, backward and update -> one of each kind and dimension; empty until all have run."""
+        passes = ("forward", "backward", "update")
+        parts = [(_PASS_OF.get(what, what), found) for what, found in self._found.items()]
+        if {name for name, _ in parts} != set(passes):
+            return {}
+        return {name: Collective.sums(row for of, rows in parts if of == name for row in rows) for name in passes}
 
 
 def _group_name(one: Any) -> str:

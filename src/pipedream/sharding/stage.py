@@ -11,8 +11,9 @@ Life of an activation: it enters as this rank's part (`enter`), and leaves as on
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import unwrap
 from math import prod
@@ -28,10 +29,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import implicit_replication
 
 from pipedream.core.errors import PlanError
+from pipedream.core.model.collective import Collective
 from pipedream.core.plan.boundary import Cut
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Resting, Rows
+from pipedream.sharding.count import FirstPasses
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.parts import like_part, local_part
 
@@ -78,7 +81,14 @@ class _Part:
         if rows is not None:
             self.box = (self.box[0][rows.here.start : rows.here.stop], *self.box[1:])
         self.part_shape = torch.Size(map(len, self.box))
+        self._waits_for_update = waits_for_update
         self.summed_late: frozenset[int] | None = None if waits_for_update else frozenset()
+
+    def anew(self) -> _Part:
+        """Returns the same before any backward."""
+        found = copy.copy(self)
+        found.summed_late = None if self._waits_for_update else frozenset()
+        return found
 
     def wrapped(self, local: torch.Tensor) -> Any:
         spec, meta = self.spec, self.spec.tensor_meta
@@ -140,6 +150,7 @@ class StageSharding:
         self._gathered = GatheredWeights()
         self._weights: dict[str, _Part] = {}
         self._checked: set[tuple[str, bool]] = set()
+        self._first = FirstPasses(device_mesh)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises a `PlanError` if a weight is cut and the optimizer may not step each element by itself."""
@@ -261,6 +272,10 @@ class StageSharding:
 
     def sum_gradients(self, names: Sequence[str], sums: Sequence[torch.Tensor | None]) -> None:
         """Adds up, in place, the gradients that are still partial sums."""
+        with self.counting("sums"):
+            self._sum_gradients(names, sums)
+
+    def _sum_gradients(self, names: Sequence[str], sums: Sequence[torch.Tensor | None]) -> None:
         for at in range(len(self.mesh.dimensions)):
             group = self._device_mesh.get_group(at)
             late = [
@@ -275,9 +290,29 @@ class StageSharding:
 
     def sum(self, number: torch.Tensor) -> torch.Tensor:
         """Returns the sum over all ranks of the worker."""
-        for at in range(len(self.mesh.dimensions)):
-            dist.all_reduce(number, group=self._device_mesh.get_group(at))
+        with self.counting("norm"):
+            for at in range(len(self.mesh.dimensions)):
+                dist.all_reduce(number, group=self._device_mesh.get_group(at))
         return number
+
+    # -- collectives ----------------------------------------------------------------------------------
+
+    def counting(self, what: str) -> AbstractContextManager[None]:
+        """Context of a part of a pass; of the first the collectives are counted (`FirstPasses.counting`)."""
+        return self._first.counting(what)
+
+    @property
+    def collectives(self) -> Mapping[str, tuple[Collective, ...]]:
+        """Those of the first forward, backward and update; empty until all have run."""
+        return self._first.found
+
+    def anew(self) -> StageSharding:
+        """Returns the same cut of a stage that has not run yet."""
+        found = copy.copy(self)
+        found._gathered = GatheredWeights()
+        found._first = FirstPasses(self._device_mesh)
+        found._weights = {name: part.anew() for name, part in self._weights.items()}
+        return found
 
     # -- activations ----------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
-"""The Collective: what the ranks of a mesh exchange inside a stage."""
+"""What the ranks of a mesh exchange inside a stage: predicted, and in a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from pipedream.core.units import format_bytes
 
-__all__ = ["Collective"]
+__all__ = ["Collective", "StageCollectives"]
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,36 @@ class Collective:
 
     def __str__(self) -> str:
         return f"{self.count} {self.kind} over {self.over}, {format_bytes(self.size_bytes)}"
+
+
+Passes = Mapping[str, tuple[Collective, ...]]
+
+
+@dataclass(frozen=True)
+class StageCollectives:
+    """Those of a stage's first microbatch and of its first update, at the first rank of its mesh.
+
+    Attributes:
+        measured: "forward", "backward" and "update" -> one of each kind and dimension; in a backward also those of the
+            recomputation.
+        predicted: the same, of the stage run without data; None if it cannot run so.
+        problem: why it cannot.
+    """
+
+    measured: Passes
+    predicted: Passes | None = None
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StageCollectives:
+        """Returns what `to_json` has written."""
+
+        def passes(found: Mapping[str, Any]) -> Passes:
+            return {name: tuple(Collective(**one) for one in rows) for name, rows in found.items()}
+
+        predicted = data["predicted"]
+        return cls(passes(data["measured"]), None if predicted is None else passes(predicted), data["problem"])

@@ -417,6 +417,16 @@ class StageModule:
             else:  # it would move the leaves away from the handles
                 attributes["flatten_parameters"] = _flatten_nothing
 
+    def counting(self, what: str) -> AbstractContextManager[None]:
+        """Context of a pass whose collectives are counted, on a mesh, if it is the first."""
+        return _NOTHING if self.sharding is None else self.sharding.counting(what)
+
+    def with_layers(
+        self, layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], sharding: StageSharding
+    ) -> StageModule:
+        """Returns a stage of other layers that runs like this one, but not compiled."""
+        return StageModule(layers, handles, self.device, 0, self._autocast, None, sharding, self._boundary)
+
     def _running(self, what: str) -> AbstractContextManager[None]:
         """Context of a pass on a mesh."""
         return _NOTHING if self.sharding is None else self.sharding.running(what)

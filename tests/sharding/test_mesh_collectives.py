@@ -1,0 +1,95 @@
+"""The collectives of a stage run without data are those of training: kinds, numbers and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import processes
+import pytest
+import torch
+from torch import nn
+
+from pipedream.core.model.collective import StageCollectives
+from tests.sharding import test_mesh_experts as experts
+from tests.sharding.test_mesh_training import CLIPPED, HALVES, Case, Mlp, _made
+
+
+class Reads(Mlp):
+    """Needs a number of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if bool(x.sum() < 1e9) else x
+
+
+def _reads() -> Any:
+    return nn.Sequential(Reads(), Mlp(), nn.Linear(16, 4)), lambda size: torch.randn(size, 16)
+
+
+BOTH = "batch:data, heads:model, d_ff:model"
+CASES = {
+    "model": Case("mlp", "model:2", "d_ff:model", "pipedream", None),
+    "halves of backwards": Case("mlp", "model:2", "d_ff:model", "zb_h1", 2, options=CLIPPED),
+    "data": Case("mlp", "data:2", "batch:data"),
+    "at rest": Case(
+        "mlp", "data:2", "batch:data", "pipedream", None, at_rest="data", options=CLIPPED | {"clip": "local"}
+    ),
+    "recomputed": Case("mlp", "data:2", "batch:data", at_rest="data", recompute=True),
+    "bfloat16": Case("mlp", "data:2", "batch:data", options={"autocast": torch.bfloat16}, at_rest="data"),
+    "two dimensions": Case("attention", "data:2,model:2", BOTH, "gpipe", stages=()),
+    "convolution": Case("convolution", "data:2", "batch:data"),
+    "experts": experts.CASES["gshard"],
+    "meshes": Case("attention", "data:2/model:2", BOTH, "gpipe"),
+    "boundary": Case("halves", "model:2/-/-", "d_ff:model", stages=(1, 2), names=HALVES),
+    "reads": replace(Case(_reads, "model:2", "d_ff:model"), stages=(1,)),
+}
+
+
+def _counted() -> dict[str, tuple[StageCollectives | None, ...]]:
+    found = {}
+    for name, case in CASES.items():
+        pipeline, batches = _made(case, case.mesh)
+        with pipeline:
+            for _ in pipeline.train(batches[:2], epochs=1):
+                pass
+            found[name] = pipeline.collectives()
+            for _ in pipeline.train(batches[:2], epochs=2):  # goes on as before
+                pass
+    return found
+
+
+WORDS = {
+    "model": ("2 all-reduce over model, 2.05 kB", "2 all-reduce over model, 2.05 kB", ""),
+    "data": ("", "", "12 all-reduce over data, 34.6 kB"),
+    "at rest": (
+        "2 all-gather over data, 34.6 kB",
+        "2 all-gather over data, 34.6 kB; 2 reduce-scatter over data, 34.6 kB",
+        "1 all-reduce over data, 8.00 B",
+    ),
+    "experts": (
+        "2 all-reduce over data, 16.0 B; 2 all-to-all over data, 4.10 kB",
+        "2 all-to-all over data, 4.10 kB",
+        "4 all-reduce over data, 2.30 kB",
+    ),
+}
+
+
+def _words(stage: StageCollectives | None) -> tuple[str, ...]:
+    assert stage is not None
+    return tuple("; ".join(map(str, stage.measured[name])) for name in ("forward", "backward", "update"))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_collectives_are_as_predicted() -> None:
+    """All ranks know them; a stage that cannot run without data has no prediction, one of a single rank has none."""
+    first, *others = processes.results(_counted, 4, timeout_s=180.0)
+    assert all(one == first for one in others)
+    (reads, _), (_, *single) = first.pop("reads"), first["boundary"]
+    assert (reads.predicted, reads.problem) == (None, "DataDependentOutputException: aten._local_scalar_dense.default")
+    assert single == [None, None]
+    for name, stages in first.items():
+        for stage in filter(None, stages):
+            assert stage.predicted == stage.measured, name
+    assert {name: _words(first[name][0]) for name in WORDS} == WORDS
