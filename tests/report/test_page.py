@@ -36,7 +36,9 @@ SUMMARY: dict[str, Any] = {
     "stages": [
         {"layers": ["conv1", "pool"], "rank": [0, 1], "learning_rate": 0.1, "busy_share": 0.913, "wait_share": 0.07,
          "send_share": 0.017, "predicted_busy_share": 0.98, "bytes_sent": 123_456_789, "peak_bytes": 81_000_000,
-         "predicted_peak_bytes": 79_000_000, "reserved_bytes": 455_000_000, "versions": 2, "staleness": 1},
+         "predicted_peak_bytes": 79_000_000, "reserved_bytes": 455_000_000, "versions": 2, "staleness": 1,
+         "mesh": "model:2", "collectives": {"predicted": None, "measured": {"forward": [
+             {"kind": "all-reduce", "over": "model", "count": 2, "size_bytes": 2_050_000, "of_weights": False}]}}},
         {"layers": ["fc1", "fc<2>"], "rank": 2, "learning_rate": 0.05, "busy_share": 0.871},
     ],
     "bubble": {"predicted": 0.031, "measured": 0.104},
@@ -111,6 +113,7 @@ def test_it_tells_all(full: str) -> None:
         "9.25 s",        "plan 2-1", "seed 3", "conv1 .. pool", "91.3%", "98.0%", "123 MB", "81.0 MB", "fc1 .. fc<2>",
         "best of all cuts",
         "in.a", "momentum", "2.13.0", "Loss of each minibatch", "In the middle of the run", "At the start", "layer0",
+        "model:2 forward all-reduce model - 2 - 2.05 MB",
     ):  # fmt: skip
         assert word in words, word
     assert full.count("<svg") == 5

@@ -38,6 +38,13 @@ def test_stages_with_different_meshes_are_trained(tmp_path: Path) -> None:
     assert (summary["workers"], summary["ranks"], summary["minibatches"]) == (2, 3, 4)
     assert [(stage["mesh"], stage["layout"]) for stage in summary["stages"]] == [("model:2", "d_ff:model"), ("", "")]
     assert all(stage["bytes_sent"] > 0 for stage in summary["stages"])
+    exchanged, none = (stage["collectives"] for stage in summary["stages"])
+    assert exchanged["predicted"] == exchanged["measured"]
+    assert [row["over"] for row in exchanged["measured"]["forward"]] == ["model"]
+    assert none is None
+    assert "collectives of stage 0: forward 1 all-" in ended.out
+    assert "(as predicted)" in ended.out
+    assert "Collectives of a microbatch and an update" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

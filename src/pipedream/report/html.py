@@ -19,6 +19,7 @@ from pipedream.report.curve import curve_svg
 from pipedream.report.html_tables import (
     NOTHING,
     cards,
+    collectives_table,
     pairs,
     percent,
     phase_table,
@@ -70,6 +71,7 @@ def page(
         _section("Evaluations", curves) if (curves := _test_curves(summary)) else "",
         _section("Phases", phase_table(_phases(summary))) if _phases(summary) else "",
         _section("Stages", stage_table(_list(summary.get("stages")))) if summary.get("stages") else "",
+        _section("Collectives", exchanged) if (exchanged := collectives_table(_list(summary.get("stages")))) else "",
         _section("Plan", plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else "")) if plan else "",
         f"<details><summary>Profile</summary>{profile_table(profile)}</details>" if profile else "",
         '<div class="columns">'

@@ -16,6 +16,7 @@ __all__ = [
     "amount",
     "bar",
     "cards",
+    "collectives_table",
     "pairs",
     "percent",
     "phase_table",
@@ -197,6 +198,36 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
     memory_of = ("peak memory", "predicted", "reserved")
     heads = ("stage", "layers", "rank", *shares_of, "sent", *memory_of, "versions", "staleness", "rate")
     return table("Stages: shares of the time and memory of tensors, measured and predicted", heads, rows, words=2)
+
+
+def collectives_table(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what the ranks of each stage exchange, predicted and measured; "" where no stage has a mesh."""
+    rows, seen = [], set()
+    for stage in stages:
+        found = stage.get("collectives") or {}
+        predicted, number = found.get("predicted"), amount(stage.get("stage"))
+        for name, measured in (found.get("measured") or {}).items() if number not in seen else ():
+            sides = [_by_kind((predicted or {}).get(name, ())), _by_kind(measured)]
+            for key in sorted({*sides[0], *sides[1]}):
+                (count, size), (measured_count, measured_size) = (side.get(key, (0, 0)) for side in sides)
+                known = (NOTHING, NOTHING) if predicted is None else (str(count), format_bytes(size))
+                numbers = (known[0], str(measured_count), known[1], format_bytes(measured_size))
+                rows.append((number, *map(amount, (stage.get("mesh"), name, *key)), *numbers))
+        seen.add(number)
+    if not rows:
+        return ""
+    heads = ("stage", "mesh", "of", "collective", "over", "predicted", "measured", "predicted", "measured")
+    return table("Collectives of a microbatch and an update: number and bytes at a rank", heads, rows, words=5)
+
+
+def _by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Returns (kind, dimension) -> number and bytes."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for row in rows:
+        key = str(row.get("kind", "")), str(row.get("over", ""))
+        count, size = found.get(key, (0, 0))
+        found[key] = count + row.get("count", 0), size + row.get("size_bytes", 0)
+    return found
 
 
 def _layers(names: tuple[str, ...]) -> str:

@@ -1,15 +1,16 @@
-"""Tables for the terminal: the methods and the claims of their papers, and the memory of a plan's stages."""
+"""Tables for the terminal: the claims of the methods' papers, the memory of a plan's stages, a run's collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 
-__all__ = ["schedule_table", "stage_memory_table"]
+__all__ = ["collectives_text", "schedule_table", "stage_memory_table"]
 
 
 def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> str:
@@ -41,3 +42,19 @@ def stage_memory_table(plan: Plan) -> str:
         sizes = [*(getattr(stage.memory, name) for name in names), stage.peak_bytes]
         lines.append("  ".join([f"{s:>5}", *(f"{format_bytes(size) if size else '-':>10}" for size in sizes)]))
     return "\n".join(lines)
+
+
+def collectives_text(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a line for each stage of a summary that has a mesh, each after a line break."""
+    lines, seen = [], set()
+    for stage in stages:
+        if stage["collectives"] is None or stage["stage"] in seen:
+            continue
+        seen.add(stage["stage"])
+        found = StageCollectives.from_json(stage["collectives"])
+        passes = [f"{name} {', '.join(map(str, rows)) or 'none'}" for name, rows in found.measured.items()]
+        verdict = "not predicted" if found.predicted is None else "as predicted"
+        if found.predicted is not None and found.predicted != found.measured:
+            verdict = "NOT as predicted"
+        lines.append(f"\ncollectives of stage {stage['stage']}: {'; '.join(passes)} ({verdict})")
+    return "".join(lines)

@@ -703,7 +703,7 @@ class Session:
                 found.setdefault(int(stage), StageCollectives.from_json(data))
         for stage, one in sorted(found.items()) if self.rank == 0 else ():
             if one.predicted is None:
-                _log.warning("the collectives of stage %d are not predicted: %s", stage, one.problem)
+                _log.warning("stage %d cannot run without data to predict its collectives: %s", stage, one.problem)
         return tuple(found.get(stage) for stage in range(self.program.placement.stages))
 
     def skipped_updates(self) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from pipedream import metrics
 from pipedream._version import __version__
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import ArtifactError, WorkerError
+from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
@@ -69,6 +70,7 @@ def summarise(
     sent_bytes: Mapping[int, int],
     learning_rates: Sequence[float],
     samples_per_s: Sequence[float],
+    collectives: Sequence[StageCollectives | None] = (),
 ) -> dict[str, Any]:
     """Returns what follows from timelines in a summary: stages, throughput, bubble, memory.
 
@@ -77,7 +79,9 @@ def summarise(
         sent_bytes: by rank, over the whole run.
         learning_rates: of each stage.
         samples_per_s: of each epoch; their median is the throughput, or the timeline's if there are none.
+        collectives: of each stage (`Pipeline.collectives`).
     """
+    exchanged = dict(enumerate(collectives))
     before, after = _steady(predicted), _steady(measured)
     stages = []
     placement = plan.placement
@@ -91,6 +95,7 @@ def summarise(
                     "layers": list(stage.names),
                     "mesh": stage.mesh,
                     "layout": stage.layout,
+                    "collectives": None if (one := exchanged.get(index)) is None else one.to_json(),
                     "learning_rate": learning_rates[index],
                     "busy_share": now.busy_s / after.makespan_s if after.makespan_s else None,
                     "wait_share": now.wait_s / after.makespan_s if after.makespan_s else None,

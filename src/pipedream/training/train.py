@@ -10,6 +10,7 @@ from typing import Any
 
 from pipedream.callbacks import monitored
 from pipedream.core.errors import RecipeError
+from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text
 from pipedream.core.schedule.program import Program
@@ -18,6 +19,7 @@ from pipedream.core.units import format_bytes, format_number
 from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe, blaming, make_recipe
+from pipedream.report.terminal_tables import collectives_text
 from pipedream.runtime.checkpoint.storage import ranks_that_see
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
@@ -130,6 +132,7 @@ class Outcome:
     sent_bytes: Mapping[int, int]
     learning_rates: tuple[float, ...]
     skipped_updates: tuple[int, ...]
+    collectives: tuple[StageCollectives | None, ...]
     weights: dict[str, Any]
     average: dict[str, Any] | None
     program: Program
@@ -211,7 +214,7 @@ def _outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Pl
     sent_bytes = pipeline.sent_bytes()
     weights = pipeline.state_dict()
     average = pipeline.state_dict(ema=True) if loop.recipe.ema is not None else None
-    skipped_updates = pipeline.skipped_updates()
+    skipped_updates, collectives = pipeline.skipped_updates(), pipeline.collectives()
     # Only the later phases of a resumed run have spans.
     longest = max(trained, key=lambda number: (bool(timelines[number].spans), trained[number][1] - trained[number][0]))
     program, steady = pipeline.prepared[longest].program, last_segment(timelines[longest], pipeline.drains)
@@ -225,6 +228,7 @@ def _outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Pl
         sent_bytes=sent_bytes,
         learning_rates=pipeline.learning_rates(),
         skipped_updates=skipped_updates,
+        collectives=collectives,
         weights=weights,
         average=average,
         program=program,
@@ -247,6 +251,7 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
         sent_bytes=outcome.sent_bytes,
         learning_rates=outcome.learning_rates,
         samples_per_s=loop.samples_per_s,
+        collectives=outcome.collectives,
     )
     phases = phases_text(outcome.phases) if job.phases else None
     summary |= loop.figures() | {
@@ -312,6 +317,7 @@ def _print_result(process: Process, summary: dict[str, Any], job: Job) -> None:
         f"\nbubble: {bubble['measured']:.1%} measured, {bubble['predicted']:.1%} predicted"
         f"\npeak memory of {memory['of']}: {peaks['measured_bytes']} of tensors measured, {peaks['predicted_bytes']} "
         f"predicted; the process reserved {peaks['reserved_bytes']}"
+        f"{collectives_text(summary['stages'])}"
         f"\nseconds: {summary['seconds']:.1f}{target}"
         f"\nrun folder: {job.place}{copied} (open report.html in a browser, trace.json in Perfetto)"
     )
