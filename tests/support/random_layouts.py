@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream
+from pipedream.experts import MixtureOfExperts
 
 __all__ = ["OPTIMIZERS", "LaidOut", "laid_out", "trained"]
 
@@ -26,11 +27,12 @@ ACTIVATIONS: dict[str, Any] = {
     "leaky": F.leaky_relu,
     "softplus": F.softplus,
 }
+# A gradient that is zero but for rounding must not be scaled up: a large eps.
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "adamw": partial(torch.optim.AdamW, lr=0.01),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01),
-    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, eps=1e-3),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, eps=1e-3),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01, eps=1e-3),
 }
 
 
@@ -108,6 +110,21 @@ class Convolve(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.whole(self.drop(self.down(self.act(self.norm(self.up(x))))))
         return x + y if self.skip else y
+
+
+class Route(nn.Module):
+    """A mixture of experts."""
+
+    def __init__(self, groups: int, top: int, factor: float, second: str, form: str, z_loss: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = MixtureOfExperts(
+            WIDTH, 8, 4, groups=groups, top=top, capacity_factor=factor, second=second, form=form, z_loss=z_loss
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.experts(self.norm(x))
+        return found
 
 
 class Mean(nn.Module):
@@ -227,6 +244,10 @@ BLOCKS = {
         st.booleans(), st.booleans(), st.sampled_from([0.0, 0.0, 0.0, 0.2]),
     ),
     "encode": st.builds(lambda *a: (Encoder, *a), st.sampled_from([2, 4]), P, st.booleans()),
+    "route": st.builds(
+        lambda *a: (Route, *a), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([0.5, 1.0, 2.0]),
+        st.sampled_from(["random", "all"]), st.sampled_from(["sorted", "dense"]), st.sampled_from([0.0, 0.1]),
+    ),
     "convolve": st.builds(
         lambda *a: (Convolve, *a), st.sampled_from(["batch", "batch", "group", "none"]),
         st.sampled_from(sorted(ACTIVATIONS)), P, st.sampled_from([0.0, 0.0, 0.2]), st.booleans(), st.booleans(),
@@ -235,8 +256,8 @@ BLOCKS = {
 }  # fmt: skip
 KINDS = {
     "rows": ("feed",),
-    "words": ("feed", "attend", "attend", "encode"),
-    "points": ("feed", "attend", "attend", "encode"),
+    "words": ("feed", "attend", "attend", "encode", "route"),
+    "points": ("feed", "attend", "attend", "encode", "route"),
     "images": ("convolve",),
 }
 
@@ -289,7 +310,14 @@ METHODS: dict[str, tuple[int | None, ...]] = {
     "interleaved_1f1b": (4,),
     "zbv": (4,),
 }
-SGD_ONLY = {"pb_lwp"}
+# They predict by the optimizer's velocity.
+PREDICTING = {
+    "pb_lwp": ["sgd"],
+    "pipeoptim": ["adamw"],
+    "spectrain": ["adamw", "sgd"],
+    "spectrain_v2": ["adamw", "sgd"],
+    "xpipe": ["adamw"],
+}
 NEWER = {"pipelined_backprop", "pb_lwp", "spectrain", "spectrain_v2", "pipemare", "xpipe", "timeprest"}
 
 
@@ -312,12 +340,14 @@ def laid_out(draw: st.DrawFn, processes: int) -> LaidOut:
     rules, at_rest = draw(_rules(kind, dimensions))
     known = [name for name, _ in model.named_parameters()]
     table = IMAGES if kind == "images" else DIMENSIONS
+    modules = sorted({name.rpartition(".")[0] for name in known})
+    unnamed = {module for module in modules if not draw(st.integers(0, 11))}
     names = {
         name: words
         for name in known
         for end, words in table.items()
         if name.endswith(end)
-        and draw(st.integers(0, 11))  # some are left out
+        and name.rpartition(".")[0] not in unnamed
         and len(words.split()) == model.get_parameter(name).dim()
     }
     head = known[-2]
@@ -345,7 +375,7 @@ def laid_out(draw: st.DrawFn, processes: int) -> LaidOut:
         draw(st.sampled_from(METHODS[method])),
         (*cuts, len(model)),
         replicas,
-        "sgd" if method in SGD_ONLY else draw(st.sampled_from(sorted(OPTIMIZERS))),
+        draw(st.sampled_from(PREDICTING.get(method, sorted(OPTIMIZERS)))),
         draw(st.sampled_from([(8, 8, 8, 5), (8, 4, 8), (6, 6, 6, 3)])),
         options,
         recompute=method not in NEWER and draw(st.integers(0, 4)) == 0,
@@ -367,16 +397,15 @@ def _rules(draw: st.DrawFn, kind: str, dimensions: dict[str, int]) -> tuple[str,
         if over == "data":
             cut = draw(st.sampled_from(["batch", "batch", "batch", "rest", "both"]))
             rules += [f"batch:{over}"] if cut != "rest" else []
+            rules += [f"experts:{over}"] if kind in ("words", "points") and draw(st.booleans()) else []
             at_rest = over if cut != "batch" else at_rest
         else:
-            pool = {
-                "images": ["d_ff", "d_ff", "d_in", "classes"],
-                "rows": ["d_ff", "d_ff", "d_model", "classes"],
-            }.get(kind, ["d_ff", "heads", "d_model", "vocab", "classes"])
-            cut = draw(st.sets(st.sampled_from(pool), min_size=1, max_size=3))
-            if draw(st.integers(0, 2)):
-                cut -= {"d_model"}
-            cut = cut or {"d_ff"}
+            pool = {"images": ["d_ff"], "rows": ["d_ff"]}.get(kind, ["d_ff", "heads", "vocab"])
+            cut = draw(st.sets(st.sampled_from([*pool, "classes"]), min_size=1, max_size=3))
+            if not draw(st.integers(0, 5)):  # dimensions of the same tensors
+                cut = {"images": {"d_in"}, "rows": {"d_model"}}.get(kind) or {
+                    draw(st.sampled_from(["d_model", "experts"]))
+                }
             rules += [f"{one}:{over}" for one in sorted(cut)]
             if draw(st.integers(0, 7)) == 0:
                 at_rest = over
