@@ -147,6 +147,23 @@ def test_the_balance_loss_of_experts_falls() -> None:
 # -- by the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("config", "mesh"), [("1", "data:2,model:2"), pytest.param("1-1", "model:2", marks=pytest.mark.long)]
+)
+def test_ranks_of_a_mesh_train_as_their_worker_does(config: str, mesh: str, tmp_path: Path) -> None:
+    example = FOLDER / "mesh_gpt.py"
+    command = f"train examples/mesh_gpt.py --workers 4 --config {config} --mesh {mesh}"
+    assert f"pipedream {command}\n" in example.read_text(encoding="utf-8")
+    shorter = ("--minibatches", "4", "--evaluate-every", "0", "--out", str(tmp_path / "mesh"))
+    ended = commands.run("-m", "pipedream", *command.split(), *shorter, folder=FOLDER.parent)
+    assert (ended.status, ended.err) == (0, "")
+    options: dict[str, Any] = {"workers": len(config.split("-")), "minibatches": 4, "quiet": True}
+    pipedream.run(lambda seed: load_recipe(str(example), seed=seed), out=tmp_path / "plain", **options)
+    torch.testing.assert_close(losses_of(tmp_path / "mesh"), losses_of(tmp_path / "plain"), rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of three epochs of digits in two processes."""
