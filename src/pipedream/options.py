@@ -84,6 +84,8 @@ class ModelOptions:
             (`core.schedule.phase`): ``"1f1b/4:200,pipedream"``. Each change drains the pipeline. Excludes schedule and
             microbatches.
         layout: how tensors are cut over the ranks of a worker, where the plan gives it several (`pipedream.Layout`).
+        parallelize: ``parallelize(name, layer, device_mesh)`` is called for each layer of a worker that is a mesh. It
+            may call torch's `parallelize_module`, whose cuts come before those of the layout.
     """
 
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
@@ -106,6 +108,7 @@ class ModelOptions:
     callbacks: Sequence[Callback] = ()
     phases: str | Sequence[Phase] | None = None
     layout: Layout | None = None
+    parallelize: Callable[[str, Any, Any], Any] | None = None
 
     def policy(self, *, scaling: str = "") -> Policy:
         """Returns the rules that couple the stages, see `Policy`.
@@ -117,7 +120,7 @@ class ModelOptions:
 
     def problems(self) -> Iterator[str]:
         """Yields what is wrong with functions, phases or metrics."""
-        for name in ("inputs", "targets", "weight", "scheduler"):
+        for name in ("inputs", "targets", "weight", "scheduler", "parallelize"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 yield f"{name} is {value!r}, which cannot be called{_of_a_stage(value)}"

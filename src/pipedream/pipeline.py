@@ -138,7 +138,8 @@ class Pipeline:
             compile=compile_arguments(options.compile),
             scaling=scaling,
             batch_dim=options.batch_dim,
-            layout=_checked_layout(options.layout, self.prepared, model, captured.graph),
+            layout=_checked_layout(options, self.prepared, model, captured.graph),
+            parallelize=options.parallelize,
         )
         blueprint = Blueprint(
             programs=[found.program for found in self.prepared],
@@ -522,9 +523,9 @@ def _is_cut(plan: Plan) -> bool:
     return plan.ranks > plan.workers and is_distributed()
 
 
-def _checked_layout(layout: Layout | None, phases: Sequence[Prepared], model: Any, graph: LayerGraph) -> Layout:
+def _checked_layout(options: PipelineOptions, phases: Sequence[Prepared], model: Any, graph: LayerGraph) -> Layout:
     """Raises a `PlanError` if the layout does not fit the model or the meshes, or a method cannot have meshes."""
-    plan, layout = phases[0].program.plan, (layout or Layout()).of_model(model)
+    plan, layout = phases[0].program.plan, (options.layout or Layout()).of_model(model)
     meshes = plan.meshes
     for program in (found.program for found in phases if plan.ranks > plan.workers):
         if any(map(program.placement.is_remote, range(len(plan.stages)))):
@@ -532,7 +533,9 @@ def _checked_layout(layout: Layout | None, phases: Sequence[Prepared], model: An
                 f"the plan {plan.config} has meshes, but with {program.name!r} workers compute with weights of others, "
                 "which a mesh does not send; choose another method, or a plan without meshes"
             )
-    layout.check([name for name, _ in model.named_parameters()], [layer.name for layer in graph.layers], meshes)
+    names = [name for name, _ in model.named_parameters()]
+    unused = () if options.parallelize is not None else meshes  # it may use any dimension
+    layout.check(names, [layer.name for layer in graph.layers], unused)
     for tied in plan.tied:
         if len(differing := dict.fromkeys(str(meshes[stage]) for stage in tied.stages)) > 1:
             raise PlanError(

@@ -172,7 +172,7 @@ def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
         replace(one, first=a, last=b, recompute=case.recompute)
         for one, a, b in zip(plan.stages, [0, *ends], ends, strict=False)
     ]
-    names = CONVOLUTION if case.model == "convolution" else NAMES
+    names = CONVOLUTION if case.model == "convolution" else {} if "parallelize" in case.options else NAMES
     known = {name for name, _ in model.named_parameters()}
     layout = pipedream.Layout(
         case.rules,

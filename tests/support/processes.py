@@ -92,7 +92,7 @@ def results(function: Callable[..., Any], workers: int, *args: Any, timeout_s: f
 
 def values(ends: Sequence[End]) -> list[Any]:
     """Returns what the processes returned; raises the first exception of any."""
-    for end in ends:
+    for end in sorted(ends, key=lambda end: end.exit_code is not None):  # a process that died says less
         if end.error is not None:
             raise end.error
     return [end.value for end in ends]

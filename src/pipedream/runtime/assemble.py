@@ -64,6 +64,7 @@ class Settings:
         scaling: None does not scale the loss.
         batch_dim: dimension of the samples in the model's inputs, see `data.batches`.
         layout: of tensors on the mesh of each worker.
+        parallelize: cuts layers in place of the layout, see `sharding.parallelized`.
     """
 
     loss: Loss
@@ -78,6 +79,7 @@ class Settings:
     scaling: LossScaleOptions | None = None
     batch_dim: BatchDim = 0
     layout: Layout = field(default_factory=Layout)
+    parallelize: Callable[[str, nn.Module, Any], Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ from pipedream.runtime.results.results import Done, Output
 from pipedream.runtime.stage_state import StageState, evaluating
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
+from pipedream.sharding.parallelized import parallelized
 from pipedream.sharding.stage import StageSharding
 
 __all__ = ["Session"]
@@ -113,6 +114,7 @@ class Session:
         free_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         self.model = model
+        self._graph = graph
         self._free_bytes = free_bytes
         self._plain = plain
         self._blueprint = blueprint
@@ -275,7 +277,13 @@ class Session:
             sharding.share_initial(
                 [tensor for name, tensor in named_state(model).items() if name in self._stage_names[stage]]
             )
-            sharding.cut(owned)
+            parallelize, given = blueprint.settings.parallelize, {}
+            if parallelize is not None:
+                known, place = dict(model.named_modules()), blueprint.program.plan.stages[stage]
+                names = [layer.name for layer in self._graph.layers[place.first : place.last]]
+                layers = [(name, known[name]) for name in names if name in known]
+                given = parallelized(parallelize, layers, connections.mesh)
+            sharding.cut(owned, given)
         return distributed_worker(blueprint, self._worker_rank, handles, remote_forwards, connections, self._shardings)
 
     @property

@@ -179,8 +179,15 @@ class StageSharding:
             for at in range(len(self.mesh.dimensions)):
                 dist.broadcast(tensor.data, group=self._device_mesh.get_group(at), group_src=0)
 
-    def cut(self, handles: Mapping[str, torch.nn.Parameter]) -> None:
+    def cut(
+        self,
+        handles: Mapping[str, torch.nn.Parameter],
+        given: Mapping[torch.nn.Parameter, Sequence[int | None]] | None = None,
+    ) -> None:
         """Replaces each parameter's values by this rank's part.
+
+        Args:
+            given: cuts that do not follow from the layout, as `Layout.placements`.
 
         Raises:
             PlanError: the layout is not legal for a parameter (`Layout.placements`).
@@ -188,7 +195,9 @@ class StageSharding:
         for name, handle in handles.items():
             names = self._layout.names_of(name)
             placements: Sequence[int | None] = [None] * len(self.mesh.dimensions)
-            if names is not None:
+            if given and handle in given:
+                placements = given[handle]
+            elif names is not None:
                 placements = self._layout.placements(names, handle.shape, self.mesh, f"the parameter {name!r}")
             meta = TensorMeta(handle.shape, handle.stride(), handle.dtype)
             placed = tuple(_placed(placements))

@@ -1,0 +1,139 @@
+"""Layers that the user cuts by torch's `parallelize_module` in place of a layout.
+
+Its styles replace parameters by DTensors, and add hooks that cut plain tensors. The parameters become the user's again,
+so that weight versions know them; how they are cut is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._pytree import tree_map_only
+
+from pipedream.core.errors import PlanError
+from pipedream.sharding.functions import summed
+
+__all__ = ["parallelized"]
+
+
+def parallelized(
+    parallelize: Callable[[str, nn.Module, DeviceMesh], Any],
+    layers: Iterable[tuple[str, nn.Module]],
+    device_mesh: DeviceMesh,
+) -> dict[nn.Parameter, tuple[int | None, ...]]:
+    """Calls a function of the user for each layer; returns which dimension of a weight each mesh dimension cuts.
+
+    Raises:
+        PlanError: it does something else than cutting weights evenly.
+    """
+    found: dict[nn.Parameter, tuple[int | None, ...]] = {}
+    for name, layer in layers:
+        slots = {
+            (path, slot): (module, parameter)
+            for path, module in layer.named_modules()
+            for slot, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        parallelize(name, layer, device_mesh)
+        used: set[str] = set()
+        given: set[tuple[str, str]] = set()
+        for place, (module, parameter) in slots.items():
+            slot = place[1]
+            now, what = module._parameters.get(slot), f"parallelize({name!r}, ...)"
+            if any(isinstance(one, FSDPModule) for one in (module, layer)):
+                raise PlanError(
+                    f"{what} has called fully_shard, which keeps parameters of its own, so that versions of the "
+                    "weights would not reach it; shard them by Layout(at_rest=...) instead"
+                )
+            if now is parameter:
+                continue
+            if not isinstance(now, DTensor):
+                raise PlanError(f"{what} has replaced the parameter {slot!r}; let it call parallelize_module only")
+            found[parameter] = _cut(now, device_mesh, f"{what} cuts {slot!r}")
+            used |= set(now.device_mesh.mesh_dim_names or ())
+            given.add(place)
+            module._parameters[slot] = parameter
+        if used:
+            _run_on_parts(layer, device_mesh, sorted(used, key=(device_mesh.mesh_dim_names or ()).index), given)
+    return found
+
+
+def _cut(weight: DTensor, device_mesh: DeviceMesh, what: str) -> tuple[int | None, ...]:
+    """Raises a `PlanError` if the weight is not cut evenly."""
+    names = weight.device_mesh.mesh_dim_names or ()
+    placed = dict(zip(names, weight.placements, strict=True))
+    for over, one in placed.items():
+        even = isinstance(one, Shard) and weight.shape[one.dim] % device_mesh[over].size() == 0
+        if type(one) not in (Shard, Replicate) or not (even or one == Replicate()):
+            raise PlanError(
+                f"{what}, of {tuple(weight.shape)}, over {over!r} as {one}; cut a dimension that its "
+                f"{device_mesh[over].size()} ranks divide, or none"
+            )
+    cuts = [placed.get(over) for over in device_mesh.mesh_dim_names or ()]
+    return tuple(one.dim if isinstance(one, Shard) else None for one in cuts)
+
+
+def _run_on_parts(
+    layer: nn.Module, device_mesh: DeviceMesh, used: Sequence[str], given: Container[tuple[str, str]]
+) -> None:
+    """Gives a layer what torch's styles expect: plain tensors, and DTensors for the weights that are cut.
+
+    Args:
+        used: dimensions of the mesh over which styles cut.
+        given: module and name of the weights that they made DTensors.
+    """
+    names = list(device_mesh.mesh_dim_names or ())
+    inner, over = device_mesh[tuple(used)], [names.index(one) for one in used]
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    placed: list[Placement] = []  # of the inputs of the call that runs
+
+    def part_of(tensor: DTensor) -> torch.Tensor:
+        wanted = [Replicate() if at in over else one for at, one in enumerate(summed(tensor).placements)]
+        placed[:] = placed or wanted
+        return summed(tensor).redistribute(placements=wanted).to_local(grad_placements=wanted)
+
+    def weight_of(weight: DTensor, is_given: bool) -> torch.Tensor:
+        # Over other dimensions its gradient is a partial sum where they cut the inputs.
+        gradient = [
+            own if at in over or own != Replicate() else partial[at] for at, own in enumerate(weight.placements)
+        ]
+        part, own = weight.to_local(grad_placements=gradient), [weight.placements[at] for at in over]
+        return DTensor.from_local(part, inner, own, run_check=False) if is_given else part
+
+    partial: list[Placement] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        placed.clear()
+        found = tree_map_only(DTensor, part_of, (args, kwargs))
+        partial[:] = [Partial() if isinstance(one, Shard) else one for one in placed]
+        for path, child in module.named_modules():
+            for slot in child._parameters:
+                weight = child._parameters[slot]
+                if isinstance(weight, DTensor):
+                    kept.append((child._parameters, slot, dict.__getitem__(child._parameters, slot)))
+                    child._parameters[slot] = weight_of(weight, (path, slot) in given)
+        return found
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        while kept:
+            slots, slot, weight = kept.pop()
+            slots[slot] = weight
+        return tree_map_only(torch.Tensor, whole, output)
+
+    def whole(tensor: torch.Tensor) -> DTensor:
+        if isinstance(tensor, DTensor):
+            own = dict(zip(over, tensor.placements, strict=True))
+            tensor = tensor.to_local(grad_placements=tensor.placements)
+        else:
+            own = {}
+        placements = [own.get(at, one) for at, one in enumerate(placed)]
+        return DTensor.from_local(tensor, device_mesh, placements, run_check=False)
+
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
+    layer.register_forward_hook(leave)
