@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,7 @@ def _adamw(named: Any) -> torch.optim.Optimizer:
     "case",
     [
         Case("mlp", "model:2", "d_ff:model", "interleaved_1f1b", 4),
+        Case("mlp", "model:2", "d_ff:model", options={"optimizer": partial(torch.optim.Adafactor, lr=0.1)}),
         Case(
             "mlp", "model:2", "d_ff:model", "pipedream", None, options={"compensation": ("error_feedback", "gap_aware")}
         ),

@@ -31,6 +31,7 @@ CASES = {
     "model": Case("mlp", "model:2", "d_ff:model", "pipedream", None),
     "halves of backwards": Case("mlp", "model:2", "d_ff:model", "zb_h1", 2, options=CLIPPED),
     "data": Case("mlp", "data:2", "batch:data"),
+    "whole weights": Case("mlp", "model:2", "d_ff:model", options={"optimizer": torch.optim.Adafactor}),
     "at rest": Case(
         "mlp", "data:2", "batch:data", "pipedream", None, at_rest="data", options=CLIPPED | {"clip": "local"}
     ),

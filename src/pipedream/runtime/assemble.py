@@ -442,7 +442,7 @@ def _stage_state(
     )
     stage_state.check(programs, stage)
     if sharding is not None:
-        sharding.check_optimizer(stage_state.optimizer.optimizer)
+        sharding.adapt_optimizer(stage_state.optimizer.optimizer, handles)
     return stage_state
 
 

@@ -64,7 +64,7 @@ class CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-_PASS_OF = {"weights' backward": "backward", "sums": "update", "norm": "update"}
+_PASS_OF = {"weights' backward": "backward", "sums": "update", "norm": "update", "whole weights": "update"}
 
 
 class FirstPasses:
@@ -79,7 +79,7 @@ class FirstPasses:
         """Context of a part of a pass, the first of which is counted.
 
         Args:
-            what: "forward", "backward", "weights' backward", or of an update "sums" or "norm".
+            what: "forward", "backward", "weights' backward", or of an update "sums", "norm" or "whole weights".
         """
         if what in self._found:
             yield

@@ -15,20 +15,17 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from inspect import unwrap
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import optim
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import implicit_replication
 
-from pipedream.core.errors import PlanError
 from pipedream.core.model.collective import Collective
 from pipedream.core.plan.boundary import Cut
 from pipedream.core.plan.layout import Layout
@@ -37,26 +34,9 @@ from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Resting,
 from pipedream.sharding.count import FirstPasses
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.parts import like_part, local_part
+from pipedream.sharding.whole_weights import step_whole_weights, steps_each_element
 
 __all__ = ["StageSharding"]
-
-
-_ELEMENTWISE = {
-    unwrap(kind.step): kind.__name__
-    for kind in (
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.Adagrad,
-        optim.Adadelta,
-        optim.ASGD,
-    )
-}
 
 
 class _Part:
@@ -138,6 +118,9 @@ class StageSharding:
 
     Args:
         device_mesh: with named dimensions.
+
+    Attributes:
+        steps_whole_weights: the optimizer gathers weights.
     """
 
     def __init__(self, layout: Layout, device_mesh: DeviceMesh) -> None:
@@ -151,16 +134,14 @@ class StageSharding:
         self._weights: dict[str, _Part] = {}
         self._checked: set[tuple[str, bool]] = set()
         self._first = FirstPasses(device_mesh)
+        self.steps_whole_weights = False
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises a `PlanError` if a weight is cut and the optimizer may not step each element by itself."""
-        step = unwrap(type(optimizer).step)
-        if any(known.part_shape != known.whole_shape for known in self._weights.values()) and step not in _ELEMENTWISE:
-            raise PlanError(
-                f"the optimizer {type(optimizer).__name__} was asked for on a mesh that cuts weights, but only torch's "
-                f"own that step each element by itself can update a part ({', '.join(_ELEMENTWISE.values())}); use one "
-                "of these, or a layout that cuts no weight"
-            )
+    def adapt_optimizer(self, optimizer: torch.optim.Optimizer, handles: Mapping[str, torch.nn.Parameter]) -> None:
+        """Lets an optimizer that may need whole weights have them in its step."""
+        is_cut = any(known.part_shape != known.whole_shape for known in self._weights.values())
+        self.steps_whole_weights = is_cut and not steps_each_element(optimizer)
+        if self.steps_whole_weights:
+            step_whole_weights(optimizer, handles, self)
 
     def _dimension(self, name: str) -> int | None:
         names = list(self.mesh.dimensions)
@@ -268,6 +249,11 @@ class StageSharding:
             return part
         part = part.detach() if known.rows is None else known.rows.gather(part.detach())
         return local_part(known.wrapped(part).redistribute(placements=self._nowhere))
+
+    def wholes(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Returns `whole` of several, each with one name."""
+        with self.counting("whole weights"):
+            return [None if part is None else self.whole([name], part) for name, part in zip(names, parts, strict=True)]
 
     def part(self, names: Sequence[str], whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a weight, or of a state of its size; see `whole`."""

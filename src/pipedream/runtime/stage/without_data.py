@@ -89,9 +89,10 @@ def predicted_collectives(
             with sharding.counting("weights' backward"):
                 found = own.backward_weights(saved, [None] * len(handles))
         kinds = zip(found, handles.values(), strict=True)
-        sharding.sum_gradients(
-            list(handles), [None if one is None else torch.empty_like(one, dtype=as_.dtype) for one, as_ in kinds]
-        )
+        sums = [None if one is None else torch.empty_like(one, dtype=as_.dtype) for one, as_ in kinds]
+        sharding.sum_gradients(list(handles), sums)
+        if sharding.steps_whole_weights:
+            sharding.wholes([*handles, *handles], [*weights.leaves.values(), *sums])
         if needs_norms:
             sharding.sum(torch.empty((), dtype=torch.float64, device=own.device))
     return sharding.collectives

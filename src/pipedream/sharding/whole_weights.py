@@ -1,0 +1,105 @@
+"""Optimizers that do not step each element by itself, such as Muon and Adafactor, step whole weights on every rank.
+
+Each rank gathers the weights, gradients and states of its stage for the step, and keeps its parts afterwards: the
+numbers are those of one process for any optimizer, but the step takes memory and time as without a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import unwrap
+from typing import Any, Protocol
+
+import torch
+from torch import nn, optim
+
+from pipedream.core.errors import PlanError
+
+__all__ = ["step_whole_weights", "steps_each_element"]
+
+
+_ELEMENTWISE = {
+    unwrap(kind.step)
+    for kind in (
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.ASGD,
+    )
+}
+
+
+class Parts(Protocol):
+    """The part of each weight that a rank has, see `sharding.stage.StageSharding`."""
+
+    def wholes(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]: ...
+
+    def part(self, names: list[str], whole: torch.Tensor) -> torch.Tensor: ...
+
+
+def steps_each_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one of torch's that can step a part of a weight; others may need all of it."""
+    return unwrap(type(optimizer).step) in _ELEMENTWISE
+
+
+def step_whole_weights(optimizer: torch.optim.Optimizer, handles: Mapping[str, nn.Parameter], parts: Parts) -> None:
+    """Lets an optimizer of handles, which hold parts, step whole weights."""
+    names = {handle: name for name, handle in handles.items()}
+    handle_of: dict[torch.Tensor, nn.Parameter] = {}
+
+    def gather(*_: Any) -> None:
+        given = [handle for group in optimizer.param_groups for handle in group["params"]]
+        kept = [dict(optimizer.state.pop(handle, {})) for handle in given]
+        states = [(at, key) for at, state in enumerate(kept) for key, value in state.items() if torch.is_tensor(value)]
+        tensors = (
+            [handle.detach() for handle in given],
+            [handle.grad for handle in given],
+            [kept[a][k] for a, k in states],
+        )
+        owners = [names[handle] for handle in given]
+        found = parts.wholes(
+            [*owners, *owners, *(owners[at] for at, _ in states)], [one for row in tensors for one in row]
+        )
+        for (at, key), whole in zip(states, found[2 * len(given) :], strict=True):
+            kept[at][key] = whole
+        for handle, whole, gradient, state in zip(given, found, found[len(given) :], kept, strict=False):
+            assert whole is not None
+            weight = nn.Parameter(whole, requires_grad=handle.requires_grad)
+            weight.grad = gradient
+            handle_of[weight] = handle
+            if state:
+                optimizer.state[weight] = state
+        wholes = iter(list(handle_of))
+        for group in optimizer.param_groups:
+            group["params"] = [next(wholes) for _ in group["params"]]
+
+    def keep_parts(*_: Any) -> None:
+        for weight, handle in handle_of.items():
+            owner = [names[handle]]
+            handle.data.copy_(parts.part(owner, weight.detach()))
+            if state := optimizer.state.pop(weight, {}):
+                optimizer.state[handle] = {key: kept(owner, key, one, weight, handle) for key, one in state.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [handle_of[weight] for weight in group["params"]]
+        handle_of.clear()
+
+    def kept(owner: list[str], key: str, value: Any, weight: torch.Tensor, handle: nn.Parameter) -> Any:
+        if not torch.is_tensor(value) or value.dim() == 0:
+            return value
+        if value.shape == handle.shape != weight.shape:
+            raise PlanError(
+                f"the optimizer {type(optimizer).__name__} was asked for on a mesh, but its state {key!r} for "
+                f"{owner[0]!r} of {tuple(weight.shape)} looks like one of a rank's parts, {tuple(value.shape)}; use "
+                "another layout, or an optimizer that steps each element by itself"
+            )
+        return parts.part(owner, value)
+
+    optimizer.register_step_pre_hook(gather)
+    optimizer.register_step_post_hook(keep_parts)
