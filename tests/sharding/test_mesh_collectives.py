@@ -64,7 +64,7 @@ WORDS = {
     "data": ("", "", "12 all-reduce over data, 34.6 kB"),
     "at rest": (
         "2 all-gather over data, 34.6 kB",
-        "2 all-gather over data, 34.6 kB; 2 reduce-scatter over data, 34.6 kB",
+        "2 all-gather over data, 34.6 kB; 2 all-reduce over data, 34.6 kB",
         "1 all-reduce over data, 8.00 B",
     ),
     "experts": (

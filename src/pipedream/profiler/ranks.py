@@ -88,6 +88,12 @@ class OneRank:
         }
         self.sent_bytes: list[int] = []
 
+    @property
+    def gathered_bytes(self) -> list[int]:
+        """Of each layer (`StageSharding.gathered_bytes`)."""
+        names = (self._names[id(layer)] for layer in self._layers)
+        return [self._sharding.gathered_bytes({name: self._parameters[name] for name in own}) for own in names]
+
     def call(self, function: Callable[..., Any], arguments: Sample) -> Any:
         """Calls a layer; other functions as they are."""
         if id(function) not in self._names:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipedream.sharding.parts import like_part, local_part, spec_of
+from pipedream.sharding.parts import like_part, local_part, runs_early, spec_of
 
 __all__ = ["GatheredWeights", "LazyParameters", "Resting", "Rows", "WithReferences"]
 
@@ -70,6 +70,9 @@ def _summed(rows: Sequence[Rows], wholes: Sequence[torch.Tensor]) -> list[torch.
         for at, chunk in enumerate(torch.split(whole, one.each))
     ]
     torch._foreach_copy_([place for place, _ in pairs], [chunk for _, chunk in pairs])
+    if every.device.type == "cpu":  # gloo's own reduce-scatter is this of a copy
+        dist.all_reduce(every, group=group)
+        return [place[group.rank(), : len(one.here)].clone() for one, place in zip(rows, places, strict=True)]
     mine, own = _buffer(1, rows, wholes)
     _sum_and_scatter(mine, every, group=group)
     return [place[0, : len(one.here)] for one, place in zip(rows, own, strict=True)]
@@ -176,6 +179,13 @@ class GatheredWeights:
             together.weights.append(weight)
         return found
 
+    @staticmethod
+    def needed_bytes(weights: Iterable[Resting]) -> int:
+        """Returns the most that the sum of their gradients takes at once: the gradients and a buffer for them."""
+        groups = {id(one.together): one.together for one in GatheredWeights().readings(weights)}.values()
+        sizes = ([one.rows.rows * one.leaf[:1].nbytes for one in group.weights if len(one.leaf)] for group in groups)
+        return 2 * max(map(sum, sizes), default=0)
+
     def read(self, reading: _Reading) -> torch.Tensor:
         """Returns what layers read of a weight."""
         together = reading.together
@@ -183,6 +193,7 @@ class GatheredWeights:
             self._hold(together)
             leaves, rows, wraps = zip(*together.weights, strict=True)
             wholes = _Gather.apply(rows, *leaves)  # type: ignore[no-untyped-call]
+            runs_early(wholes[0])
             together.read = [wrap(whole) for wrap, whole in zip(wraps, wholes, strict=True)]
             for at, whole in enumerate(wholes):
                 key = whole.untyped_storage()._cdata

@@ -8,7 +8,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["like_part", "local_part", "spec_of"]
+__all__ = ["like_part", "local_part", "runs_early", "spec_of"]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,3 +25,12 @@ def spec_of(tensor: torch.Tensor) -> Any:
 def like_part(part: torch.Tensor, spec: Any) -> torch.Tensor:
     """Returns a DTensor around a part; the part itself where `spec` is None."""
     return part if spec is None else DTensor(part, spec, requires_grad=part.requires_grad)  # type: ignore[no-untyped-call]
+
+
+def runs_early(tensor: torch.Tensor) -> None:
+    """Lets the backward pass on a tensor's gradient when it is complete, before it computes others.
+
+    Autograd runs last what was called first, so that the gradients of all weights would wait for the end together.
+    """
+    if tensor.grad_fn is not None:
+        tensor.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[attr-defined]  # as of the leaves

@@ -33,7 +33,7 @@ from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Resting, Rows
 from pipedream.sharding.count import FirstPasses
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
-from pipedream.sharding.parts import like_part, local_part
+from pipedream.sharding.parts import like_part, local_part, runs_early
 from pipedream.sharding.whole_weights import step_whole_weights, steps_each_element
 
 __all__ = ["StageSharding"]
@@ -110,6 +110,13 @@ class _Wrap(torch.autograd.Function):
 
 def _wrapped(local: torch.Tensor, part: _Part) -> torch.Tensor:
     found: torch.Tensor = _Wrap.apply(local, part)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _weight(local: torch.Tensor, part: _Part) -> torch.Tensor:
+    """Returns a weight, whose gradient goes to its leaf at once."""
+    found = _wrapped(local, part)
+    runs_early(found)
     return found
 
 
@@ -199,14 +206,21 @@ class StageSharding:
 
         Of weights at rest it returns what gathers them, together with others of the layer.
         """
-        resting = {
-            name: Resting(leaf, part.rows, partial(_wrapped, part=part))
+        resting = self._resting(leaves)
+        reading = dict(zip(resting, self._gathered.readings(resting.values()), strict=True))
+        return {name: reading.get(name) or _weight(leaf, self._weights[name]) for name, leaf in leaves.items()}
+
+    def gathered_bytes(self, leaves: Mapping[str, torch.Tensor]) -> int:
+        """Returns the most bytes that the weights at rest of a layer need in a pass, with any number of samples."""
+        return GatheredWeights.needed_bytes(self._resting(leaves).values())
+
+    def _resting(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, Resting]:
+        return {
+            name: Resting(leaf, part.rows, partial(_weight, part=part))
             for name, leaf in leaves.items()
             for part in [self._weights[name]]
             if part.rows is not None
         }
-        reading = dict(zip(resting, self._gathered.readings(resting.values()), strict=True))
-        return {name: reading.get(name) or _wrapped(leaf, self._weights[name]) for name, leaf in leaves.items()}
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts its part of a weight in the norm: of equal parts the first does."""

@@ -152,6 +152,7 @@ def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) ->
             output_bytes=size(stage.output_bytes),
             activation_bytes=size(stage.activation_bytes),
             working_bytes=size(stage.working_bytes),
+            gathered_bytes=size(stage.gathered_bytes),
             parameter_bytes=size(stage.parameter_bytes),
             optimizer_bytes=size(stage.optimizer_bytes),
             peak_bytes=0,  # an emulated stage has next to no activations

@@ -155,12 +155,13 @@ def _rank(
         found = measure(call=rank.call)
         with preserve_state(layers, cuda_devices(layers[0], arguments), options["seed"]):
             forward, backward, update = rank.collectives(arguments, options["autocast"])
-    sent = zip(found.layers, rank.sent_bytes, strict=True)
+        sizes = zip(found.layers, rank.sent_bytes, rank.gathered_bytes, strict=True)
+        costs = tuple(replace(layer, output_bytes=sent, gathered_bytes=whole) for layer, sent, whole in sizes)
     known: dict[str, Any] = {field.name: getattr(found, field.name, None) for field in fields(RankProfile)}
     return RankProfile(
         **known
         | {"mesh": mesh.text, "layout": str(layout), "update": update}
-        | {"layers": tuple(replace(layer, output_bytes=size) for layer, size in sent)}
+        | {"layers": costs}
         | {"forward": tuple(forward), "backward": tuple(backward)}
     )
 

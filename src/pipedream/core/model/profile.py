@@ -36,6 +36,7 @@ class LayerProfile:
             until its backward.
         working_bytes: the most that a pass needs beyond what is kept (by it and earlier layers) and its parameters'
             gradients; with its input and the gradients that pass through.
+        gathered_bytes: of `working_bytes`, that weights at rest need (docs/meshes.md), with any number of samples.
         backward_bytes: the most that its backward adds to what is kept when it begins, with its parameters' gradients
             and without what it has released.
         largest_parameter_bytes: whose gradient is computed before it is accumulated.
@@ -62,6 +63,7 @@ class LayerProfile:
     backward_fixed_s: float = 0.0
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
+    gathered_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

@@ -29,6 +29,7 @@ class Stage:
         forward_fixed_s, backward_fixed_s: the part that each microbatch takes, however small.
         forward_launch_s, backward_launch_s: that the host needs to launch a pass on a GPU (`LayerProfile`).
         recompute: only its input is kept, and the backward repeats the forward.
+        gathered_bytes: of them, for weights at rest, whatever the number of samples.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the parts of its peak.
         mesh: the ranks of each worker (`core.plan.mesh.Mesh`); '' for one.
@@ -60,6 +61,7 @@ class Stage:
     backward_launch_s: float = 0.0
     mesh: str = ""
     layout: str = ""
+    gathered_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", Mesh(self.mesh).text)
@@ -86,7 +88,7 @@ class Stage:
             input_bytes=part(received_bytes),
             received_bytes=part(received_bytes),
             sent_bytes=0 if is_last else part(self.output_bytes),
-            working_bytes=part(self.working_bytes),
+            working_bytes=part(self.working_bytes - self.gathered_bytes) + self.gathered_bytes,
             relief_bytes=part(self.relief_bytes),
             largest_parameter_bytes=self.largest_parameter_bytes,
             update_working_bytes=self.update_working_bytes,

@@ -311,6 +311,7 @@ class SearchSpace:
         """Returns the sizes for the largest microbatch."""
         part = partial(part_bytes, parts=self.microbatches, samples=self.profile.batch)
         _, received, sent = self.bytes_of(first, last)
+        gathered = self.peaks.gathered_bytes(first, last)
         return StageSizes(
             parameter_bytes=self.parameter_bytes(first, last),
             optimizer_bytes=self.optimizer_bytes(first, last),
@@ -319,7 +320,7 @@ class SearchSpace:
             received_bytes=part(received),
             loaded_bytes=np.where(np.asarray(first) == 0, self.crossing[0] * min(self.microbatches, 2), 0),
             sent_bytes=part(sent),
-            working_bytes=part(self.peaks.working_bytes(first, last)),
+            working_bytes=part(self.peaks.working_bytes(first, last) - gathered) + gathered,
             relief_bytes=part(self.peaks.relief_bytes(first, last)),
             largest_parameter_bytes=self.peaks.largest_parameter_bytes(first, last),
             update_working_bytes=self.peaks.update_working_bytes(first, last, self.parameter_bytes(first, last)),
@@ -379,6 +380,7 @@ class SearchSpace:
             optimizer_bytes=int(self.optimizer_bytes(first, last)),
             names=tuple(self.profile.graph.layers[i].name for i in bit_indices(after & ~before)),
             working_bytes=int(self.peaks.working_bytes(first, last)),
+            gathered_bytes=int(self.peaks.gathered_bytes(first, last)),
             relief_bytes=int(self.peaks.relief_bytes(first, last)),
             largest_parameter_bytes=int(self.peaks.largest_parameter_bytes(first, last)),
             update_working_bytes=int(self.peaks.update_working_bytes(first, last, self.parameter_bytes(first, last))),

@@ -86,6 +86,7 @@ class StagePeaks:
     growing: RangeMaximum
     largest: RangeMaximum
     alone: RangeMaximum
+    gathered: RangeMaximum
     update_working: tuple[float, float]
 
     @classmethod
@@ -117,6 +118,7 @@ class StagePeaks:
             RangeMaximum.of(np.maximum(ahead + backward - parameters, ahead + working - parameters)),
             RangeMaximum.of([layer.largest_parameter_bytes for layer in layers]),
             RangeMaximum.of(working),
+            RangeMaximum.of([layer.gathered_bytes for layer in layers]),
             _update_working(profile),
         )
 
@@ -128,6 +130,10 @@ class StagePeaks:
         run = np.maximum(self.working.over(*self._run(first, last)) - self.kept[last], 0)
         part = self.alone.over(self.lowest[first], self.highest[last])
         return np.where(self._is_run(first, last), run, part)
+
+    def gathered_bytes(self, first: Place, last: Place) -> Bytes:
+        """Returns how much of it is for weights at rest, whatever the number of samples."""
+        return np.minimum(self.gathered.over(self.lowest[first], self.highest[last]), self.working_bytes(first, last))
 
     def relief_bytes(self, first: Place, last: Place) -> Bytes:
         """Returns how much less a backward needs, see `StageSizes`."""

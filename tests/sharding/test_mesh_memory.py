@@ -1,0 +1,113 @@
+"""A rank of a mesh takes the bytes that are predicted."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipedream
+from pipedream.runtime.results.memory import tensor_bytes
+
+WIDTH, BATCH = 768, 128
+SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+NAMES = {"*.up.weight": "d_ff d_model", "*.up.bias": "d_ff", "*.down.weight": "d_model d_ff"}
+CASES: dict[str, tuple[pipedream.Layout, str, dict[str, Any]]] = {
+    "weights that are cut": (pipedream.Layout("d_ff:model", names=NAMES), "model:2", {"schedule": "pipedream"}),
+    "sums of microbatches": (pipedream.Layout("batch:data"), "data:2", {"schedule": "1f1b", "microbatches": 4}),
+    "at rest": (pipedream.Layout("batch:data", at_rest="data"), "data:2", {"schedule": "pipedream"}),
+}
+Case = tuple[pipedream.Layout, pipedream.Plan, dict[str, Any]]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return found
+
+
+class Fresh:
+    """Minibatches that only the pipeline holds."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for _ in range(3):
+            yield torch.randn(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))
+
+    def __len__(self) -> int:
+        return 3
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Wide() for _ in range(4)))
+
+
+def _planned(layout: pipedream.Layout, mesh: str, how: dict[str, Any]) -> Case:
+    x, y = next(iter(Fresh()))
+    profile = pipedream.profile(
+        _model(),
+        x,
+        layout=layout,
+        meshes=(mesh,),
+        loss=lambda output: F.cross_entropy(output, y),
+        optimizer=SGD,
+        warmup=0,
+        runs=1,
+    )
+    return layout, pipedream.plan(profile, pipedream.Cluster.flat(4), shape="1-1", mesh=mesh, **how), how
+
+
+def _kernels(name: str) -> int:
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith(name)))
+
+
+def _peaks(cases: list[Case]) -> list[tuple[int, int]]:
+    """Returns, for each case, this rank's predicted peak and the one that the kernel saw.
+
+    malloc returns what is freed at once; modules and caches are there after the first minibatches.
+    """
+    libc, found = ctypes.CDLL(None), []
+    for number, value in ((-8, 1), (-3, 1 << 16), (-1, 1 << 16)):  # arenas, thresholds of mmap and trim
+        libc.mallopt(number, value)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # the user's choice, which the runtime leaves alone
+    for layout, plan, how in cases:
+        with pipedream.Pipeline(
+            _model(), plan, layout=layout, loss=F.cross_entropy, optimizer=SGD, check=False, **how
+        ) as pipeline:
+            for _ in pipeline.train(Fresh(), epochs=1):
+                pass
+            (stage, stage_state), *_ = pipeline._session.lead.stage_states.items()
+            gc.collect()
+            libc.malloc_trim(0)
+            held = tensor_bytes(stage_state) - _kernels("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
+            for _ in pipeline.train(Fresh(), epochs=2):
+                pass
+            found.append((plan.stages[stage].peak_bytes, held + _kernels("VmHWM")))
+        del pipeline, stage_state
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_peaks_are_as_predicted() -> None:
+    planned = [_planned(*case) for case in CASES.values()]
+    for peaks in processes.results(_peaks, 4, planned):
+        for name, (predicted, measured) in zip(CASES, peaks, strict=True):
+            assert predicted == pytest.approx(measured, rel=0.1), name
