@@ -151,13 +151,14 @@ class Pipeline:
             compared=lambda: _compared(model, options, seed),
             last_layers=[captured.graph.layers[stage.last - 1].name for stage in plan.stages],
         )
+        hooked = options.parallelize is not None and _is_cut(plan)  # torch's styles change how layers run
         self._session = Session(
             model,
             captured.graph,
             blueprint,
             stuck_after_s=options.stuck_after_s,
             weights=options.weights,
-            plain=PlainModel(model, captured) if options.check and not _is_cut(plan) else None,
+            plain=None if not options.check or hooked else PlainModel(model, captured),
             free_bytes=lambda: available_bytes(blueprint.device, 1),
         )
         warn_of_loopback(plan, self._session.rank)

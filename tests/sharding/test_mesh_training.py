@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import processes
@@ -101,6 +102,14 @@ def _noise() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     return nn.Sequential(nn.Linear(D, D), Noise(), nn.Linear(D, 4)), lambda size: torch.randn(size, D)
 
 
+CALLS = count(1)
+
+
+def _growing(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Is another loss at each call."""
+    return F.cross_entropy(output, batch[1]) * next(CALLS)
+
+
 MODELS = {
     "mlp": _mlp,
     "attention": _attention,
@@ -184,16 +193,14 @@ def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
         at_rest=case.at_rest,
         names={name: words for name, words in names.items() if any(_matches(one, name) for one in known)} | case.names,
     )
-    options = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9)} | case.options
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9), "loss": F.cross_entropy} | case.options
     pipeline = pipedream.Pipeline(
         model,
         replace(plan, stages=tuple(stages)).with_mesh(mesh),
         schedule=case.method,
         microbatches=case.microbatches,
-        loss=F.cross_entropy,
         sample=batches[0][0],
         seed=7,
-        check=False,
         layout=layout,
         **options,
     )
@@ -288,11 +295,15 @@ def test_meshes_train_as_single_ranks_do(case: Case) -> None:
         (Case("convolution", "model:2", "d_in:model, d_ff:model", stages=()), "would be cut twice over 'model'"),
         (Case("noise", "data:2", "batch:data", stages=()), "rand_like draws random numbers for a tensor of"),
         (
+            Case("mlp", "model:2", "d_ff:model", stages=(), options={"loss": _growing}),
+            "stage 0 has another gradient of .* in the pipeline, .* in the model",
+        ),
+        (
             Case("halves", "-/model:2", "d_ff:model", names=HALVES | {"1:out": "batch length d_ff"}),
             r"the output of '1' has 3 names \(batch length d_ff\), but its shape is \(4, 12\)",
         ),
     ],
-    ids=("gather", "legality", "random", "names"),
+    ids=("gather", "legality", "random", "first-minibatch", "names"),
 )
 def test_what_a_mesh_refuses(case: Case, words: str) -> None:
     for end in processes.launch(_trained, case.ranks, case, case.mesh):

@@ -196,16 +196,14 @@ def _listed(names: list[str], others: list[str]) -> str:
 
 
 def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Puts values into the slots of meta tensors; the context restores the slots."""
+    """Puts values into the slots of meta tensors, and of a rank's parts; the context restores the slots."""
     made: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slots in both:
             for name, tensor in slots.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
                 value = values.get(f"{path}.{name}" if path else name)
-                if value is None:
+                if tensor is None or value is None or not (tensor.is_meta or tensor.shape != value.shape):
                     continue
                 if id(value) not in made:
                     is_parameter = isinstance(tensor, nn.Parameter)

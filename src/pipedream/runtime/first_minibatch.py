@@ -30,6 +30,7 @@ from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.stage.auxiliary import auxiliary_scale
 from pipedream.runtime.stage.generators import LayerGenerators
 from pipedream.runtime.stage.stage_module import SavedForward
+from pipedream.sharding.stage import StageSharding
 
 __all__ = ["FirstMinibatch", "FirstOfStage", "UserModel"]
 
@@ -439,16 +440,25 @@ class FirstOfStage:
         names: of its trained parameters, in the order of the handles.
         alone: its first update holds the minibatch alone; otherwise the gradients of the minibatch's only microbatch,
             0, are compared before they are summed over the replicas.
+        sharding: of a mesh, whose ranks compare whole gradients.
     """
 
     def __init__(
-        self, check: FirstMinibatch, stage: int, buffers: Sequence[str], names: Sequence[str], *, alone: bool
+        self,
+        check: FirstMinibatch,
+        stage: int,
+        buffers: Sequence[str],
+        names: Sequence[str],
+        *,
+        alone: bool,
+        sharding: StageSharding | None = None,
     ) -> None:
         self._check = check
         self._stage = stage
         self._buffers = buffers
         self._names = names
         self._alone = alone
+        self._sharding = sharding
         self._ready: dict[int, torch.Tensor] = {}
 
     def loss_of(self, output: Any, message: Message, targets: Any) -> torch.Tensor:
@@ -482,6 +492,11 @@ class FirstOfStage:
         self._ready.clear()
 
     def before_update(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if self._alone and self._sharding is not None:
+            gradients = [
+                None if one is None else self._sharding.whole([name], one)
+                for name, one in zip(self._names, gradients, strict=True)
+            ]
         if self._alone:
             self._check.compare_gradients(self._stage, dict(zip(self._names, gradients, strict=True)))
 

@@ -123,6 +123,7 @@ class Session:
         self.rank, processes = join_group(blueprint.device, check_software=False)
         self._worker_rank = 0
         stages, batch_dim = blueprint.program.plan.stages, blueprint.settings.batch_dim
+        self._whole_bytes = sum({id(one): one.nbytes for one in named_state(model).values()}.values())
         self._stage_names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
         self._shared_names = parameters.shared_names(model)
         self._unused: list[str] = []
@@ -422,7 +423,7 @@ class Session:
             with self._activity.at("collecting the weights"):
                 state = named_state(self.model)
                 own = {name: tensor for name, tensor in state.items() if name in self._names_here}
-                values = self._collected(own, state, reader)
+                values = self._collected(self._wholes(own), state, reader)
                 values |= {
                     name: values[one]
                     for name in values
@@ -435,6 +436,8 @@ class Session:
             for stage, replica in program.placement.stage_replicas(worker.rank):
                 self._compare_stage(check, stage, replica, worker.stage_states[stage])
         microbatches = self._microbatches.get(reader)
+        if isinstance(microbatches, MeshMicrobatches):
+            microbatches = microbatches.source
         if isinstance(microbatches, LocalMicrobatches):
             microbatches.on_first = check.read
         return check
@@ -456,17 +459,16 @@ class Session:
 
     def _fits(self, reader: int) -> bool:
         """Returns whether the whole model, its gradients and as much again fit the rank that reads the data."""
-        whole = {id(tensor): tensor.nbytes for tensor in named_state(self.model).values()}
-        free = self._free_bytes()
-        fits = self._worker_rank != reader or 4 * sum(whole.values()) <= free
+        fits = self._worker_rank != reader or 4 * self._whole_bytes <= self._free_bytes()
         return not self.any_rank(not fits)
 
     def _compare_each_stage(self, plain: UserModel) -> None:
         """Lets each stage of this rank compare its first microbatch with its own layers."""
         if self.rank == 0:
-            _log.warning(
-                "the first minibatch is compared stage by stage: the whole model does not fit the worker that reads it"
-            )
+            how = "not compared with the model's own" if self._shardings else "compared stage by stage"
+            _log.warning("the first minibatch is %s: the whole model does not fit the worker that reads it", how)
+        if self._shardings:
+            return
         program = self.program
         for stage, replica in program.placement.stage_replicas(self._worker_rank):
             stage_state = self.lead.stage_states[stage]
@@ -482,9 +484,10 @@ class Session:
         ):
             here = dict(self.model.named_buffers(remove_duplicate=False))
             buffers = [name for name in self._stage_names[stage] if name in here]
-        if alone or (check.split == 1 and not replica):
+        sharding = self._shardings.get(stage)
+        if alone or (check.split == 1 and not replica and sharding is None):
             names = list(stage_state.versions.handles)
-            stage_state.first = FirstOfStage(check, stage, buffers, names, alone=alone)
+            stage_state.first = FirstOfStage(check, stage, buffers, names, alone=alone, sharding=sharding)
 
     def _stop_requested(self) -> bool:
         # A signal may have been sent to one worker alone, which need not be one that reads the data.
@@ -590,11 +593,7 @@ class Session:
                 others = {n: t for one in optimizers for n, t in (one.ema if ema else one.unpredicted()).items()}
                 same = {id(tensor): others[name] for name, tensor in state.items() if name in others}
                 own = {name: same.get(id(tensor), tensor) for name, tensor in own.items()}
-            for sharding in self._shardings.values():
-                own = {
-                    name: sharding.whole(self._shared_names.get(name, (name,)), tensor) for name, tensor in own.items()
-                }
-            whole: dict[str, Any] = self._collected(own, state)
+            whole: dict[str, Any] = self._collected(self._wholes(own), state)
             whole |= {name: state[name].detach().cpu().clone() for name in self._unused}
             for text in gather_texts(json.dumps(self.checkpointer.extra_states()), self._group):
                 for states in json.loads(text).values() if self.rank == 0 else ():
@@ -602,6 +601,12 @@ class Session:
             if self.rank:
                 return {}
             return {name: whole[name] for name in self.model.state_dict() if name in whole}
+
+    def _wholes(self, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Returns whole tensors from the parts of this worker's ranks, which all call it."""
+        for sharding in self._shardings.values():
+            own = {name: sharding.whole(self._shared_names.get(name, (name,)), one) for name, one in own.items()}
+        return own
 
     def _collected(
         self, own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], to: int = 0

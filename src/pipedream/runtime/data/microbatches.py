@@ -198,15 +198,15 @@ class MeshMicrobatches(Microbatches):
     """
 
     def __init__(self, source: Microbatches, senders: Sequence[Sender]) -> None:
-        self._source = source
+        self.source = source
         self._senders = senders
 
     def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
-        self._source.begin(per_minibatch, replica, base, cycle, until)
+        self.source.begin(per_minibatch, replica, base, cycle, until)
 
     def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
-        found = self._source.take(microbatch)
-        self.ended_at = self._source.ended_at
+        found = self.source.take(microbatch)
+        self.ended_at = self.source.ended_at
         if isinstance(found, Ending):
             message = Message(self.ended_at, Content.END, flags=int(found))
         else:
@@ -216,10 +216,10 @@ class MeshMicrobatches(Microbatches):
         return found
 
     def stop(self, ending: Ending) -> None:
-        self._source.stop(ending)
+        self.source.stop(ending)
 
     def resume(self) -> None:
-        self._source.resume()
+        self.source.resume()
 
 
 def _joined(inputs: Message, targets: Message) -> Message:
