@@ -117,8 +117,7 @@ class Pipeline:
         self.ready: deque[Done] = deque()
         self._ending = Ending.DATA
         self.should_stop = False
-        self._training = False
-        self._interrupted = False
+        self._training = self._interrupted = False
         self._data_state: Mapping[str, Any] | None = None
         self._checkpoint: AnyPath | None = None
         self.drains: list[int] = []
@@ -151,14 +150,13 @@ class Pipeline:
             compared=lambda: _compared(model, options, seed),
             last_layers=[captured.graph.layers[stage.last - 1].name for stage in plan.stages],
         )
-        hooked = options.parallelize is not None and _is_cut(plan)  # torch's styles change how layers run
         self._session = Session(
             model,
             captured.graph,
             blueprint,
             stuck_after_s=options.stuck_after_s,
             weights=options.weights,
-            plain=None if not options.check or hooked else PlainModel(model, captured),
+            plain=PlainModel(model, captured) if options.check and not _runs_styles(options, plan) else None,
             free_bytes=lambda: available_bytes(blueprint.device, 1),
         )
         warn_of_loopback(plan, self._session.rank)
@@ -519,9 +517,9 @@ class Pipeline:
                 self._loggers.finalize("failed")
 
 
-def _is_cut(plan: Plan) -> bool:
-    """Whether this process has a part of a worker's tensors; in a single process a mesh is one rank."""
-    return plan.ranks > plan.workers and is_distributed()
+def _runs_styles(options: PipelineOptions, plan: Plan) -> bool:
+    """Whether layers run as torch's styles change them; in a single process a mesh is one rank."""
+    return options.parallelize is not None and plan.ranks > plan.workers and is_distributed()
 
 
 def _checked_layout(options: PipelineOptions, phases: Sequence[Prepared], model: Any, graph: LayerGraph) -> Layout:

@@ -1,14 +1,22 @@
-"""`pipedream train --mesh` with a mesh for each stage."""
+"""`pipedream train --mesh` with a mesh for each stage, and `pipedream compare --mesh`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import commands
 import pytest
+import torch
+from torch import nn
 
+import pipedream
 from pipedream import cli
+from pipedream.core.comparison import ONE_WORKER, Variant
+from pipedream.core.errors import PlanError
+from pipedream.options import TrainingOptions
+from pipedream.training import compare as comparing
 
 RECIPE = """
 import pipedream, torch
@@ -64,3 +72,71 @@ def test_meshes_that_do_not_fit(
     (tmp_path / "recipe.py").write_text(RECIPE)
     assert cli.main(["train", str(tmp_path / "recipe.py"), *options]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_methods_are_compared_on_meshes(tmp_path: Path) -> None:
+    """Workers are ranks, also of what torch offers."""
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    mesh = "--mesh data:2 --layout batch:data --at-rest data --workers 2"
+    options = f"{mesh} --schedule data-parallel --minibatches 2 --out run --json".split()
+    ended = commands.run("-m", "pipedream", "compare", "recipe.py", *options, folder=tmp_path, timeout_s=200.0)
+    assert ended.status == 0, ended.err
+    (link,) = json.loads(ended.out)["links"]
+    rows = {row["name"]: row for row in link["variants"]}
+    assert [(name, rows[name]["workers"], rows[name]["plan"]) for name in ("DDP", "data parallel")] == [
+        ("DDP", 2, ""),
+        ("data parallel", 2, "1x2, noam"),
+    ]
+    assert rows["data parallel"]["samples_per_s"] > 0
+    (file,) = (tmp_path / "run").glob("*/summary.json")
+    summary = json.loads(file.read_text())
+    assert [stage["mesh"] for stage in summary["stages"]] == ["data:2"]
+    kinds = {row["kind"] for row in summary["stages"][0]["collectives"]["measured"]["forward"]}
+    assert "all-gather" in kinds, "at rest"
+
+
+def test_each_method_of_a_comparison_is_planned_for_meshes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), nn.Linear(8, 4))
+    layout = pipedream.Layout("d_ff:model", names={"0.weight": "d_ff d_model", "2.weight": "d_model d_ff"})
+    profile = pipedream.profile(model, torch.randn(16, 8), layout=layout, meshes=("model:2",), runs=1)
+    ran: list[tuple[int, str, str]] = []
+
+    def run(self: comparing._Runs, ranks: int, arguments: Sequence[str], begun: Path) -> None:
+        if "train" not in arguments:
+            raise comparing._Failed(1, "not here")
+        words = " ".join(arguments)
+        plan = pipedream.Plan.load(words.partition("--plan ")[2].split()[0])
+        ran.append((ranks, plan.config, words.partition("--layout ")[2].partition(" --seed")[0]))
+        raise comparing._Failed(2, "enough")
+
+    monkeypatch.setattr(comparing._Runs, "run", run)
+    options = TrainingOptions(workers=4, mesh="model:2", layout="d_ff:model", at_rest="model")
+    runs = comparing._Runs("recipe.py", options, tmp_path, None)
+    for method in ("data-parallel", "1f1b", "pipedream", "auto"):
+        over = comparing._OverLink(runs, profile, pipedream.Cluster.flat(4), 4, (method,), lambda line: None)
+        with pytest.raises(PlanError, match="enough"):
+            list(over.variants([Variant(ONE_WORKER, 1)]))
+    assert [ranks for ranks, _, _ in ran[:3]] == [4] * 3
+    assert [config for _, config, _ in ran[:3]] == ["2x2", "1x2-1x2", "1x2-1x2"]
+    assert {given for *_, given in ran} == {"d_ff:model --at-rest model"}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("compare --mesh model:2/-", "the meshes model:2/- were asked for, but the methods that are compared"),
+        ("compare --mesh model:2 --workers 3", "3 workers were asked for with the mesh model:2, and are ranks then"),
+        ("compare --mesh model", "the mesh 'model' has 'model', which is not a name and a size"),
+        ("profile --mesh model:2 --device meta", "a rank of a mesh can only be measured"),
+    ],
+)
+def test_commands_that_meshes_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, words: str
+) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    verb, *options = command.split()
+    assert cli.main([verb, str(tmp_path / "recipe.py"), *options]) == 2
+    assert words in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir() if one.name != "__pycache__"] == ["recipe.py"]

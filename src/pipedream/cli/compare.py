@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pipedream.cli.options import Device, Json, Microbatches, RecipeFile, Seed, print_json
+from pipedream.cli.options import AtRest, Device, Json, LayoutRules, Microbatches, RecipeFile, Seed, print_json
 from pipedream.core.artifact import encode
 from pipedream.core.errors import PlanError
 from pipedream.core.units import parse_rate
@@ -22,7 +22,12 @@ def compare(
     recipe: RecipeFile,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", show_default="2, or as many as --hosts", help="Workers of each variant."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default="2, or as many as --hosts; two meshes",
+            help="Workers of each variant; with --mesh ranks.",
+        ),
     ] = None,
     link: Annotated[
         list[str] | None,
@@ -47,6 +52,17 @@ def compare(
         ),
     ] = None,
     microbatches: Microbatches = None,
+    mesh: Annotated[
+        str,
+        typer.Option(
+            "--mesh",
+            metavar="NAME:RANKS[,...]",
+            show_default="one rank",
+            help="Mesh of the ranks of every worker of the methods, e.g. model:2. --workers then counts ranks.",
+        ),
+    ] = "",
+    layout: LayoutRules = None,
+    at_rest: AtRest = None,
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Epochs of each variant.")] = 1,
     minibatches: Annotated[
         int | None,
@@ -76,22 +92,24 @@ def compare(
     widths, links = _widths(hosts), [_rates(text) for text in link or ()]
     if hosts is not None and not links:
         raise PlanError("--hosts was given without --link; give the rates of the links, or leave it out")
-    count = workers
-    if count is None:
-        count = 2 if hosts is None else widths[0] * widths[1]
+    if workers is None and hosts is not None:
+        workers = widths[0] * widths[1]
     if not Path(recipe).is_file():
         raise PlanError(f"the recipe {recipe} does not exist; give the path of a Python file")
     found = compare_recipe(
         recipe,
         tuple(schedule or COMPARED),
         TrainingOptions(
-            workers=count,
+            workers=workers,
             microbatches=microbatches,
             epochs=epochs,
             minibatches=minibatches,
             seed=seed,
             device=device,
             out=out,
+            mesh=mesh,
+            layout=layout,
+            at_rest=at_rest,
         ),
         links=links,
         widths=widths,

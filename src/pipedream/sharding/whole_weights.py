@@ -36,7 +36,7 @@ _ELEMENTWISE = {
 }
 
 
-class Parts(Protocol):
+class _Parts(Protocol):
     """The part of each weight that a rank has, see `sharding.stage.StageSharding`."""
 
     def wholes(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]: ...
@@ -49,7 +49,7 @@ def steps_each_element(optimizer: torch.optim.Optimizer) -> bool:
     return unwrap(type(optimizer).step) in _ELEMENTWISE
 
 
-def step_whole_weights(optimizer: torch.optim.Optimizer, handles: Mapping[str, nn.Parameter], parts: Parts) -> None:
+def step_whole_weights(optimizer: torch.optim.Optimizer, handles: Mapping[str, nn.Parameter], parts: _Parts) -> None:
     """Lets an optimizer of handles, which hold parts, step whole weights."""
     names = {handle: name for name, handle in handles.items()}
     handle_of: dict[torch.Tensor, nn.Parameter] = {}

@@ -22,6 +22,7 @@ from pipedream.core.comparison import DDP, ONE_WORKER, TORCH, OverLink, RecipeCo
 from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, ScheduleError, WorkerError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import Profile
+from pipedream.core.plan.mesh import meshes_of
 from pipedream.core.plan.plan import Plan
 from pipedream.options import TrainingOptions
 from pipedream.report.comparison import comparison_page, comparison_svg
@@ -66,7 +67,8 @@ def compare_recipe(
     Args:
         recipe: a recipe's file.
         schedules: methods besides what torch offers; 'data-parallel' is this library's, 'auto' the planner's choice.
-        options: workers, microbatches, epochs, minibatches, seed, device and out (the folder) are used.
+        options: workers, microbatches, epochs, minibatches, seed, device, out (the folder), mesh, layout and at_rest
+            are used. With a mesh workers are ranks: so many for torch's own ways, and for a method's meshes together.
         links: for each the bytes/s of the levels of a slow network, innermost first; without any, this machine's own.
         widths: of the levels; by default all workers on one.
         progress: is called with a line before and after each variant.
@@ -74,10 +76,11 @@ def compare_recipe(
     Over `links`, more workers than this machine has cores are emulated (`pipedream.training.emulate`).
 
     Raises:
-        PlanError: the folder is used, or this machine does not carry a rate.
+        PlanError: the folder is used, this machine does not carry a rate, or the mesh does not divide the workers.
         WorkerError: a variant failed; the message is that of its worker.
     """
-    workers = options.workers or 2
+    workers = options.workers or 2 * _mesh_size(options.mesh)
+    _check_mesh(options.mesh, workers, emulated=bool(links) and workers > _cores())
     folder = _new_folder(recipe, options.out)
     widths = widths or (workers,)
     _check_links(links, widths, workers)
@@ -89,6 +92,8 @@ def compare_recipe(
         found: list[OverLink] = []
         if emulated:
             notes = (_emulated_in_words(workers), *notes)
+        if options.mesh:
+            notes = (f"workers are ranks; the methods cut layers over meshes of them, {options.mesh}", *notes)
         for bytes_per_s in links or ((),):
             scales = _scales(profile, workers, bytes_per_s) if emulated else None
             if network is not None:
@@ -123,6 +128,31 @@ def _new_folder(recipe: str, out: str | os.PathLike[str] | None) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PlanError(f"{folder} is not empty; name a new folder, or leave --out away for one in runs/")
     return folder
+
+
+def _mesh_size(mesh: str) -> int:
+    """Returns the ranks of the mesh of every worker; raises a `PlanError` if there are several."""
+    first, *others = set(meshes_of(mesh))
+    if others:
+        raise PlanError(
+            f"the meshes {mesh} were asked for, but the methods that are compared cut the model into different stages; "
+            "give one mesh for all, such as model:2"
+        )
+    return first.size
+
+
+def _check_mesh(mesh: str, workers: int, *, emulated: bool) -> None:
+    size = _mesh_size(mesh)
+    if workers % size:
+        raise PlanError(
+            f"{workers} workers were asked for with the mesh {mesh}, and are ranks then, which its {size} do not "
+            f"divide; give {size}, {2 * size} or another multiple"
+        )
+    if mesh and emulated:
+        raise PlanError(
+            f"the mesh {mesh} was asked for over --link by {workers} workers, more than {_cores()} cores, which would "
+            "be emulated, but an emulation has one rank of each mesh; give fewer, or no --link"
+        )
 
 
 def _check_links(links: Sequence[tuple[float, ...]], widths: tuple[int, ...], workers: int) -> None:
@@ -215,6 +245,7 @@ class _Runs:
         options = self.options
         asked |= {"recipe": self.recipe, "kind": kind, "seed": options.seed or 0, "device": options.device}
         asked |= {"epochs": options.epochs, "minibatches": options.minibatches, "out": str(out)}
+        asked |= {"mesh": options.mesh, "layout": options.layout, "at_rest": options.at_rest}
         sent = self.run(workers, ["-m", "pipedream.training.compare_worker", json.dumps(asked)], out.with_suffix(BEGUN))
         return out, sent
 
@@ -223,12 +254,14 @@ class _Runs:
         folder, options = self.folder / _folder_name(name), self.options
         given = self.folder / f"{_folder_name(name)}.plan.json"
         plan.save(given)
-        flags = ["--plan", str(given), "--workers", str(plan.workers)]
+        flags = ["--plan", str(given), "--workers", str(plan.ranks)]
+        flags += [] if options.layout is None else ["--layout", options.layout]
+        flags += [] if options.at_rest is None else ["--at-rest", options.at_rest]
         flags += ["--seed", str(options.seed or 0), "--device", options.device, "--checkpoint-every", "0", "--json"]
         for flag, count in (("--epochs", options.epochs), ("--minibatches", options.minibatches)):
             flags += [] if count is None else [flag, str(count)]
         arguments = ["-m", "pipedream", "train", self.recipe, *flags, "--out", str(folder)]
-        sent = self.run(plan.workers, arguments, folder / "plan.json")  # written between planning and training
+        sent = self.run(plan.ranks, arguments, folder / "plan.json")  # written between planning and training
         return json.loads((folder / "summary.json").read_text(encoding="utf-8")), sent
 
     def emulate(self, plan: Plan, name: str, scales: tuple[float, float]) -> tuple[dict[str, Any], int | None]:
@@ -374,7 +407,7 @@ class _OverLink:
         Args:
             before: over another link, of which one worker's is the same.
         """
-        workers = self.cluster.workers
+        workers, mesh = self.cluster.workers, self.runs.options.mesh
         alone = next((one for one in before if one.name == ONE_WORKER), None) or self._alone()
         yield alone
         if workers == 1:
@@ -387,12 +420,12 @@ class _OverLink:
         for name in self.schedules:
             title = _NAMES.get(name, name)
             if name == "data-parallel":
-                yield self._own(title, lambda: self._plan("pipedream", **copies))
+                yield self._own(title, lambda: self._plan("pipedream", **copies, mesh=mesh))
                 continue
             if name == "auto":
-                yield self._own(title, lambda: self._plan("auto", allow_asynchronous=True), alone)
+                yield self._own(title, lambda: self._plan("auto", allow_asynchronous=True, mesh=mesh), alone)
                 continue
-            how: dict[str, Any] = {"all_workers": True, "shape": "pipeline"}
+            how: dict[str, Any] = {"all_workers": True, "shape": "pipeline", "mesh": mesh}
             try:
                 if properties_of(name).splits_minibatch:
                     how["microbatches"] = self.microbatches
@@ -465,7 +498,7 @@ class _OverLink:
         except (PlanError, ScheduleError) as error:
             return replace(variant, why=str(error))
         text = f"{made.config} {made.schedule}" if name == _NAMES["auto"] else f"{made.config}, {made.depth_mode}"
-        if alone is not None and made.workers == 1:
+        if alone is not None and made.ranks == 1:
             return replace(alone, name=name, plan=text)
         if (known := self._done.get(_ran(made))) is not None:
             return replace(known, name=name, plan=text)
@@ -483,7 +516,7 @@ class _OverLink:
         splits = made.microbatches > 1 or properties_of(made.schedule or "pipedream").splits_minibatch
         found = Variant(
             name,
-            made.workers,
+            made.ranks,
             text,
             samples_per_s=summary["throughput"]["measured_per_s"],
             # An emulation predicts for stages that wait, without what the runtime costs those that compute.

@@ -1,10 +1,10 @@
 """A worker of `pipedream compare` for what is not `pipedream train`: ``python -m ...training.compare_worker JSON``.
 
-The JSON has recipe, kind, seed, device and out, the file that rank 0 writes. A 'profile' is measured on all workers at
-the same time, with so many `runs`, of minibatches and of one of their `microbatches`; 'messages' is what a byte of a
-message takes from compute on a link of `bytes_per_s`. What torch itself offers is trained by 'plain', 'ddp' or '1f1b',
-with parts, bounds (the layers of the stages), epochs and minibatches; the file has its figures, or why this recipe is
-not trained so.
+The JSON has recipe, kind, seed, device, mesh, layout, at_rest and out, the file that rank 0 writes. A 'profile' is
+measured on all workers at the same time, with so many `runs`, of minibatches and of one of their `microbatches`, also
+for a rank of the mesh; 'messages' is what a byte of a message takes from compute on a link of `bytes_per_s`. What torch
+itself offers is trained by 'plain', 'ddp' or '1f1b', with parts, bounds (the layers of the stages), epochs and
+minibatches; the file has its figures, or why this recipe is not trained so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipedream.recipe import load_recipe
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.torch_baselines import Baseline, DataParallel, OneFOneB, PlainLoop, message_s_per_byte
-from pipedream.training.job import capture_recipe, profile_recipe
+from pipedream.training.job import capture_recipe, profile_recipe, with_layout
 
 __all__ = ["BEGUN", "run_asked"]
 
@@ -38,7 +38,12 @@ def run_asked(asked: dict[str, Any]) -> None:
     found: dict[str, Any]
     if asked["kind"] == "profile":
         profile = profile_recipe(
-            recipe, device=str(device), seed=asked["seed"], runs=asked["runs"], microbatches=asked["microbatches"]
+            with_layout(recipe, asked["layout"], asked["at_rest"]),
+            device=str(device),
+            seed=asked["seed"],
+            runs=asked["runs"],
+            microbatches=asked["microbatches"],
+            meshes=[asked["mesh"]] if asked["mesh"] else (),
         )
         if rank == 0:
             profile.save(Path(asked["out"]))
