@@ -270,9 +270,16 @@ CASES = (
 )
 
 
+# In every run of the tests; the others, on four ranks, take longer.
+TWO_RANKS = (
+    Case("mlp", "model:2", "d_ff:model", "pipedream", None, stages=(), options=CLIPPED | {"clip": "local"}),
+    Case("mlp", "data:2", "batch:data", stages=(), at_rest="data", options=CLIPPED),
+    Case("mlp", "data:2", "batch:data", "gpipe", stages=(), options=CLIPPED),
+)
+
+
 @pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*TWO_RANKS, *(pytest.param(one, marks=pytest.mark.slow) for one in CASES)], ids=str)
 def test_meshes_train_as_single_ranks_do(case: Case) -> None:
     losses, weights, scores = _trained(case, "")
     for rank, (found, state, seen) in enumerate(processes.kept(case.ranks).results(_trained, case, case.mesh)):
