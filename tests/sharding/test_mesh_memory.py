@@ -19,13 +19,15 @@ from torch.nn import functional as F
 import pipedream
 from pipedream.runtime.results.memory import tensor_bytes
 
-WIDTH, BATCH = 768, 128
+WIDTH, BATCH = 768, 256
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 NAMES = {"*.up.weight": "d_ff d_model", "*.up.bias": "d_ff", "*.down.weight": "d_model d_ff"}
+CUT = pipedream.Layout("batch:data, d_ff:model", names=NAMES)
+AT_REST = pipedream.Layout("batch:data", at_rest="data")
 CASES: dict[str, tuple[pipedream.Layout, str, dict[str, Any]]] = {
-    "weights that are cut": (pipedream.Layout("d_ff:model", names=NAMES), "model:2", {"schedule": "pipedream"}),
-    "sums of microbatches": (pipedream.Layout("batch:data"), "data:2", {"schedule": "1f1b", "microbatches": 4}),
-    "at rest": (pipedream.Layout("batch:data", at_rest="data"), "data:2", {"schedule": "pipedream"}),
+    "weights that are cut": (CUT, "model:2", {"schedule": "pipedream"}),
+    "sums of microbatches": (CUT, "data:2", {"schedule": "1f1b", "microbatches": 4}),
+    "at rest": (AT_REST, "data:2", {"schedule": "pipedream"}),
 }
 Case = tuple[pipedream.Layout, pipedream.Plan, dict[str, Any]]
 
@@ -56,19 +58,21 @@ def _model() -> nn.Sequential:
     return nn.Sequential(*(Wide() for _ in range(4)))
 
 
-def _planned(layout: pipedream.Layout, mesh: str, how: dict[str, Any]) -> Case:
+def _planned(layout: pipedream.Layout) -> list[Case]:
     x, y = next(iter(Fresh()))
+    cases = [(mesh, how) for of, mesh, how in CASES.values() if of is layout]
     profile = pipedream.profile(
         _model(),
         x,
         layout=layout,
-        meshes=(mesh,),
+        meshes=[mesh for mesh, _ in cases],
         loss=lambda output: F.cross_entropy(output, y),
         optimizer=SGD,
         warmup=0,
         runs=1,
     )
-    return layout, pipedream.plan(profile, pipedream.Cluster.flat(4), shape="1-1", mesh=mesh, **how), how
+    ranks = pipedream.Cluster.flat(4)
+    return [(layout, pipedream.plan(profile, ranks, shape="1-1", mesh=mesh, **how), how) for mesh, how in cases]
 
 
 def _kernels(name: str) -> int:
@@ -76,8 +80,8 @@ def _kernels(name: str) -> int:
     return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith(name)))
 
 
-def _peaks(cases: list[Case]) -> list[tuple[int, int]]:
-    """Returns, for each case, this rank's predicted peak and the one that the kernel saw.
+def _peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
+    """Returns, for each case, this rank's predicted peak, what the kernel saw, and what the run reports.
 
     malloc returns what is freed at once; modules and caches are there after the first minibatches.
     """
@@ -98,8 +102,10 @@ def _peaks(cases: list[Case]) -> list[tuple[int, int]]:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
             for _ in pipeline.train(Fresh(), epochs=2):
                 pass
-            found.append((plan.stages[stage].peak_bytes, held + _kernels("VmHWM")))
+            seen = held + _kernels("VmHWM")
+            found.append((plan.stages[stage].peak_bytes, seen, pipeline.timeline().peak_bytes[stage]))
         del pipeline, stage_state
+        gc.collect()
     return found
 
 
@@ -107,7 +113,8 @@ def _peaks(cases: list[Case]) -> list[tuple[int, int]]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_peaks_are_as_predicted() -> None:
-    planned = [_planned(*case) for case in CASES.values()]
+    planned = [*_planned(CUT), *_planned(AT_REST)]
     for peaks in processes.results(_peaks, 4, planned):
-        for name, (predicted, measured) in zip(CASES, peaks, strict=True):
-            assert predicted == pytest.approx(measured, rel=0.1), name
+        for name, (predicted, seen, reported) in zip(CASES, peaks, strict=True):
+            assert predicted == pytest.approx(seen, rel=0.1), name
+            assert predicted == pytest.approx(reported, rel=0.15), name  # which is read at some moments only

@@ -114,6 +114,9 @@ class Worker:
         self.update_barrier = update_barrier
         self._last = program.placement.stages - 1
         self.recorder = Recorder(rank, device)
+        for sharding in (stage_state.module.sharding for stage_state in stage_states.values()):
+            if sharding is not None:
+                sharding.look = self.recorder.memory.look
         self.ending = Ending.DATA
         self._total: int | None = None
         self._mailbox = Mailbox(rank, program.placement, program.channels, senders, receivers)

@@ -60,8 +60,12 @@ def _gathered(rows: Sequence[Rows], parts: Sequence[torch.Tensor]) -> list[torch
     return [place.flatten(0, 1)[: one.rows] for one, place in zip(rows, places, strict=True)]
 
 
-def _summed(rows: Sequence[Rows], wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns this rank's rows of the sums of all ranks' tensors, by one collective."""
+def _summed(rows: Sequence[Rows], wholes: Sequence[torch.Tensor], look: Callable[[], None]) -> list[torch.Tensor]:
+    """Returns this rank's rows of the sums of all ranks' tensors, by one collective.
+
+    Args:
+        look: called when most memory is taken.
+    """
     group = rows[0].group
     every, places = _buffer(group.size(), rows, wholes)
     pairs = [
@@ -72,6 +76,7 @@ def _summed(rows: Sequence[Rows], wholes: Sequence[torch.Tensor]) -> list[torch.
     torch._foreach_copy_([place for place, _ in pairs], [chunk for _, chunk in pairs])
     if every.device.type == "cpu":  # gloo's own reduce-scatter is this of a copy
         dist.all_reduce(every, group=group)
+        look()
         return [place[group.rank(), : len(one.here)].clone() for one, place in zip(rows, places, strict=True)]
     mine, own = _buffer(1, rows, wholes)
     _sum_and_scatter(mine, every, group=group)
@@ -104,8 +109,10 @@ class Resting(NamedTuple):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Sequence[Rows], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.rows = rows
+    def forward(
+        ctx: Any, rows: Sequence[Rows], look: Callable[[], None], *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.rows, ctx.look = rows, look
         ctx.set_materialize_grads(False)
         return tuple(_gathered(rows, [part.detach() for part in parts]))
 
@@ -113,10 +120,11 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         used = [at for at, gradient in enumerate(gradients) if gradient is not None]
         found: list[torch.Tensor | None] = [None] * len(gradients)
-        sums = _summed([ctx.rows[at] for at in used], [gradients[at] for at in used]) if used else ()
+        rows, wholes = [ctx.rows[at] for at in used], [gradients[at] for at in used]
+        sums = _summed(rows, wholes, ctx.look) if used else ()
         for at, total in zip(used, sums, strict=True):
             found[at] = total
-        return None, *found
+        return None, None, *found
 
 
 class _Together:
@@ -158,9 +166,14 @@ class _Saved(NamedTuple):
 
 
 class GatheredWeights:
-    """The weights of a stage that are gathered now: of each type those that were asked for last."""
+    """The weights of a stage that are gathered now: of each type those that were asked for last.
 
-    def __init__(self) -> None:
+    Args:
+        look: called where a backward takes most memory.
+    """
+
+    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
+        self.look = look
         self._held: dict[torch.dtype, weakref.ref[_Together]] = {}
         self._storages: dict[int, tuple[weakref.ref[torch.Tensor], _Reading]] = {}
 
@@ -192,7 +205,7 @@ class GatheredWeights:
         if not together.read:
             self._hold(together)
             leaves, rows, wraps = zip(*together.weights, strict=True)
-            wholes = _Gather.apply(rows, *leaves)  # type: ignore[no-untyped-call]
+            wholes = _Gather.apply(rows, self.look, *leaves)  # type: ignore[no-untyped-call]
             runs_early(wholes[0])
             together.read = [wrap(whole) for wrap, whole in zip(wraps, wholes, strict=True)]
             for at, whole in enumerate(wholes):

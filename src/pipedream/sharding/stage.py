@@ -12,7 +12,7 @@ Life of an activation: it enters as this rank's part (`enter`), and leaves as on
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import prod
@@ -113,10 +113,12 @@ def _wrapped(local: torch.Tensor, part: _Part) -> torch.Tensor:
     return found
 
 
-def _weight(local: torch.Tensor, part: _Part) -> torch.Tensor:
+def _weight(local: torch.Tensor, part: _Part, look: Callable[[], None]) -> torch.Tensor:
     """Returns a weight, whose gradient goes to its leaf at once."""
     found = _wrapped(local, part)
     runs_early(found)
+    if found.grad_fn is not None:
+        found.grad_fn.register_prehook(lambda _: look())
     return found
 
 
@@ -128,6 +130,7 @@ class StageSharding:
 
     Attributes:
         steps_whole_weights: the optimizer gathers weights.
+        look: called in a backward where much memory is taken: with each gradient of a weight.
     """
 
     def __init__(self, layout: Layout, device_mesh: DeviceMesh) -> None:
@@ -137,7 +140,8 @@ class StageSharding:
         self._device_mesh = device_mesh
         self._place: Sequence[int] = device_mesh.get_coordinate() or []
         self._rest = self._dimension(layout.at_rest)
-        self._gathered = GatheredWeights()
+        self.look: Callable[[], None] = lambda: None
+        self._gathered = GatheredWeights(lambda: self.look())
         self._weights: dict[str, _Part] = {}
         self._checked: set[tuple[str, bool]] = set()
         self._first = FirstPasses(device_mesh)
@@ -208,7 +212,10 @@ class StageSharding:
         """
         resting = self._resting(leaves)
         reading = dict(zip(resting, self._gathered.readings(resting.values()), strict=True))
-        return {name: reading.get(name) or _weight(leaf, self._weights[name]) for name, leaf in leaves.items()}
+        return {
+            name: reading.get(name) or _weight(leaf, self._weights[name], self._gathered.look)
+            for name, leaf in leaves.items()
+        }
 
     def gathered_bytes(self, leaves: Mapping[str, torch.Tensor]) -> int:
         """Returns the most bytes that the weights at rest of a layer need in a pass, with any number of samples."""
@@ -216,7 +223,7 @@ class StageSharding:
 
     def _resting(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, Resting]:
         return {
-            name: Resting(leaf, part.rows, partial(_weight, part=part))
+            name: Resting(leaf, part.rows, partial(_weight, part=part, look=self._gathered.look))
             for name, leaf in leaves.items()
             for part in [self._weights[name]]
             if part.rows is not None

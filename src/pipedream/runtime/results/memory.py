@@ -34,7 +34,8 @@ class Peak(NamedTuple):
 
 
 class MemoryMeter:
-    """Measures a phase's peak: on a GPU what tensors took, on a CPU what malloc gave out at the ends of ops.
+    """Measures a phase's peak: on a GPU what tensors took, on a CPU what malloc gave out at the ends of ops, and
+    on a mesh also in backwards.
 
     The heap has more than tensors: modules that were imported, caches of kernels, the user's data. What is there when
     the pipeline is drained is therefore counted by `tensor_bytes`, and only the rise to the peak is read from the heap.
@@ -61,6 +62,10 @@ class MemoryMeter:
         self._trains |= not is_forward
         if self._ops == _FIRST_OPS:
             self._most_bytes = 0
+        self.look()
+
+    def look(self) -> None:
+        """Reads the heap of a CPU, also inside an op, as `sample` does."""
         if self._device is not None or not self._trains:
             return
         if self._reading_s <= _FIRST_READS_S + _READING_SHARE * (time.perf_counter() - self._begin_s):
