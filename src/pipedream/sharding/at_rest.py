@@ -27,7 +27,7 @@ __all__ = ["GatheredWeights", "LazyParameters", "Resting", "Rows", "WithReferenc
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _sum_and_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_TOGETHER_BYTES = 8 << 20
+_TOGETHER_BYTES = 16 << 20
 """Of weights that one collective gathers: enough that the time to start it does not count."""
 
 
