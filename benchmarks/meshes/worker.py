@@ -1,0 +1,182 @@
+"""One rank of a question; rank 0 prints what all found as a JSON value.
+
+Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainers import NAMES, TRAINERS, Ours, Shape
+
+import pipedream
+
+__all__ = ["main"]
+
+_KINDS = "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
+
+
+def _times(asked: dict[str, Any]) -> dict[str, Any]:
+    """Trainer -> rounds of [wall seconds of the slowest rank, CPU seconds of all ranks], per minibatch."""
+    shape = Shape(**asked["shape"])
+    trainers = {name: make(shape) for name, make in TRAINERS[asked["question"]].items()}
+    torch.manual_seed(1)
+    batches = shape.batches(asked["minibatches"])
+    collectives, losses = {}, {}
+    for name, trainer in trainers.items():
+        trainer.train(batches)  # the first minibatches make buffers
+        with _Collectives() as seen:
+            loss = trainer.train(batches[:1])
+        losses[name], collectives[name] = _mean(loss), seen.counts
+    if abs(losses["torch"] - losses["ours"]) > 1e-3 * losses["torch"]:
+        raise SystemExit(f"the two train differently: losses {losses}")
+    rounds: dict[str, list[Any]] = {name: [] for name in trainers}
+    for number in range(asked["rounds"]):
+        for name in sorted(trainers, reverse=bool(number % 2)):
+            dist.barrier()
+            start = time.perf_counter(), time.process_time()
+            trainers[name].train(batches)
+            used = time.perf_counter() - start[0], time.process_time() - start[1]
+            ranks = _gathered(used)
+            wall, cpu = max(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
+            rounds[name].append([wall / len(batches), cpu / len(batches)])
+    for trainer in trainers.values():
+        trainer.close()
+    return {"rounds": rounds, "collectives": collectives}
+
+
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts collectives by their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor computes it, by operators on parts that come here again
+        name = str(func).replace("allreduce", "all_reduce").replace("allgather", "all_gather")
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts.update(kind for kind in _KINDS if kind in name)
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(asked: dict[str, Any]) -> float:
+    """The rise of resident bytes over those of a process that has trained a tiny model, of the fullest rank."""
+    make = TRAINERS[asked["question"]][asked["trainer"]]
+    tiny = make(Shape(128, 2, 2, 8))
+    tiny.train(Shape(128, 2, 2, 8).batches(2))
+    before = _resident()["VmRSS"]
+    shape = Shape(**asked["shape"])
+    trainer = make(shape)
+    trainer.train(shape.batches(2))
+    _resident()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
+    trainer.train(shape.batches(3))
+    found = max(_gathered(float(_resident()["VmHWM"] - before)))
+    for one in (tiny, trainer):
+        one.close()
+    return found
+
+
+def _resident() -> dict[str, int]:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+
+
+def _stash(asked: dict[str, Any]) -> int:
+    """The bytes of stashed weights on the fullest rank of the first stage, which keeps two versions."""
+    shape = Shape(**asked["shape"])
+    rules, at_rest = asked["rules"], asked["at_rest"]
+    layout = pipedream.Layout(rules, at_rest=at_rest, names=NAMES if "model" in rules else {})
+    trainer = Ours(shape, asked["mesh"], layout, "pipedream")
+    trainer.train(shape.batches(4))
+    found = max(_gathered(_stashed_bytes(trainer.pipeline)))
+    trainer.close()
+    return found
+
+
+def _stashed_bytes(pipeline: Any) -> int:
+    """Of all versions of the first stage but the newest, on this rank."""
+    state = pipeline._session.workers[0].stage_states.get(0)
+    if state is None:
+        return 0
+    versions = state.versions
+    newest = {handle.untyped_storage().data_ptr() for handle in versions.handles.values()}
+    leaves = [leaf for kept in versions._all_sets for leaf in kept.leaves.values()]
+    storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves}
+    return sum(size for place, size in storages.items() if place not in newest)
+
+
+def _experts(asked: dict[str, Any]) -> dict[str, Any]:
+    """Form -> rounds of [wall seconds, CPU seconds], per minibatch; in one process."""
+    layers = {}
+    for form in ("dense", "sorted"):
+        torch.manual_seed(0)
+        layers[form] = pipedream.experts.MixtureOfExperts(
+            asked["d_model"], asked["d_ff"], asked["experts"], groups=asked["groups"], form=form
+        )
+    x = torch.randn(asked["groups"], asked["tokens"], asked["d_model"], requires_grad=True)  # as inside of a model
+    outputs = {form: _forward_backward(layer, x) for form, layer in layers.items()}
+    torch.testing.assert_close(outputs["sorted"], outputs["dense"], rtol=1e-3, atol=1e-4)
+    rounds: dict[str, list[Any]] = {form: [] for form in layers}
+    for number in range(asked["rounds"]):
+        for form in sorted(layers, reverse=bool(number % 2)):
+            start = time.perf_counter(), time.process_time()
+            for _ in range(asked["minibatches"]):
+                _forward_backward(layers[form], x)
+            used = time.perf_counter() - start[0], time.process_time() - start[1]
+            rounds[form].append([one / asked["minibatches"] for one in used])
+    return {"rounds": rounds}
+
+
+def _forward_backward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)  # random routing sends the same tokens
+    layer.zero_grad()
+    output: torch.Tensor = layer(x)
+    output.square().mean().backward()  # type: ignore[no-untyped-call]
+    return output.detach()
+
+
+def _gathered(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _mean(value: float) -> float:
+    found = _gathered(value)
+    return float(sum(found) / len(found))
+
+
+def main(asked: dict[str, Any]) -> None:
+    """Answers one question."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # nobody writes its output in place
+    dist.init_process_group("gloo")
+    answers = {"times": _times, "memory": _memory, "stash": _stash, "experts": _experts}
+    found = answers[asked["do"]](asked)
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
