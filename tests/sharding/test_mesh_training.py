@@ -154,7 +154,8 @@ class Case:
     recompute: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model} {self.mesh} {self.rules} {self.method} {len(self.stages) + 1}".replace(" ", "-")
+        model = self.model if isinstance(self.model, str) else getattr(self.model, "__name__", "made").strip("_")
+        return f"{model} {self.mesh} {self.rules} {self.method} {len(self.stages) + 1}".replace(" ", "-")
 
     @property
     def ranks(self) -> int:
