@@ -151,6 +151,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     at_rest: str = ""
     names: dict[str, str] = field(default_factory=dict)
+    sizes: tuple[int, ...] = (8, 8, 8, 5)
     recompute: bool = False
 
     def __str__(self) -> str:
@@ -178,7 +179,7 @@ def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
     model = layers.double()
     batches: Batches = [
         (x.double() if x.is_floating_point() else x, torch.randint(4, (size,)))
-        for size in (8, 8, 8, 5)
+        for size in case.sizes
         for x in [inputs(size)]
     ]
     ends = [*case.stages, len(layers)]
@@ -268,6 +269,8 @@ CASES = (
     Case("halves", "model:2/-", "d_ff:model", "1f1b", options=CLIPPED, names=HALVES),
     Case("halves", "data:2/model:2", "batch:data, d_ff:model", "pipedream", None, names=HALVES),
     Case("mlp", "data:2/-", "batch:data", "pipedream_2bw", None, replicas=2),
+    # The first microbatches of one replica are cut, and those of the other are not.
+    Case("mlp", "data:2", "batch:data", "1f1b", stages=(), replicas=2, sizes=(5, 8, 7)),
 )
 
 

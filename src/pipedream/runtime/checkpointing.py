@@ -134,6 +134,7 @@ class Checkpointer:
         `ArtifactError` if it is damaged or of another model or optimizer.
         """
         names = set(self._on_every_rank(lambda: self._wanted(path, manifest)))
+        self._on_every_rank(lambda: self._check_shapes(manifest))
         found = self._fetch(path, manifest, {name: self._box(name, manifest.tensors[name].shape) for name in names})
         self._on_every_rank(lambda: self._restore(path, manifest, found))
         self.writer.loaded(path, manifest.minibatches)
@@ -199,6 +200,12 @@ class Checkpointer:
         whole = tuple(map(range, shape))
         boxes = [sharding.box(self._weights_of(name), shape) for sharding in self._shardings.values()]
         return next((box for box in boxes if box != whole), whole)
+
+    def _check_shapes(self, manifest: Checkpoint) -> None:
+        prefix = "model/"
+        shapes = {n.removeprefix(prefix): one.shape for n, one in manifest.tensors.items() if n.startswith(prefix)}
+        for sharding in self._shardings.values():
+            sharding.check_shapes(shapes)
 
     def extra_states(self) -> dict[int, dict[str, Any]]:
         """Returns the extra states, in JSON, of the modules of each stage whose replica 0 is here."""

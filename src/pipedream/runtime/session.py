@@ -635,8 +635,9 @@ class Session:
         """Each rank reads its part of the whole state."""
         here = self._names_here | (set(self._unused) & set(state))
         for sharding in self._shardings.values():
-            names = self._shared_names
-            state = {name: sharding.part(names.get(name, (name,)), tensor) for name, tensor in state.items()}
+            names, tensors = self._shared_names, {n: one for n, one in state.items() if torch.is_tensor(one)}
+            sharding.check_shapes({name: tensor.shape for name, tensor in tensors.items()})
+            state = {**state, **{n: sharding.part(names.get(n, (n,)), one) for n, one in tensors.items()}}
         parameters.load(self.model, state, here, self._shared_names, self._blueprint.device)
         for key, module in modules_by_key(self.model).items():
             if key in state:

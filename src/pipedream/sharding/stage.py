@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import implicit_replication
 
+from pipedream.core.errors import CaptureError
 from pipedream.core.model.collective import Collective
 from pipedream.core.plan.boundary import Cut
-from pipedream.core.plan.layout import Layout
+from pipedream.core.plan.layout import BATCH, Layout
 from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Resting, Rows
 from pipedream.sharding.count import FirstPasses
@@ -44,15 +45,24 @@ class _Part:
 
     Attributes:
         rows: those that this rank has at rest; None: all.
-        summed_late: mesh dimensions over which the gradient is a partial sum until the update; found in the first
-            backward, None before.
+        summed_late: mesh dimensions over which the gradient is a partial sum until the update: that of the batch, and
+            those found in the first backward; None before.
     """
 
     def __init__(
-        self, spec: DTensorSpec, *, waits_for_update: bool, rows: Rows | None = None, rest: int | None = None
+        self,
+        spec: DTensorSpec,
+        *,
+        waits_for_update: bool,
+        rows: Rows | None = None,
+        rest: int | None = None,
+        batch: int | None = None,
     ) -> None:
         self.spec = spec
         self.rows = rows
+        # Replicas must agree, and the first microbatch of one may be too small to be cut.
+        is_whole = batch is not None and spec.placements[batch] == Replicate()
+        self._summed_by_batch = frozenset({batch} if is_whole and batch is not None else ())
         self._summed_now = frozenset() if rest is None or rows is None else frozenset({rest})
         assert spec.tensor_meta is not None
         self.whole_shape = spec.tensor_meta.shape
@@ -82,7 +92,7 @@ class _Part:
         placed = list(zip(found.placements, self.spec.placements, strict=True))
         unsummed = {at for at, (have, want) in enumerate(placed) if have == Partial() and want == Replicate()}
         if self.summed_late is None:
-            self.summed_late = frozenset(unsummed - self._summed_now)
+            self.summed_late = (frozenset(unsummed) | self._summed_by_batch) - self._summed_now
         summed = self.summed_late | self._summed_now
         wanted = [Partial() if at in summed and at in unsummed else want for at, (_, want) in enumerate(placed)]
         if wanted != list(found.placements):
@@ -197,7 +207,13 @@ class StageSharding:
             if self._rest is not None and handle.dim() and placed[self._rest] == Replicate():
                 parts = prod(self._device_mesh.size(at) for at, one in enumerate(placed) if one == Shard(0))
                 rows = Rows(self._device_mesh.get_group(self._rest), -(-handle.shape[0] // parts))
-            self._weights[name] = _Part(spec, waits_for_update=True, rows=rows, rest=self._rest)
+            self._weights[name] = _Part(
+                spec,
+                waits_for_update=True,
+                rows=rows,
+                rest=self._rest,
+                batch=self._dimension(self._layout.over.get(BATCH, "")),
+            )
             handle.data = self.part([name], handle.data)
 
     def prepare(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -258,6 +274,16 @@ class StageSharding:
         """
         known = self._known(names)
         return tuple(map(range, shape)) if known is None or known.whole_shape != tuple(shape) else known.box
+
+    def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raises a `CaptureError` if a weight that is to be loaded has another shape than the model's."""
+        for name, shape in shapes.items():
+            known = self._weights.get(name)
+            if known is not None and tuple(shape) != tuple(known.whole_shape):
+                raise CaptureError(
+                    f"{name!r} has shape {tuple(shape)} in the state dict, {tuple(known.whole_shape)} in the model; "
+                    "give one of this model"
+                )
 
     def whole(self, names: Sequence[str], part: torch.Tensor) -> torch.Tensor:
         """Returns a weight, or a state of its size, from the parts of all ranks, which all call it.
