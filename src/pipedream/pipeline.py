@@ -532,6 +532,11 @@ def _checked_layout(options: PipelineOptions, phases: Sequence[Prepared], model:
                 f"the plan {plan.config} has meshes, but with {program.name!r} workers compute with weights of others, "
                 "which a mesh does not send; choose another method, or a plan without meshes"
             )
+    if plan.ranks > plan.workers and options.compile:
+        raise PlanError(
+            f"compile={options.compile!r} was asked for with the plan {plan.config}, but layers on a mesh are not "
+            "compiled; leave it out, or plan without meshes"
+        )
     names = [name for name, _ in model.named_parameters()]
     unused = () if options.parallelize is not None else meshes  # it may use any dimension
     layout.check(names, [layer.name for layer in graph.layers], unused)

@@ -110,6 +110,8 @@ def test_names_are_found_by_name_and_by_pattern() -> None:
             lambda: Layout("a:m", names={"*.upp.weight": "a b"}).check(["0.up.weight"], ["0"], []),
             r"'\*.upp.weight', which matches no parameter .* did you mean '0.up.weight'",
         ),
+        (lambda: Layout("d_fff:m", names={"up": "d_ff"}).check(["up"], [], []), "d_fff:m, but .* did you mean 'd_ff'"),
+        (lambda: Layout("a:data", at_rest="dta").check([], [], [Mesh("data:2")]), "did you mean 'data'"),
         (lambda: Layout("a:m").check([], [], [Mesh("m:2,n:2")]), "the dimension 'n', which no rule uses"),
     ],
 )

@@ -41,16 +41,17 @@ def parallelized(
             if parameter is not None
         }
         parallelize(name, layer, device_mesh)
+        what = f"parallelize({name!r}, ...)"
+        if any(isinstance(module, FSDPModule) for module in layer.modules()):
+            raise PlanError(
+                f"{what} has called fully_shard, which keeps parameters of its own, so that versions of the weights "
+                "would not reach it; shard them by Layout(at_rest=...) instead"
+            )
         used: set[str] = set()
         given: set[tuple[str, str]] = set()
         for place, (module, parameter) in slots.items():
             slot = place[1]
-            now, what = module._parameters.get(slot), f"parallelize({name!r}, ...)"
-            if any(isinstance(one, FSDPModule) for one in (module, layer)):
-                raise PlanError(
-                    f"{what} has called fully_shard, which keeps parameters of its own, so that versions of the "
-                    "weights would not reach it; shard them by Layout(at_rest=...) instead"
-                )
+            now = module._parameters.get(slot)
             if now is parameter:
                 continue
             if not isinstance(now, DTensor):
@@ -94,9 +95,16 @@ def _run_on_parts(
     placed: list[Placement] = []  # of the inputs of the call that runs
 
     def part_of(tensor: DTensor) -> torch.Tensor:
-        wanted = [Replicate() if at in over else one for at, one in enumerate(summed(tensor).placements)]
-        placed[:] = placed or wanted
-        return summed(tensor).redistribute(placements=wanted).to_local(grad_placements=wanted)
+        tensor = summed(tensor)
+        wanted = [Replicate() if at in over else one for at, one in enumerate(tensor.placements)]
+        before = placed or wanted
+        if any(Replicate() not in pair and pair[0] != pair[1] for pair in zip(before, wanted, strict=True)):
+            raise PlanError(
+                f"a layer that parallelize cuts got tensors that the layout cuts differently, {before} and {wanted}; "
+                "cut them alike"
+            )
+        placed[:] = [one if one != Replicate() else other for one, other in zip(before, wanted, strict=True)]
+        return tensor.redistribute(placements=wanted).to_local(grad_placements=wanted)
 
     def weight_of(weight: DTensor, is_given: bool) -> torch.Tensor:
         # Over other dimensions its gradient is a partial sum where they cut the inputs.

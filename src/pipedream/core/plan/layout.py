@@ -153,20 +153,34 @@ class Layout:
         return exact or next((names for pattern, names in self.names.items() if fnmatchcase(tensor, pattern)), None)
 
     def check(self, parameters: Iterable[str], layers: Iterable[str], meshes: Iterable[Mesh]) -> None:
-        """Raises a `PlanError` for a name or a pattern that matches nothing, and for a mesh dimension without a rule.
+        """Raises a `PlanError` for a name or a pattern that matches nothing, a mesh dimension without a rule, and words
+        that are almost those of another tensor or mesh.
 
         Args:
             parameters, layers: the names that the model has.
             meshes: of the stages.
         """
-        known = [*parameters, *(f"{layer}{_OUT}" for layer in layers)]
+        meshes = list(meshes)
+        tensors = [*parameters, *(f"{layer}{_OUT}" for layer in layers)]
         for pattern in self.names:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                near = get_close_matches(pattern, known, n=1, cutoff=0.3)
+            if not any(fnmatchcase(name, pattern) for name in tensors):
+                near = get_close_matches(pattern, tensors, n=1, cutoff=0.3)
                 raise PlanError(
                     f"the layout names the dimensions of {pattern!r}, which matches no parameter and no layer's "
                     f"output (LAYER{_OUT}){f'; did you mean {near[0]!r}?' if near else ''}"
                 )
+        words = {BATCH, *(word for names in self.names.values() for word in names.split())}
+        for cut, over in self.over.items():
+            if cut not in words and (near := get_close_matches(cut, words, n=1, cutoff=0.75)):
+                raise PlanError(
+                    f"the layout has the rule {cut}:{over}, but no tensor has a dimension {cut!r}; did you mean "
+                    f"{near[0]!r}?"
+                )
+        known = [over for mesh in meshes for over in mesh.dimensions]
+        if self.at_rest not in known and (near := get_close_matches(self.at_rest, known, n=1, cutoff=0.75)):
+            raise PlanError(
+                f"the layout is at rest over {self.at_rest!r}, which no mesh has; did you mean {near[0]!r}?"
+            )
         used = {*self.over.values(), *([self.at_rest] if self.at_rest else [])}
         for mesh in meshes:
             for over in mesh.dimensions:

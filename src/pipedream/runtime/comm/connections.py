@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipedream.core.errors import WorkerError
+from pipedream.core.errors import PlanError, WorkerError
 from pipedream.core.plan.mesh import Mesh
 from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, world_group
@@ -153,6 +153,11 @@ def connect_groups(
     everyone = world_group()
     assert everyone is not None
     uses_nccl = has_nccl(device, gather_texts(card_of(device), everyone))
+    if device.type != "cpu" and not uses_nccl and any(mesh.dimensions for mesh in meshes):
+        raise PlanError(
+            "a plan with meshes was asked for on ranks that share a GPU, where NCCL does not run; give each rank a GPU "
+            "of its own, or a plan without meshes"
+        )
     on, cpu = device if uses_nccl else torch.device("cpu"), torch.device("cpu")
     meshes = meshes or [Mesh()] * (1 + max(map(max, stages)))
     workers = ranks_of_workers(meshes)

@@ -272,7 +272,10 @@ class Optimizer:
         ]
         # In double precision the squares of all finite float32 are finite.
         norms = torch._foreach_norm(found, 2, torch.float64) if found else ()
-        square = torch.stack(list(norms)).square().sum() if found else torch.zeros((), dtype=torch.float64)
+        square = torch.stack(list(norms)).square().sum() if found else None
+        if square is None:  # the ranks of a mesh sum on one device
+            device = next((handle.device for handle in self._handles if self._sharding is not None), None)
+            square = torch.zeros((), dtype=torch.float64, device=device)
         return square if self._sharding is None else self._sharding.sum(square)
 
     def clip(self, limit: float, norm: float | torch.Tensor) -> None:
