@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count
 from typing import Any
@@ -193,7 +194,8 @@ def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
     layout = pipedream.Layout(
         case.rules,
         at_rest=case.at_rest,
-        names={name: words for name, words in names.items() if any(_matches(one, name) for one in known)} | case.names,
+        names={name: words for name, words in names.items() if any(fnmatchcase(one, name) for one in known)}
+        | case.names,
     )
     options = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9), "loss": F.cross_entropy} | case.options
     pipeline = pipedream.Pipeline(
@@ -207,10 +209,6 @@ def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
         **options,
     )
     return pipeline, batches
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name.endswith(pattern.removeprefix("*").removesuffix("*")) or pattern.removesuffix("*")[1:] in name
 
 
 CLIPPED = {"clip_grad_norm": 0.1}

@@ -492,13 +492,10 @@ class FirstOfStage:
         self._ready.clear()
 
     def before_update(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        if self._alone and self._sharding is not None:
-            gradients = [
-                None if one is None else self._sharding.whole([name], one)
-                for name, one in zip(self._names, gradients, strict=True)
-            ]
-        if self._alone:
-            self._check.compare_gradients(self._stage, dict(zip(self._names, gradients, strict=True)))
+        for name, gradient in zip(self._names, gradients, strict=True) if self._alone else ():
+            if gradient is not None and self._sharding is not None:
+                gradient = self._sharding.whole([name], gradient)
+            self._check.compare_gradients(self._stage, {name: gradient})
 
 
 _CAUSES = (

@@ -166,7 +166,7 @@ class _Saved(NamedTuple):
 
 
 class GatheredWeights:
-    """The weights of a stage that are gathered now: of each type those that were asked for last.
+    """The gathered weights of a stage: of each dtype, the group that was read last.
 
     Args:
         look: called where a backward takes most memory.

@@ -255,7 +255,7 @@ class StageSharding:
     def saved_part(self, names: Sequence[str], part: torch.Tensor) -> tuple[Box, Sequence[int]] | None:
         """Returns which part this rank has of a weight, or of a state of its size, and the shape of the whole.
 
-        None: it is for another rank, which has the same part, to save it.
+        None if another rank with the same part saves it.
 
         Args:
             names: that the weight has; what has others is whole on every rank.
