@@ -148,10 +148,9 @@ def test_the_balance_loss_of_experts_falls() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("config", "mesh"), [("1", "data:2,model:2"), pytest.param("1-1", "model:2", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("config", "mesh"), [("1", "data:2,model:2"), ("1-1", "model:2")])
 def test_ranks_of_a_mesh_train_as_their_worker_does(config: str, mesh: str, tmp_path: Path) -> None:
     example = FOLDER / "mesh_gpt.py"
     command = f"train examples/mesh_gpt.py --workers 4 --config {config} --mesh {mesh}"

@@ -14,7 +14,7 @@ from random_layouts import LaidOut, laid_out, trained
 from pipedream.core.errors import PipelineError
 
 # Each example trains a model: a failing one is shown as it was drawn.
-FEW = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], max_examples=8)
+FEW = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], max_examples=5)
 MANY = settings(FEW, max_examples=150)
 
 

@@ -352,7 +352,7 @@ def test_more_workers_than_cores_are_emulated(tmp_path: Path) -> None:
     ("moment", "number"),
     [
         ("profile", signal.SIGKILL),
-        ("DDP_over_80_Mbit_s", signal.SIGKILL),
+        pytest.param("DDP_over_80_Mbit_s", signal.SIGKILL, marks=pytest.mark.long),
         ("DDP_over_80_Mbit_s", signal.SIGINT),
         pytest.param("1F1B_over_80_Mbit_s/plan.json", signal.SIGKILL, marks=pytest.mark.long),
     ],
