@@ -561,7 +561,10 @@ _GATHERS = {
 
 
 class NoHiddenGathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises a `PlanError` where an operator gathers a tensor that the layout cuts; others may."""
+    """Raises a `PlanError` where an operator would have to gather a tensor that the layout cuts.
+
+    Gathers that the code asks for (redistribute, replicate, full_tensor) are allowed.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -574,8 +577,8 @@ class NoHiddenGathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operator, operands = self._operator
             sizes = ", ".join(f"{tuple(one.shape)} placed as {one.placements}" for one in operands)
             raise PlanError(
-                f"the operator {operator} would gather what the layout cuts, with operands {sizes}; name the "
-                "dimensions of the weights so that it need not, or remove a rule"
+                f"{operator} would have to gather tensors that the layout cuts: {sizes}; name the dimensions of the "
+                "weights so that it does not have to, or remove a rule"
             )
         operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, DTensor)]  # also in lists
         if not operands:
