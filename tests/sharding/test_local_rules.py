@@ -60,6 +60,19 @@ ASKED: dict[str, Callable[[Cut], Any]] = {
     "sum": lambda cut: (cut(0) * cut(0)).sum().backward(),
     "product": lambda cut: cut(1) @ cut(0),
 }
+RANDOM: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {  # and the operator that draws
+    "rand_like": (torch.rand_like, "rand_like"),
+    "dropout": (lambda x: torch.dropout(x, 0.5, True), "bernoulli_"),
+    "exponential": (lambda x: x.detach().exponential_(), "exponential_"),
+    "geometric": (lambda x: x.detach().geometric_(0.5), "geometric_"),
+    "log_normal": (lambda x: x.detach().log_normal_(), "log_normal_"),
+    "multinomial": (lambda x: torch.multinomial(x, 1), "multinomial"),
+    "rrelu": (lambda x: F.rrelu(x, training=True), "rrelu_with_noise"),
+}
+UNDRAWN: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda x: F.alpha_dropout(x, 0.5, training=False),
+    lambda x: F.rrelu(x, training=False),
+)
 
 
 def _under_rules(function: Callable[[Cut], Any], cut: Cut) -> None:
@@ -83,6 +96,21 @@ class TestNoHiddenGathers:
     def test_what_is_asked_for_is_not(self, cut: Cut, within: Any, name: str) -> None:
         with NoHiddenGathers():
             within(ASKED[name], cut)
+
+    @pytest.mark.parametrize("name", RANDOM)
+    @pytest.mark.filterwarnings("ignore:DTensor random operators")
+    def test_numbers_are_not_drawn_for_parts(self, cut: Cut, within: Any, name: str) -> None:
+        function, operator = RANDOM[name]
+        with NoHiddenGathers():
+            within(lambda cut: function(cut(None)), cut)
+            with pytest.raises(PlanError, match=rf"{operator} draws random numbers for a tensor of \(4, 4\)"):
+                within(lambda cut: function(cut(0)), cut)
+
+    @pytest.mark.parametrize("function", UNDRAWN)
+    def test_functions_that_draw_none_now_may_see_parts(self, cut: Cut, within: Any, function: Any) -> None:
+        x = cut(0)
+        with NoHiddenGathers():
+            within(lambda _: torch.testing.assert_close(function(x).to_local(), function(x.to_local())), cut)
 
     def test_another_follows_an_error(self, cut: Cut, within: Any) -> None:
         with NoHiddenGathers():

@@ -444,23 +444,6 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-_RANDOM = {
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    F.rrelu,
-    F.gumbel_softmax,
-    torch.bernoulli,
-    torch.rand_like,
-    torch.randn_like,
-    torch.randint_like,
-    torch.Tensor.bernoulli,
-    torch.Tensor.bernoulli_,
-    torch.Tensor.uniform_,
-    torch.Tensor.normal_,
-}
-"""Functions whose numbers would be other ones, or the same on several ranks, if each rank drew for its part."""
-
-
 def _check_whole(name: str, operands: Iterable[Any]) -> None:
     """Raises a `PlanError` if an operand is cut."""
     for one in operands:
@@ -536,8 +519,6 @@ class LocalRules(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return _opened(func)(*args, **named)
-        if func in _RANDOM:
-            _check_whole(func.__name__, (*args, *named.values()))
         if not _keeps_sums(func, args):
             args, named = _with_sums(args), {name: _with_sums(value) for name, value in named.items()}
         try:
@@ -563,7 +544,9 @@ _GATHERS = {
 class NoHiddenGathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises a `PlanError` where an operator would have to gather a tensor that the layout cuts.
 
-    Gathers that the code asks for (redistribute, replicate, full_tensor) are allowed.
+    Gathers that the code asks for (redistribute, replicate, full_tensor) are allowed. Operators that draw random
+    numbers for a tensor that is cut are refused as well: they would be other numbers than those of one process, or the
+    same on several ranks. Both are seen only where this mode is active, which is in the first passes of a stage.
     """
 
     def __init__(self) -> None:
@@ -583,6 +566,8 @@ class NoHiddenGathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, DTensor)]  # also in lists
         if not operands:
             return func(*args, **(kwargs or {}))
+        if _draws(func, args, kwargs or {}):
+            _check_whole(func._schema.name.removeprefix("aten::"), operands)
         if self._operator is not None:
             return NotImplemented  # DTensor computes it, by operators on parts that come here again
         self._operator = func, operands
@@ -591,3 +576,13 @@ class NoHiddenGathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **(kwargs or {}))
         finally:
             self._operator = None
+
+
+def _draws(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether an operator draws random numbers, with these arguments."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    arguments = func._schema.arguments
+    given = {one.name: one.default_value for one in arguments}
+    given |= {one.name: value for one, value in zip(arguments, args, strict=False)} | dict(named)
+    return given.get("training", True) is not False and given.get("dropout_p") != 0.0
