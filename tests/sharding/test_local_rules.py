@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import processes
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -178,3 +180,76 @@ def _embeddings() -> None:
 @pytest.mark.processes
 def test_embeddings() -> None:
     processes.kept(2).results(_embeddings)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of tensors, the first of which are cut, and the result's placement or the error's words."""
+
+    function: Callable[..., Any]
+    sizes: tuple[tuple[int, ...], ...]
+    cuts: tuple[Placement, ...]
+    wanted: Placement | str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, mesh: DeviceMesh) -> None:
+        """Compares the result and the gradients with those of whole tensors."""
+        torch.manual_seed(0)
+        plain = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in self.sizes]
+        cuts = self.cuts + (WHOLE,) * (len(plain) - len(self.cuts))
+        leaves = [
+            distribute_tensor(one.detach(), mesh, [cut]).requires_grad_() for one, cut in zip(plain, cuts, strict=True)
+        ]
+        if isinstance(self.wanted, str):
+            with LocalRules(), implicit_replication(), pytest.raises(PlanError, match=self.wanted):
+                self.function(*leaves, **self.options)
+            return
+        output = self.function(*plain, **self.options)
+        weight = torch.randn_like(output)
+        gradients = torch.autograd.grad((output * weight).sum(), plain)
+        with LocalRules(), implicit_replication(), NoHiddenGathers():
+            found = self.function(*leaves, **self.options)
+        assert found.placements == (self.wanted,), self
+        back = torch.autograd.grad((found * distribute_tensor(weight, mesh, [WHOLE])).sum(), leaves)
+        for one, other in zip((found, *back), (output, *gradients), strict=True):
+            torch.testing.assert_close(one.full_tensor(), other, rtol=0, atol=1e-12)
+
+
+X, TWO, THREE, FOUR = (4, 4, 5, 5), *({"groups": count} for count in (2, 3, 4))
+CONVOLUTIONS = (
+    Call(F.conv2d, (X, (8, 4, 3, 3), (8,)), (Shard(0),), Shard(0), {"padding": 1}),
+    Call(F.conv2d, (X, (8, 4, 3, 3), (8,)), (WHOLE, Shard(0), Shard(0)), Shard(1), {"padding": "same"}),
+    Call(F.conv2d, (X, (8, 4, 3, 3), (8,)), (WHOLE, Shard(1)), Partial(), {"stride": 2}),
+    Call(F.conv2d, (X, (8, 2, 3, 3), (8,)), (Shard(0),), Shard(0), TWO),
+    Call(F.conv2d, (X, (8, 2, 3, 3), (8,)), (WHOLE, Shard(0), Shard(0)), Shard(1), TWO),
+    Call(F.conv2d, (X, (8, 1, 3, 3), (8,)), (Shard(1), Shard(0), Shard(0)), Shard(1), FOUR),
+    Call(F.conv2d, ((4, 3, 5, 5), (6, 1, 3, 3)), (WHOLE, Shard(0)), "with 3 groups was asked for, but 2", THREE),
+    Call(F.conv2d, (X, (8, 2, 3, 3)), (WHOLE, Shard(1)), "conv2d with 2 groups of tensors", TWO),
+    Call(F.conv1d, ((4, 6), (8, 4, 3), (8,)), (WHOLE, Shard(0)), Shard(0)),
+    Call(F.conv_transpose2d, (X, (4, 6, 3, 3), (6,)), (Shard(0),), Shard(0), {"stride": 2, "output_padding": 1}),
+    Call(F.conv_transpose2d, (X, (4, 6, 3, 3), (6,)), (WHOLE, Shard(1), Shard(0)), Shard(1), {"stride": 2}),
+    Call(F.conv_transpose2d, (X, (4, 6, 3, 3), (6,)), (WHOLE, Shard(0)), Partial(), {"padding": 1}),
+    Call(F.conv_transpose1d, ((4, 4, 5), (4, 3, 3), (6,)), (WHOLE, Shard(0)), Shard(1), TWO),
+    Call(F.conv_transpose1d, ((4, 4, 5), (4, 2, 3)), (WHOLE, Shard(1)), "1d with 2 groups of tensors", TWO),
+)
+NAMED = (
+    Call(lambda x: F.dropout(input=x, p=0.0), ((4, 4),), (Shard(0),), Shard(0)),
+    Call(lambda x: F.layer_norm(input=x, normalized_shape=(4,)), ((4, 4),), (Shard(0),), Shard(0)),
+    Call(lambda x: F.group_norm(input=x, num_groups=2), ((4, 4),), (Shard(1),), Shard(1)),
+    Call(lambda w: F.embedding(input=torch.arange(3), weight=w), ((4, 4),), (Shard(1),), Shard(1)),
+)
+
+
+CALLS = {"convolutions": CONVOLUTIONS, "named": NAMED}
+
+
+def _check(name: str) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
+    for one in CALLS[name]:
+        one.check(mesh)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_compute_with_parts_what_they_do_with_whole_tensors(name: str) -> None:
+    processes.kept(2).results(_check, name)

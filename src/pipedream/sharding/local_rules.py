@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from math import prod
 from types import FunctionType
 from typing import Any
 
@@ -76,12 +77,12 @@ def computed_on_parts(
 
 
 def _dropout(
-    function: Callable[..., torch.Tensor], x: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    function: Callable[..., torch.Tensor], input: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     """Draws the mask of the whole tensor on every rank, so that the numbers are those of one process."""
     if not training or p == 0.0:
-        return x
-    x = _summed(x)
+        return input
+    x = _summed(input)
     # The strides decide which element gets which number.
     ones = torch.ones_like(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), device=x.device)
     mask = function(ones, p)
@@ -96,17 +97,80 @@ _CONVOLUTION: _Table = {
     (_WHOLE, Shard(0)): (Shard(1), (_SUM, Shard(0))),
     (Shard(1), Shard(1)): (_SUM, (Shard(1), Shard(1))),
 }
+_TRANSPOSED: _Table = {  # whose weights are [input channels, output channels, ...]
+    (_WHOLE, _WHOLE): (_WHOLE, (_WHOLE, _WHOLE)),
+    (Shard(0), _WHOLE): (Shard(0), (Shard(0), _SUM)),
+    (_WHOLE, Shard(1)): (Shard(1), (_SUM, Shard(1))),
+    (Shard(1), Shard(0)): (_SUM, (Shard(1), Shard(0))),
+}
+_GROUPED: _Table = {  # of either; where the weights are cut, each rank has whole groups
+    (_WHOLE, _WHOLE): (_WHOLE, (_WHOLE, _WHOLE)),
+    (Shard(0), _WHOLE): (Shard(0), (Shard(0), _SUM)),
+    (Shard(1), Shard(0)): (Shard(1), (Shard(1), Shard(0))),
+}
 
 
-def _convolution(function: Callable[..., torch.Tensor], x: Any, weight: Any, bias: Any = None, *rest: Any) -> Any:
+def _convolution(
+    function: Callable[..., torch.Tensor],
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    options = {"stride": stride, "padding": padding, "dilation": dilation}
+    return _convolved(function, _CONVOLUTION, input, weight, bias, groups, options)
+
+
+def _transposed(
+    function: Callable[..., torch.Tensor],
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    options = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
+    return _convolved(function, _TRANSPOSED, input, weight, bias, groups, options)
+
+
+def _convolved(
+    function: Callable[..., torch.Tensor],
+    table: _Table,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    groups: int,
+    options: Mapping[str, Any],
+) -> Any:
     x, weight = as_dtensors(x, weight)
+    if x.dim() < weight.dim():  # a sample without a batch
+        return _convolved(function, table, x.unsqueeze(0), weight, bias, groups, options).squeeze(0)
+    name, mesh, table = function.__name__, weight.device_mesh, table if groups == 1 else _GROUPED
+    ranks = prod(mesh.size(at) for at, cut in enumerate(weight.placements) if cut == Shard(0)) if groups > 1 else 1
+    if groups % ranks:
+        raise PlanError(
+            f"{name} with {groups} groups was asked for, but {ranks} ranks cut the channels of its weight of "
+            f"{tuple(weight.shape)}, so that a group would be on several ranks; choose a number of groups that the "
+            "ranks divide, or do not cut these channels"
+        )
+    x = _summed(x)
     placed = [
-        have if cut != Shard(1) or have != _WHOLE else Shard(1)  # a slice
-        for have, cut in zip(_summed(x).placements, weight.placements, strict=True)
+        Shard(1) if have == _WHOLE and (have, cut) not in table else have  # a slice
+        for have, cut in zip(x.placements, weight.placements, strict=True)
     ]
-    operands = _summed(x).redistribute(placements=placed), weight
-    found = computed_on_parts(function.__name__, _CONVOLUTION, lambda x, w: function(x, w, None, *rest), operands)
-    return found if bias is None else found + bias.view(1, -1, *[1] * (found.dim() - 2))
+    found = computed_on_parts(
+        name if groups == 1 else f"{name} with {groups} groups",
+        table,
+        lambda x, w: function(x, w, None, groups=groups // ranks, **options),
+        (x.redistribute(placements=placed), weight),
+    )
+    return found if bias is None else found + bias.to(found.dtype).view(1, -1, *[1] * (found.dim() - 2))
 
 
 _BY_CHANNEL: _Table = {(at,): (at, (at,)) for at in (_WHOLE, Shard(0), Shard(1))}
@@ -296,9 +360,9 @@ def _batch_norm(
 
 
 def _layer_norm(
-    x: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
-    x, over = _with_sums(x), list(range(-len(normalized_shape), 0))
+    x, over = _with_sums(input), list(range(-len(normalized_shape), 0))
     if _cuts_any(x, over):
         x = x - _summed(x.mean(over, keepdim=True))
         return _affine(x * (_summed(x.square().mean(over, keepdim=True)) + eps).rsqrt(), weight, bias)
@@ -307,8 +371,8 @@ def _layer_norm(
     return F.layer_norm(x, normalized_shape, weight, bias, eps)
 
 
-def _rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
-    x, over = _with_sums(x), list(range(-len(normalized_shape), 0))
+def _rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    x, over = _with_sums(input), list(range(-len(normalized_shape), 0))
     if _cuts_any(x, over):
         eps = torch.finfo(x.dtype).eps if eps is None else eps
         return _affine(x * (_summed(x.square().mean(over, keepdim=True)) + eps).rsqrt(), weight, None)
@@ -334,9 +398,9 @@ def _cuts_any(x: Any, dims: Sequence[int] | None = None) -> bool:
     )
 
 
-def _group_norm(x: DTensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+def _group_norm(input: DTensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     """Takes the statistics of each sample's groups, of which each rank has whole ones."""
-    x = _summed(x)
+    x = _summed(input)
     if any(placed == Shard(1) and num_groups % x.device_mesh.size(at) for at, placed in enumerate(x.placements)):
         raise PlanError(
             f"group_norm with {num_groups} groups was asked for on a tensor of {tuple(x.shape)} whose channels are "
@@ -349,7 +413,7 @@ def _group_norm(x: DTensor, num_groups: int, weight: Any = None, bias: Any = Non
 
 
 def _instance_norm(
-    x: DTensor,
+    input: DTensor,
     running_mean: torch.Tensor | None = None,
     running_var: torch.Tensor | None = None,
     weight: Any = None,
@@ -360,14 +424,14 @@ def _instance_norm(
 ) -> Any:
     if running_mean is not None:
         raise PlanError(
-            f"instance_norm with running statistics was asked for on a mesh, for a tensor of {tuple(x.shape)}; use "
+            f"instance_norm with running statistics was asked for on a mesh, for a tensor of {tuple(input.shape)}; use "
             "track_running_stats=False"
         )
-    return _group_norm(x, x.shape[1], weight, bias, eps)
+    return _group_norm(input, input.shape[1], weight, bias, eps)
 
 
 def _embedding(
-    x: Any,
+    input: Any,
     weight: Any,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -380,7 +444,7 @@ def _embedding(
     Raises:
         PlanError: words or weight are cut, and an option needs all of them.
     """
-    x, weight = as_dtensors(x, weight)
+    x, weight = as_dtensors(input, weight)
     x, (words, width) = _summed(x), weight.shape
     options = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
     asked = [name for name, is_asked in options.items() if is_asked]
@@ -433,6 +497,7 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention,
     **{one: partial(_dropout, one) for one in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)},
     **{one: partial(_convolution, one) for one in (F.conv1d, F.conv2d, F.conv3d)},
+    **{one: partial(_transposed, one) for one in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)},
     **{one: partial(_recurrent, one) for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     **{
         one: partial(_by_channel, one)
