@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from pipedream.core.errors import PlanError
-from pipedream.sharding import replicate, split
+from pipedream.sharding import attention, replicate, split
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 
 Cut = Callable[[int | None], DTensor]
@@ -240,7 +240,15 @@ NAMED = (
 )
 
 
-CALLS = {"convolutions": CONVOLUTIONS, "named": NAMED}
+HEADS = (  # of queries, and of keys and values
+    Call(attention, ((2, 8, 3, 4), *[(2, 2, 3, 4)] * 2), (Shard(1),) * 3, Shard(1), {"enable_gqa": True}),
+    Call(attention, ((2, 8, 3, 4), *[(2, 2, 3, 4)] * 2), (Shard(1),), Shard(1), {"enable_gqa": True}),
+    Call(attention, ((2, 12, 3, 4), *[(2, 3, 3, 4)] * 2), (Shard(1),), "2 ranks .* 3 of keys", {"enable_gqa": True}),
+    Call(attention, ((12, 3, 4), *[(3, 3, 4)] * 2), (Shard(0),) * 3, "2 ranks .* 3 of keys", {"enable_gqa": True}),
+    Call(attention, ((2, 3, 3, 4),) * 3, (Shard(1),) * 3, "there are 3 heads of queries"),
+    Call(attention, ((3, 3, 4),) * 3, (Shard(0),) * 3, Shard(0)),
+)
+CALLS = {"convolutions": CONVOLUTIONS, "named": NAMED, "heads": HEADS}
 
 
 def _check(name: str) -> None:

@@ -198,7 +198,7 @@ def attention(
     instead, and another one afterwards the length again (DeepSpeed-Ulysses, Jacobs et al. 2023, 3).
 
     Raises:
-        PlanError: the ranks that cut the length do not divide the heads.
+        PlanError: the ranks that cut the length, or the heads, do not divide the heads of queries, keys or values.
     """
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if not any(isinstance(one, DTensor) for one in (query, key, value)):
@@ -216,6 +216,7 @@ def attention(
     noise = None
     if dropout_p:  # every rank draws for all heads, as one process does
         sizes = (*query.shape[:-1], key.shape[length])
+    _check_heads(query, key, value, heads, enable_gqa)
         noise = _mask_part(F.dropout(torch.ones(sizes, dtype=query.dtype, device=query.device), dropout_p), query, over)
     groups = [mesh.get_group(at) for at in over]
 
@@ -248,6 +249,20 @@ def _attention_with(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+def _check_heads(query: DTensor, key: DTensor, value: DTensor, heads: int, enable_gqa: bool) -> None:
+    """Raises a `PlanError` where a rank would have queries whose keys and values are on another."""
+    if query.dim() == 3 and not enable_gqa:
+        return  # these are samples, which may be cut unevenly
+    ranks = prod(query.device_mesh.size(at) for at, cut in enumerate(query.placements) if cut == Shard(heads))
+    counts = tuple(one.shape[heads] for one in (query, key, value))
+    if any(count % ranks for count in counts):
+        raise PlanError(
+            f"attention was asked for where {ranks} ranks cut the heads, but there are {counts[0]} heads of queries, "
+            f"{counts[1]} of keys and {counts[2]} of values; choose numbers of heads that they divide, or cut 'batch' "
+            "instead of 'heads'"
+        )
+
+
     mask: torch.Tensor | None,
     *,
     is_causal: bool,
