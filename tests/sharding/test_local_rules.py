@@ -248,7 +248,18 @@ HEADS = (  # of queries, and of keys and values
     Call(attention, ((2, 3, 3, 4),) * 3, (Shard(1),) * 3, "there are 3 heads of queries"),
     Call(attention, ((3, 3, 4),) * 3, (Shard(0),) * 3, Shard(0)),
 )
-CALLS = {"convolutions": CONVOLUTIONS, "named": NAMED, "heads": HEADS}
+REFUSED = "cannot be computed where"
+POOLING = (
+    Call(F.avg_pool1d, ((4, 4, 6),), (Shard(1),), Shard(1), {"kernel_size": 2}),
+    Call(F.avg_pool1d, ((4, 6),), (Shard(0),), Shard(0), {"kernel_size": 2}),
+    Call(F.avg_pool1d, ((4, 6),), (Shard(1),), REFUSED, {"kernel_size": 2}),
+    Call(F.max_pool2d, ((4, 6, 6),), (Shard(0),), Shard(0), {"kernel_size": 2}),
+    Call(F.max_pool2d, ((4, 6, 6),), (Shard(1),), REFUSED, {"kernel_size": 2}),
+    Call(F.adaptive_avg_pool3d, (X,), (Shard(1),), REFUSED, {"output_size": 1}),
+    Call(F.interpolate, (X,), (Shard(1),), Shard(1), {"scale_factor": 2}),
+    Call(F.interpolate, (X,), (Shard(0),), Shard(0), {"scale_factor": 2, "mode": "bilinear"}),
+)
+CALLS = {"convolutions": CONVOLUTIONS, "named": NAMED, "heads": HEADS, "pooling": POOLING}
 
 
 def _check(name: str) -> None:

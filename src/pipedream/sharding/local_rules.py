@@ -173,13 +173,18 @@ def _convolved(
     return found if bias is None else found + bias.to(found.dtype).view(1, -1, *[1] * (found.dim() - 2))
 
 
-_BY_CHANNEL: _Table = {(at,): (at, (at,)) for at in (_WHOLE, Shard(0), Shard(1))}
+def _by_channel(
+    function: Callable[..., torch.Tensor], spatial: int | None, input: DTensor, *rest: Any, **options: Any
+) -> Any:
+    """A function of each channel of each sample.
 
-
-def _by_channel(function: Callable[..., torch.Tensor], x: DTensor, *rest: Any, **options: Any) -> Any:
-    """A function of each channel of each sample."""
+    Args:
+        spatial: dimensions after the channels, before which a batch may lack; None: all after the first two.
+    """
     name = getattr(function, "__name__", "a normalization")
-    return computed_on_parts(name, _BY_CHANNEL, lambda part: function(part, *rest, **options), [_summed(x)])
+    apart = input.dim() - spatial if spatial is not None else 2
+    table: _Table = {(at,): (at, (at,)) for at in (_WHOLE, *map(Shard, range(apart)))}
+    return computed_on_parts(name, table, lambda part: function(part, *rest, **options), [_summed(input)])
 
 
 def attention(
@@ -211,12 +216,12 @@ def attention(
             one if one.placements[at] != _WHOLE else one.redistribute(placements=_with(one.placements, at, cut))
             for one in (query, key, value)
         )
+    _check_heads(query, key, value, heads, enable_gqa)
     over = [at for at, placed in enumerate(query.placements) if placed == Shard(length)]
     mask = None if attn_mask is None else _mask_part(attn_mask, query, over)
     noise = None
     if dropout_p:  # every rank draws for all heads, as one process does
         sizes = (*query.shape[:-1], key.shape[length])
-    _check_heads(query, key, value, heads, enable_gqa)
         noise = _mask_part(F.dropout(torch.ones(sizes, dtype=query.dtype, device=query.device), dropout_p), query, over)
     groups = [mesh.get_group(at) for at in over]
 
@@ -244,11 +249,6 @@ def attention(
     return computed_on_parts("attention", table, attend, (query, key, value), (*query.shape[:-1], value.shape[-1]))
 
 
-def _attention_with(
-    noise: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
 def _check_heads(query: DTensor, key: DTensor, value: DTensor, heads: int, enable_gqa: bool) -> None:
     """Raises a `PlanError` where a rank would have queries whose keys and values are on another."""
     if query.dim() == 3 and not enable_gqa:
@@ -263,6 +263,11 @@ def _check_heads(query: DTensor, key: DTensor, value: DTensor, heads: int, enabl
         )
 
 
+def _attention_with(
+    noise: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     mask: torch.Tensor | None,
     *,
     is_causal: bool,
@@ -423,7 +428,7 @@ def _group_norm(input: DTensor, num_groups: int, weight: Any = None, bias: Any =
             "ranks divide, or do not cut the channels"
         )
     channels = x.shape[1] // num_groups
-    found = _by_channel(lambda part: F.group_norm(part, part.shape[1] // channels, eps=eps), x)
+    found = _by_channel(lambda part: F.group_norm(part, part.shape[1] // channels, eps=eps), None, x)
     return _affine_by_channel(found, weight, bias)
 
 
@@ -514,12 +519,15 @@ _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     **{one: partial(_convolution, one) for one in (F.conv1d, F.conv2d, F.conv3d)},
     **{one: partial(_transposed, one) for one in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)},
     **{one: partial(_recurrent, one) for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    F.interpolate: partial(_by_channel, F.interpolate, None),
     **{
-        one: partial(_by_channel, one)
-        for one in (
-            *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
-            *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.interpolate),
+        one: partial(_by_channel, one, spatial)
+        for spatial, functions in (
+            (1, (F.avg_pool1d, F.max_pool1d, torch.max_pool1d, F.adaptive_avg_pool1d)),
+            (2, (F.avg_pool2d, F.max_pool2d, torch.max_pool2d, F.adaptive_avg_pool2d)),
+            (3, (F.avg_pool3d, F.max_pool3d, torch.max_pool3d, F.adaptive_avg_pool3d)),
         )
+        for one in functions
     },
 }
 
