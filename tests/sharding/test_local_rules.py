@@ -10,6 +10,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -272,3 +273,35 @@ def _check(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_functions_compute_with_parts_what_they_do_with_whole_tensors(name: str) -> None:
     processes.kept(2).results(_check, name)
+
+
+def _batch_norms() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, 3) + 1
+    for dtype, weights, autocast, cut in (
+        *((torch.float64, torch.float64, False, at) for at in (0, 1)),
+        (torch.bfloat16, torch.float32, True, 0),
+        (torch.bfloat16, torch.bfloat16, False, 1),
+    ):
+        whole, parts = (nn.BatchNorm1d(4, dtype=weights) for _ in range(2))
+        given = x.to(dtype)
+        part = distribute_tensor(given, mesh, [Shard(cut)])
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                wanted = whole(given)
+                with LocalRules(), implicit_replication(), NoHiddenGathers():
+                    found = parts(part)
+            assert found.dtype == wanted.dtype
+            near = 1e-12 if dtype == torch.float64 else 0.02
+            torch.testing.assert_close(found.full_tensor(), wanted, rtol=near, atol=near)
+            torch.testing.assert_close(parts.state_dict(), whole.state_dict())
+            whole.eval(), parts.eval()
+    one = distribute_tensor(torch.randn(1, 4), mesh, [Shard(1)])
+    with LocalRules(), implicit_replication(), pytest.raises(ValueError, match="more than 1 value per channel"):
+        nn.BatchNorm1d(4)(one)
+
+
+@pytest.mark.processes
+def test_batch_norm_has_statistics_of_the_whole_batch_in_float32() -> None:
+    processes.kept(2).results(_batch_norms)

@@ -351,7 +351,7 @@ def _recurrent(function: Callable[..., Any], x: Any, *args: Any) -> Any:
 
 
 def _batch_norm(
-    x: DTensor,
+    input: DTensor,
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
     weight: Any = None,
@@ -360,23 +360,29 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Takes the statistics of the whole batch."""
+    """Takes the statistics of the whole batch, in float32 at least.
+
+    Raises:
+        ValueError: a channel has one value, in training.
+    """
     mean: Any
     variance: Any
-    shape, over = [1, -1, *[1] * (x.dim() - 2)], [0, *range(2, x.dim())]
+    shape, over = [1, -1, *[1] * (input.dim() - 2)], [0, *range(2, input.dim())]
+    x: Any = _summed(input).to(torch.promote_types(input.dtype, torch.float32))
     if not training and running_mean is not None and running_var is not None:
         mean = running_mean.view(shape)
         variance = running_var.view(shape)
     else:
-        given: Any = x
+        F._verify_batch_size(list(x.shape))  # type: ignore[attr-defined]
         count = x.numel() // x.shape[1]
-        mean = _summed(given.sum(over, keepdim=True)) / count
-        variance = _summed((given - mean).square().sum(over, keepdim=True)) / count
+        mean = _summed(x.sum(over, keepdim=True)) / count
+        variance = _summed((x - mean).square().sum(over, keepdim=True)) / count
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
-                running_mean.lerp_(mean.full_tensor().flatten(), momentum)
-                running_var.lerp_(variance.full_tensor().flatten() * (count / (count - 1)), momentum)
-    return _affine_by_channel((x - mean) * (variance + eps).rsqrt(), weight, bias)
+                seen = (mean, running_mean), (variance * (count / (count - 1)), running_var)
+                for statistic, running in seen:
+                    running.lerp_(statistic.full_tensor().flatten().to(running.dtype), momentum)
+    return _affine_by_channel((x - mean) * (variance + eps).rsqrt(), weight, bias).to(input.dtype)
 
 
 def _layer_norm(
