@@ -269,6 +269,11 @@ def _check(name: str) -> None:
         one.check(mesh)
 
 
+def test_a_wrong_input_of_a_convolution_is_torch_s_error(cut: Cut) -> None:
+    with LocalRules(), pytest.raises(RuntimeError, match=r"input to conv3d"):
+        F.conv3d(cut(0), torch.randn(8, 4, 3, 3, 3))
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CALLS)
 def test_functions_compute_with_parts_what_they_do_with_whole_tensors(name: str) -> None:

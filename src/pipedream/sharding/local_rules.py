@@ -149,7 +149,7 @@ def _convolved(
     options: Mapping[str, Any],
 ) -> Any:
     x, weight = as_dtensors(x, weight)
-    if x.dim() < weight.dim():  # a sample without a batch
+    if x.dim() == weight.dim() - 1:  # a sample without a batch
         return _convolved(function, table, x.unsqueeze(0), weight, bias, groups, options).squeeze(0)
     name, mesh, table = function.__name__, weight.device_mesh, table if groups == 1 else _GROUPED
     ranks = prod(mesh.size(at) for at, cut in enumerate(weight.placements) if cut == Shard(0)) if groups > 1 else 1
