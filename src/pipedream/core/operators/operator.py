@@ -1,0 +1,52 @@
+"""One operator of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipedream.core.operators.text import Access, Line
+
+__all__ = ["Operator"]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A line of the text, checked.
+
+    Attributes:
+        sizes: index -> size, in the order in which they occur.
+    """
+
+    line: Line
+    sizes: Mapping[str, int]
+
+    @property
+    def result(self) -> str:
+        """The tensor that it computes."""
+        return self.line.result.tensor
+
+    @cached_property
+    def accesses(self) -> tuple[Access, ...]:
+        """Operands, then the result."""
+        return (*self.line.operands, self.line.result)
+
+    @cached_property
+    def is_affine(self) -> bool:
+        """Whether a dimension has anything but one index, or is whole."""
+        return any(
+            index and index.terms and index.plain is None for access in self.accesses for index in access.indices
+        )
+
+    @cached_property
+    def reduced(self) -> frozenset[str]:
+        """The indices that the result lacks."""
+        return frozenset(self.sizes) - _names(self.line.result)
+
+    def __str__(self) -> str:
+        return self.line.text
+
+
+def _names(access: Access) -> frozenset[str]:
+    return frozenset(name for index in access.indices if index for name, _ in index.terms)

@@ -1,0 +1,191 @@
+"""Reads operators from text: which elements of its operands each element of a result needs.
+
+The language is Tofu's tensor description language (Wang et al., EuroSys 2019, section 4.1) as one line per operator:
+
+    y[b, o] += x[b, i] * w[i, o]
+    z[n, c, h, w] max= y[n, c, 2*h + r - 1, 2*w + s - 1] where r < 3, s < 3
+    p[b, :] = softmax(z[b, :])
+
+An index that is only on the right is reduced, by +=, *=, max= or min=. Indices may be affine, and `:` is a whole
+dimension. Functions and constants may be anything: only the tensors and their indices count.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import NamedTuple, NoReturn
+
+from pipedream.core.errors import PlanError
+
+__all__ = ["Access", "Affine", "Line", "read_lines"]
+
+_LINE = re.compile(r"(?P<left>\s*\w+\s*\[[^\]]*\])\s*(?P<sign>\+=|\*=|max=|min=|=)(?P<right>[^=].*)")
+_WHERE = re.compile(r"\bwhere\b(?!\s*[\[(])")  # a tensor or a function may have this name
+_BOUND = re.compile(r"\s*(\w+)\s*<\s*(\d+)\s*")
+
+
+class Affine(NamedTuple):
+    """An expression of indices.
+
+    Attributes:
+        terms: each index and its coefficient.
+    """
+
+    terms: tuple[tuple[str, int], ...]
+    offset: int = 0
+
+    @property
+    def plain(self) -> str | None:
+        """The index, if this is one and nothing else."""
+        return self.terms[0][0] if not self.offset and len(self.terms) == 1 and self.terms[0][1] == 1 else None
+
+
+class Access(NamedTuple):
+    """A tensor with an expression for each of its dimensions, or None for a whole dimension.
+
+    Attributes:
+        column: in its line, from 1.
+    """
+
+    tensor: str
+    indices: tuple[Affine | None, ...]
+    column: int
+
+
+class Line(NamedTuple):
+    """One operator.
+
+    Attributes:
+        number: of the line, from 1.
+        reduction: "+", "*", "max", "min", or "" for none.
+        bounds: index -> size, as given by `where`.
+    """
+
+    number: int
+    text: str
+    result: Access
+    reduction: str
+    operands: tuple[Access, ...]
+    bounds: dict[str, int]
+
+
+def read_lines(text: str) -> list[Line]:
+    """Reads one operator from each line that is not empty; `#` begins a comment.
+
+    Raises:
+        PlanError: text that is not of this form, with line and column.
+    """
+    found = []
+    for number, whole in enumerate(text.splitlines(), 1):
+        line = whole.partition("#")[0].rstrip()
+        if line.strip():
+            found.append(_read_line(number, line))
+    return found
+
+
+def _read_line(number: int, line: str) -> Line:
+    where = _WHERE.search(line)
+    formula = line[: where.start()] if where else line
+    match = _LINE.fullmatch(formula)
+    if match is None:
+        column = len(line) - len(line.lstrip()) + 1
+        _refuse(
+            number, column, line, "is not a result, one of = += *= max= min=, and an expression, as y[i] += x[i, j]"
+        )
+    (result,) = _accesses(number, line, match["left"], 0)
+    operands: dict[object, Access] = {}  # one that is read twice at the same place is one
+    for one in _accesses(number, line, match["right"], match.start("right")):
+        operands.setdefault((one.tensor, one.indices), one)
+    bounds = _bounds(number, line, where.end()) if where else {}
+    return Line(number, line.strip(), result, match["sign"][:-1], tuple(operands.values()), bounds)
+
+
+def _bounds(number: int, line: str, start: int) -> dict[str, int]:
+    found = {}
+    column = start
+    for part in line[start:].split(","):
+        match = _BOUND.fullmatch(part)
+        if match is None or int(match[2]) < 1:
+            _refuse(
+                number, column + 1, line, f"has {part.strip()!r} after `where`; write an index and a size, as r < 3"
+            )
+        found[match[1]] = int(match[2])
+        column += len(part) + 1
+    return found
+
+
+def _refuse(number: int, column: int, line: str, what: str) -> NoReturn:
+    raise PlanError(f"line {number}, column {column} of the operators: {line.strip()!r} {what}")
+
+
+def _accesses(number: int, line: str, part: str, start: int) -> list[Access]:
+    """Returns the tensors that are read in an expression, from left to right."""
+    shown = part.lstrip()
+    start += len(part) - len(shown)
+    # A tensor without dimensions is x[] here, which Python does not read.
+    source = shown.replace("[]", "[()]")
+    try:
+        tree = ast.parse(source, mode="eval")
+    except SyntaxError as error:
+        _refuse(number, start + (error.offset or 1), line, f"cannot be read: {error.msg}")
+    found: list[Access] = []
+
+    def column(node: ast.expr) -> int:
+        return start + node.col_offset - 2 * source[: node.col_offset].count("[()]") + 1
+
+    def read(node: ast.expr) -> None:
+        match node:
+            case ast.Subscript(value=ast.Name(id=tensor), slice=indices):
+                each = indices.elts if isinstance(indices, ast.Tuple) else [indices]
+                found.append(Access(tensor, tuple(map(index, each)), column(node)))
+            case ast.BinOp(left=left, right=right):
+                read(left)
+                read(right)
+            case ast.UnaryOp(operand=operand):
+                read(operand)
+            case ast.Call(func=ast.Name() | ast.Attribute(), args=arguments, keywords=named):
+                for one in [*arguments, *(word.value for word in named)]:
+                    read(one)
+            case ast.Constant():
+                pass
+            case ast.Name(id=name):
+                _refuse(number, column(node), line, f"has {name!r} without indices; write {name}[i, j], or {name}[]")
+            case _:
+                _refuse(number, column(node), line, f"has {ast.unparse(node)!r}, which is not a tensor or a function")
+
+    def index(node: ast.expr) -> Affine | None:
+        if isinstance(node, ast.Slice) and node.lower is node.upper is node.step is None:
+            return None
+        terms = affine(node)
+        offset = terms.pop("", 0)
+        return Affine(tuple((name, times) for name, times in terms.items() if times), offset)
+
+    def affine(node: ast.expr) -> dict[str, int]:
+        """Index -> coefficient; '' is the constant."""
+        match node:
+            case ast.Name(id=name):
+                return {name: 1}
+            case ast.Constant(value=int(value)):
+                return {"": value}
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return {name: -times for name, times in affine(operand).items()}
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right):
+                sums, sign = affine(left), 1 if isinstance(op, ast.Add) else -1
+                for name, times in affine(right).items():
+                    sums[name] = sums.get(name, 0) + sign * times
+                return sums
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                one, other = affine(left), affine(right)
+                constant, rest = (one, other) if set(one) <= {""} else (other, one)
+                if set(constant) <= {""}:
+                    return {name: times * constant.get("", 0) for name, times in rest.items()}
+        _refuse(
+            number,
+            column(node),
+            line,
+            f"has the index {ast.unparse(node)!r}; write sums of indices times numbers, or :",
+        )
+
+    read(tree.body)
+    return found
