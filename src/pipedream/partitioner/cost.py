@@ -1,0 +1,118 @@
+"""What one cut of all tensors between two halves of the ranks moves (Tofu, Wang et al., EuroSys 2019, section 5).
+
+A tensor rests cut along a dimension, or whole in both halves. An operator takes one of its indices: each half computes
+half of it, for which it needs a part of each operand, and computes a part of the result, or a partial sum of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from pipedream.core.operators.operators import Operator, span
+from pipedream.core.operators.text import Access
+from pipedream.core.plan.mesh import Box, overlap
+
+__all__ = ["Halves", "at_rest", "halved", "halved_index", "in_step", "is_offered", "moved"]
+
+_UNEVEN = 100
+"""Times the elements, where halves would not be equal (as in the authors' prototype)."""
+
+
+class Halves(NamedTuple):
+    """A tensor in two halves of the ranks.
+
+    Attributes:
+        first, second: what each half has; the same where it is whole.
+        is_pending: both have partial sums.
+        is_even: both do the same amount of work.
+    """
+
+    first: Box
+    second: Box
+    whole: Box
+    is_pending: bool = False
+    is_even: bool = True
+
+
+def _size(box: Box | None) -> int:
+    return 0 if box is None else prod(map(len, box))
+
+
+def _halves(values: range) -> tuple[range, range]:
+    middle = values.start + -(-len(values) // 2)
+    return range(values.start, middle), range(middle, values.stop)
+
+
+def halved(box: Box, cut: int | None, *, second: bool = False) -> Box:
+    """Returns one half of a tensor; where it does not divide, the first is larger."""
+    return box if cut is None else (*box[:cut], _halves(box[cut])[second], *box[cut + 1 :])
+
+
+def halved_index(ranges: Mapping[str, range], index: str | None, *, second: bool = False) -> dict[str, range]:
+    """Returns what one half computes."""
+    return dict(ranges) if index is None else {**ranges, index: _halves(ranges[index])[second]}
+
+
+def at_rest(box: Box, cut: int | None) -> Halves:
+    """Returns the halves of a tensor while no operator uses it."""
+    is_even = cut is None or len(box[cut]) % 2 == 0
+    return Halves(halved(box, cut), halved(box, cut, second=True), box, is_even=is_even)
+
+
+def in_step(
+    access: Access, shape: tuple[int, ...], ranges: Mapping[str, range], index: str | None, *, is_result: bool
+) -> Halves:
+    """Returns the halves that an operator reads or computes, where an index is halved."""
+    whole = span(access, ranges, shape)
+    if index is None:
+        return Halves(whole, whole, whole)
+    first, second = _halves(ranges[index])
+    is_even = len(first) == len(second)
+    if not _uses(access, index):
+        return Halves(whole, whole, whole, is_result, is_even)
+    one, other = (span(access, {**ranges, index: half}, shape) for half in (first, second))
+    return Halves(one, other, whole, is_even=is_even)
+
+
+def _uses(access: Access, index: str) -> bool:
+    return any(name == index for one in access.indices if one for name, _ in one.terms)
+
+
+def is_offered(step: Operator, shapes: Sequence[tuple[int, ...]], ranges: Mapping[str, range], index: str) -> bool:
+    """Whether an operator may be cut along an index.
+
+    Not where the halves would compute the same elements of the result, or need more in common than of their own.
+
+    Args:
+        shapes: of the tensors in `Operator.accesses`.
+    """
+    for access, shape in zip(step.accesses, shapes, strict=True):
+        if not any(one and one.plain is None for one in access.indices):
+            continue
+        is_result = access is step.line.result
+        found = in_step(access, shape, ranges, index, is_result=is_result)
+        common = 0 if found.first == found.second else _size(overlap(found.first, found.second))
+        if common and (is_result or 2 * common > _size(found.first)):
+            return False
+    return True
+
+
+def moved(source: Halves, target: Halves) -> int:
+    """Returns the elements that both halves of the ranks together get from each other.
+
+    Those of the authors' prototype: partial sums r to a cut |r|, to a whole 2|r|; a whole to anything 0; a cut to a
+    whole |r|, and what the target has beyond the source; from one cut to another what each lacks.
+    """
+    if not (source.is_even and target.is_even):
+        return _UNEVEN * (_size(source.whole) + _size(target.whole))
+    to_whole = target.first == target.second
+    if source.is_pending:
+        return (2 if to_whole else 1) * _size(source.whole)
+    from_whole = source.first == source.second
+    if to_whole:
+        return _size(target.whole) - (_size(overlap(source.whole, target.whole)) if from_whole else 0)
+    if from_whole:
+        return 0
+    return _size(overlap(source.first, target.second)) + _size(overlap(source.second, target.first))

@@ -1,0 +1,174 @@
+"""What each rank of a partition has, computes and sends.
+
+The ranks are numbered so that the first cut decides the highest bit. Between where a tensor rests and where an operator
+needs it, or has computed it, each rank gets exactly what it lacks, each element from one rank. Partial sums are first
+added up in equal shares by the ranks that need them (a reduce-scatter), which then exchange their shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from pipedream.core.operators.operators import Operators, span
+from pipedream.core.operators.text import Access
+from pipedream.core.plan.mesh import Box, Piece, overlap
+from pipedream.partitioner.cost import halved, halved_index
+from pipedream.partitioner.partition import Partition
+
+__all__ = ["Exchanges", "Result"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How an operator's result gets to where it rests.
+
+    Attributes:
+        boxes: what each rank has computed.
+        sums: pieces of partial sums; each rank adds up what it gets. Empty if nothing is pending.
+        shares: what each rank has after that, in place of `boxes`.
+        pieces: the rest.
+    """
+
+    boxes: tuple[Box, ...]
+    sums: tuple[Piece, ...]
+    shares: tuple[Box | None, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def elements(self) -> int:
+        """That all ranks send together."""
+        return _sent(self.sums) + _sent(self.pieces)
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """The exchanges of a partition."""
+
+    operators: Operators
+    partition: Partition
+
+    @cached_property
+    def ranks(self) -> range:
+        """All of them."""
+        return range(self.partition.ranks)
+
+    def _halves(self, rank: int) -> list[bool]:
+        """Whether it is in the second half, for each cut."""
+        count = len(self.partition.cuts)
+        return [bool(rank >> (count - 1 - at) & 1) for at in range(count)]
+
+    @cached_property
+    def rests(self) -> dict[str, tuple[Box, ...]]:
+        """Tensor -> what each rank has of it."""
+        found = {}
+        for name, shape in self.operators.tensors.items():
+            boxes = []
+            for rank in self.ranks:
+                box = tuple(map(range, shape))
+                for cut, second in zip(self.partition.cuts, self._halves(rank), strict=True):
+                    box = halved(box, cut.schemes[name], second=second)
+                boxes.append(box)
+            found[name] = tuple(boxes)
+        return found
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[dict[str, range], ...], ...]:
+        """For each operator, what each rank computes: index -> values."""
+        found = []
+        for number, step in enumerate(self.operators.steps):
+            own = []
+            for rank in self.ranks:
+                ranges = {name: range(size) for name, size in step.sizes.items()}
+                for cut, second in zip(self.partition.cuts, self._halves(rank), strict=True):
+                    ranges = halved_index(ranges, cut.indices[number], second=second)
+                own.append(ranges)
+            found.append(tuple(own))
+        return tuple(found)
+
+    def used(self, number: int, access: Access) -> tuple[Box, ...]:
+        """Returns the part of an operand, or of the result, that each rank of an operator uses, or computes."""
+        shape = self.operators.tensors[access.tensor]
+        return tuple(span(access, ranges, shape) for ranges in self.ranges[number])
+
+    def operand(self, number: int, access: Access) -> tuple[Piece, ...]:
+        """Returns the pieces of an operand that the ranks need; those from a rank to itself too."""
+        return _pieces(self.rests[access.tensor], self.used(number, access))
+
+    def result(self, number: int) -> Result:
+        """Returns how the result of an operator gets to where it rests."""
+        step = self.operators.steps[number]
+        boxes, rests = self.used(number, step.line.result), self.rests[step.result]
+        partial = [tuple(ranges[name] for name in sorted(step.reduced)) for ranges in self.ranges[number]]
+        if len(set(partial)) == 1:
+            return Result(boxes, (), boxes, _pieces(boxes, rests))
+        shares = _shares(rests)
+        sums: list[Piece] = []
+        for terms in dict.fromkeys(partial):
+            having = [rank for rank in self.ranks if partial[rank] == terms]
+            sums += _pieces(boxes, shares, having)
+        return Result(boxes, tuple(sums), shares, _pieces(shares, rests))
+
+    @property
+    def elements(self) -> int:
+        """That all ranks send together in a step."""
+        return sum(self._each(lambda name: 1))
+
+    def sent_bytes(self, element_bytes: Mapping[str, int], steps: int | None = None) -> int:
+        """Returns the bytes that all ranks send together, given those of an element of each tensor.
+
+        Args:
+            steps: only in so many of the first operators.
+        """
+        return sum(self._each(element_bytes.__getitem__)[:steps])
+
+    def _each(self, weight: Callable[[str], int]) -> list[int]:
+        found = []
+        for number, step in enumerate(self.operators.steps):
+            needed = sum(weight(one.tensor) * _sent(self.operand(number, one)) for one in step.line.operands)
+            found.append(needed + weight(step.result) * self.result(number).elements)
+        return found
+
+
+def _sent(pieces: Sequence[Piece]) -> int:
+    return sum(prod(map(len, piece.box)) for piece in pieces if piece.sender != piece.receiver)
+
+
+def _pieces(
+    have: Sequence[Box | None], need: Sequence[Box | None], having: Sequence[int] | None = None
+) -> tuple[Piece, ...]:
+    """Returns what the ranks send, each element from the receiver itself or the nearest rank that has it.
+
+    Args:
+        have: boxes of which two are the same or have nothing in common.
+        having: the ranks that send; by default all.
+    """
+    owners: dict[Box, list[int]] = {}
+    for rank in range(len(have)) if having is None else having:
+        if (own := have[rank]) is not None:
+            owners.setdefault(own, []).append(rank)
+    found = []
+    for receiver, wanted in enumerate(need):
+        for box, ranks in owners.items():
+            part = None if wanted is None else overlap(wanted, box)
+            if part is not None:
+                # The rank that differs in the lowest bits: a neighbour in the last cuts.
+                found.append(Piece(min(ranks, key=lambda rank: rank ^ receiver), receiver, part))
+    return tuple(found)
+
+
+def _shares(rests: Sequence[Box]) -> tuple[Box | None, ...]:
+    """Returns equal parts of what several ranks have whole; the first has a tensor without dimensions."""
+    found: list[Box | None] = []
+    for rank, box in enumerate(rests):
+        same = [other for other, own in enumerate(rests) if own == box]
+        if not box:
+            found.append(box if rank == same[0] else None)
+            continue
+        longest = max(range(len(box)), key=lambda at: len(box[at]))
+        each, turn = -(-len(box[longest]) // len(same)), same.index(rank)
+        part = box[longest][turn * each : (turn + 1) * each]
+        found.append((*box[:longest], part, *box[longest + 1 :]))
+    return tuple(found)

@@ -1,0 +1,164 @@
+"""Which dimension of a mesh cuts which name, as an integer program (auto_mtf, in Mesh-TensorFlow's repository).
+
+A cost is a sum of terms, each of which depends on a few names. For a set of names there is a variable for each way to
+cut them, of which one is 1. So each term is linear, and terms with the same names share variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from pipedream.core.errors import PlanError
+
+__all__ = ["IntegerProgram", "Term"]
+
+Over = Mapping[str, str]
+Row = dict[int, float]
+"""Variable -> coefficient."""
+
+
+class Term(Protocol):
+    """What depends on how some names are cut."""
+
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    def value(self, over: Over) -> float:
+        """Returns its value where names are cut over these dimensions of the mesh."""
+
+
+class IntegerProgram:
+    """The variables, and the rows that make them agree.
+
+    Args:
+        options: name -> the dimensions of the mesh that may cut it.
+        apart: sets of names no two of which may lie on one dimension.
+        terms: all that rows will have.
+
+    Attributes:
+        peak: a variable of its own, the first, which is not negative.
+    """
+
+    peak = 0
+
+    def __init__(
+        self, options: Mapping[str, Sequence[str]], apart: Iterable[frozenset[str]], terms: Iterable[Term]
+    ) -> None:
+        self._options = options
+        self._apart = _largest(names.intersection(options) for names in apart)
+        self._blocks = _largest((frozenset[str](), *(term.names.intersection(options) for term in terms)))
+        pairs = [(name, one) for name, own in options.items() for one in own]
+        self._cut = {pair: at for at, pair in enumerate(pairs, 1)}
+        self._ways: dict[frozenset[str], list[tuple[int, Over]]] = {}
+        variables = 1 + len(pairs)
+        for block in self._blocks:
+            ways = list(self._ways_to_cut(sorted(block), {}))
+            self._ways[block] = list(enumerate(ways, variables))
+            variables += len(ways)
+        self.variables = variables
+        self._rows: list[tuple[Row, float, float]] = list(self._agreement())
+
+    @property
+    def constraints(self) -> int:
+        """The number of its rows."""
+        return len(self._rows)
+
+    def _ways_to_cut(self, names: Sequence[str], before: Over) -> Iterator[Over]:
+        if not names:
+            yield before
+            return
+        name, *rest = names
+        yield from self._ways_to_cut(rest, before)
+        for one in self._options[name]:
+            if not any(name in together and self._is_taken(together, one, before) for together in self._apart):
+                yield from self._ways_to_cut(rest, {**before, name: one})
+
+    @staticmethod
+    def _is_taken(together: frozenset[str], one: str, before: Over) -> bool:
+        return any(other in together and used == one for other, used in before.items())
+
+    def _agreement(self) -> Iterator[tuple[Row, float, float]]:
+        """Yields rows with their least and greatest value."""
+        for ways in self._ways.values():
+            yield {at: 1.0 for at, _ in ways}, 1, 1
+        for (name, one), cut in self._cut.items():
+            for block, ways in self._ways.items():
+                if name in block:
+                    yield {cut: -1.0} | {at: 1.0 for at, over in ways if over.get(name) == one}, 0, 0
+        # What a block has together is already apart there.
+        for name, own in self._options.items():
+            if not any(name in block for block in self._blocks):
+                yield {self._cut[name, one]: 1.0 for one in own}, 0, 1
+        for together in self._apart:
+            for one in sorted({one for name in together for one in self._options[name]}):
+                row = {self._cut[name, one]: 1.0 for name in together if one in self._options[name]}
+                if len(row) > 1 and not any(together <= block for block in self._blocks):
+                    yield row, 0, 1
+
+    def row(self, weights: Mapping[Any, float]) -> Row:
+        """Returns the sum of some terms, each with a weight."""
+        found: Row = {}
+        for term, weight in weights.items():
+            names = term.names.intersection(self._options)
+            block = next(block for block in self._blocks if names <= block)
+            for at, over in self._ways[block]:
+                value = weight * term.value({name: over[name] for name in names if name in over})
+                found[at] = found.get(at, 0.0) + value
+        return found
+
+    def count(self) -> Row:
+        """Returns the number of names that are cut."""
+        return dict.fromkeys(self._cut.values(), 1.0)
+
+    def at_most(self, row: Row, most: float) -> None:
+        """Adds a constraint."""
+        self._rows.append((row, -np.inf, most))
+
+    def without(self, over: Over) -> None:
+        """Excludes one solution."""
+        row = {at: -1.0 if over.get(name) == one else 1.0 for (name, one), at in self._cut.items()}
+        self._rows.append((row, 1.0 - sum(value < 0 for value in row.values()), np.inf))
+
+    def least(self, objective: Row) -> dict[str, str] | None:
+        """Returns how names are cut where an objective is least, or None if nothing satisfies the constraints.
+
+        HiGHS stops within 1e-6 of the least value and of each constraint's bound, so both should be near 1.
+        """
+        costs, whole = np.zeros(self.variables), np.zeros(self.variables)
+        costs[list(objective)] = list(objective.values())
+        whole[list(self._cut.values())] = 1  # the others follow
+        high = np.ones(self.variables)
+        high[self.peak] = np.inf
+        entries = [
+            (at, variable, value) for at, (row, _, _) in enumerate(self._rows) for variable, value in row.items()
+        ]
+        at, variable, value = zip(*entries, strict=True)
+        matrix = csr_array((value, (at, variable)), shape=(len(self._rows), self.variables))
+        found = milp(
+            costs,
+            integrality=whole,
+            bounds=Bounds(0, high),
+            constraints=LinearConstraint(matrix, [low for _, low, _ in self._rows], [high for *_, high in self._rows]),
+            options={"mip_rel_gap": 0.0},
+        )
+        if found.status == 2:
+            return None
+        if found.x is None:
+            raise PlanError(
+                f"HiGHS found no layout: {found.message}; fix some names so that there are fewer to choose from"
+            )
+        return {name: one for (name, one), at in self._cut.items() if found.x[at] > 0.5}
+
+
+def _largest(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+    """Returns the sets that are part of no other, the smallest first."""
+    found: list[frozenset[str]] = []
+    for one in sorted(set(sets), key=lambda names: (-len(names), sorted(names))):
+        if not any(one <= other for other in found):
+            found.append(one)
+    return found[::-1]

@@ -1,0 +1,118 @@
+"""Minimises a sum of tables over variables with few values each: bucket elimination (Dechter 1999)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from heapq import heapify, heappop, heappush
+from math import prod
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Costs", "Elimination", "Table", "Variable", "elimination_order"]
+
+Costs = np.ndarray[Any, np.dtype[np.float64]]
+Variable = str | int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A cost for each combination of values of some variables.
+
+    Attributes:
+        costs: one axis for each variable.
+    """
+
+    variables: tuple[Variable, ...]
+    costs: Costs
+
+    def aligned(self, variables: Sequence[Variable]) -> Costs:
+        """Returns the costs with an axis for each of `variables`, of size 1 where the table lacks it."""
+        order = sorted(range(len(self.variables)), key=lambda at: variables.index(self.variables[at]))
+        sizes = [self.costs.shape[self.variables.index(one)] if one in self.variables else 1 for one in variables]
+        return self.costs.transpose(order).reshape(sizes)
+
+
+def elimination_order(
+    scopes: Sequence[Sequence[Variable]], sizes: Mapping[Variable, int]
+) -> tuple[list[Variable], int]:
+    """Returns an order of the variables, the one with the smallest table first, and the cells of the largest table."""
+    neighbours: dict[Variable, set[Variable]] = {name: set() for name in sizes}
+    for scope in scopes:
+        for name in scope:
+            neighbours[name] |= set(scope) - {name}
+    cells = {name: sizes[name] * prod(sizes[other] for other in near) for name, near in neighbours.items()}
+    order, largest = [], 0
+    waiting = [(count, at, name) for at, (name, count) in enumerate(cells.items())]
+    turn = {name: at for _, at, name in waiting}
+    heapify(waiting)
+    while waiting:
+        count, _, name = heappop(waiting)
+        if cells.get(name) != count:
+            continue  # it has changed since
+        order.append(name)
+        largest = max(largest, cells.pop(name))
+        near = neighbours.pop(name)
+        for other in near:
+            neighbours[other] |= near
+            neighbours[other] -= {name, other}
+        for other in near:
+            cells[other] = sizes[other] * prod(sizes[one] for one in neighbours[other])
+            heappush(waiting, (cells[other], turn[other], other))
+    return order, largest
+
+
+class Elimination:
+    """The minimum of a sum of tables.
+
+    Args:
+        tables: costs are finite.
+        sizes: variable -> number of its values.
+        order: in which the variables are eliminated.
+
+    Attributes:
+        least: the minimum.
+    """
+
+    def __init__(self, tables: Sequence[Table], sizes: Mapping[Variable, int], order: Sequence[Variable]) -> None:
+        place = {name: at for at, name in enumerate(order)}
+        self._sizes = sizes
+        self._buckets: list[tuple[Variable, Table]] = []  # each variable, and the sum of the tables that had it
+        waiting: dict[Variable, list[Table]] = {name: [] for name in order}
+        self.least = 0.0
+        for table in tables:
+            self._wait(table, waiting, place)
+        for name in order:
+            found = waiting.pop(name)
+            others = {one for table in found for one in table.variables} - {name}
+            variables = (name, *sorted(others, key=place.__getitem__))
+            shape = [sizes[one] for one in variables]
+            summed = Table(variables, reduce(np.add, (table.aligned(variables) for table in found), np.zeros(shape)))
+            self._buckets.append((name, summed))
+            self._wait(Table(variables[1:], summed.costs.min(axis=0)), waiting, place)
+
+    def _wait(self, table: Table, waiting: dict[Variable, list[Table]], place: Mapping[Variable, int]) -> None:
+        if table.variables:
+            waiting[min(table.variables, key=place.__getitem__)].append(table)
+        else:
+            self.least += float(table.costs)
+
+    def choices(self) -> Iterator[dict[Variable, int]]:
+        """Yields every choice of values with the least sum, each once."""
+        chosen: dict[Variable, int] = {}
+        tied: list[list[int]] = []  # of each variable from the last eliminated on, values that are still to be taken
+        while True:
+            while len(tied) < len(self._buckets):
+                name, table = self._buckets[-1 - len(tied)]
+                at: Any = (slice(None), *(chosen[one] for one in table.variables[1:]))
+                row = table.costs[at]
+                tied.append(np.flatnonzero(row == row.min())[::-1].tolist())
+                chosen[name] = tied[-1].pop()
+            yield dict(chosen)
+            while tied and not tied[-1]:
+                tied.pop()
+            if not tied:
+                return
+            chosen[self._buckets[-len(tied)][0]] = tied[-1].pop()

@@ -1,0 +1,231 @@
+"""Searches the cheapest cut of all tensors and operators, for one cut or several at once.
+
+The cost is a sum over pairs: an operator's index and the scheme of a tensor that it reads or computes. Bucket
+elimination minimises it exactly, whatever the graph: what Tofu groups (the backward of an operator with its forward, a
+weight with its gradient and update, chains of element-wise operators) has small tables, and is eliminated first at no
+loss. Only equal time steps are chosen for together, where tables would become too large (`equal_time_steps`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from pipedream.core.operators.operators import Operators
+from pipedream.core.operators.text import Access, Affine
+from pipedream.core.plan.mesh import Box
+from pipedream.partitioner.cost import at_rest, halved, halved_index, in_step, is_offered, moved
+from pipedream.partitioner.minimise import Costs, Elimination, Table, Variable, elimination_order
+from pipedream.partitioner.time_steps import equal_time_steps
+
+__all__ = ["Allowed", "Choice", "Search", "State", "all_choices"]
+
+Scheme = int | None
+Index = str | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one cut divides everything.
+
+    Attributes:
+        schemes: tensor -> the dimension that is cut, or None.
+        indices: of each operator, or None where both halves compute all of it.
+    """
+
+    schemes: Mapping[str, Scheme]
+    indices: tuple[Index, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank has and does after some cuts.
+
+    Attributes:
+        boxes: tensor -> part.
+        ranges: of each operator, index -> values.
+    """
+
+    boxes: Mapping[str, Box]
+    ranges: tuple[Mapping[str, range], ...]
+
+    @classmethod
+    def uncut(cls, operators: Operators) -> State:
+        """Returns that of a single rank."""
+        boxes = {name: tuple(map(range, shape)) for name, shape in operators.tensors.items()}
+        return cls(boxes, tuple({name: range(size) for name, size in step.sizes.items()} for step in operators.steps))
+
+    def after(self, choice: Choice) -> State:
+        """Returns that of the first half."""
+        boxes = {name: halved(box, choice.schemes[name]) for name, box in self.boxes.items()}
+        ranges = zip(self.ranges, choice.indices, strict=True)
+        return State(boxes, tuple(halved_index(own, index) for own, index in ranges))
+
+
+Allowed = Callable[[Variable, Any], Sequence[Any]]
+"""A tensor and its part, or the number of an operator and its indices' ranges -> its schemes or indices."""
+
+
+def all_choices(operators: Operators, one: Variable, own: Any) -> list[Any]:
+    """Returns all schemes of a tensor, or all indices of an operator."""
+    if isinstance(one, str):
+        return [None, *range(len(own))]
+    step = operators.steps[one]
+    if not step.is_affine:
+        return list(step.sizes) or [None]
+    shapes = [operators.tensors[access.tensor] for access in step.accesses]
+    return [index for index in step.sizes if is_offered(step, shapes, own, index)] or [None]
+
+
+class Search:
+    """The cheapest cuts of a step.
+
+    Args:
+        allowed: the schemes and indices to choose from; by default all.
+        uniform: several cuts at once are along one dimension, or one index.
+        most_cells: of a table; where one would have more, equal time steps are cut alike.
+
+    Attributes:
+        uncut: the state of a single rank.
+        sizes: variable -> number of its choices, about.
+        cells: of the largest table for one cut.
+    """
+
+    def __init__(
+        self,
+        operators: Operators,
+        allowed: Allowed | None = None,
+        *,
+        uniform: bool = False,
+        most_cells: int = 1_000_000,
+    ) -> None:
+        self.operators = operators
+        self.allowed = allowed or partial(all_choices, operators)
+        self.uniform = uniform
+        self.uncut = State.uncut(operators)
+        self._first: dict[int, Elimination] = {}
+        self._known: dict[object, Costs] = {}
+        tensors = {name: group[0] for group in operators.groups for name in group}
+        self._alike(tensors, list(range(len(operators.steps))))
+        if self.cells > most_cells:
+            self._alike(*equal_time_steps(operators, tensors))
+
+    def _alike(self, tensors: Mapping[str, str], steps: Sequence[int]) -> None:
+        """Chooses together for several tensors, or operators; takes the one that chooses for each."""
+        self._tensors, self._steps = tensors, steps
+        self._pairs = Counter(
+            (steps[number], tensors[access.tensor], access.indices, access is step.line.result)
+            for number, step in enumerate(self.operators.steps)
+            for access in step.accesses
+        )
+        variables: list[Variable] = [*dict.fromkeys(tensors.values()), *dict.fromkeys(steps)]
+        self.sizes = {one: len(all_choices(self.operators, one, self._own(self.uncut, one))) for one in variables}
+        self._order, self.cells = elimination_order([pair[:2] for pair in self._pairs], self.sizes)
+
+    @staticmethod
+    def _own(state: State, one: Variable) -> Any:
+        return state.boxes[one] if isinstance(one, str) else state.ranges[one]
+
+    def cheapest(self, state: State, cuts: int = 1) -> tuple[int, Iterator[tuple[Choice, ...]]]:
+        """Returns the fewest elements that some cuts move, and all choices that move as few."""
+        values = {one: self._values(one, self._own(state, one), cuts) for one in self._order}
+        found = self._first.get(cuts) if state is self.uncut else None
+        if found is None:
+            tables = [
+                Table(pair[:2], times * self._costs(pair, values[pair[0]], values[pair[1]]))
+                for pair, times in self._pairs.items()
+            ]
+            found = Elimination(tables, {one: len(own) for one, own in values.items()}, self._order)
+        if state is self.uncut:
+            self._first[cuts] = found
+        choices = ({one: values[one][at] for one, at in chosen.items()} for chosen in found.choices())
+        return round(found.least), (tuple(self._choice(taken, at) for at in range(cuts)) for taken in choices)
+
+    def elements(self, state: State, choice: Choice) -> int:
+        """Returns the elements that one cut moves."""
+        total = 0
+        for pair, times in self._pairs.items():
+            step, tensor, *_ = pair
+            index: _Taken = ((choice.indices[step], state.ranges[step]),)
+            scheme: _Taken = ((choice.schemes[tensor], state.boxes[tensor]),)
+            total += times * round(self._costs(pair, [index], [scheme]).item())
+        return total
+
+    def greedy(self, state: State) -> Choice:
+        """Returns one cut: tensor after tensor, the largest first, takes the scheme that is cheapest with those before.
+
+        Operators take their cheapest index, with the cheapest schemes of the tensors that have none yet.
+        """
+        values = {one: self._values(one, self._own(state, one), 1) for one in self._order}
+        costs: dict[Variable, dict[str, Costs]] = defaultdict(dict)  # operator -> tensor -> costs of index and scheme
+        for pair, times in self._pairs.items():
+            step, tensor = pair[:2]
+            costs[step][tensor] = costs[step].get(tensor, 0) + times * self._costs(pair, values[step], values[tensor])
+        tensors = sorted(
+            (one for one in self._order if isinstance(one, str)), key=lambda one: -prod(map(len, state.boxes[one]))
+        )
+        taken: dict[Variable, _Taken] = {}
+        for tensor in tensors:
+            around = [own for own in costs.values() if tensor in own]
+            each = np.zeros(len(values[tensor]))
+            for own in around:
+                others = [table.min(axis=1, keepdims=True) for name, table in own.items() if name != tensor]
+                each += sum(others, own[tensor]).min(axis=0)
+            at = int(np.argmin(each))
+            taken[tensor] = values[tensor][at]
+            for own in around:
+                own[tensor] = own[tensor][:, [at]]
+        for number, own in costs.items():
+            taken[number] = values[number][int(np.argmin(sum(table[:, 0] for table in own.values())))]
+        return self._choice(taken, 0)
+
+    def _choice(self, taken: Mapping[Variable, _Taken], at: int) -> Choice:
+        schemes = {name: taken[one][at][0] for name, one in self._tensors.items()}
+        return Choice(schemes, tuple(taken[one][at][0] for one in self._steps))
+
+    def _values(self, one: Variable, own: Any, cuts: int) -> list[_Taken]:
+        if not cuts:
+            return [()]
+        found = []
+        for choice in self.allowed(one, own):
+            left = halved(own, choice) if isinstance(one, str) else halved_index(own, choice)
+            for rest in self._values(one, left, cuts - 1):
+                if not (self.uniform and rest and rest[0][0] != choice):
+                    found.append(((choice, own), *rest))
+        return found
+
+    def _costs(self, pair: _Pair, steps: list[_Taken], tensors: list[_Taken]) -> Costs:
+        """Returns what an operator and a tensor move, for each choice of both, over all cuts."""
+        _, tensor, indices, is_result = pair
+        shape = self.operators.tensors[tensor]
+        key = indices, is_result, shape, _hashable(steps), _hashable(tensors)
+        if key not in self._known:
+            access = Access(tensor, indices, 0)
+            costs = np.zeros((len(steps), len(tensors)))
+            for at in range(len(steps[0])):
+                used = [in_step(access, shape, taken[at][1], taken[at][0], is_result=is_result) for taken in steps]
+                rests = [at_rest(taken[at][1], taken[at][0]) for taken in tensors]
+                ways = ((rest, use) for use, rest in product(used, rests))
+                each = [moved(use, rest) if is_result else moved(rest, use) for rest, use in ways]
+                costs += 2**at * np.reshape(each, costs.shape)
+            self._known[key] = costs
+        return self._known[key]
+
+
+_Taken = tuple[tuple[Any, Any], ...]
+"""For each cut a choice, and the part or the ranges before it."""
+_Pair = tuple[int, str, tuple[Affine | None, ...], bool]
+"""An operator, a tensor, its indices, and whether it is the result."""
+
+
+def _hashable(taken: list[_Taken]) -> object:
+    return tuple(
+        (choice, tuple(own.items()) if isinstance(own, dict) else own) for value in taken for choice, own in value
+    )
