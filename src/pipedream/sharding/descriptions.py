@@ -1,0 +1,629 @@
+"""Describes torch's operators as text (`pipedream.core.operators.text`), and applies them to a rank's part.
+
+A description names the arguments as the operator's schema does, and the result `out`:
+
+    aten.mm: out[i, j] += self[i, k] * mat2[k, j]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from pipedream.core.errors import PlanError
+from pipedream.core.operators.operators import Operator, Operators, span, unclipped
+from pipedream.core.operators.text import read_lines
+from pipedream.partitioner.cost import halved_index, is_offered
+
+__all__ = [
+    "COMBINE",
+    "Description",
+    "OperatorCall",
+    "Part",
+    "contradiction",
+    "describe",
+    "description_of",
+    "filled",
+    "is_checked",
+    "is_constant",
+    "refusal",
+    "renamed",
+]
+
+A = torch.ops.aten
+_LETTERS = "abcdefghjklmnpqstuvwxyz"
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """An operator with its arguments.
+
+    Attributes:
+        item: which of several results.
+        values: argument of the schema -> value; tensors may be without data.
+        out: the result, without data.
+    """
+
+    function: Any
+    item: int | None
+    values: Mapping[str, Any]
+    out: torch.Tensor
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors among the arguments; those of a list have a number after its name."""
+        return dict(_tensors(self.values))
+
+
+def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, list | tuple):
+            yield from ((f"{name}{at}", one) for at, one in enumerate(value) if isinstance(one, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank computes of a call.
+
+    Attributes:
+        values: arguments, with the parts of tensors that the rank needs.
+        shape: of its part of the result.
+        step: the operator's line, with the schema's names.
+        ranges: index -> values.
+    """
+
+    call: OperatorCall
+    values: Mapping[str, Any]
+    shape: tuple[int, ...]
+    step: Operator
+    ranges: Mapping[str, range]
+
+    def outside(self, tensor: str) -> list[tuple[int, int]]:
+        """Returns for each dimension how many elements before and after a tensor its part would have, as padding."""
+        access = next(one for one in self.step.line.operands if one.tensor == tensor)
+        found = []
+        for index, size in zip(access.indices, self.call.values[tensor].shape, strict=True):
+            values = range(size) if index is None else unclipped(index, self.ranges)
+            found.append((max(0, -values.start), max(0, values.stop - size)))
+        return found
+
+
+def _whole_call(part: Part) -> torch.Tensor:
+    """Applies the operator itself; what it computes of its own parts is its part of the result."""
+    found = part.call.function(**part.values)
+    return found if part.call.item is None else found[part.call.item]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Description:
+    """How an operator is cut.
+
+    Attributes:
+        text: for a call.
+        run: computes a part.
+    """
+
+    text: Callable[[OperatorCall], str]
+    run: Callable[[Part], torch.Tensor] = _whole_call
+
+
+_KNOWN: dict[tuple[Any, int | None], Description] = {}
+
+
+def describe(operator: Any, text: str) -> None:
+    """Adds an operator of yours, such as ``torch.ops.mine.scan``.
+
+    It is checked where a model uses it: on random numbers, its parts along each index must make the whole.
+
+    Args:
+        text: one line of the form of `pipedream.core.operators.text`, with the names of the operator's schema, and
+            `out` for its result.
+
+    Raises:
+        PlanError: the text cannot be read.
+    """
+    read_lines(text)
+    for overload in _overloads(operator):
+        _KNOWN[overload, None] = Description(lambda call: text)
+        _USERS.add(overload)
+
+
+def contradiction(call: OperatorCall, description: Description) -> str:
+    """Returns the index along which the parts of a call do not make the whole, on random numbers; '' if all do."""
+    (step,) = Operators(_shapes(call), description.text(call)).steps
+    random = {name: _random(tensor) for name, tensor in call.tensors().items()}
+    ranges = {name: range(size) for name, size in step.sizes.items()}
+    whole = _computed(call, description, step, random, ranges)
+    shapes = [_shapes(call)[access.tensor] for access in step.accesses]
+    for index in step.sizes:
+        if len(ranges[index]) < 2 or not is_offered(step, shapes, ranges, index):
+            continue
+        halves = [halved_index(ranges, index, second=second) for second in (False, True)]
+        try:
+            parts = [_computed(call, description, step, random, own) for own in halves]
+        except RuntimeError:
+            return index
+        boxes = [span(step.line.result, own, shapes[-1]) for own in halves]
+        if index in step.reduced:
+            made = COMBINE[step.line.reduction](*parts)
+        else:
+            made = torch.empty_like(whole)
+            for box, part in zip(boxes, parts, strict=True):
+                made[tuple(slice(one.start, one.stop) for one in box)] = part
+        if not torch.allclose(made.double(), whole.double(), rtol=1e-4, atol=1e-5, equal_nan=True):
+            return index
+    return ""
+
+
+COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "+": torch.add,
+    "*": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+"""Reduction -> what makes one of two partial results."""
+
+
+def _shapes(call: OperatorCall) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.shape) for name, one in (call.tensors() | {"out": call.out}).items()}
+
+
+def _random(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, dtype=tensor.dtype)
+    return torch.randint(0, 2, tensor.shape).to(tensor.dtype)
+
+
+def _computed(
+    call: OperatorCall,
+    description: Description,
+    step: Operator,
+    tensors: Mapping[str, torch.Tensor],
+    ranges: Mapping[str, range],
+) -> torch.Tensor:
+    boxes = {one.tensor: span(one, ranges, tuple(tensors[one.tensor].shape)) for one in step.line.operands}
+    parts = {name: tensors[name][tuple(slice(one.start, one.stop) for one in box)] for name, box in boxes.items()}
+    shape = tuple(map(len, span(step.line.result, ranges, tuple(call.out.shape))))
+    return description.run(Part(call, filled(call.values, parts), shape, step, ranges))
+
+
+def filled(values: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns arguments with parts in place of tensors; those that a description lacks stay without data."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, list | tuple):
+            found[name] = [parts.get(f"{name}{at}", one) for at, one in enumerate(value)]
+        else:
+            found[name] = parts.get(name, value)
+    return found
+
+
+def is_checked(call: OperatorCall) -> bool:
+    """Whether a description is one of this library's, which its tests check."""
+    return call.function not in _USERS
+
+
+_USERS: set[Any] = set()
+
+
+def _overloads(operator: Any) -> list[Any]:
+    if isinstance(operator, torch._ops.OpOverload):
+        return [operator]
+    return [getattr(operator, name) for name in operator.overloads()]
+
+
+def description_of(call: OperatorCall) -> Description | None:
+    """Returns the description of a call, if there is one."""
+    if torch.Tag.nondeterministic_seeded in call.function.tags:
+        return None
+    known = _KNOWN.get((call.function, call.item))
+    if known is None and torch.Tag.pointwise in call.function.tags and call.item is None:
+        known = _POINTWISE
+    return known
+
+
+def refusal(function: Any, where: str) -> str:
+    """Returns why an operator cannot be cut, and what to do."""
+    if torch.Tag.nondeterministic_seeded in function.tags:
+        return (
+            f"{where} calls {function}, which draws random numbers, so that its parts are not those of one process; "
+            "describe the model without it, or use a layout by hand"
+        )
+    return (
+        f"{where} calls {function}, which has no description; write one, such as "
+        f"pipedream.describe(torch.ops.{function}, 'out[i, j] = f(self[i, j])')"
+    )
+
+
+def is_constant(function: Any) -> bool:
+    """Whether a result depends on sizes alone."""
+    return function in _CONSTANTS
+
+
+_CONSTANTS = {
+    overload
+    for packet in (A.full, A.zeros, A.ones, A.arange, A.scalar_tensor, A.new_zeros, A.new_ones, A.new_full, A.empty)
+    for overload in _overloads(packet)
+}
+
+
+def _described(
+    text: Callable[[OperatorCall], str] | str, *functions: Any, item: int | None = None
+) -> Callable[..., Any]:
+    """Registers what computes a part of some operators."""
+
+    def add(run: Callable[[Part], torch.Tensor]) -> Callable[[Part], torch.Tensor]:
+        for packet in functions:
+            for overload in _overloads(packet):
+                _KNOWN[overload, item] = Description((lambda call: text) if isinstance(text, str) else text, run)
+        return run
+
+    return add
+
+
+def _access(tensor: str, indices: Sequence[str]) -> str:
+    return f"{tensor}[{', '.join(indices)}]"
+
+
+def _letters(shape: Sequence[int], whole: Sequence[int] = ()) -> list[str]:
+    """Returns an index for each dimension: 0 where the size is 1, and : where it is to be whole."""
+    chosen = [dim % len(shape) for dim in whole]
+    return [":" if at in chosen else _LETTERS[at] if size > 1 else "0" for at, size in enumerate(shape)]
+
+
+def _function(out: Sequence[str], operands: Mapping[str, Sequence[str]], sign: str = "=") -> str:
+    return f"{_access('out', out)} {sign} f({', '.join(_access(*one) for one in operands.items())})"
+
+
+def _pointwise(call: OperatorCall) -> str:
+    out = _letters(call.out.shape)
+    operands = {}
+    for name, tensor in call.tensors().items():
+        own = out[len(out) - tensor.dim() :]
+        operands[name] = ["0" if size == 1 else index for size, index in zip(tensor.shape, own, strict=True)]
+    return _function(out, operands)
+
+
+_POINTWISE = Description(_pointwise)
+for _packet in (
+    A.clone,
+    A.alias,
+    A.detach,
+    A._to_copy,
+    A.lift_fresh_copy,
+    A.zeros_like,
+    A.ones_like,
+    A.full_like,
+    A.empty_like,
+):
+    _described(_pointwise, _packet)(_whole_call)
+
+
+def _copied(call: OperatorCall) -> str:
+    return _pointwise(OperatorCall(call.function, None, {"src": call.values["src"]}, call.out))
+
+
+@_described(_copied, A.copy_, A.copy)
+def _copy(part: Part) -> torch.Tensor:
+    source: torch.Tensor = part.values["src"]
+    return source.expand(part.shape).clone()
+
+
+_described("out[i, j] += self[i, k] * mat2[k, j]", A.mm)(_whole_call)
+_described("out[b, i, j] += self[b, i, k] * mat2[b, k, j]", A.bmm)(_whole_call)
+_described("out[i] += self[i, k] * vec[k]", A.mv)(_whole_call)
+_described("out[] += self[k] * tensor[k]", A.dot)(_whole_call)
+
+
+def _permuted(call: OperatorCall) -> str:
+    x = call.values["self"]
+    own = _letters(x.shape)
+    if "dims" in call.values:
+        order = [dim % x.dim() for dim in call.values["dims"]]
+    else:
+        order = list(range(x.dim()))
+        one, other = call.values.get("dim0", 0) % x.dim(), call.values.get("dim1", 1) % x.dim()
+        order[one], order[other] = order[other], order[one]
+    return _function([own[dim] for dim in order], {"self": own})
+
+
+_described(_permuted, A.permute, A.transpose)(_whole_call)
+
+
+def _reshaped(call: OperatorCall) -> str:
+    """Dimensions that are merged or split are sums of indices; those that are mixed are whole."""
+    x, out = list(call.values["self"].shape), list(call.out.shape)
+    letters = iter(_LETTERS)
+    sides: tuple[list[str], list[str]] = ([], [])
+
+    while len(sides[0]) < len(x) or len(sides[1]) < len(out):
+        taken: tuple[list[int], list[int]] = ([], [])
+        rest = (x[len(sides[0]) :], out[len(sides[1]) :])
+        while not all(taken) or prod(taken[0]) != prod(taken[1]):
+            at = int(prod(taken[1]) < prod(taken[0]) if all(taken) else not taken[1] and bool(taken[0]))
+            if not rest[at]:  # ones at the end
+                at = 1 - at
+            if not rest[at]:
+                break
+            taken[at].append(rest[at].pop(0))
+        many = [[size for size in side if size > 1] for side in taken]
+        if len(many[0]) > 1 and len(many[1]) > 1:
+            for side, sizes in zip(sides, taken, strict=True):
+                side += [":" if size > 1 else "0" for size in sizes]
+            continue
+        parts = max(many, key=len)
+        own = [next(letters) for _ in parts]
+        summed = " + ".join(f"{prod(parts[at + 1 :])}*{name}" for at, name in enumerate(own))
+        for side, sizes, big in zip(sides, taken, many, strict=True):
+            names = iter(own if len(big) == len(parts) else [summed])
+            side += [next(names) if size > 1 else "0" for size in sizes]
+    return _function(sides[1], {"self": sides[0]})
+
+
+@_described(_reshaped, A.view, A.reshape, A._unsafe_view, A.unsqueeze, A.squeeze, A.view_copy, A._reshape_copy)
+def _reshape(part: Part) -> torch.Tensor:
+    x: torch.Tensor = part.values["self"]
+    return x.reshape(part.shape)
+
+
+@_described(_pointwise, A.expand)
+def _expand(part: Part) -> torch.Tensor:
+    x: torch.Tensor = part.values["self"]
+    return x.expand(part.shape)
+
+
+def _selected(call: OperatorCall) -> str:
+    x = call.values["self"]
+    dim, index = call.values["dim"] % x.dim(), call.values["index"]
+    own = _letters(x.shape)
+    own[dim] = str(index % x.shape[dim])
+    return _function(own[:dim] + own[dim + 1 :], {"self": own})
+
+
+@_described(_selected, A.select, A.select_copy)
+def _select(part: Part) -> torch.Tensor:
+    x: torch.Tensor = part.values["self"]
+    return x.select(part.call.values["dim"], 0)
+
+
+def _sliced(call: OperatorCall) -> str:
+    x = call.values["self"]
+    dim = call.values.get("dim", 0) % x.dim()
+    start, step = call.values.get("start") or 0, call.values.get("step", 1)
+    start = min(max(start + x.shape[dim] if start < 0 else start, 0), x.shape[dim])
+    out = _letters(call.out.shape)
+    own = list(out)
+    own[dim] = f"{step}*{out[dim]} + {start}"
+    return _function(out, {"self": own}) + _first(out[dim], call.out.shape[dim])
+
+
+def _first(index: str, size: int) -> str:
+    """Says that an index does not reach the end of a dimension."""
+    return f" where {index} < {size}" if index.isidentifier() else ""
+
+
+@_described(_sliced, A.slice)
+def _slice(part: Part) -> torch.Tensor:
+    x: torch.Tensor = part.values["self"]
+    call = part.call.values
+    return x[(slice(None),) * (call.get("dim", 0) % x.dim()) + (slice(None, None, call.get("step", 1)),)]
+
+
+def _split(item: int) -> None:
+    def text(call: OperatorCall) -> str:
+        x, values = call.values["self"], call.values
+        dim = values.get("dim", 0) % x.dim()
+        start = sum(values["split_sizes"][:item]) if "split_sizes" in values else item * values["split_size"]
+        out = _letters(call.out.shape)
+        own = [*out[:dim], f"{out[dim]} + {start}", *out[dim + 1 :]]
+        return _function(out, {"self": own}) + _first(out[dim], call.out.shape[dim])
+
+    functions = (A.split, A.unsafe_split, A.split_with_sizes, A.unsafe_split_with_sizes)
+    _described(text, *functions, item=item)(lambda part: part.values["self"])
+
+
+for _item in range(64):
+    _split(_item)
+
+
+def _joined(call: OperatorCall) -> str:
+    """The dimension that is joined is whole."""
+    out = _letters(call.out.shape, [call.values.get("dim", 0)])
+    return _function(out, dict.fromkeys(call.tensors(), out))
+
+
+_described(_joined, A.cat)(_whole_call)
+
+
+def _along_dim(call: OperatorCall) -> str:
+    """One dimension is whole in all tensors that have it."""
+    dim = call.values["dim"] % call.out.dim()
+    out = _letters(call.out.shape, [dim])
+    operands = {}
+    for name, x in call.tensors().items():
+        own = out if x.dim() == len(out) else out[:dim] + out[dim + 1 :]
+        operands[name] = [
+            ":" if one == ":" else "0" if size == 1 else one for one, size in zip(own, x.shape, strict=True)
+        ]
+    return _function(out, operands)
+
+
+_described(
+    _along_dim,
+    A._softmax, A._safe_softmax, A._log_softmax, A._softmax_backward_data, A._log_softmax_backward_data, A.cumsum,
+    A.gather, A.scatter, A.select_scatter, A.slice_scatter,
+)(_whole_call)  # fmt: skip
+
+
+def _summed(sign: str) -> Callable[[OperatorCall], str]:
+    def text(call: OperatorCall) -> str:
+        x = call.values["self"]
+        own = _letters(x.shape)
+        given = call.values.get("dim")
+        dims = range(x.dim()) if given in (None, []) else [given] if isinstance(given, int) else given
+        reduced = {dim % x.dim() for dim in dims}
+        keeps = call.values.get("keepdim", False)
+        out = ["0" if at in reduced else one for at, one in enumerate(own) if keeps or at not in reduced]
+        # There is nothing to reduce over in a dimension of size 1.
+        return _function(out, {"self": own}, f"{sign}=" if any(own[dim] != "0" for dim in reduced) else "=")
+
+    return text
+
+
+_described(_summed("+"), A.sum)(_whole_call)
+_described(_summed("max"), A.amax)(_whole_call)
+_described(_summed("min"), A.amin)(_whole_call)
+
+
+def _embedded(call: OperatorCall) -> str:
+    words, indices = _letters(call.values["weight"].shape, [0]), call.values["indices"]
+    own = [_LETTERS[2 + at] if size > 1 else "0" for at, size in enumerate(indices.shape)]
+    return _function([*own, words[1]], {"weight": words, "indices": own})
+
+
+_described(_embedded, A.embedding)(_whole_call)
+
+
+def _embedded_back(call: OperatorCall) -> str:
+    out, indices = _letters(call.out.shape, [0]), call.values["indices"]
+    own = [_LETTERS[2 + at] if size > 1 else "0" for at, size in enumerate(indices.shape)]
+    return _function(out, {"grad_output": [*own, out[1]], "indices": own}, "+=")
+
+
+_described(_embedded_back, A.embedding_dense_backward)(_whole_call)
+
+
+def _pooled(call: OperatorCall) -> str:
+    """Samples and channels may be cut."""
+    own = {name: _letters(x.shape, range(2, x.dim())) for name, x in call.tensors().items()}
+    return _function(_letters(call.out.shape, range(2, call.out.dim())), own)
+
+
+_described(_pooled, A.max_pool2d_with_indices, item=0)(_whole_call)
+_described(_pooled, A.max_pool2d_with_indices, item=1)(_whole_call)
+_described(
+    _pooled,
+    A.max_pool2d_with_indices_backward, A.avg_pool2d, A.avg_pool2d_backward,
+    A._adaptive_avg_pool2d, A._adaptive_avg_pool2d_backward,
+)(_whole_call)  # fmt: skip
+
+
+def _sum_of(*terms: tuple[int, str]) -> str:
+    return " + ".join(f"{times}*{name}" for times, name in terms)
+
+
+def _convolution_indices(call: OperatorCall, spatial: Callable[[int], tuple[str, str, str]]) -> str:
+    """Returns the text of a convolution, or of one of its gradients.
+
+    Args:
+        spatial: dimension -> the indices of input, weight and output there.
+    """
+    tensors = call.tensors() | {"out": call.out}
+    roles = {
+        "input": "out" if call.item == 0 else "input",
+        "weight": "out" if call.item == 1 else "weight",
+        "output": "out" if call.item is None else "grad_output",
+    }
+    groups = call.values["groups"]
+    channels = [tensors[roles[one]].shape[1] // groups for one in ("input", "output")]
+    index = (
+        ["o", "c"] if groups == 1 else [_sum_of((channels[1], "g"), (1, "o")), _sum_of((channels[0], "g"), (1, "c"))]
+    )
+    rows = [spatial(at) for at in range(tensors[roles["output"]].dim() - 2)]
+    own = {
+        "input": ["n", index[1], *(one[0] for one in rows)],
+        "weight": [index[0], "c", *(one[1] for one in rows)],
+        "output": ["n", index[0], *(one[2] for one in rows)],
+    }
+    for role, tensor in roles.items():  # dimensions of size 1
+        own[role] = [
+            "0" if size == 1 and name not in (":",) and name.isidentifier() else name
+            for name, size in zip(own[role], tensors[tensor].shape, strict=True)
+        ]
+    out = next(role for role, tensor in roles.items() if tensor == "out")
+    operands = {roles[role]: own[role] for role in own if role != out and roles[role] in tensors}
+    text = _function(own[out], operands, "+=")
+    bounds = {"g": groups, "o": channels[1], "c": channels[0]} if groups > 1 else {}
+    known = {name for row in own.values() for name in row}
+    said = [f"{name} < {size}" for name, size in bounds.items() if name not in known]
+    return text + (f" where {', '.join(said)}" if said else "")
+
+
+def _convolved(call: OperatorCall) -> str:
+    values = call.values
+    if values["transposed"]:
+        raise PlanError("a transposed convolution has no description; write a layout by hand")
+    kernel = values["weight"].shape[2:]
+
+    def spatial(at: int) -> tuple[str, str, str]:
+        inner = [] if kernel[at] == 1 else [(values["dilation"][at], f"r{at}")]
+        return (
+            f"{_sum_of((values['stride'][at], f'h{at}'), *inner)} - {values['padding'][at]}",
+            f"r{at}",
+            f"h{at}",
+        )
+
+    return _convolution_indices(call, spatial)
+
+
+@_described(_convolved, A.convolution)
+def _convolve(part: Part) -> torch.Tensor:
+    values = part.values
+    around = [size for pair in reversed(part.outside("input")[2:]) for size in pair]
+    groups = len(part.ranges["g"]) if "g" in part.ranges else 1
+    x = F.pad(values["input"], around) if any(around) else values["input"]
+    spatial = [0] * (x.dim() - 2)
+    found: torch.Tensor = A.convolution(
+        x, values["weight"], None, values["stride"], spatial, values["dilation"], False, spatial, groups
+    )
+    return found
+
+
+def _back(item: int) -> None:
+    def run(part: Part) -> torch.Tensor:
+        values = part.values
+        grad = values["grad_output"]
+        # The other argument matters by its size.
+        other = grad.new_empty(part.shape)
+        x, weight = (other, values["weight"]) if item == 0 else (values["input"], other)
+        groups = len(part.ranges["g"]) if "g" in part.ranges else 1
+        found = A.convolution_backward(
+            grad, x, weight, None, values["stride"], values["padding"], values["dilation"], False,
+            values["output_padding"], groups, [item == 0, item == 1, False],
+        )  # fmt: skip
+        return found[item]  # type: ignore[no-any-return]
+
+    def text(call: OperatorCall) -> str:
+        used = {name: value for name, value in call.values.items() if name != ("input", "weight")[item]}
+        return _convolution_indices(OperatorCall(call.function, item, used, call.out), lambda at: (":", ":", ":"))
+
+    _described(text, A.convolution_backward, item=item)(run)
+
+
+_back(0)
+_back(1)
+
+
+def _bias_text(call: OperatorCall) -> str:
+    grad = call.values["grad_output"]
+    own = ["n" if grad.shape[0] > 1 else "0", "o" if grad.shape[1] > 1 else "0", *[":"] * (grad.dim() - 2)]
+    # Not over the samples where there is one.
+    return _function([own[1]], {"grad_output": own}, "+=" if own[0] == "n" else "=")
+
+
+@_described(_bias_text, A.convolution_backward, item=2)
+def _bias_gradient(part: Part) -> torch.Tensor:
+    grad: torch.Tensor = part.values["grad_output"]
+    return grad.sum([dim for dim in range(grad.dim()) if dim != 1])
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """Returns a description with other names of tensors."""
+    return re.sub(r"\b(\w+)\[", lambda match: f"{names.get(match[1], match[1])}[", text)

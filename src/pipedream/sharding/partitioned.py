@@ -1,0 +1,232 @@
+"""Runs forward and backward by a partition, each operator along its index, on real or simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from pipedream.core.operators.operators import Operator
+from pipedream.core.plan.mesh import Box, Piece, overlap
+from pipedream.partitioner.exchanges import Exchanges
+from pipedream.partitioner.partition import Partition
+from pipedream.sharding.descriptions import COMBINE, Part, description_of, filled
+from pipedream.sharding.traced import DescribedCall, TracedStep
+
+__all__ = ["GroupRanks", "PartitionedStep", "Ranks", "SimulatedRanks"]
+
+Parts = dict[int, torch.Tensor]
+"""Rank -> its part of a tensor; of the ranks that this process runs."""
+_Arrived = dict[int, list[tuple[Box, torch.Tensor]]]
+
+
+class Ranks(Protocol):
+    """The ranks of a partition that this process runs.
+
+    Attributes:
+        own: their numbers.
+        sent_bytes: what they have sent to others.
+    """
+
+    own: Sequence[int]
+    sent_bytes: int
+
+    def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> _Arrived:
+        """Sends pieces of a tensor; all ranks call it alike.
+
+        Args:
+            boxes: what each rank has.
+        """
+        ...
+
+
+class SimulatedRanks:
+    """All ranks, in this process."""
+
+    def __init__(self, count: int) -> None:
+        self.own = range(count)
+        self.sent_bytes = 0
+
+    def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> _Arrived:
+        found: _Arrived = {rank: [] for rank in self.own}
+        for piece in pieces:
+            part = _cut_out(parts[piece.sender], boxes[piece.sender], piece.box)
+            self.sent_bytes += part.nbytes * (piece.sender != piece.receiver)
+            found[piece.receiver].append((piece.box, part))
+        return found
+
+
+class GroupRanks:
+    """One rank in each process of a group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
+        self.own = (self._rank,)
+        self.sent_bytes = 0
+
+    def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> _Arrived:
+        mine, rank = parts[self._rank], self._rank
+        arrived = [(piece.box, _cut_out(mine, boxes[rank], piece.box)) for piece in pieces if piece[:2] == (rank, rank)]
+        between = [piece for piece in pieces if piece.sender != piece.receiver]
+        if between:
+            sent = [[piece for piece in between if piece[:2] == (rank, other)] for other in range(self._count)]
+            due = [[piece for piece in between if piece[:2] == (other, rank)] for other in range(self._count)]
+            flat = [_cut_out(mine, boxes[rank], piece.box).reshape(-1) for to in sent for piece in to]
+            outgoing = torch.cat(flat) if flat else mine.new_empty(0)
+            incoming = mine.new_empty(sum(_size(piece.box) for row in due for piece in row))
+            received, given = ([sum(_size(piece.box) for piece in row) for row in rows] for rows in (due, sent))
+            dist.all_to_all_single(incoming, outgoing, received, given, group=self._group)
+            self.sent_bytes += outgoing.nbytes
+            boxes_due = [piece.box for row in due for piece in row]
+            parts_due = incoming.split([_size(box) for box in boxes_due])  # type: ignore[no-untyped-call]
+            arrived += [
+                (box, part.view([len(one) for one in box])) for box, part in zip(boxes_due, parts_due, strict=True)
+            ]
+        return {rank: arrived}
+
+
+def _size(box: Box) -> int:
+    return torch.Size(map(len, box)).numel()
+
+
+def _cut_out(part: torch.Tensor, have: Box | None, wanted: Box) -> torch.Tensor:
+    """Returns some of a part."""
+    assert have is not None
+    return part[tuple(slice(w.start - h.start, w.stop - h.start) for w, h in zip(wanted, have, strict=True))]
+
+
+class PartitionedStep:
+    """A traced step that several ranks run together.
+
+    Attributes:
+        exchanges: what they send, and its size.
+    """
+
+    def __init__(self, step: TracedStep, partition: Partition, ranks: Ranks) -> None:
+        self._step = step
+        self._ranks = ranks
+        self.exchanges = Exchanges(step.operators, partition)
+
+    @cached_property
+    def _last_use(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for number, step in enumerate(self._step.operators.steps[: len(self._step.calls)]):
+            found |= {access.tensor: number for access in step.accesses}
+        return found
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Bytes that all ranks send together in forward and backward."""
+        elements = {name: dtype.itemsize for name, dtype in self._step.dtypes.items()}
+        return self.exchanges.sent_bytes(elements, len(self._step.calls))
+
+    def part(self, tensor: str, whole: torch.Tensor) -> Parts:
+        """Returns the ranks' parts of a tensor."""
+        found: Parts = {}
+        for rank in self._ranks.own:
+            box = self.exchanges.rests[tensor][rank]
+            found[rank] = whole[tuple(slice(one.start, one.stop) for one in box)].clone()
+        return found
+
+    def whole(self, tensor: str, parts: Parts) -> torch.Tensor:
+        """Returns a tensor from the parts of all ranks, which all call it."""
+        rests = self.exchanges.rests[tensor]
+        everything = tuple(map(range, self._step.operators.tensors[tensor]))
+        owners = {box: rank for rank, box in reversed(list(enumerate(rests)))}
+        pieces = [
+            Piece(rank if rests[rank] == box else owner, rank, box)
+            for rank in self.exchanges.ranks
+            for box, owner in owners.items()
+            if overlap(box, everything) is not None
+        ]
+        before = self._ranks.sent_bytes
+        arrived = self._ranks.exchange(pieces, parts, rests)
+        self._ranks.sent_bytes = before
+        rank = self._ranks.own[0]
+        return _assembled(everything, arrived[rank], parts[rank])
+
+    def run(self, values: Mapping[str, Parts], keep: Iterable[str]) -> dict[str, Parts]:
+        """Runs forward and backward.
+
+        Args:
+            values: of all parameters, buffers, inputs and tangents.
+            keep: the tensors to return.
+        """
+        held = dict(values)
+        for name, make in self._step.constants.items():
+            held[name] = self.part(name, make())
+        kept = set(keep)
+        for number, call in enumerate(self._step.calls):
+            step = self._step.operators.steps[number]
+            held[step.result] = self._run(number, step, call, held)
+            for name in {access.tensor for access in step.accesses} - kept:
+                if self._last_use[name] == number:
+                    del held[name]
+        return {name: held[name] for name in kept}
+
+    def _run(self, number: int, step: Operator, call: DescribedCall, held: Mapping[str, Parts]) -> Parts:
+        operands: dict[int, dict[object, torch.Tensor]] = {rank: {} for rank in self._ranks.own}
+        for access in step.line.operands:
+            used, parts = self.exchanges.used(number, access), held[access.tensor]
+            arrived = self._ranks.exchange(
+                self.exchanges.operand(number, access), parts, self.exchanges.rests[access.tensor]
+            )
+            for rank in self._ranks.own:
+                operands[rank][access.tensor, access.indices] = _assembled(used[rank], arrived[rank], parts[rank])
+        result = self.exchanges.result(number)
+        computed = {
+            rank: self._computed(number, call, rank, operands[rank], result.boxes[rank]) for rank in self._ranks.own
+        }
+        if result.sums:
+            arrived = self._ranks.exchange(result.sums, computed, result.boxes)
+            for rank in self._ranks.own:
+                share = result.shares[rank]
+                if share is not None:
+                    computed[rank] = _combined(share, arrived[rank], computed[rank], step.line.reduction)
+        arrived = self._ranks.exchange(result.pieces, computed, result.shares)
+        rests = self.exchanges.rests[step.result]
+        return {rank: _assembled(rests[rank], arrived[rank], computed[rank]) for rank in self._ranks.own}
+
+    def _computed(
+        self, number: int, call: DescribedCall, rank: int, operands: Mapping[object, torch.Tensor], box: Box
+    ) -> torch.Tensor:
+        known = description_of(call.call)
+        assert known is not None
+        needed = call.step.line.operands
+        by_name = {one.tensor: operands[call.tensors[one.tensor], one.indices] for one in needed}
+        part = Part(
+            call=call.call,
+            values=filled(call.call.values, by_name),
+            shape=tuple(map(len, box)),
+            step=call.step,
+            ranges=self.exchanges.ranges[number][rank],
+        )
+        return known.run(part)
+
+
+def _assembled(box: Box, arrived: Sequence[tuple[Box, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
+    """Returns a part that is made of pieces."""
+    for piece, part in arrived:
+        if piece == box:
+            return part
+    found = like.new_empty([len(one) for one in box])
+    for piece, part in arrived:
+        _cut_out(found, box, piece).copy_(part)
+    return found
+
+
+def _combined(
+    box: Box, arrived: Sequence[tuple[Box, torch.Tensor]], like: torch.Tensor, reduction: str
+) -> torch.Tensor:
+    """Returns a share of a result from partial ones."""
+    found = like.new_empty([len(one) for one in box])
+    seen: list[Box] = []
+    for piece, part in arrived:
+        into = _cut_out(found, box, piece)
+        into.copy_(COMBINE[reduction](into, part) if piece in seen else part)
+        seen.append(piece)
+    return found

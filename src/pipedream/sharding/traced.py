@@ -1,0 +1,352 @@
+"""Describes a model's training step: traces forward, backward and update, and lists torch's operators as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from pipedream.core.errors import PlanError
+from pipedream.core.operators.operators import Operator, Operators
+from pipedream.sharding.decompositions import decompositions
+from pipedream.sharding.descriptions import (
+    OperatorCall,
+    contradiction,
+    description_of,
+    is_checked,
+    is_constant,
+    refusal,
+    renamed,
+)
+from pipedream.sharding.whole_weights import steps_each_element
+
+__all__ = ["DescribedCall", "TracedStep", "operators", "trace"]
+
+Optimizer = Callable[[list[tuple[str, Any]]], torch.optim.Optimizer]
+
+
+def operators(
+    model: nn.Module, sample: Any, *, loss: Callable[[Any], Any] | None = None, optimizer: Optimizer | None = None
+) -> Operators:
+    """Describes one training step of a model: forward, backward and update.
+
+    Parameters are named as `p_0_weight`, `s_0_weight_...` is the optimizer's state and `new_0_weight` what both become;
+    buffers are `b_...`, inputs `x0`. Other tensors have the name of the operator that computes them.
+
+    Args:
+        sample: one minibatch: the model's only input, a tuple of positional or a mapping of keyword arguments.
+        loss: from the model's output to a scalar; without it the gradients of the outputs are inputs, `d0`.
+        optimizer: factory from named parameters to an optimizer that steps each element by itself.
+
+    Raises:
+        PlanError: an operator without a description, or an optimizer that needs whole weights.
+    """
+    return trace(model, sample, loss=loss, optimizer=optimizer).operators
+
+
+@dataclass(frozen=True)
+class DescribedCall:
+    """A line of the text as a call.
+
+    Attributes:
+        call: with tensors without data.
+        tensors: argument -> tensor; those of a list have a number after the argument's name.
+        step: the line with the schema's names.
+    """
+
+    call: OperatorCall
+    tensors: Mapping[str, str]
+    step: Operator
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A training step as operators, which can be run.
+
+    Attributes:
+        calls: those of forward and backward, each the line of the same number of `operators.text`; updates follow.
+        parameters, buffers: name in the model -> tensor.
+        gradients: name in the model -> tensor.
+        updated: of buffers.
+        inputs: the tensors of the sample, in the order of its leaves.
+        outputs: of the model, or the loss.
+        tangents: gradients of the outputs, where there is no loss.
+        input_gradients: of the floating-point inputs, where there is no loss.
+        constants: tensor -> its value, or a function that makes it.
+    """
+
+    operators: Operators
+    calls: tuple[DescribedCall, ...]
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    gradients: Mapping[str, str]
+    updated: Mapping[str, str]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    tangents: tuple[str, ...]
+    input_gradients: tuple[str, ...]
+    constants: Mapping[str, Callable[[], torch.Tensor]]
+    dtypes: Mapping[str, torch.dtype]
+
+
+def trace(
+    model: nn.Module, sample: Any, *, loss: Callable[[Any], Any] | None = None, optimizer: Optimizer | None = None
+) -> TracedStep:
+    """Traces a step; see `operators`."""
+    return _Tracing(model, sample, loss).traced(optimizer)
+
+
+@dataclass
+class _Tracing:
+    model: nn.Module
+    sample: Any
+    loss: Callable[[Any], Any] | None
+    _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    _name: dict[fx.Node, str] = field(default_factory=dict)
+    _lines: list[str] = field(default_factory=list)
+    _calls: list[DescribedCall] = field(default_factory=list)
+    _constants: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+
+    def traced(self, optimizer: Optimizer | None) -> TracedStep:
+        trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        frozen = {name: one for name, one in self.model.named_parameters() if not one.requires_grad}
+        buffers = dict(self.model.named_buffers())
+        leaves = [one for one in tree_leaves(self.sample) if isinstance(one, torch.Tensor)]
+        graph, outputs = self._graph(trained, frozen, buffers, leaves)
+        nodes = iter(one for one in graph.graph.nodes if one.op == "placeholder")
+        parameters = {name: self._placed(next(nodes), f"p_{name}") for name in (*trained, *frozen)}
+        held = {name: self._placed(next(nodes), f"b_{name}") for name in buffers}
+        inputs = tuple(self._placed(next(nodes), f"x{at}") for at in range(len(leaves)))
+        tangents = tuple(self._placed(node, f"d{at}") for at, node in enumerate(nodes))
+        for node in graph.graph.nodes:
+            self._add(graph, node)
+        found = iter(self._name[node] for node in tree_leaves(next(iter(reversed(graph.graph.nodes))).args[0]))
+        made = tuple(next(found) for _ in range(outputs))
+        gradients = {name: next(found) for name in trained}
+        updated = {name: next(found) for name in buffers}
+        alike: list[tuple[str, ...]] = [(parameters[name], gradients[name]) for name in trained]
+        alike += [(held[name], updated[name]) for name in buffers if held[name] != updated[name]]
+        self._add_updates(optimizer, trained, alike)
+        return TracedStep(
+            operators=Operators(self._shapes, "\n".join(self._lines), tuple(alike)),
+            calls=tuple(self._calls),
+            parameters=parameters,
+            buffers=held,
+            gradients=gradients,
+            updated=updated,
+            inputs=inputs,
+            outputs=made,
+            tangents=tangents,
+            input_gradients=tuple(found),
+            constants=self._constants,
+            dtypes=self._dtypes,
+        )
+
+    def _graph(
+        self,
+        trained: Mapping[str, torch.Tensor],
+        frozen: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+    ) -> tuple[fx.GraphModule, int]:
+        """Returns forward and backward, and the number of outputs."""
+        _, structure = tree_flatten(self.sample)
+        everything = tree_leaves(self.sample)
+        count = 0
+
+        def step(
+            parameters: dict[str, torch.Tensor],
+            fixed: dict[str, torch.Tensor],
+            held: dict[str, torch.Tensor],
+            inputs: list[torch.Tensor],
+            tangents: list[torch.Tensor],
+        ) -> Any:
+            own = {name: one.detach().requires_grad_() for name, one in parameters.items()}
+            entering = [one.detach().requires_grad_(one.is_floating_point()) for one in inputs]
+            changed = {name: one.clone() for name, one in held.items()}
+            tensors = iter(entering)
+            filled = [next(tensors) if isinstance(one, torch.Tensor) else one for one in everything]
+            arguments, named = _arguments(tree_unflatten(filled, structure))
+            value = torch.func.functional_call(self.model, {**own, **fixed, **changed}, arguments, named)
+            value = value if self.loss is None else self.loss(value)
+            made = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+            wanted = [*own.values(), *(one for one in entering if one.requires_grad and self.loss is None)]
+            given = tangents or [torch.ones_like(one) for one in made]
+            found = torch.autograd.grad(made, wanted, given, allow_unused=True, materialize_grads=True)
+            nonlocal count
+            count = len(made)
+            return made, found[: len(own)], list(changed.values()), found[len(own) :]
+
+        tangents = [] if self.loss is not None else [torch.ones_like(one) for one in self._outputs()]
+        given = dict(trained), dict(frozen), dict(buffers), list(leaves), tangents
+        fake: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
+        with sdpa_kernel(SDPBackend.MATH):
+            graph = make_fx(step, **fake)(*given)
+        # A second time, for autograd does not go with functionalize.
+        pure = torch.func.functionalize(graph, remove="mutations")
+        graph = make_fx(pure, decomposition_table=decompositions(), **fake)(*given)
+        graph.graph.eliminate_dead_code()
+        return graph, count
+
+    def _outputs(self) -> list[torch.Tensor]:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            kept = {name: one.clone() for name, one in self.model.named_buffers()}
+            arguments, named = _arguments(self.sample)
+            value = torch.func.functional_call(self.model, kept, arguments, named)
+        return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+    def _placed(self, node: fx.Node, name: str) -> str:
+        return self._tensor(name.replace(".", "_"), node.meta["val"], node)
+
+    def _tensor(self, name: str, value: torch.Tensor, node: fx.Node | None = None) -> str:
+        while name in self._shapes:
+            name += "_"
+        self._shapes[name] = tuple(value.shape)
+        self._dtypes[name] = value.dtype
+        if node is not None:
+            self._name[node] = name
+        return name
+
+    def _add(self, graph: fx.GraphModule, node: fx.Node) -> None:
+        """Adds a line for a call, or a tensor for a constant."""
+        value = node.meta.get("val")
+        if node.op == "get_attr":
+            held = getattr(graph, str(node.target))
+            self._constants[self._tensor(node.name, held, node)] = lambda: held
+        if node.op != "call_function" or not isinstance(value, torch.Tensor):
+            return  # several results, which are taken one by one
+        called: fx.Node = node
+        item: int | None = None
+        if getattr(node.target, "__name__", "") == "getitem":
+            called, item = cast(tuple[fx.Node, int], node.args)
+        function: Any = called.target
+        if is_constant(function):
+            bound = _bound(function, called.args, called.kwargs)
+            self._constants[self._tensor(node.name, value, node)] = lambda: _made(function, bound)
+            return
+        bound = _bound(function, called.args, called.kwargs)
+        values = {key: fx.node.map_arg(one, lambda arg: arg.meta["val"]) for key, one in bound.items()}
+        call = OperatorCall(function, item, values, value)
+        text = self._text(call)
+        tensors = {key: self._name[one] for key, one in _nodes(bound)}
+        name = self._tensor(node.name, value, node)
+        self._lines.append(renamed(text, tensors | {"out": name}))
+        shapes = {key: tuple(one.shape) for key, one in call.tensors().items()}
+        (step,) = Operators(shapes | {"out": tuple(value.shape)}, text).steps
+        self._calls.append(DescribedCall(call, tensors, step))
+
+    def _text(self, call: OperatorCall) -> str:
+        known = description_of(call)
+        if known is None:
+            raise PlanError(refusal(call.function, self._where(call.function)))
+        if not is_checked(call) and (index := contradiction(call, known)):
+            raise PlanError(
+                f"{call.function} was described as {known.text(call)!r}, but on random numbers its parts along "
+                f"{index!r} do not make the whole; write : for a dimension that it needs whole"
+            )
+        return known.text(call).replace(" f(", f" {call.function._schema.name.split('::')[-1].strip('_')}(", 1)
+
+    def _where(self, function: Any) -> str:
+        """Returns which layer calls an operator, in words."""
+        with _Callers(self.model, function) as callers:
+            self._outputs()
+        return f"the layer {callers.found!r}" if callers.found else "the step, in its backward or loss,"
+
+    def _add_updates(
+        self, optimizer: Optimizer | None, trained: Mapping[str, torch.Tensor], alike: list[tuple[str, ...]]
+    ) -> None:
+        """Adds a line for each updated weight and each state of the optimizer."""
+        if optimizer is None or not trained:
+            return
+        empty = {name: nn.Parameter(torch.empty_like(one, device="meta")) for name, one in trained.items()}
+        made = optimizer(list(empty.items()))
+        if not steps_each_element(made):
+            raise PlanError(
+                f"the optimizer {type(made).__name__} needs whole weights, so that its step has no description; use "
+                "one that steps each element by itself, such as SGD or Adam, or describe the model without an optimizer"
+            )
+        for one in empty.values():
+            one.grad = torch.empty_like(one)
+        made.step()
+        for at, (name, one) in enumerate(empty.items()):
+            weight, gradient = alike[at]
+            states = [
+                self._tensor(f"s_{name}_{key}".replace(".", "_"), value)
+                for key, value in made.state.get(one, {}).items()
+                if isinstance(value, torch.Tensor) and value.shape == one.shape
+            ]
+            letters = ", ".join("abcdefgh"[: one.dim()])
+            read = ", ".join(f"{tensor}[{letters}]" for tensor in (weight, gradient, *states))
+            results = [self._tensor(f"new_{tensor[2:]}", one) for tensor in (weight, *states)]
+            self._lines += [f"{result}[{letters}] = step({read})" for result in results]
+            alike[at] = (weight, gradient, *states, *results)
+
+
+class _Callers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds the innermost layer of a model that calls an operator."""
+
+    def __init__(self, model: nn.Module, function: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = ""
+        self._model, self._function = model, function
+        self._inside: list[str] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _Callers:
+        for name, module in self._model.named_modules():
+            self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)))
+            self._hooks.append(module.register_forward_hook(lambda *_: self._inside.pop() and None))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        super().__exit__(*reason)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _name(func) == _name(self._function) and not self.found and self._inside:
+            self.found = self._inside[-1]
+        return func(*args, **(kwargs or {}))
+
+
+def _name(function: Any) -> str:
+    """Returns an operator's name, that of its in-place form too."""
+    return str(function._schema.name).rstrip("_")
+
+
+def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    return (sample if isinstance(sample, tuple) else (sample,)), {}
+
+
+def _bound(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by name, defaults too."""
+    schema = function._schema.arguments
+    found = {one.name: one.default_value for one in schema if one.has_default_value()}
+    return found | {one.name: value for one, value in zip(schema, arguments, strict=False)} | dict(named)
+
+
+def _nodes(bound: Mapping[str, Any]) -> Iterator[tuple[str, fx.Node]]:
+    """Yields the tensors among arguments; those of a list have a number after its name."""
+    for name, value in bound.items():
+        if isinstance(value, fx.Node):
+            yield name, value
+        elif isinstance(value, list | tuple):
+            yield from ((f"{name}{at}", one) for at, one in enumerate(value) if isinstance(one, fx.Node))
+
+
+def _made(function: Any, bound: Mapping[str, Any]) -> torch.Tensor:
+    """Calls what depends on sizes alone; a tensor among the arguments gives the dtype."""
+    filled = fx.node.map_arg(dict(bound), lambda one: torch.empty((), dtype=one.meta["val"].dtype))
+    found: torch.Tensor = function(**filled)
+    return found

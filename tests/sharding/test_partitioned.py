@@ -1,0 +1,296 @@
+"""Steps that are partitioned operator by operator compute what one process computes, and send what was predicted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import Any
+
+import processes
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipedream
+from pipedream.core.errors import PlanError
+from pipedream.partitioner.exchanges import Exchanges
+from pipedream.partitioner.partition import partition
+from pipedream.sharding.descriptions import contradiction, description_of
+from pipedream.sharding.partitioned import GroupRanks, PartitionedStep, Ranks, SimulatedRanks
+from pipedream.sharding.traced import TracedStep, trace
+
+
+class Unrolled(nn.Module):
+    def __init__(self, cell: Callable[..., nn.Module], steps: int, width: int) -> None:
+        super().__init__()
+        self.cell = cell(width, width)
+        self.steps = steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.zeros_like(x[:, 0])
+        state: Any = (first, first) if isinstance(self.cell, nn.LSTMCell) else first
+        found = []
+        for step in range(self.steps):
+            state = self.cell(x[:, step], state)
+            found.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(found, 1)
+
+
+class Block(nn.Module):
+    """A block of a wide residual network that halves the picture."""
+
+    def __init__(self, channels: int, wide: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(channels, wide, 3, 2, 1, bias=False), nn.BatchNorm2d(wide)
+        self.second, self.end = nn.Conv2d(wide, wide, 3, padding=1), nn.BatchNorm2d(wide)
+        self.short = nn.Conv2d(channels, wide, 1, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.end(self.second(torch.relu(self.norm(self.first(x))))) + self.short(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), nn.MultiheadAttention(width, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        found: torch.Tensor = x + self.inner(y, y, y, need_weights=False)[0]
+        return found
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.out = nn.Embedding(12, 8), nn.Linear(8, 16), nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(F.gelu(self.up(self.table(x)))).flatten(0, 1)
+        return found
+
+
+def _pooled() -> nn.Module:
+    features = nn.Conv2d(4, 8, 3, groups=2, padding=1), nn.AvgPool2d(2), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(*features, nn.Flatten(), nn.Linear(8, 8))
+
+
+def _squared(value: torch.Tensor) -> torch.Tensor:
+    return (value * value).mean()
+
+
+def _entropy(value: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(value, torch.arange(len(value)) % value.shape[1])
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Callable[[], nn.Module]
+    sample: Callable[[], torch.Tensor]
+    loss: Callable[[torch.Tensor], torch.Tensor] | None = _squared
+
+
+CASES = {
+    "mlp": Case(
+        lambda: nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 8)),
+        lambda: torch.randn(8, 16),
+        None,
+    ),
+    "lstm": Case(partial(Unrolled, nn.LSTMCell, 3, 8), lambda: torch.randn(8, 3, 8), None),
+    "gru": Case(partial(Unrolled, nn.GRUCell, 2, 8), lambda: torch.randn(8, 2, 8)),
+    "wide_resnet": Case(partial(Block, 8, 16), lambda: torch.randn(8, 8, 8, 8), None),
+    "attention": Case(partial(Attention, 16), lambda: torch.randn(8, 6, 16)),
+    "words": Case(Words, lambda: torch.randint(0, 12, (4, 4)), _entropy),
+    "pooled": Case(_pooled, lambda: torch.randn(8, 4, 8, 8)),
+    "uneven": Case(lambda: nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)), lambda: torch.randn(6, 6)),
+}
+WAYS: tuple[dict[str, Any], ...] = ({}, {"replicate": False}, {"method": "spartan"}, {"method": "model"})
+
+
+@cache
+def _made(name: str) -> tuple[nn.Module, torch.Tensor, TracedStep]:
+    torch.manual_seed(0)
+    case = CASES[name]
+    model, sample = case.model().double(), case.sample()
+    sample = sample.double() if sample.is_floating_point() else sample
+    return model, sample, trace(model, sample, loss=case.loss)
+
+
+@cache
+def _alone(name: str) -> dict[str, torch.Tensor]:
+    """Returns what one process computes: tensor of the traced step -> value."""
+    model, sample, step = _made(name)
+    model, loss = copy.deepcopy(model), CASES[name].loss
+    entering = sample.clone().requires_grad_() if sample.is_floating_point() else sample
+    value = model(entering)
+    value = value if loss is None else loss(value)
+    wanted = [*model.parameters()] + ([entering] if step.input_gradients else [])
+    gradients = torch.autograd.grad([value], wanted, [torch.ones_like(value)])
+    names = [*step.gradients.values(), *step.input_gradients]
+    return {
+        step.outputs[0]: value.detach(),
+        **dict(zip(names, gradients, strict=True)),
+        **{step.updated[key]: one for key, one in model.named_buffers()},
+    }
+
+
+def _check(name: str, ranks: Ranks, count: int, **how: Any) -> None:
+    """Compares a partitioned step with one process; each rank checks all tensors."""
+    model, sample, step = _made(name)
+    run = PartitionedStep(step, partition(step.operators, count, **how), ranks)
+    values = {step.parameters[key]: one.detach() for key, one in model.named_parameters()}
+    values |= {step.buffers[key]: one for key, one in model.named_buffers()}
+    values |= dict(zip(step.inputs, [sample], strict=True))
+    values |= {tensor: torch.ones_like(_alone(name)[step.outputs[0]]) for tensor in step.tangents}
+    found = run.run({tensor: run.part(tensor, one) for tensor, one in values.items()}, _alone(name))
+    sent = ranks.sent_bytes
+    for tensor, expected in _alone(name).items():
+        torch.testing.assert_close(run.whole(tensor, found[tensor]), expected, atol=1e-10, rtol=1e-10, msg=tensor)
+    if isinstance(ranks, GroupRanks):
+        total = torch.tensor(sent)
+        torch.distributed.all_reduce(total)
+        sent = int(total)
+    assert sent == run.sent_bytes
+
+
+@pytest.mark.parametrize("how", WAYS[:2], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "lstm", "wide_resnet"])
+def test_eight_simulated_ranks_equal_one_process(name: str, how: dict[str, Any]) -> None:
+    _check(name, SimulatedRanks(8), 8, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [4, *(pytest.param(count, marks=pytest.mark.long) for count in (2, 8))])
+@pytest.mark.parametrize("how", WAYS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_simulated_ranks_equal_one_process(name: str, how: dict[str, Any], count: int) -> None:
+    _check(name, SimulatedRanks(count), count, **how)
+
+
+def _in_process(names: tuple[str, ...]) -> None:
+    for name in names:
+        for how in WAYS[:2]:
+            _check(name, GroupRanks(), torch.distributed.get_world_size(), **how)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_equal_one(count: int) -> None:
+    processes.kept(count).results(_in_process, ("mlp", "lstm", "wide_resnet"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bytes_of_two_ranks_are_the_published_cost(name: str) -> None:
+    if name == "uneven":
+        pytest.skip("the published cost of halves that do not divide is a penalty")
+    operators = _made(name)[2].operators
+    found = partition(operators, 2)
+    assert Exchanges(operators, found).elements == found.elements
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_parts_along_each_index_make_the_whole(name: str) -> None:
+    seen = set()
+    for traced in _made(name)[2].calls:
+        key = (traced.call.function, traced.step.line.text)
+        known = description_of(traced.call)
+        assert known is not None
+        if key not in seen and "embedding" not in str(key[0]):
+            assert contradiction(traced.call, known) == "", key
+        seen.add(key)
+
+
+def test_without_replicas_a_rank_has_its_share_of_all_tensors() -> None:
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Tanh(), nn.Linear(128, 64, bias=False))
+    step = trace(
+        model, torch.randn(32, 64), loss=_squared, optimizer=lambda named: torch.optim.Adam([p for _, p in named])
+    )
+    run = PartitionedStep(step, partition(step.operators, 8, replicate=False), SimulatedRanks(8))
+    whole = sum(map(prod, step.operators.tensors.values()))
+    for rank in range(8):
+        part = sum(prod(map(len, boxes[rank])) for boxes in run.exchanges.rests.values())
+        assert whole / 8 <= part <= 1.1 * whole / 8
+
+
+def test_parts_of_weights_train_as_whole_ones() -> None:
+    model, sample, step = _made("mlp")
+    alone, step = copy.deepcopy(model), trace(model, sample, loss=_squared)
+    ranks = SimulatedRanks(4)
+    run = PartitionedStep(step, partition(step.operators, 4), ranks)
+    names = {key: step.parameters[key] for key, _ in model.named_parameters()}
+    parts = {name: run.part(names[name], one.detach()) for name, one in model.named_parameters()}
+    weights = {(name, rank): nn.Parameter(parts[name][rank]) for name in names for rank in ranks.own}
+    several, single = torch.optim.Adam(weights.values(), 0.01), torch.optim.Adam(alone.parameters(), 0.01)
+    for _ in range(3):
+        values = {names[name]: {rank: weights[name, rank].detach() for rank in ranks.own} for name in names}
+        values[step.inputs[0]] = run.part(step.inputs[0], sample)
+        found = run.run(values, [*step.gradients.values(), *step.outputs])
+        for name, rank in weights:
+            weights[name, rank].grad = found[step.gradients[name]][rank]
+        several.step()
+        single.zero_grad()
+        loss = _squared(alone(sample))
+        loss.backward()
+        single.step()
+        torch.testing.assert_close(
+            run.whole(step.outputs[0], found[step.outputs[0]]), loss.detach(), atol=1e-10, rtol=1e-10
+        )
+    for name, one in alone.named_parameters():
+        whole = run.whole(names[name], {rank: weights[name, rank].detach() for rank in ranks.own})
+        torch.testing.assert_close(whole, one.detach(), atol=1e-10, rtol=1e-10)
+
+
+@torch.library.custom_op("pipedream_tests::halved_sum", mutates_args=())
+def halved_sum(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(1) / 2
+
+
+@halved_sum.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0])
+
+
+class Own(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.pipedream_tests.halved_sum(x)
+        return found
+
+
+def test_an_operator_of_the_users() -> None:
+    mine = torch.ops.pipedream_tests.halved_sum
+    halved_sum.register_autograd(lambda ctx, grad: (grad[:, None] / 2).expand(-1, 4))
+    model, sample = nn.Sequential(nn.Linear(4, 4), Own()), torch.randn(8, 4)
+    with pytest.raises(PlanError, match=r"the layer '1' calls .*halved_sum.*has no description; write one"):
+        pipedream.operators(model, sample)
+    pipedream.describe(mine, "out[i] = x[i, j]")
+    with pytest.raises(PlanError, match=r"only on the right"):
+        pipedream.operators(model, sample)
+    pipedream.describe(mine, "out[i] max= x[i, j]")
+    with pytest.raises(PlanError, match=r"parts along 'j' do not make the whole; write :"):
+        pipedream.operators(model, sample)
+    pipedream.describe(mine, "out[i] += x[i, j]")
+    assert (
+        "halved_sum[i] += addmm" in (text := pipedream.operators(model, sample).text) or "halved_sum[i] += add" in text
+    )
+
+
+def test_what_cannot_be_described() -> None:
+    dropping = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    with pytest.raises(PlanError, match=r"the layer '1' calls .*draws random numbers"):
+        pipedream.operators(dropping, torch.randn(2, 4))
+    with pytest.raises(PlanError, match=r"the optimizer LBFGS needs whole weights"):
+        pipedream.operators(
+            nn.Linear(4, 4), torch.randn(2, 4), optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])
+        )
+
+
+def test_a_model_without_memory_is_described() -> None:
+    with torch.device("meta"):
+        model, sample = nn.Sequential(nn.Linear(8192, 32768), nn.ReLU(), nn.Linear(32768, 8192)), torch.empty(64, 8192)
+    found = partition(pipedream.operators(model, sample, loss=_squared), 8)
+    assert found.elements > 0
