@@ -21,8 +21,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 import pipedream
-from pipedream.cli.parsing import OptionParser
-from pipedream.cli.workers import is_worker
+from pipedream.cli.shared.parsing import OptionParser
+from pipedream.cli.shared.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
 from pipedream.runtime.failure.stopped import stay_with_launcher
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipedream.cli.options import Json, Microbatches, ScheduleOrPlans, depth_of, print_json
-from pipedream.cli.workers import is_rank_0, is_worker, start_workers
+from pipedream.cli.shared.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import check_factor

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from pipedream.cli.devices import Devices, kinds_of, with_kinds
 from pipedream.cli.options import (
     AllowAsynchronous,
     Bandwidth,
@@ -34,6 +33,7 @@ from pipedream.cli.options import (
     read_profile,
     shape_of,
 )
+from pipedream.cli.shared.devices import Devices, kinds_of, with_kinds
 from pipedream.core.artifact import encode
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph_txt import GraphText
@@ -94,11 +94,12 @@ MeshOfRanks = Annotated[
     str,
     typer.Option(
         "--mesh",
-        metavar="NAME:RANKS[,...][/...]",
+        metavar="auto|none|NAME:RANKS[,...][/...]",
         rich_help_panel="Shape of the plan",
-        show_default="one rank",
+        show_default="none, one rank",
         help="Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-, which the "
-        "profile must know. --workers then counts ranks, --config workers.",
+        "profile must know; auto chooses among those that it knows, for each stage. --workers then counts ranks, "
+        "--config workers.",
     ),
 ]
 PlanOutput = Annotated[
@@ -160,7 +161,7 @@ def plan(
         "strategy": strategy,
         "chunks": chunks,
         "allow_asynchronous": allow_asynchronous,
-        "mesh": mesh,
+        "mesh": "" if mesh == "none" else mesh,
     }
     check_flags(**options, explain=explain, batch=batch, PROFILE=profile)
     given = read_profile(profile)
@@ -211,6 +212,8 @@ class _Answer:
         return {
             "verdict": compared.verdict if compared else None,
             "config": found.config,
+            "kind": chosen.kind if chosen else None,
+            "kinds": encode(compared.kinds()) if compared else {},
             "ranks": found.ranks,
             "slowest_stage_s": self.slowest_stage_s,
             "simulated_s": simulated_s,

@@ -55,9 +55,11 @@ def profile(
         list[str] | None,
         typer.Option(
             "--mesh",
-            metavar="NAME:RANKS[,...]",
+            metavar="auto|none|NAME:RANKS[,...]",
             rich_help_panel="Mesh",
-            help="Also measure one rank of a mesh, e.g. model:2; repeatable.",
+            show_default="none",
+            help="Also measure one rank of a mesh, e.g. model:2; repeatable. auto measures one of each legal mesh of "
+            "2, 4 and 8 ranks, auto:4 of 2 and 4.",
         ),
     ] = None,
     layout: LayoutRules = None,
@@ -78,6 +80,7 @@ def profile(
     if device not in ("cpu", "cuda", "meta") and not device.startswith("cuda:"):
         raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")
     check_flags(device=device, as_device=as_device, dtype=dtype, microbatches=microbatches)
+    asked = _meshes(meshes or [])
     made = with_layout(load_recipe(recipe, seed=seed), layout, at_rest)
     found = profile_recipe(
         made,
@@ -88,8 +91,16 @@ def profile(
         runs=runs,
         finest=finest,
         microbatches=microbatches,
-        meshes=meshes or (),
+        meshes=asked,
     )
     if output is not None:
         found.save(output)
     print(found.to_json() if as_json else found)
+
+
+def _meshes(given: list[str]) -> list[str] | str:
+    """Returns the meshes, or the one word that stands for several."""
+    words = [one for one in given if one == "none" or one.partition(":")[0] == "auto"]
+    if words and len(given) > 1:
+        raise ProfileError(f"--mesh {words[0]} was given with {len(given) - 1} other --mesh; give it alone")
+    return words[0] if words else given

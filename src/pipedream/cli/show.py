@@ -23,7 +23,7 @@ from pipedream.cli.options import (
     depth_of_plan,
     print_json,
 )
-from pipedream.cli.printing import print_grid, print_length
+from pipedream.cli.shared.printing import print_grid, print_length
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan

@@ -31,7 +31,7 @@ from pipedream.cli.options import (
     print_json,
     shape_of,
 )
-from pipedream.cli.workers import importing_torch, is_rank_0, is_worker, start_workers
+from pipedream.cli.shared.workers import importing_torch, is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.mesh import meshes_of, ranks_of
@@ -90,11 +90,11 @@ MeshText = Annotated[
     str | None,
     typer.Option(
         "--mesh",
-        metavar="NAME:RANKS[,...][/...]",
+        metavar="auto|none|NAME:RANKS[,...][/...]",
         rich_help_panel=_MESH,
-        show_default="one rank",
-        help="Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-. "
-        "--workers then counts ranks, --config workers.",
+        show_default="none, one rank",
+        help="Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-; auto "
+        "plans meshes with cuts and replicas. --workers then counts ranks, --config workers.",
     ),
 ]
 Bandwidth = Annotated[
@@ -296,6 +296,7 @@ def train(
       pipedream train examples/digits.py --workers 2 --schedule 1f1b
     """
     shape = shape_of(straight=straight, data_parallel=data_parallel, config=config)
+    mesh = None if mesh == "none" else mesh
     links: dict[str, Any] = {"bandwidth": bandwidth, "latency": latency, "memory": memory}
     check_flags(plan=plan, shape=shape, update_delay=update_delay, chunks=chunks, cluster=cluster, mesh=mesh, **links)
     check_flags(phases=phases, schedule=schedule, microbatches=microbatches)
@@ -306,8 +307,9 @@ def train(
         elastic=elastic, mesh=mesh or ",".join(str(one) for one in given.meshes if one.size > 1) if given else mesh
     )
     described = None if cluster is None else cluster_of(cluster, [], [], 0.0, None)
-    meshes = mesh or ""
-    planned = None if is_worker() else _planned_workers(given, config, meshes, resume, schedule, described, out)
+    meshes = mesh if mesh and mesh != "auto" else ""
+    counts = None if mesh == "auto" else config  # of workers, whose ranks are not known yet
+    planned = None if is_worker() else _planned_workers(given, counts, meshes, resume, schedule, described, out)
     count = workers or planned or ranks_of(meshes)
     if elastic and not is_worker():
         for method in _methods(given, schedule, phases, resume, out):
@@ -315,7 +317,7 @@ def train(
     if not is_worker() and (count > 1 or max_restarts):
         own = _own_folder(recipe) if (max_restarts or elastic) and out is None else ()
         start_workers(count, more=own, max_restarts=max_restarts, fewest=min_workers if elastic else None)
-    wanted = _planned_workers(given, config, meshes, None, cluster=described)
+    wanted = _planned_workers(given, counts, meshes, None, cluster=described)
     if elastic and is_worker() and wanted not in (None, int(os.environ.get("WORLD_SIZE", "1"))):
         given, shape, described = None, None, None  # workers were lost: plan again for those that are left
     if bandwidth or latency is not None:
