@@ -1,6 +1,7 @@
 """How long planning takes, and what is proved of the plans.
 
     python benchmarks/planning/run.py --profiles FOLDER    # the profiles that the original published
+    python benchmarks/planning/run.py --meshes             # only the table of meshes, which needs no profiles
 
 The profiles are the original's (github msr-fiddle/pipedream, folder profiler) and are not part of this project.
 """
@@ -13,15 +14,19 @@ import platform
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipedream.core.hardware.cluster import Cluster, Level
+from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph_txt import GraphText
-from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
+from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
+from pipedream.planner import MeshSearch
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 
@@ -46,7 +51,12 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profiles", type=Path, default=os.environ.get("PIPEDREAM_PROFILES"))
-    folder = parser.parse_args().profiles
+    parser.add_argument("--meshes", action="store_true")
+    given = parser.parse_args()
+    if given.meshes:
+        table_of_meshes()
+        return
+    folder = given.profiles
     if folder is None or not Path(folder).is_dir():
         parser.error("give the folder of the original's profiles: --profiles FOLDER, or PIPEDREAM_PROFILES")
     print(
@@ -103,6 +113,59 @@ def main() -> None:
         times = score(before).period_s / score(after).period_s
         cells = f"{before_s:.2f} s | {after_s:.2f} s | {after_s / before_s:.1f} | {times:.2f} times"
         print(f"| {name} | {workers} | {cells} |")
+
+
+def table_of_meshes() -> None:
+    """Prints how long plans with meshes take."""
+    print("| 96 layers on 64 ranks | search with meshes | gap | none and each single mesh as well | simulate |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    profile = on_meshes(96)
+    machines = Cluster((Level(8, 50e9, 1e-5), Level(8, 5e9, 2e-5)))
+    meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks)]
+    for name, cluster in (("flat", Cluster.flat(64, 5e9, 1e-5)), ("8x8", machines)):
+        for memory_bytes in (None, 4_000_000_000, 7_000_000_000):
+            limited = replace(cluster, memory_bytes=memory_bytes)
+            alone_s, plan = timed(lambda one=limited: MeshSearch.of(profile, one, meshes).best("any"))  # type: ignore[misc]
+            search_s, _ = timed(partial(search, profile, limited, mesh="auto"))
+            whole_s, _ = timed(partial(planning.plan, profile, limited, mesh="auto"))
+            size = "" if memory_bytes is None else f", {memory_bytes / 1e9:.0f} GB a rank"
+            print(
+                f"| {name}{size} | {alone_s:.1f} s | {gap_of(plan)} | {search_s:.1f} s | {whole_s:.0f} s |", flush=True
+            )
+
+
+def on_meshes(count: int) -> Profile:
+    """Returns a made-up transformer, and a rank of nine meshes whose collectives are those of Megatron's layers."""
+    texts = ("data:2", "model:2", "data:4", "model:4", "data:2,model:2", "data:8", "model:8", "data:2,model:4",
+             "data:4,model:2")  # fmt: skip
+
+    def layers(mesh: Mesh) -> tuple[LayerProfile, ...]:
+        data, model = (mesh.dimensions.get(name, 1) for name in ("data", "model"))
+        share = (1 + 0.03 * (mesh.size - 1)) / mesh.size  # small parts are less efficient
+        return tuple(
+            LayerProfile(
+                1e-3 * (1 + 0.2 * (i % 5)) * share,
+                2e-3 * (1 + 0.2 * (i % 5)) * share,
+                int(8e6 / data),
+                int(50e6 / model),
+                int(40e6 * (0.3 + 0.7 / model) / data),
+                working_bytes=int(20e6 / data),
+            )
+            for i in range(count)
+        )
+
+    def rank(text: str) -> RankProfile:
+        mesh = Mesh(text)
+        data, model = (mesh.dimensions.get(name, 1) for name in ("data", "model"))
+        sums = (Collective("all-reduce", "model", 1, int(8e6 / data)),) if model > 1 else ()
+        weights = sum(layer.parameter_bytes for layer in layers(mesh))
+        update = (Collective("all-reduce", "data", count, weights, of_weights=True),) if data > 1 else ()
+        own = {"update_s": 0.02 / model, "optimizer_bytes": 2 * weights}
+        return RankProfile(text, "batch:data,d_ff:model", layers(mesh), (sums,) * count, (sums,) * count, update, **own)
+
+    whole = layers(Mesh())
+    weights = 2 * sum(layer.parameter_bytes for layer in whole)
+    return Profile.of_chain(whole, batch=256, update_s=0.02, optimizer_bytes=weights, ranks=tuple(map(rank, texts)))
 
 
 def gap_of(plan: Plan) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipedream.core.errors import PipelineError
     from pipedream.core.hardware.cluster import Cluster
     from pipedream.core.model.profile import Profile
+    from pipedream.core.operators.operators import Operators
     from pipedream.core.plan.layout import Layout
     from pipedream.core.plan.mesh import Mesh
     from pipedream.core.plan.placement import Placement as Placement
@@ -30,9 +31,13 @@ if TYPE_CHECKING:
     from pipedream.core.schedule.program import Program as Program
     from pipedream.core.schedule.schedule import Schedule
     from pipedream.core.schedule.timeline import Timeline
+    from pipedream.partitioner.lay_out import lay_out
+    from pipedream.partitioner.partition import partition
     from pipedream.pipeline import Done, Pipeline
     from pipedream.recipe import Recipe
     from pipedream.runtime.stage.auxiliary import auxiliary, auxiliary_scale
+    from pipedream.sharding.descriptions import describe
+    from pipedream.sharding.traced import operators
     from pipedream.training.emulate import emulate
     from pipedream.training.train import run
     from pipedream.workflows.plan import plan
@@ -44,6 +49,7 @@ __all__ = [
     "Done",
     "Layout",
     "Mesh",
+    "Operators",
     "Phase",
     "Pipeline",
     "PipelineError",
@@ -57,10 +63,14 @@ __all__ = [
     "auxiliary_scale",
     "callbacks",
     "capture",
+    "describe",
     "emulate",
     "experts",
+    "lay_out",
     "loggers",
     "metrics",
+    "operators",
+    "partition",
     "plan",
     "profile",
     "run",
@@ -74,6 +84,7 @@ _HOMES = {
     "Layout": "core.plan.layout",
     "Mesh": "core.plan.mesh",
     "Op": "core.schedule.op",
+    "Operators": "core.operators.operators",
     "Phase": "core.schedule.phase",
     "Pipeline": "pipeline",
     "PipelineError": "core.errors",
@@ -87,7 +98,11 @@ _HOMES = {
     "Timeline": "core.schedule.timeline",
     "auxiliary": "runtime.stage.auxiliary",
     "auxiliary_scale": "runtime.stage.auxiliary",
+    "describe": "sharding.descriptions",
     "emulate": "training.emulate",
+    "lay_out": "partitioner.lay_out",
+    "operators": "sharding.traced",
+    "partition": "partitioner.partition",
     "plan": "workflows.plan",
     "profile": "workflows.profile",
     "run": "training.train",

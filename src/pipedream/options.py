@@ -268,6 +268,7 @@ class TrainingOptions(MethodOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "mesh", "" if self.mesh == "none" else self.mesh)
         least = {"workers": 1, "epochs": 1, "minibatches": 1, "evaluate_every": 0, "checkpoint_every": 0, "keep": 1}
         least |= {"memory_bytes": 1}
         for name, lowest in least.items():

@@ -41,7 +41,7 @@ from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.comm.process_group import is_distributed, process_device
-from pipedream.runtime.comm.same_settings import describe, describe_model
+from pipedream.runtime.comm.same_settings import describe_model, text_of
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.results.loggers import Loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
@@ -551,5 +551,5 @@ def _checked_layout(options: PipelineOptions, phases: Sequence[Prepared], model:
 
 def _compared(model: Any, options: PipelineOptions, seed: int) -> dict[str, str]:
     names = {one.name for one in fields(options)} - _OWN_TO_RANKS - _IN_PROGRAMS
-    found = {name: describe(getattr(options, name)) for name in sorted(names)}
+    found = {name: text_of(getattr(options, name)) for name in sorted(names)}
     return found | {"seed": str(seed), "the model": describe_model(model)}

@@ -72,6 +72,7 @@ def test_tables() -> None:
 
 @pytest.mark.network
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 def test_runs() -> None:
     lines: list[str] = []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipedream import Cluster, Layout, Mesh, Plan
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Level
-from pipedream.core.plan.boundary import Boundary, Cut, cuts_of, with_cuts
+from pipedream.core.plan.boundary import Boundary, Cut, boundary_bytes, cuts_of, with_cuts
 from pipedream.core.plan.mesh import Box, box_of, meshes_of, pieces, ranks_of
 
 
@@ -142,6 +142,62 @@ def test_a_cluster_of_meshes(cluster: Cluster, ranks: int, widths: list[int]) ->
 def test_a_cluster_that_meshes_do_not_divide() -> None:
     with pytest.raises(PlanError, match="workers of 2 ranks each were asked for, but the cluster joins 3 ranks"):
         Cluster.flat(3).of_meshes(2)
+
+
+@pytest.mark.parametrize(
+    ("levels", "ranks", "widths"),
+    [
+        ((Level(8, 1e9),), [1, 4, 1, 2], [(4, ())]),
+        ((Level(4, 1e10), Level(2, 1e9)), [2] * 4, [(2, ()), (2, ())]),
+        ((Level(4, 1e10), Level(2, 1e9)), [1, 1, 2, 4], [(3, (3, 1)), (2, ())]),
+        ((Level(2, 1e10), Level(4, 1e9)), [4, 1, 1, 2], [(2, (1, 2, 1)), (3, ())]),
+    ],
+)
+def test_a_cluster_of_workers_of_any_ranks(
+    levels: tuple[Level, ...], ranks: list[int], widths: list[tuple[int, tuple[int, ...]]]
+) -> None:
+    found = Cluster(levels).of_workers(ranks)
+    assert [(level.width, level.sizes) for level in found.levels] == widths
+    assert found.workers == len(ranks)
+
+
+def test_a_worker_in_parts_of_two_machines() -> None:
+    with pytest.raises(
+        PlanError, match=r"a worker of 2 ranks from rank 1 on was asked for, which would be in parts of"
+    ):
+        Cluster((Level(2, 1e10), Level(2, 1e9))).of_workers([1, 2, 1])
+
+
+@given(moves())
+def test_bytes_of_the_busiest_rank_at_a_boundary(
+    move: tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]],
+) -> None:
+    """At most what it really sends or receives either way, its pieces being of one byte each; that, if all do alike."""
+    shape, sender, sent, receiver, received = move
+    busiest = 0
+    shares: set[int] = set()
+    for one, cut, other, other_cut in ((sender, sent, receiver, received), (receiver, received, sender, sent)):
+        gives, gets = [0] * one.size, [0] * other.size
+        for piece in pieces(shape, one, cut, other, other_cut):
+            size = len(elements(piece.box))
+            gives[piece.sender] += size
+            gets[piece.receiver] += size
+        busiest = max(busiest, *gives, *gets)
+        shares |= {len(set(gives)), len(set(gets))}
+    parts = [
+        len(elements(box_of(shape, cut, list(mesh.dimensions.values()), mesh.coordinates()[0])))
+        for mesh, cut in ((sender, sent), (receiver, received))
+    ]
+    found = boundary_bytes(sender.size, parts[0], receiver.size, parts[1])
+    if shares == {1}:
+        assert found == busiest
+    divides = all(
+        cut is None or shape[cut] % size == 0
+        for mesh, cuts in ((sender, sent), (receiver, received))
+        for cut, size in zip(cuts, mesh.dimensions.values(), strict=True)
+    )
+    if divides:
+        assert found <= busiest
 
 
 def test_a_plan_counts_ranks() -> None:

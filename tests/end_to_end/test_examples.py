@@ -316,6 +316,7 @@ def test_worst_accuracy_of_three_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 def test_compare(tmp_path: Path) -> None:
     command = ("-m", "pipedream", "compare", DIGITS, "--minibatches", "20", "--schedule", "pipedream")

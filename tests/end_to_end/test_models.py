@@ -45,7 +45,9 @@ ALIKE = {
     "hf_wav2vec2": ("hf_hubert",),
 }
 # fmt: on
-"""Models built as others are; continuous integration leaves them out."""
+"""Models built as others are."""
+LONG = {*sum(ALIKE.values(), ()), "hf_mobilenet_v2", "hf_segformer"}
+"""Continuous integration leaves these out."""
 UNUSED = {"hf_xlnet": ("mask_emb", "r_s_bias", "seg_embed"), "hf_dinov2": ("mask_token",)}
 """Parameters that a model has for other tasks, by the end of their names."""
 RUNS = ((2, "gpipe", 3), (3, "1f1b", 4), (4, "1f1b", 2), (4, "gpipe", 1))
@@ -67,7 +69,7 @@ def _chosen(
     """Returns cases by name; those that are not in the default run are slow or long, or have another mark."""
     found = []
     for name in names:
-        marks = [] if name in default else [pytest.mark.long if name in sum(ALIKE.values(), ()) else other]
+        marks = [] if name in default else [pytest.mark.long if name in LONG else other]
         if name in KNOWN:
             marks.append(pytest.mark.xfail(reason=KNOWN[name], strict=False))
         found.append(pytest.param(CASES[name], id=name, marks=marks + [needs_hf] * CASES[name].needs_hf))

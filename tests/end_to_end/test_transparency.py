@@ -239,7 +239,7 @@ def test_links_as_between_gpus_give_to_the_bit_what_one_process_gives(name: str)
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "workers", [pytest.param(number, marks=[pytest.mark.long] * (number > 3)) for number in IN_PROCESSES]
+    "workers", [pytest.param(number, marks=[pytest.mark.long] * (number != 3)) for number in IN_PROCESSES]
 )
 def test_every_method_runs_over_links_as_between_gpus(workers: int) -> None:
     others = [import_module(f"tests.end_to_end.{name}") for name in ("test_delayed", "test_compensation")]

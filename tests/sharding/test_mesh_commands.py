@@ -140,3 +140,22 @@ def test_commands_that_meshes_do_not_fit(
     assert cli.main([verb, str(tmp_path / "recipe.py"), *options]) == 2
     assert words in capsys.readouterr().err
     assert [one.name for one in tmp_path.iterdir() if one.name != "__pycache__"] == ["recipe.py"]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_planned_meshes_train_as_a_single_process(tmp_path: Path) -> None:
+    """Two workers on four ranks."""
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    options = ["--workers", "4", "--config", "1-1", "--mesh", "auto", "--schedule", "1f1b", "--out", "run"]
+    ended = commands.run("-m", "pipedream", "train", "recipe.py", *options, folder=tmp_path)
+    assert ended.status == 0, ended.err
+    assert "mixed, because the pipeline 1x2-1x2 on the mesh model:2 is the fastest" in ended.out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["ranks"] == 4
+    assert [stage["mesh"] for stage in summary["stages"]] == ["model:2", "model:2"]
+    alone = ["--workers", "1", "--schedule", "1f1b", "--out", "alone"]
+    assert commands.run("-m", "pipedream", "train", "recipe.py", *alone, folder=tmp_path).status == 0
+    found, wanted = (torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("run", "alone"))
+    for name, weights in wanted.items():
+        torch.testing.assert_close(found[name], weights, rtol=1e-4, atol=1e-6)

@@ -111,6 +111,7 @@ def _peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_peaks_are_as_predicted() -> None:
     planned = [*_planned(CUT), *_planned(AT_REST)]

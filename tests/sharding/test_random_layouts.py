@@ -46,6 +46,7 @@ class TestSomeLayouts:
     def test_two_processes(self, case: LaidOut) -> None:
         _check(case, 2)
 
+    @pytest.mark.long
     @FEW
     @given(case=laid_out(4))
     def test_four_processes(self, case: LaidOut) -> None:

@@ -1,7 +1,11 @@
-"""Drawn by hypothesis: registered methods on plans of any replicas, depth and update delay, with any costs; meshes."""
+"""Drawn by hypothesis: registered methods on plans of any replicas, depth and update delay, with any costs; meshes.
+
+Drawn by a `random.Random`: profiles that know a rank of some meshes, and clusters for them.
+"""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,6 +14,8 @@ from hypothesis import strategies as st
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
+from pipedream.core.model.collective import Collective
+from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.depth import raise_to_legal
@@ -200,3 +206,69 @@ def placements(draw: st.DrawFn, mesh: Mesh, dimensions: int) -> tuple[int | None
     """No dimension of the tensor is cut twice."""
     free = draw(st.permutations([*range(dimensions), None, None]))
     return tuple(free[: len(mesh.dimensions)])
+
+
+_MESHES = ("model:2", "data:2", "model:4", "data:2,model:2")
+
+
+def meshed_profile(draw: random.Random, most: int = 4) -> Profile:
+    """A chain, with one rank of some meshes whose shares are random: less work, and collectives."""
+    count = draw.randint(1, most)
+
+    def layer(share: float) -> LayerProfile:
+        return LayerProfile(
+            forward_s=draw.choice([0.0, 1.0, 2.0, 3.0]) * share,
+            backward_s=draw.choice([0.0, 1.0, 4.0, 7.0]) * share,
+            output_bytes=draw.choice([0, 4, 8, 16]) // draw.choice([1, 2]),
+            parameter_bytes=int(draw.choice([0, 4, 16, 36]) * share),
+            activation_bytes=int(draw.choice([0, 4, 12, 32]) * share),
+            working_bytes=draw.choice([0, 2, 8]),
+        )
+
+    def some(mesh: Mesh) -> tuple[Collective, ...]:
+        kinds = ["all-reduce", "all-gather"]
+        return tuple(
+            Collective(draw.choice(kinds), over, draw.choice([1, 2]), draw.choice([1, 4, 16]), draw.random() < 0.5)
+            for over in mesh.dimensions
+            if draw.random() < 0.5
+        )
+
+    whole = tuple(layer(1.0) for _ in range(count))
+
+    def rank(text: str) -> RankProfile:
+        mesh = Mesh(text)
+        layers = tuple(layer(draw.choice([1.0, 1.5]) / mesh.size) for _ in range(count))
+        if draw.random() < 0.2:  # cuts nothing, so that a single rank beats it
+            return RankProfile(text, "", whole, none := ((),) * count, none, update_s=2.5, optimizer_bytes=20, loss_s=1)
+        return RankProfile(
+            text,
+            "batch:data,d_ff:model",
+            layers,
+            tuple(some(mesh) for _ in layers),
+            tuple(some(mesh) for _ in layers),
+            some(mesh),
+            update_s=draw.choice([0.0, 1.0]),
+            optimizer_bytes=draw.choice([0, 7]),
+            copy_s=draw.choice([0.0, 1.0]),
+            loss_s=draw.choice([0.0, 1.0]),
+        )
+
+    return Profile.of_chain(
+        whole,
+        batch=4,
+        input_shapes=((draw.choice([0, 1, 4]),),),
+        update_s=draw.choice([0.0, 1.0, 2.5]),
+        copy_s=draw.choice([0.0, 1.0]),
+        optimizer_bytes=draw.choice([0, 7, 20]),
+        loss_s=draw.choice([0.0, 1.0]),
+        runtime=RuntimeCosts(0.1, 0.2, draw.choice([0.0, 0.1]), 0.1) if draw.random() < 0.3 else RuntimeCosts(),
+        ranks=tuple(rank(text) for text in draw.sample(_MESHES, draw.randint(1, 3))),
+    )
+
+
+def meshed_cluster(draw: random.Random, *, limited: bool, levels: int) -> Cluster:
+    inner, latency_s = draw.choice([1.0, 4.0, 100.0]), draw.choice([0.0, 0.0, 0.5])
+    memory = draw.choice([30, 60, 100, 160]) if limited else None
+    if levels == 1:
+        return Cluster.flat(draw.choice([2, 3, 4]), inner, latency_s, memory)
+    return Cluster((Level(2, inner, latency_s), Level(2, inner / draw.choice([2, 8]), latency_s)), memory)

@@ -317,6 +317,7 @@ def test_short_passes_and_many_bytes_are_scaled(
 
 @pytest.mark.network
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 def test_more_workers_than_cores_are_emulated(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE, encoding="utf-8")
@@ -353,7 +354,7 @@ def test_more_workers_than_cores_are_emulated(tmp_path: Path) -> None:
     [
         ("profile", signal.SIGKILL),
         pytest.param("DDP_over_80_Mbit_s", signal.SIGKILL, marks=pytest.mark.long),
-        ("DDP_over_80_Mbit_s", signal.SIGINT),
+        pytest.param("DDP_over_80_Mbit_s", signal.SIGINT, marks=pytest.mark.long),
         pytest.param("1F1B_over_80_Mbit_s/plan.json", signal.SIGKILL, marks=pytest.mark.long),
     ],
 )

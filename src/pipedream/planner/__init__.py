@@ -4,10 +4,12 @@ from pipedream.planner.auto import choose
 from pipedream.planner.comparison import Candidate, Comparison, Score, fastest, known_of, scored
 from pipedream.planner.dynamic_program.oracle import every_plan, exhaustive
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram, check_recompute
-from pipedream.planner.manual import check_cuts, manual_plan, single_stage_plan
+from pipedream.planner.manual import check_cuts, manual_plan, place_of, single_stage_plan
+from pipedream.planner.mesh_search import MeshSearch, fits_on_ranks
 from pipedream.planner.papers.classic import Classic, classic
 from pipedream.planner.papers.two_bw import two_bw, two_bw_s
 from pipedream.planner.search import SHAPES, Finalist, PlanSearch, finalists, parse_counts, plan
+from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace
 
@@ -18,10 +20,13 @@ __all__ = [
     "Comparison",
     "DynamicProgram",
     "Finalist",
+    "MeshSearch",
+    "MeshSpace",
     "MethodOccupancy",
     "PlanSearch",
     "Score",
     "SearchSpace",
+    "StageChoice",
     "VersionsRule",
     "check_cuts",
     "check_recompute",
@@ -31,9 +36,11 @@ __all__ = [
     "exhaustive",
     "fastest",
     "finalists",
+    "fits_on_ranks",
     "known_of",
     "manual_plan",
     "parse_counts",
+    "place_of",
     "plan",
     "scored",
     "single_stage_plan",

@@ -24,10 +24,14 @@ from typing import Any
 from pipedream.core.display import Tabular
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.model.runtime_costs import RuntimeCosts
+from pipedream.core.plan.mesh import meshes_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_number, format_seconds, shorten
 
-__all__ = ["Candidate", "Comparison", "Score", "fastest", "known_of", "scored"]
+__all__ = ["KINDS", "Candidate", "Comparison", "Score", "fastest", "known_of", "scored"]
+
+KINDS = ("pipeline", "data", "tensor", "mixed")
+"""What a plan uses: stages, replicas, meshes of ranks, or several of these. A single rank uses none."""
 
 _TIE = 1e-9  # relative: closer periods are equal
 _FEW_ROWS = 8
@@ -61,6 +65,7 @@ class Candidate:
         samples_per_update: of the stage with the most replicas, if these differ; None if it was not simulated.
         peak_bytes: of the fullest worker.
         why: the reason why it was not simulated; '' if it was.
+        mesh: of all workers, or one for each stage, such as ``data:2/-``; '' for single ranks.
     """
 
     schedule: str
@@ -75,19 +80,37 @@ class Candidate:
     samples_per_update: int | None = None
     peak_bytes: int = 0
     why: str = ""
+    mesh: str = ""
 
     @property
     def replicas(self) -> tuple[int, ...]:
         """Of each stage; () if there is no plan."""
-        return tuple(map(int, self.config.split("-"))) if self.config else ()
+        return tuple(int(part.partition("x")[0]) for part in self.config.split("-")) if self.config else ()
 
     @property
     def is_data_parallel(self) -> bool:
-        return len(self.replicas) == 1 and self.replicas != (1,)
+        return len(self.replicas) == 1 and self.replicas != (1,) and not self.is_meshed
+
+    @property
+    def is_meshed(self) -> bool:
+        return any(mesh.dimensions for mesh in meshes_of(self.mesh))
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`: stages, replicas, ranks of a mesh, or several of them; '' if there is no plan."""
+        found = [len(self.replicas) > 1, max(self.replicas, default=1) > 1, self.is_meshed]
+        if not self.config:
+            return ""
+        return "mixed" if sum(found) > 1 else dict(zip(found, KINDS, strict=False)).get(True, "one rank")
 
     @property
     def words(self) -> str:
         """What it is, without its method."""
+        if self.is_meshed:
+            on = f"on the mesh {', '.join(dict.fromkeys(self.mesh.split('/')))}"
+            if self.replicas == (1,):
+                return f"one worker {on}"
+            return f"{'data parallelism' if len(self.replicas) == 1 else 'the pipeline'} {shorten(self.config)} {on}"
         if len(self.replicas) == 1:
             return f"DDP on {self.config} workers" if self.is_data_parallel else "one worker"
         if set(self.replicas) == {1}:
@@ -97,7 +120,8 @@ class Candidate:
     def __str__(self) -> str:
         parts = f", m = {self.microbatches}" if self.microbatches > 1 else ""
         return (
-            f"{self.schedule} on {self.config or self.shape}{parts}, {self.depth_mode}"
+            f"{self.schedule} on {self.config or self.shape}{f' ({self.mesh})' if self.mesh else ''}{parts}, "
+            f"{self.depth_mode}"
             f"{', update delay 1' if self.update_delay else ''}"
         )
 
@@ -141,6 +165,22 @@ class Comparison(Tabular):
         count = sum(bool(one.config) for one in self.candidates)
         return f"the fastest of {count} plans by simulation, {self._seconds(best)}{self._others(best)}"
 
+    def kinds(self) -> dict[str, Candidate | None]:
+        """Returns the fastest candidate of each of `KINDS`; None if there is none."""
+        return {kind: next((one for one in self.candidates if one.kind == kind), None) for kind in KINDS}
+
+    def kinds_in_words(self) -> str:
+        """Why the plan is of its kind: what the best of each takes."""
+        chosen = self.candidates[0]
+        others = "; ".join(
+            f"{kind}: no plan" if one is None else f"{kind}: {one.words}, {_takes(one)}"
+            for kind, one in self.kinds().items()
+            if one is not chosen
+        )
+        return (
+            f"{chosen.kind}, because {chosen.words} is the fastest of all kinds that fit, {_takes(chosen)} ({others})"
+        )
+
     def _seconds(self, one: Candidate) -> str:
         samples = f" of {self.plan.batch} samples" if self.plan.batch > 1 else ""
         return f"{format_seconds(_period_s(one))} per minibatch{samples}{self._update(one)}"
@@ -182,12 +222,14 @@ class Comparison(Tabular):
         return f"<Comparison of {len(self.candidates)} candidates, the best is {self.candidates[0]}>"
 
     def __str__(self) -> str:
+        shown = [one for one in (*self.candidates, *self.references) if one.period_s is not None]
+        width = max([12, *(len(_plan_in_table(one)) for one in shown if one.is_meshed)])
         head = (
-            f"{'method':<24}  {'plan':<12}  {'m':>4}  {'depth':<5}  {'delay':>5}  {'minibatch':>10}  {'samples/s':>9}  "
-            f"{'samples/update':>14}  {'bubble':>6}  {'peak':>9}"
+            f"{'method':<24}  {'plan':<{width}}  {'m':>4}  {'depth':<5}  {'delay':>5}  {'minibatch':>10}  "
+            f"{'samples/s':>9}  {'samples/update':>14}  {'bubble':>6}  {'peak':>9}"
         )
-        rows = [self._row(one) for one in self.candidates if one.period_s is not None]
-        others = [self._row(one) for one in self.references if one.period_s is not None]
+        rows = [self._row(one, width) for one in self.candidates if one.period_s is not None]
+        others = [self._row(one, width) for one in self.references if one.period_s is not None]
         rest = [one for one in self.candidates if one.period_s is None]
         slow = sum(bool(one.config) for one in rest)
         asked = {"1": "one worker", "data-parallel": f"DDP on {self.plan.cluster.workers} workers"}
@@ -196,10 +238,10 @@ class Comparison(Tabular):
         tail += [f"{len(rest) - slow} more cannot be used (no plan, or too little memory)"] if len(rest) > slow else []
         return "\n".join([head, *rows, *(["for comparison:", *others] if others else []), *tail])
 
-    def _row(self, one: Candidate) -> str:
+    def _row(self, one: Candidate, width: int) -> str:
         rate = self.plan.batch / one.period_s if one.period_s else inf
         return (
-            f"{one.schedule:<24}  {shorten(one.config):<12}  {one.microbatches:>4}  {one.depth_mode:<5}  "
+            f"{one.schedule:<24}  {_plan_in_table(one):<{width}}  {one.microbatches:>4}  {one.depth_mode:<5}  "
             f"{one.update_delay:>5}  {format_seconds(one.period_s or 0.0):>10}  {format_number(rate):>9}  "
             f"{one.samples_per_update or 0:>14}  {max(one.bubble or 0.0, 0.0):>6.1%}  {format_bytes(one.peak_bytes):>9}"
         )
@@ -281,6 +323,15 @@ def _bound_s(plan: Plan, flushes: bool) -> float:
     updates = [stage.update_s / site.speed for stage, site in zip(stages, sites, strict=True)]
     alone = [*map(sum, zip(own, ends, strict=True)), *map(sum, zip(own, updates, added, strict=True))]
     return max(max(a + b for a, b in zip(ahead, own, strict=True)) + ends[0], *alone)
+
+
+def _plan_in_table(one: Candidate) -> str:
+    meshes = list(dict.fromkeys(one.mesh.split("/"))) if one.is_meshed else []
+    return " ".join([shorten(one.config), *([shorten(" ".join(meshes))] if meshes else [])])
+
+
+def _takes(one: Candidate) -> str:
+    return f"at least {format_seconds(one.bound_s)}" if one.period_s is None else format_seconds(one.period_s)
 
 
 def _period_s(one: Candidate) -> float:

@@ -14,7 +14,7 @@ from pipedream.planner.dynamic_program.recurrence import check_recompute
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["check_cuts", "manual_plan", "single_stage_plan"]
+__all__ = ["check_cuts", "manual_plan", "place_of", "single_stage_plan"]
 
 _FEW = 12  # so many layers are listed in an error
 
@@ -56,7 +56,7 @@ def manual_plan(
         PlanError: a cut that the model does not allow, counts that match neither the stages nor the workers, or a stage
             that does not fit the memory.
     """
-    places = tuple(_place(profile.graph, cut) for cut in cuts)
+    places = tuple(place_of(profile.graph, cut) for cut in cuts)
     check_cuts(profile, places)
     counts = (1,) * (len(cuts) + 1) if replicas is None else tuple(replicas)
     if len(counts) != len(cuts) + 1:
@@ -90,7 +90,7 @@ def manual_plan(
     return space.at_depth(found, in_flight)
 
 
-def _place(graph: LayerGraph, cut: int | str) -> int:
+def place_of(graph: LayerGraph, cut: int | str) -> int:
     """Returns the index of the first layer that is, or belongs to, the module of a name."""
     if isinstance(cut, int):
         return cut

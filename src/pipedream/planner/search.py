@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pipedream.core.errors import PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
@@ -23,7 +23,19 @@ from pipedream.planner.pipeline_search import PipelineSearch
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["SHAPES", "Finalist", "PlanSearch", "finalists", "least_period_s", "parse_counts", "plan"]
+__all__ = [
+    "SHAPES",
+    "Finalist",
+    "PlanSearch",
+    "finalists",
+    "fitting_plan",
+    "least_period_s",
+    "parse_counts",
+    "plan",
+    "sufficient_memory",
+]
+
+_Space = TypeVar("_Space", bound=SearchSpace)
 
 SHAPES = ("any", "pipeline", "straight", "data-parallel")
 """The shapes that have a name. Replica counts, such as 2-1, are shapes too."""
@@ -128,11 +140,12 @@ class PlanSearch:
             others += [] if self.all_workers else [self._straight]
         search = partial(self._search, shape=shape)
         try:
-            found = _fitting(space, search, others)
+            found = fitting_plan(space, search, others)
             if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
                 found = replace(found, note=f"{found.note}; {together}")
         except ShortageError as error:
-            raise PlanError(f"{error}{_sufficient_memory(space, (search, *others), error.need_bytes)}") from None
+            more = sufficient_memory(space, (search, *others), error.need_bytes)
+            raise ShortageError(f"{error}{more}", error.need_bytes) from None
         return space.at_depth(found, in_flight)
 
     def _with_slower_links(self, factor: float) -> PlanSearch:
@@ -220,8 +233,8 @@ def _partitions(workers: int) -> list[tuple[int, ...]]:
     ]
 
 
-def _sufficient_memory(space: SearchSpace, searches: Iterable[Callable[[SearchSpace], Plan]], need_bytes: int) -> str:
-    """A plan that would fit with a little more memory, in words; '' if there is none."""
+def sufficient_memory(space: _Space, searches: Iterable[Callable[[_Space], Plan]], need_bytes: int) -> str:
+    """Returns a plan that would fit with a little more memory, in words; '' if there is none."""
 
     def enlarged(memory_bytes: int | None) -> int | None:
         return None if memory_bytes is None else max(memory_bytes, need_bytes)
@@ -239,10 +252,8 @@ def _sufficient_memory(space: SearchSpace, searches: Iterable[Callable[[SearchSp
     return f"; the plan {_short(plan.config)} would fit {format_bytes(most)} ({most} bytes)"
 
 
-def _fitting(
-    space: SearchSpace, search: Callable[[SearchSpace], Plan], others: Sequence[Callable[[SearchSpace], Plan]]
-) -> Plan:
-    """The plan of a search, including the memory of its messages, which only a whole plan determines.
+def fitting_plan(space: _Space, search: Callable[[_Space], Plan], others: Sequence[Callable[[_Space], Plan]]) -> Plan:
+    """Returns the plan of a search, including the memory of its messages, which only a whole plan determines.
 
     If they do not fit, some memory is kept free for them on every stage, so the narrower searches of `others` are tried
     too. The bound is still that of the first search.
@@ -258,7 +269,7 @@ def _fitting(
     return replace(best, bound_s=min(least.bound_s, best.slowest_stage_s))
 
 
-def _with_spare_memory(space: SearchSpace, search: Callable[[SearchSpace], Plan]) -> Iterator[Plan]:
+def _with_spare_memory(space: _Space, search: Callable[[_Space], Plan]) -> Iterator[Plan]:
     """Yields plans with more and more memory kept free for messages until one fits, then less."""
 
     def tried(spare_bytes: int) -> Plan | None:

@@ -34,10 +34,12 @@ from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
 from pipedream.training.resume import ResumePoint, resume_point
 from pipedream.workflows.exclusions import check_options
+from pipedream.workflows.meshes import AUTO
 from pipedream.workflows.methods import asked_of
 from pipedream.workflows.own_cluster import own_cluster
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.prepare import all_flush, check_phases_fit, compensated, phases_of, planned_for
+from pipedream.workflows.profile import MOST_RANKS
 from pipedream.workflows.profile import profile as profile_model
 from pipedream.workflows.runtime_costs import measure_runtime
 
@@ -205,8 +207,13 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         if plan is None and saved.ranks == job.workers and not anew:
             plan = saved
     if plan is None:
-        meshes = tuple({one.text for one in meshes_of(options.mesh)} - {""}) if options.mesh else ()
-        if profile is None or not {rank.mesh for rank in profile.ranks}.issuperset(meshes):
+        meshes: Sequence[str] | str = tuple({one.text for one in meshes_of(_given_mesh(options))} - {""})
+        if options.mesh == AUTO:
+            meshes = f"{AUTO}:{min(max(job.workers, 2), MOST_RANKS)}"
+            known = profile is not None and bool(profile.ranks)
+        else:
+            known = profile is not None and {rank.mesh for rank in profile.ranks}.issuperset(meshes)
+        if profile is None or not known:
             with blaming("while its model was profiled on its first batch"):
                 profile = profile_recipe(
                     recipe,
@@ -266,7 +273,7 @@ def profile_recipe(
     runs: int = 10,
     finest: bool = False,
     microbatches: int | None = None,
-    meshes: Sequence[str] = (),
+    meshes: Sequence[str] | str = (),
 ) -> Profile:
     """Profiles a recipe's model on its first training batch, with loss, optimizer, loader and layout."""
     batch = recipe.first_batch()
@@ -339,12 +346,13 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
         config, planned = options.plan.config, options.plan.ranks
     elif options.shape not in SHAPES:
         counts = parse_counts(options.shape)
-        config, planned = "-".join(map(str, counts)), ranks_of(options.mesh, counts)
+        config = "-".join(map(str, counts))
+        planned = 0 if options.mesh == AUTO else ranks_of(options.mesh, counts)
     elif options.cluster is not None:
         requested = requested or options.cluster.workers
     elif requested is None and resumed is not None and processes == 1:
         requested = resumed.manifest.plan.ranks
-    count = requested or planned or (processes if processes > 1 else ranks_of(options.mesh))
+    count = requested or planned or (processes if processes > 1 else ranks_of(_given_mesh(options)))
     if processes > 1 and count != processes:
         raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
     if planned not in (0, count):
@@ -356,6 +364,10 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
             "give another cluster"
         )
     return count
+
+
+def _given_mesh(options: TrainingOptions) -> str:
+    return "" if options.mesh == AUTO else options.mesh
 
 
 def _phases(options: TrainingOptions, resumed: ResumePoint | None, recipe: Recipe) -> tuple[Phase, ...]:

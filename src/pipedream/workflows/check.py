@@ -100,7 +100,7 @@ def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[
     stages = tuple(replace(stage, recompute=own.recompute) for stage, own in marked)
     plan = replace(plan, stages=stages, schedule=built.name, microbatches=built.microbatches)
     differences: tuple[str, ...] = ()
-    if profile is None:
+    if profile is None or plan.ranks > plan.workers:  # a rank's figures depend on where its mesh lies
         plan = _with_bytes(replace(plan, bound_s=0.0), built)  # the bound was proved for the plan before it was edited
     else:
         plan, differences = _renewed(plan, profile, built)

@@ -16,10 +16,10 @@ from pipedream.core.plan import depth
 from pipedream.core.plan.plan import Plan
 from pipedream.workflows.methods import occupancy_of, refuse_overfull, refuse_visitors
 
-__all__ = ["lay_out"]
+__all__ = ["lay_out_stages"]
 
 
-def lay_out(
+def lay_out_stages(
     profile: Profile,
     cluster: Cluster,
     schedule: str,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from pipedream import planner, schedules
-from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import LayerProfile, Profile
@@ -18,7 +19,8 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.ranks import profile_of_rank
 from pipedream.core.progress import progress
 from pipedream.workflows.exclusions import check_options
-from pipedream.workflows.layouts import lay_out
+from pipedream.workflows.layouts import lay_out_stages
+from pipedream.workflows.meshes import AUTO, NO_MESH, choose_meshes
 from pipedream.workflows.methods import (
     MOST_SIMULATED,
     for_method,
@@ -78,11 +80,12 @@ def plan(
         strategy: 'simulate': 'any' and 'pipeline' take the finalist of several searches with the fewest simulated
             seconds, up to 128 workers; 'search': the plan with the fastest slowest stage, without simulation; '2bw':
             that of PipeDream-2BW's planner (`pipedream.planner.two_bw`).
-        chunks: stages of each worker, for methods that interleave (`layouts.lay_out`).
+        chunks: stages of each worker, for methods that interleave (`layouts.lay_out_stages`).
         mesh: of the ranks of every worker, such as ``model:2`` (docs/meshes.md), or one for each stage, such as
             ``data:2/model:2/-``, for a shape that gives counts; such stages are cut where those of single ranks would
             be. The cluster's workers are ranks then. Seconds and bytes are those of one rank; the profile must know the
-            meshes (``profile(meshes=...)``).
+            meshes (``profile(meshes=...)``). 'auto' chooses one for each stage, or none, together with cuts and
+            replicas (docs/meshes.md); 'none' or '' is a single rank.
 
     Raises:
         PlanError: nothing fits, the model or the cluster does not allow the shape, or options exclude each other.
@@ -101,15 +104,48 @@ def plan(
         "strategy": strategy,
         "chunks": chunks,
     }
-    profile, cluster, of_ranks = _of_ranks(profile, cluster, mesh, options)
-    return _with_mesh(_compared(profile, cluster, **of_ranks).plan, mesh)
+    if mesh == AUTO:
+        return _on_any_meshes(profile, cluster, options).plan
+    with _naming_meshes(profile, cluster, mesh):
+        profile, cluster, of_ranks = _of_ranks(profile, cluster, mesh, options)
+        return _with_mesh(_compared(profile, cluster, **of_ranks).plan, mesh)
+
+
+def _on_any_meshes(
+    profile: Profile | GraphText, cluster: Cluster | None, options: Mapping[str, Any], names: Sequence[str] = ()
+) -> planner.Comparison:
+    check_options({**options, "mesh": AUTO})
+    known = profile.profile() if isinstance(profile, GraphText) else profile
+
+    def on_one_mesh(own: Profile, workers: Cluster, asked: Mapping[str, Any]) -> planner.Comparison:
+        return _compared(own, workers, names=names, **asked)
+
+    return choose_meshes(known, cluster or _own_cluster(profile), on_one_mesh, _score, options)
+
+
+@contextmanager
+def _naming_meshes(profile: Profile | GraphText, cluster: Cluster | None, mesh: str) -> Iterator[None]:
+    """Adds to a shortage of memory that a mesh may help."""
+    try:
+        yield
+    except ShortageError as error:
+        if _text(mesh) or isinstance(profile, GraphText) or (cluster is not None and cluster.workers < 2):
+            raise
+        helps = "a stage may also be cut over several ranks: plan with mesh='auto' (--mesh auto)"
+        if not profile.ranks:
+            helps += ", from a profile with a layout and meshes='auto' (--mesh auto)"
+        raise ShortageError(f"{error}; {helps}", error.need_bytes) from None
+
+
+def _text(mesh: str) -> str:
+    return "" if mesh == NO_MESH else mesh
 
 
 def _of_ranks(
     profile: Profile | GraphText, cluster: Cluster | None, mesh: str, options: Mapping[str, Any]
 ) -> tuple[Profile | GraphText, Cluster | None, Mapping[str, Any]]:
     """Returns what a rank needs, the workers that it is a part of, and the options for both."""
-    if not mesh:
+    if not _text(mesh):
         return profile, cluster, options
     known = profile.profile() if isinstance(profile, GraphText) else profile
     joined, meshes = cluster or _own_cluster(profile), meshes_of(mesh)
@@ -135,7 +171,7 @@ def _weights(layers: Sequence[LayerProfile]) -> int:
 
 
 def _with_mesh(found: Plan, mesh: str) -> Plan:
-    if not mesh:
+    if not _text(mesh):
         return found
     meshed, sizes = found.with_mesh(mesh), {one.size for one in meshes_of(mesh)}
     if len(sizes) > 1 and meshed.ranks > found.cluster.workers:
@@ -170,16 +206,21 @@ def choose(
         PlanError: no method works, or a name is not known. Also those of `plan`.
     """
     options = (plan.__kwdefaults__ or {}) | options
-    mesh = options.pop("mesh")
-    profile, of_meshes, of_ranks = _of_ranks(profile, cluster, mesh, options | {"schedule": schedule})
-    cluster = of_meshes or cluster
-    found = _compared(profile, cluster, names=names, **of_ranks)
+    mesh, options = options["mesh"], {name: one for name, one in options.items() if name != "mesh"}
+    options |= {"schedule": schedule}
+    if mesh == AUTO:
+        found = _on_any_meshes(profile, cluster, options, names)
+    else:
+        with _naming_meshes(profile, cluster, mesh):
+            profile, of_meshes, of_ranks = _of_ranks(profile, cluster, mesh, options)
+            cluster = of_meshes or cluster
+            found = _compared(profile, cluster, names=names, **of_ranks)
     known = profile.profile() if isinstance(profile, GraphText) else profile
     first, *rest = found.candidates
     if first.period_s is None:
         first = _simulated(first, found.plan)
     references = tuple(_references(known, cluster, found.candidates, options["recompute"]))
-    chosen = _with_mesh(found.plan, mesh)
+    chosen = found.plan if mesh == AUTO else _with_mesh(found.plan, mesh)
     return replace(found, plan=chosen, candidates=(first, *rest), references=references)
 
 
@@ -229,7 +270,7 @@ def _compared(
         known = known.parted()
     if schedules.layout_of(schedule) is not None:
         always = recompute == "always"
-        found = lay_out(known, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=always)
+        found = lay_out_stages(known, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=always)
         return _only(found, shape)
     if schedules.is_torch_csv(schedule):
         if isinstance(shape, tuple) or shape not in planner.SHAPES:

@@ -34,9 +34,13 @@ from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batches import BatchDim, first_part, known_samples
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.workflows.exclusions import check_options
+from pipedream.workflows.meshes import AUTO, NO_MESH, NOT_MEASURED
 from pipedream.workflows.runtime_costs import measure_runtime
 
-__all__ = ["layers_of", "profile"]
+__all__ = ["MOST_RANKS", "layers_of", "profile"]
+
+MOST_RANKS = 8
+"""Of the meshes that are measured, if nothing else is asked for."""
 
 
 def profile(
@@ -57,7 +61,7 @@ def profile(
     batch_dim: BatchDim = 0,
     microbatches: int | None = None,
     layout: Layout | None = None,
-    meshes: Sequence[str] = (),
+    meshes: Sequence[str] | str = (),
 ) -> Profile:
     """Measures seconds and bytes of each layer of a model on a sample minibatch.
 
@@ -83,7 +87,9 @@ def profile(
             small batch may take more or less time per sample than a large one; by default that of half a minibatch.
         layout: says what a mesh cuts.
         meshes: such as ('model:2',); one rank of each is measured too, in this process, with its parts of all tensors.
-            What it exchanges with the others is counted (docs/meshes.md).
+            What it exchanges with the others is counted (docs/meshes.md). 'auto' takes all meshes of 2, 4 and 8 ranks
+            ('auto:4': of 2 and 4) over the dimensions of the layout's rules that are legal for the model; the profile's
+            notes say which are not.
 
     Raises:
         CaptureError: the model cannot be split into layers.
@@ -92,10 +98,12 @@ def profile(
     """
     given = {"device": device, "as_device": as_device, "dtype": dtype, "microbatches": microbatches}
     check_options(given, error=ProfileError)
+    if meshes == NO_MESH:
+        meshes = ()
     if meshes and device == "meta":
         raise ProfileError(
-            f"meshes={tuple(meshes)} was given with device='meta', but a rank of a mesh can only be measured; profile "
-            "with device='cpu' or 'cuda'"
+            f"meshes={meshes!r} was given with device='meta', but a rank of a mesh can only be measured; profile with "
+            "device='cpu' or 'cuda'"
         )
     if microbatches is not None and microbatches < 1:
         raise ProfileError(f"microbatches={microbatches} was given; give at least 1")
@@ -135,18 +143,54 @@ def profile(
         timing["part_of"] = partial(first_part, batch_dim=batch_dim) if is_chain else partial(_part_of_only, batch_dim)
         measure = partial(profiler.measure, captured.layers, captured.graph, arguments, **timing, **described)
         names = (layout or Layout()).of_model(model)
-        ranks = [_rank(captured, arguments, names, Mesh(mesh), place, measure) for mesh in meshes]
-        found = replace(measure(), ranks=tuple(ranks)).to_json()
+        one_rank = partial(_rank, captured, arguments, names, place=place, measure=measure)
+        if isinstance(meshes, str):
+            known = profiler.all_parameters(captured.layers, captured.graph)
+            names.check(known, [layer.name for layer in captured.graph.layers], ())
+            shapes = {name: tuple(one.shape) for name, one in known.items()}
+            ranks, notes = _auto_ranks(names.candidates(shapes, described["samples"], _most_ranks(meshes)), one_rank)
+        else:
+            ranks, notes = [one_rank(Mesh(mesh)) for mesh in meshes], []
+        found = measure()
         profiler.release_cache(place)
-        return found
+        return replace(found, ranks=tuple(ranks), notes=(*found.notes, *notes)).to_json()
 
     make, where = (estimated, profiler.here()) if device == "meta" else (measured, device)
     found = Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
     return found if device == "meta" else replace(found, runtime=measure_runtime(device).costs)
 
 
+def _most_ranks(meshes: str) -> int:
+    """Returns the most ranks of a mesh, of the text 'auto' or 'auto:N'."""
+    auto, _, most = meshes.partition(":")
+    if auto != AUTO or (most and not (most.isdecimal() and int(most) > 1)):
+        raise ProfileError(
+            f"meshes={meshes!r} was given; give 'auto', 'auto:4' for meshes of at most 4 ranks, or meshes such as "
+            "('model:2', 'data:2')"
+        )
+    return int(most or MOST_RANKS)
+
+
+def _auto_ranks(
+    candidates: Mapping[Mesh, str], one_rank: Callable[[Mesh], RankProfile]
+) -> tuple[list[RankProfile], list[str]]:
+    """Returns a rank of each legal mesh, and why the others are left out."""
+    ranks, problems = [], {mesh: why for mesh, why in candidates.items() if why}
+    for mesh, why in candidates.items():
+        if not why:
+            try:
+                ranks.append(one_rank(mesh))
+            except (PlanError, ProfileError) as error:
+                problems[mesh] = str(error)
+    by_why: dict[str, list[str]] = {}
+    for mesh, why in problems.items():
+        by_why.setdefault(why, []).append(str(mesh))
+    notes = [f"{NOT_MEASURED}{' or '.join(left)}: {why}" for why, left in by_why.items()]
+    return ranks, notes if candidates else [f"{NOT_MEASURED}any mesh: the layout has no rule"]
+
+
 def _rank(
-    captured: Captured, arguments: Any, layout: Layout, mesh: Mesh, place: Any, measure: Callable[..., Profile]
+    captured: Captured, arguments: Any, layout: Layout, mesh: Mesh, *, place: Any, measure: Callable[..., Profile]
 ) -> RankProfile:
     layers, graph = captured.layers, captured.graph
     layout.check(profiler.all_parameters(layers, graph), [layer.name for layer in graph.layers], [mesh])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipedream.runtime.comm.same_settings import describe, describe_data, describe_model, describe_optimizer
+from pipedream.runtime.comm.same_settings import describe_data, describe_model, describe_optimizer, text_of
 
 SGD, ADAM, STEP = torch.optim.SGD, torch.optim.Adam, torch.optim.lr_scheduler.StepLR
 RATE = 0.1
@@ -55,14 +55,14 @@ DIFFERENT: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_other_settings_have_other_texts(one: Any, other: Any) -> None:
-    assert describe(one) != describe(other)
-    assert describe(one) == describe(one)
+    assert text_of(one) != text_of(other)
+    assert text_of(one) == text_of(one)
 
 
 def test_what_a_rank_has_of_its_own_is_left_out() -> None:
-    assert describe(_factory(0.1, "cuda:0", 0)) == describe(_factory(0.1, "cuda:1", 1))
-    assert describe(partial(_factory, device="cuda:0")) == describe(partial(_factory, device="cuda:3"))
-    assert describe(_Loss(1.0)) == describe(_Loss(1.0))
+    assert text_of(_factory(0.1, "cuda:0", 0)) == text_of(_factory(0.1, "cuda:1", 1))
+    assert text_of(partial(_factory, device="cuda:0")) == text_of(partial(_factory, device="cuda:3"))
+    assert text_of(_Loss(1.0)) == text_of(_Loss(1.0))
 
 
 def test_models_and_optimizers() -> None:
@@ -98,7 +98,7 @@ def test_data() -> None:
 def test_texts_are_equal_in_another_process() -> None:
     program = (
         "import test_same_settings as t\n"
-        "for one, other in t.DIFFERENT: print(repr(t.describe(one)), repr(t.describe(other)))"
+        "for one, other in t.DIFFERENT: print(repr(t.text_of(one)), repr(t.text_of(other)))"
     )
     found = {
         subprocess.run(

@@ -8,7 +8,7 @@ of a machine a shared one at level 1.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -289,6 +289,36 @@ class Cluster(Artifact):
             )
         kinds = tuple(replace(kind, count=kind.count // ranks) for kind in self.kinds)
         return replace(self, levels=tuple(levels), kinds=kinds)
+
+    def of_workers(self, ranks: Sequence[int]) -> Cluster:
+        """Returns a cluster whose workers are so many consecutive workers of this one each, all of them in order.
+
+        Raises:
+            PlanError: a worker is neither within one machine (or other group) nor whole ones, or its ranks differ.
+        """
+        ends = list(accumulate(ranks, initial=0))
+        kept: list[list[int]] = [ends]
+        for number in range(1, len(self.levels)):
+            starts = self.starts(number)
+            for first, last in pairwise(ends):
+                if any(first < start < last for start in starts) and not {first, last} <= set(starts):
+                    raise PlanError(
+                        f"a worker of {last - first} ranks from rank {first} on was asked for, which would be in parts "
+                        f"of several machines, {self}; choose meshes that fit into one, or fill several"
+                    )
+            kept.append([start for start in starts if start in set(ends)])
+        levels = []
+        for level, inside, around in zip(self.levels, kept, [*kept[1:], [0, ends[-1]]], strict=True):
+            sizes = tuple(sum(first <= start < last for start in inside) for first, last in pairwise(around))
+            equal = len(set(sizes)) == 1
+            levels.append(replace(level, width=max(sizes), sizes=() if equal else sizes))
+        kinds: list[Workers] = []
+        for first, last in pairwise(ends) if self.kinds else ():
+            inside_kinds = {(self.devices[w], self.speeds[w], self.memories[w]) for w in range(first, last)}
+            if len(inside_kinds) > 1:
+                raise PlanError(f"a worker of the ranks {first} to {last - 1} was asked for, but these are not alike")
+            kinds.append(Workers(1, *inside_kinds.pop()))
+        return replace(self, levels=tuple(levels), kinds=tuple(kinds))
 
     @property
     def is_flat(self) -> bool:

@@ -8,13 +8,28 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from pipedream.core.errors import PlanError
+from pipedream.core.plan.cost import Numbers
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 
-__all__ = ["Boundary", "Cut", "cuts_of", "with_cuts"]
+__all__ = ["Boundary", "Cut", "boundary_bytes", "cuts_of", "with_cuts"]
 
 _MARK = "|"  # begins no structure of `runtime.comm.values`
+
+
+def boundary_bytes(sender_ranks: int, sent: Numbers, receiver_ranks: int, received: Numbers) -> Numbers:
+    """Returns the bytes that the busiest rank at a boundary sends, or receives, for a minibatch: activations one way.
+
+    Each rank receives its part. Those that send it, activations or gradients, take turns (`mesh.pieces`).
+
+    Args:
+        sent, received: bytes of the part that a rank of the one stage, and of the other, has of the value.
+    """
+    forwards, back = received * receiver_ranks / sender_ranks, sent * sender_ranks / receiver_ranks
+    return np.ceil(np.maximum(np.maximum(sent, received), np.maximum(forwards, back)))
 
 
 class Cut(NamedTuple):

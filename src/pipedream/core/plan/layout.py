@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.mesh import Mesh, pairs_of
+from pipedream.core.plan.mesh import Mesh, every_mesh, pairs_of
 
 __all__ = ["BATCH", "Layout"]
 
@@ -138,6 +138,33 @@ class Layout:
         if BATCH in words and len(words) == len(shape) and shape[words.index(BATCH)] % parts:
             words[words.index(BATCH)] = _UNNAMED
         return self.placements(" ".join(words), shape, mesh, tensor)
+
+    def candidates(self, shapes: Mapping[str, Sequence[int]], samples: int | None, most: int) -> dict[Mesh, str]:
+        """Returns the meshes of up to `most` ranks over the dimensions that the rules name, each with why it is not
+        legal for a model, or ''.
+
+        Args:
+            shapes: of the model's parameters.
+            samples: in a minibatch; None if unknown.
+        """
+        dimensions = list(dict.fromkeys([*self.over.values(), *([self.at_rest] if self.at_rest else [])]))
+        return {mesh: self._problem(mesh, shapes, samples) for mesh in every_mesh(dimensions, most)}
+
+    def _problem(self, mesh: Mesh, shapes: Mapping[str, Sequence[int]], samples: int | None) -> str:
+        batch = self.over.get(BATCH)
+        used = {self.at_rest, batch}
+        for name, shape in shapes.items():
+            if (names := self.names_of(name)) is None:
+                continue
+            try:
+                placed = self.placements(names, shape, mesh, repr(name))
+            except PlanError as error:
+                return str(error)
+            used |= {over for over, cut in zip(mesh.dimensions, placed, strict=True) if cut is not None}
+        if samples is not None and batch in mesh.dimensions and samples % mesh.dimensions[batch]:
+            return f"a minibatch of {samples} samples cannot be cut over {batch}:{mesh.dimensions[batch]}"
+        unused = [over for over in mesh.dimensions if over not in used]
+        return f"nothing of the model is cut over {unused[0]!r}" if unused else ""
 
     def rules_on(self, mesh: Mesh) -> str:
         """Returns the rules that have an effect on a mesh."""

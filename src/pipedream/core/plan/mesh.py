@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import MOST_WORKERS
 
-__all__ = ["Box", "Mesh", "Piece", "box_of", "meshes_of", "overlap", "pairs_of", "pieces", "ranks_of"]
+__all__ = ["Box", "Mesh", "Piece", "box_of", "every_mesh", "meshes_of", "overlap", "pairs_of", "pieces", "ranks_of"]
 
 _NONE = "-"
 
@@ -102,6 +102,19 @@ def meshes_of(text: str, stages: int | None = None) -> tuple[Mesh, ...]:
             f"one for all ({_NONE} is a single rank)"
         )
     return found * stages if len(found) == 1 else found
+
+
+def every_mesh(dimensions: Sequence[str], most: int) -> list[Mesh]:
+    """Returns the meshes of 2, 4, 8, ... ranks, up to `most`, over some of these dimensions, each a power of two.
+
+    >>> [mesh.text for mesh in every_mesh(["data", "model"], 4)]
+    ['data:2', 'model:2', 'data:4', 'model:4', 'data:2,model:2']
+    """
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+    grids = [grid for grid in product(sizes, repeat=len(dimensions)) if 1 < prod(grid) <= most]
+    grids.sort(key=lambda grid: (prod(grid), sum(size > 1 for size in grid), [-size for size in grid]))
+    rows = ([(name, size) for name, size in zip(dimensions, grid, strict=True) if size > 1] for grid in grids)
+    return [Mesh(",".join(f"{name}:{size}" for name, size in row)) for row in rows]
 
 
 def ranks_of(text: str, workers: Sequence[int] = ()) -> int:

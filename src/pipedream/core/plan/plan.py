@@ -480,6 +480,10 @@ class Plan(Tabular, Artifact):
             columns.insert(
                 4, ("all-reduce", 10, lambda s, stage: format_seconds(sync_s[s]) if stage.replicas > 1 else "-")
             )
+        if self.ranks > self.workers:
+            meshes = [str(mesh) for mesh in self.meshes]
+            columns.insert(1, ("mesh", max(4, *map(len, meshes)), lambda s, stage: meshes[s]))
+            words.append("mesh: the ranks of each worker, - is one")
         spans = [_span(stage) for stage in self.stages]
         wide = max(24, *map(len, spans))
         rows = ["  ".join([f"{'stage':>5}", f"{'layers':<{wide}}", *(f"{name:>{w}}" for name, w, _ in columns)])]

@@ -13,14 +13,15 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import collective_s
 from pipedream.core.plan.mesh import Mesh
 
-__all__ = ["profile_of_rank"]
+__all__ = ["profile_of_rank", "reach_of"]
 
 
-def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster) -> Profile:
+def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple[int, ...] | None = None) -> Profile:
     """Returns what one rank of a mesh needs, its collectives included.
 
     Args:
         cluster: its workers are ranks.
+        reach: `reach_of` the worker; by default that of the first ranks.
 
     Raises:
         PlanError: the profile does not know the mesh.
@@ -32,7 +33,8 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster) -> Profile:
             f"a plan with the mesh {mesh} was asked for, but the profile has no measurement of one of its ranks "
             f"(meshes that it has: {known}); profile with meshes=({mesh.text!r},) and the layout, or --mesh {mesh}"
         )
-    links = _links(mesh, cluster)
+    levels = reach_of(mesh, cluster) if reach is None else reach
+    links = {name: cluster.sum_link(level) for name, level in zip(mesh.dimensions, levels, strict=True)}
 
     def seconds(rows: Iterable[Collective], *, fixed: bool = False) -> float:
         """`fixed`: only what a smaller microbatch does not save."""
@@ -61,12 +63,17 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster) -> Profile:
     return replace(rank, layers=layers, update_s=rank.update_s + seconds(found.update))
 
 
-def _links(mesh: Mesh, cluster: Cluster) -> dict[str, tuple[float, float]]:
-    """Bandwidth and latency of sums over each dimension, by the first worker's ranks."""
+def reach_of(mesh: Mesh, cluster: Cluster, first: int = 0) -> tuple[int, ...]:
+    """Returns, for each dimension of a mesh, the outermost level that its collectives cross.
+
+    Args:
+        cluster: its workers are ranks.
+        first: the mesh's first rank.
+    """
     sizes = list(mesh.dimensions.values())
-    found = {}
-    for at, (name, size) in enumerate(mesh.dimensions.items()):
+    found = []
+    for at, size in enumerate(sizes):
         step = prod(sizes[at + 1 :])
-        last = min((size - 1) * step, cluster.workers - 1)
-        found[name] = cluster.sum_link(cluster.reach(*range(0, last + 1, step)))
-    return found
+        last = min(first + (size - 1) * step, cluster.workers - 1)
+        found.append(cluster.reach(*range(first, last + 1, step)))
+    return tuple(found)

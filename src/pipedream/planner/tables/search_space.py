@@ -212,26 +212,33 @@ class SearchSpace:
     def _all_bytes(self) -> int:
         return max(int(self.parameters[len(self.profile.layers)]), 1)
 
-    def update_s(self, first: Place, last: Place, update_delay: int = 0) -> Seconds:
+    def update_s(
+        self, first: Place, last: Place, update_delay: int = 0, edges: tuple[Bytes, Bytes] | None = None
+    ) -> Seconds:
         """Returns the seconds of one update of a stage: the fixed part of the optimizer's step, and its share
         of the rest, by parameter bytes.
 
         With several versions, weights that a forward in flight still reads are copied first. At the output there is
         none, unless updates are delayed. With tied weights, the update waits for the sums over their holders. What the
         runtime adds to a stage counts here too.
+
+        Args:
+            edges: bytes received and sent on, if not those of `bytes_of`.
         """
         copy_s = self._copies(last, update_delay) * self._share(self.profile.copy_s, first, last)
         update_s: Seconds = self._step_s(first, last) + copy_s
         added_s: Seconds = self.tied_s(first, last) if self._tied else 0.0
         if self.profile.runtime or self._launches:
-            added_s = added_s + self.runtime_s(first, last, update_s)
+            added_s = added_s + self.runtime_s(first, last, update_s, edges)
         return update_s + added_s
 
-    def runtime_s(self, first: Place, last: Place, update_s: Seconds) -> Seconds:
+    def runtime_s(
+        self, first: Place, last: Place, update_s: Seconds, edges: tuple[Bytes, Bytes] | None = None
+    ) -> Seconds:
         has_gpu = self.profile.runtime.overlap_device or self._launches
         device_s = sum(self.passes_s(first, last)) + update_s if has_gpu else 0.0
         launch_s = (self.launch[last] - self.launch[first]) / self.scale if self._launches else 0.0
-        _, received, sent = self.bytes_of(first, last)
+        received, sent = edges or self.bytes_of(first, last)[1:]
         ends = np.asarray(first) == 0, np.asarray(last) == len(self.profile.layers)
         seconds: Seconds = self.profile.runtime.stage_s(device_s, received, sent, *ends, launch_s)
         return seconds
@@ -285,13 +292,18 @@ class SearchSpace:
         update_delay: int = 0,
         recompute: bool = False,
         replicas: int = 1,
+        sizes: StageSizes | None = None,
     ) -> Bytes:
-        """Returns a lower bound of the peak bytes of a worker with unknown neighbours: the fewest messages."""
+        """Returns a lower bound of the peak bytes of a worker with unknown neighbours: the fewest messages.
+
+        Args:
+            sizes: of the stages, if they are known.
+        """
         held = self.stage_occupancy(in_flight, update_delay, replicas)
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
         peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
         how = self._memory_options(held, update_delay, recompute, replicas)
-        need: Bytes = stage_bytes(self.sizes(first, last), peers=peers, **how)
+        need: Bytes = stage_bytes(sizes or self.sizes(first, last), peers=peers, **how)
         return need
 
     def memory(
@@ -462,15 +474,19 @@ class SearchSpace:
         occupancies = self._rule.of_plan(plan)
         peers = peers_of(plan.replicas, [held.in_flight for held in occupancies])
         stages = []
-        for span, stage, held, one, update_delay in zip(
-            self.ends(plan), plan.stages, occupancies, peers, plan.update_delay, strict=True
+        for space, span, stage, held, one, update_delay in zip(
+            self.of_stages(plan), self.ends(plan), plan.stages, occupancies, peers, plan.update_delay, strict=True
         ):
-            memory = self.memory(*span, held, one, update_delay, stage.recompute, stage.replicas)
+            memory = space.memory(*span, held, one, update_delay, stage.recompute, stage.replicas)
             copies = held.versions > 1 and held.in_flight + update_delay > 1
             stages.append(
-                replace(self._with_update(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory)
+                replace(space._with_update(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory)
             )
         return replace(plan, stages=tuple(stages))
+
+    def of_stages(self, plan: Plan) -> Sequence[SearchSpace]:
+        """Returns the space that knows each stage's costs: this one, unless stages have meshes."""
+        return (self,) * len(plan.stages)
 
     def ends(self, plan: Plan) -> list[tuple[int, int]]:
         known = {found: place for place, found in enumerate(self.downsets)}
@@ -484,7 +500,8 @@ class SearchSpace:
         peers = peers_of(plan.replicas, [one.in_flight for one in self._rule.of_plan(plan)])[s]
         while limit is not None and held > 1:
             occupancy = self.stage_occupancy(held, plan.update_delay[s], count)
-            if self.memory(*ends, occupancy, peers, plan.update_delay[s], recompute, count).total_bytes <= limit:
+            memory = self.of_stages(plan)[s].memory(*ends, occupancy, peers, plan.update_delay[s], recompute, count)
+            if memory.total_bytes <= limit:
                 break
             held -= 1
         return held

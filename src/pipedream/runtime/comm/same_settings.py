@@ -25,7 +25,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.user_code import is_users_file, shortened
 from pipedream.runtime.comm.process_group import gather_texts
 
-__all__ = ["CALL", "check_same_settings", "describe", "describe_data", "describe_model", "describe_optimizer"]
+__all__ = ["CALL", "check_same_settings", "describe_data", "describe_model", "describe_optimizer", "text_of"]
 
 CALL = "their call"
 """Name of the setting that says which call a rank makes."""
@@ -83,7 +83,7 @@ def _difference(name: str, texts: Sequence[tuple[int, str]]) -> str:
     return f"{name} ({where})"
 
 
-def describe(value: Any) -> str:
+def text_of(value: Any) -> str:
     """Returns a text that is equal for equal options, functions and objects of processes that run the same code."""
     return "\n".join(_lines(value, 0))
 
@@ -208,7 +208,7 @@ def _own_text(module: nn.Module) -> str:
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Returns its class, and the numbers of its groups."""
     groups = [
-        f"group {number}: {', '.join(f'{k}={describe(v)}' for k, v in group.items() if k != 'params')}"
+        f"group {number}: {', '.join(f'{k}={text_of(v)}' for k, v in group.items() if k != 'params')}"
         f" for {len(group['params'])} parameters"
         for number, group in enumerate(optimizer.param_groups)
     ]

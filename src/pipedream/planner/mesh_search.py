@@ -1,0 +1,258 @@
+"""The search for cuts, replicas and meshes together (`planner.dynamic_program.mesh_program`).
+
+The program that bounds from below is solved first. If its plan takes no longer than the bound and fits, it is optimal.
+If not, the exact program is solved, or where that is too large the one that bounds from above; the plan's bound then
+says how far from optimal it may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from pipedream.core.errors import PlanError, ShortageError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.plan import Plan
+from pipedream.planner.dynamic_program.mesh_periods import MeshPeriods
+from pipedream.planner.dynamic_program.mesh_program import MeshProgram
+from pipedream.planner.dynamic_program.recurrence import Shortage, check_recompute, refuse
+from pipedream.planner.search import fitting_plan, parse_counts, sufficient_memory
+from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
+from pipedream.planner.tables.search_space import SearchSpace
+
+__all__ = ["MeshSearch", "fits_on_ranks"]
+
+_MOST_WORK = 3e8
+"""Comparisons of costs in the exact program; above this it is only bounded."""
+
+_STEPS = 12  # of the bisection over the period
+_CLOSE, _COARSE = 1.005, 1.05  # a bound that near is enough; while memory for messages is sought
+
+_EQUAL = 1 + 1e-12  # sums of seconds in another order
+
+
+@dataclass(frozen=True, eq=False)
+class MeshSearch:
+    """The searches of one space for plans whose stages have replicas and meshes of their own."""
+
+    space: MeshSpace
+    recompute: str = "never"
+    all_ranks: bool = False
+    cuts: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        cluster: Cluster,
+        meshes: Sequence[Mesh],
+        *,
+        recompute: str = "never",
+        all_ranks: bool = False,
+        cuts: tuple[int, ...] | None = None,
+        **space: Any,
+    ) -> MeshSearch:
+        """Returns the searches of a profile that knows a rank of each mesh, on a cluster of ranks.
+
+        Args:
+            cuts: the layers at which stages begin; None: any.
+            space: of `SearchSpace.of`.
+        """
+        check_recompute(recompute)
+        base = SearchSpace.of(profile, cluster, **space)
+        if cuts is not None:
+            base = replace(base, positions=(0, *cuts, len(profile.layers)))
+        return cls(_without_beaten(MeshSpace.over(base, meshes), all_ranks), recompute, all_ranks, cuts)
+
+    def best(
+        self, shape: str | tuple[int, ...], in_flight: str | tuple[int, ...] = "noam", slower: float = 1.0
+    ) -> Plan:
+        """Returns the plan with the fastest slowest stage, at a depth.
+
+        Args:
+            shape: 'any', 'pipeline' or the replicas of each stage.
+            slower: of a `Finalist`.
+
+        Raises:
+            PlanError: nothing fits, or there are too few ranks or layers.
+        """
+        search = partial(self._search, shape=shape)
+        if slower != 1:
+            slowed = self.space.slowed(slower)
+            choices = slowed.choices_of(search(slowed))
+            return self.space.at_depth(
+                self.space.plan_of(choices, f"as if links were {slower:g} times slower"), in_flight
+            )
+        try:
+            found = fitting_plan(self.space, search, ())
+        except ShortageError as error:
+            more = sufficient_memory(self.space, (search,), error.need_bytes)
+            raise ShortageError(f"{error}{more}", error.need_bytes) from None
+        return self.space.at_depth(found, in_flight)
+
+    def _program(self, space: MeshSpace, how: str, shape: str | tuple[int, ...]) -> MeshProgram:
+        counts = None if shape in ("any", "pipeline") else parse_counts(shape)
+        return MeshProgram(
+            space,
+            how,
+            counts,
+            self.all_ranks,
+            shape != "pipeline",
+            self.recompute,
+            self.cuts is not None,
+        )
+
+    def _search(self, space: MeshSpace, shape: str | tuple[int, ...]) -> Plan:
+        program = partial(self._program, space, shape=shape)
+        names = ", ".join(str(mesh) for mesh in space.meshes)
+        kinds = f"plans whose stages have replicas and meshes ({names}) of their own, on consecutive ranks"
+        # The bound where memory for messages is not counted yet, if the exact program is too large.
+        known = space.kept.setdefault(f"bounds, with {space.cluster.memories}", {})
+        if space.spare_bytes and shape in known:
+            return self._large(space, shape, kinds, known[shape], [])
+        below = program(how="below")
+        found = below.best()
+        if found is None:
+            refuse(_shortage(below, kinds), kinds)
+        bound_s, choices = found
+        plan = space.plan_of(choices)
+        if fits_on_ranks(space, choices) and plan.slowest_stage_s <= bound_s * _EQUAL:
+            return _noted(plan, kinds, plan.slowest_stage_s, is_exact=not space.spare_bytes)
+        exact = program(how="exact")
+        if exact.work <= _MOST_WORK:
+            answer = exact.best()
+            if answer is None:
+                refuse(_shortage(exact, kinds), kinds)
+            return _noted(space.plan_of(answer[1]), kinds, answer[0], is_exact=not space.spare_bytes)
+        if space.cluster.is_limited and not space.spare_bytes:
+            known[shape] = bound_s
+        return self._large(space, shape, kinds, bound_s, [plan] if fits_on_ranks(space, choices) else [])
+
+    def _large(
+        self, space: MeshSpace, shape: str | tuple[int, ...], kinds: str, bound_s: float, plans: list[Plan]
+    ) -> Plan:
+        """The best plan that is found where the exact program is too large."""
+        program = partial(self._program, space, shape=shape)
+        if shape in ("any", "pipeline") and space.cluster.is_limited:
+            bound_s, more = self._bisected(space, shape, bound_s, plans)
+            plans = [*plans, *more]
+        elif (above := program(how="above").best()) is not None:
+            plans.append(space.plan_of(above[1]))
+        if not plans:
+            refuse(_shortage(program(how="above"), kinds), kinds)
+        best = min(plans, key=lambda one: one.slowest_stage_s)
+        return _noted(best, kinds, min(bound_s, best.slowest_stage_s), is_exact=False)
+
+    def _bisected(
+        self, space: MeshSpace, shape: str | tuple[int, ...], bound_s: float, known: list[Plan]
+    ) -> tuple[float, list[Plan]]:
+        """A higher bound, and plans between it and the best that is known."""
+        program = self._program(space, "below", shape)
+        periods = MeshPeriods(**{one.name: getattr(program, one.name) for one in fields(program)})
+        high_s, found = min((plan.slowest_stage_s for plan in known), default=np.inf), list[Plan]()
+        for _ in range(_STEPS):
+            if high_s <= bound_s * (_COARSE if space.spare_bytes else _CLOSE):
+                break
+            middle_s = 1.5 * bound_s if np.isinf(high_s) else (bound_s + high_s) / 2
+            choices = periods.within(middle_s)
+            if choices is None:
+                bound_s = middle_s
+            else:
+                found.append(space.plan_of(choices))
+                high_s = middle_s
+        if not known and not found and (choices := periods.within(np.inf)) is not None:
+            found.append(space.plan_of(choices))
+        return bound_s, found
+
+
+def _noted(plan: Plan, kinds: str, bound_s: float, *, is_exact: bool) -> Plan:
+    note = f"{'optimal' if is_exact else 'best found'} among {kinds}"
+    return replace(plan, note=note, bound_s=min(bound_s, plan.slowest_stage_s))
+
+
+def fits_on_ranks(space: MeshSpace, choices: Sequence[StageChoice]) -> bool:
+    """Returns whether each stage fits its smallest rank, with the fewest possible messages."""
+    return all(limit is None or need <= limit for need, limit in _needs(space, choices))
+
+
+def _needs(space: MeshSpace, choices: Sequence[StageChoice]) -> list[tuple[int, int | None]]:
+    """The need and the memory of a rank of each stage."""
+    plan = space.plan_of(choices)
+    after = [*accumulate(reversed(plan.replicas))][::-1]
+    found = []
+    for one, workers, delay, own, site in zip(
+        choices, after, plan.update_delay, space.of_stages(plan), plan.sites, strict=True
+    ):
+        held = (workers - 1) // one.replicas + 1
+        need = int(own.need_bytes(one.first, one.last, held, delay, one.recompute, one.replicas))
+        found.append((need + (space.spare_bytes if len(choices) > 1 else 0), site.memory_bytes))
+    return found
+
+
+def _shortage(program: MeshProgram, kinds: str) -> Shortage:
+    """Of the plan whose fullest rank needs least. Raises a `PlanError` if no plan has the shape."""
+    least = program.least_bytes()
+    if least is None:
+        space = program.space
+        raise PlanError(
+            f"{kinds} were asked for, {'-'.join(map(str, program.counts or ())) or 'of at least two stages'}; the "
+            f"model's layers can be cut at {len(space.positions) - 2} places, and the cluster has "
+            f"{space.cluster.workers} ranks; ask for fewer stages or give more ranks"
+        )
+    needs = _needs(program.space, least[1])
+    fullest = max(range(len(needs)), key=lambda s: needs[s][0])
+    first, last = (program.space.downsets[at].bit_count() for at in least[1][fullest][:2])
+    limits = [limit for _, limit in needs if limit is not None]
+    return Shortage(max(int(least[0]), needs[fullest][0]), min(limits, default=0), first, last)
+
+
+def _without_beaten(space: MeshSpace, all_ranks: bool) -> MeshSpace:
+    """Returns the space without the meshes that another one beats, or equals, in the seconds and bytes of every stage.
+
+    A mesh of fewer ranks beats one of more only where ranks are alike and may be idle. This is exact.
+    """
+    may_be_smaller = space.cluster.is_flat and not all_ranks
+    known = {mesh: _costs(space, mesh) for mesh in space.meshes}
+
+    def beats(one: Mesh, other: Mesh) -> bool:
+        if one.size > other.size or (one.size < other.size and not may_be_smaller):
+            return False
+        return all(bool((a <= b).all()) for a, b in zip(known[one], known[other], strict=True))
+
+    kept: list[Mesh] = []
+    for mesh in sorted(space.meshes, key=lambda mesh: mesh.size):
+        if not any(beats(one, mesh) for one in kept):
+            kept = [one for one in kept if not beats(mesh, one)] + [mesh]
+    return replace(space, meshes=tuple(mesh for mesh in space.meshes if mesh in kept))
+
+
+def _costs(space: MeshSpace, mesh: Mesh) -> list[Any]:
+    """Arrays over all stages that seconds and bytes of a plan grow with."""
+    own, places = space.of_rank(mesh), np.array(space.positions)
+    chosen = np.nonzero(space.precedes)
+    first, last = places[chosen[0]], places[chosen[1]]
+    none = np.zeros(first.shape, dtype=int)
+    edges = own.bytes_of(first, last)
+    sizes = own.sizes(first, last)
+    updates = [own.update_s(first, last, delay, (none, none)) for delay in (0, 1)]
+    held = [
+        sizes.parameter_bytes,
+        sizes.optimizer_bytes,
+        sizes.activation_bytes,
+        sizes.input_bytes,
+        sizes.loaded_bytes,
+        sizes.working_bytes,
+        sizes.working_bytes - sizes.relief_bytes,
+        sizes.largest_parameter_bytes,
+        sizes.update_working_bytes,
+    ]
+    # A boundary between two meshes depends on the bytes of all their ranks, too.
+    crossing = own.crossing[places]
+    return [*own.passes_s(first, last), *updates, *edges, crossing, crossing * mesh.size, *held]

@@ -1,0 +1,198 @@
+"""The search space of stages with meshes: on some replicas of a mesh of ranks, what do layers cost as a stage?
+
+The choices are data: a single rank, and the meshes with their rules whose rank the profile knows (`Profile.ranks`).
+Workers take consecutive ranks. A worker lies within one machine (or other group of a cluster) or fills several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan import depth as depths
+from pipedream.core.plan.boundary import boundary_bytes
+from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.ranks import profile_of_rank, reach_of
+from pipedream.core.plan.site import Site
+from pipedream.planner.arrays import IntArray
+from pipedream.planner.tables.search_space import SearchSpace
+
+__all__ = ["MeshSite", "MeshSpace", "StageChoice"]
+
+
+class StageChoice(NamedTuple):
+    """The layers between two places, on `replicas` workers of one mesh."""
+
+    first: int
+    last: int
+    replicas: int
+    mesh: Mesh
+    recompute: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas * self.mesh.size
+
+
+class MeshSite(NamedTuple):
+    """Where a stage may lie.
+
+    Attributes:
+        site: its workers.
+        reach: of the collectives inside of them (`reach_of`).
+        number: the same for all sites that differ at most in memory.
+    """
+
+    site: Site
+    reach: tuple[int, ...]
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class MeshSpace(SearchSpace):
+    """The space of a single rank, on a cluster of ranks, and the spaces of one rank of each mesh.
+
+    Attributes:
+        meshes: that a stage may have.
+        kept: what was computed for the cluster's links, whatever its memory.
+    """
+
+    meshes: tuple[Mesh, ...] = (Mesh(),)
+    kept: dict[str, dict[Any, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def over(cls, space: SearchSpace, meshes: Sequence[Mesh]) -> Self:
+        known = {one.name: getattr(space, one.name) for one in fields(SearchSpace)}
+        return cls(**known, meshes=tuple(meshes))
+
+    def of_rank(self, mesh: Mesh, reach: tuple[int, ...] | None = None) -> SearchSpace:
+        """Returns the space of one rank of a mesh.
+
+        Args:
+            reach: of its collectives; by default that of the first ranks.
+        """
+        if not mesh.dimensions:
+            return self
+        reach = reach_of(mesh, self.cluster) if reach is None else reach
+        if (mesh, reach) not in self._spaces:
+            self._spaces[mesh, reach] = SearchSpace.of(
+                profile_of_rank(self.profile, mesh, self.cluster, reach),
+                self.cluster,
+                versions=self.versions,
+                update_delay=self.update_delay,
+                microbatches=self.microbatches,
+                occupancy=self.occupancy,
+                downsets=self.downsets,
+            )
+        return self._spaces[mesh, reach]
+
+    @property
+    def _spaces(self) -> dict[tuple[Mesh, tuple[int, ...]], SearchSpace]:
+        return self.kept.setdefault("spaces", {})
+
+    def slowed(self, factor: float) -> Self:
+        """Returns the space on slower links."""
+        return replace(self, cluster=self.cluster.slowed(factor), kept={})
+
+    def boundary(self, sender: Mesh, receiver: Mesh) -> IntArray:
+        """Returns the bytes of `boundary_bytes` at each place."""
+        sent, received = (self.of_rank(mesh).crossing for mesh in (sender, receiver))
+        if sender == receiver:
+            return sent
+        found: IntArray = np.asarray(boundary_bytes(sender.size, sent, receiver.size, received)).astype(np.int64)
+        return found
+
+    def site_at(self, first: int, replicas: int, mesh: Mesh) -> MeshSite | None:
+        """Returns where a stage from a rank on lies, as `Plan.sites` does; None if its workers may not lie there."""
+        key = (0 if self.cluster.is_flat else first), replicas, mesh
+        if key not in self._sites:
+            self._sites[key] = self._find_site(first, replicas, mesh)
+        return self._sites[key]
+
+    @cached_property
+    def _sites(self) -> dict[tuple[int, int, Mesh], MeshSite | None]:
+        return self.kept.setdefault(f"sites, with {self.cluster.memories}", {})
+
+    def _find_site(self, first: int, replicas: int, mesh: Mesh) -> MeshSite | None:
+        cluster, end = self.cluster, first + replicas * mesh.size
+        if cluster.is_flat:
+            wide = replace(cluster, levels=(replace(cluster.levels[0], width=replicas + 2),))
+            site = Site.of(wide, range(1, replicas + 1), 0, replicas + 1)
+            return self._numbered(site, (0,) * len(mesh.dimensions))
+        starts = range(first, end, mesh.size)
+        if not all(_may_hold(cluster, start, start + mesh.size) for start in starts):
+            return None
+        before, after = first - 1 if first else None, end if end < cluster.workers else None
+        reaches = [reach_of(mesh, cluster, start) for start in starts]
+        return self._numbered(Site.of(cluster, starts, before, after), tuple(map(max, zip(*reaches, strict=True))))
+
+    def _numbered(self, site: Site, reach: tuple[int, ...]) -> MeshSite:
+        number = self._numbers.setdefault((replace(site, memory_bytes=None), reach), len(self._numbers))
+        return MeshSite(site, reach, number)
+
+    @property
+    def _numbers(self) -> dict[tuple[Site, tuple[int, ...]], int]:
+        return self.kept.setdefault("numbers", {})
+
+    def plan_of(self, choices: Sequence[StageChoice], note: str = "") -> Plan:
+        """Returns the plan of these stages at the paper's depth, without its peak memory; it takes the last ranks."""
+        counts, meshes = tuple(one.replicas for one in choices), [one.mesh for one in choices]
+        delays = tuple(self.update_delay if count > 1 and len(choices) > 1 else 0 for count in counts)
+        idle = self.cluster.workers - sum(one.ranks for one in choices)
+        sizes = [mesh.size for mesh, count in zip(meshes, counts, strict=True) for _ in range(count)]
+        spaces = self._spaces_at(counts, meshes)
+        stages = []
+        for s, (one, space, delay) in enumerate(zip(choices, spaces, delays, strict=True)):
+            stage = space.stage(one.first, one.last, one.replicas, one.recompute, delay)
+            after = meshes[s + 1] if s + 1 < len(meshes) else one.mesh
+            sent = int(self.boundary(one.mesh, after)[one.last])
+            stages.append(replace(stage, mesh=one.mesh.text, output_bytes=sent))
+        workers = range(idle, idle + len(sizes))
+        return Plan(
+            tuple(stages),
+            depths.noam(counts, delays),
+            self.cluster.of_workers([*[1] * idle, *sizes]),
+            delays,
+            self.profile.model,
+            self.profile.batch,
+            note=note,
+            order=() if self.cluster.is_flat or not idle else tuple(workers),
+            graph=self.profile.graph if self.profile.graph.calls else None,
+            runtime=self.profile.runtime,
+        )
+
+    def choices_of(self, plan: Plan) -> tuple[StageChoice, ...]:
+        """Returns what `plan_of` made a plan of."""
+        rows = zip(self.ends(plan), plan.stages, plan.meshes, strict=True)
+        return tuple(StageChoice(*ends, one.replicas, mesh, one.recompute) for ends, one, mesh in rows)
+
+    def of_stages(self, plan: Plan) -> Sequence[SearchSpace]:
+        return self._spaces_at(plan.replicas, plan.meshes)
+
+    def _spaces_at(self, counts: Sequence[int], meshes: Sequence[Mesh]) -> list[SearchSpace]:
+        ranks = [count * mesh.size for count, mesh in zip(counts, meshes, strict=True)]
+        starts = accumulate(ranks, initial=self.cluster.workers - sum(ranks))
+        found = []
+        for first, count, mesh in zip(starts, counts, meshes, strict=False):
+            lies = self.site_at(first, count, mesh)
+            found.append(self.of_rank(mesh, None if lies is None else lies.reach))
+        return found
+
+
+def _may_hold(cluster: Cluster, first: int, last: int) -> bool:
+    """Whether these ranks may be one worker, see `Cluster.of_workers`."""
+    if last - first == 1:
+        return True
+    for number in range(1, len(cluster.levels)):
+        starts = cluster.starts(number)
+        if any(first < start < last for start in starts) and not {first, last} <= set(starts):
+            return False
+    alike = {(cluster.devices[w], cluster.speeds[w], cluster.memories[w]) for w in range(first, last)}
+    return len(alike) == 1

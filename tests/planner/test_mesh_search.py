@@ -1,0 +1,155 @@
+"""Cuts, replicas and meshes together, against every plan; and never slower than one mesh for all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+from drawn import meshed_cluster, meshed_profile
+
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.mesh import Mesh
+from pipedream.core.plan.ranks import profile_of_rank
+from pipedream.planner import MeshSearch, MeshSpace, SearchSpace, StageChoice, fits_on_ranks, mesh_search, plan
+from pipedream.planner.dynamic_program.mesh_periods import MeshPeriods
+from pipedream.planner.dynamic_program.mesh_program import MESH_PROGRAMS, MeshProgram
+
+
+def every_choice(space: MeshSpace, recompute: str = "never") -> Iterator[tuple[StageChoice, ...]]:
+    """All stages on all meshes, on any number of ranks, whether or not they fit."""
+    end, ranks = len(space.profile.layers), space.cluster.workers
+    again = {"never": (False,), "auto": (False, True), "always": (True,)}[recompute]
+    kinds = [(r, mesh) for mesh in space.meshes for r in range(1, ranks // mesh.size + 1)]
+    for stages in range(1, min(end, ranks) + 1):
+        for cuts in combinations(range(1, end), stages - 1):
+            spans = list(zip((0, *cuts), (*cuts, end), strict=True))
+            for row in product(kinds, repeat=stages):
+                if sum(r * mesh.size for r, mesh in row) > ranks:
+                    continue
+                for redoes in product(again, repeat=stages):
+                    yield tuple(
+                        StageChoice(*span, *kind, redo) for span, kind, redo in zip(spans, row, redoes, strict=True)
+                    )
+
+
+def lies(space: MeshSpace, choices: tuple[StageChoice, ...]) -> bool:
+    first = space.cluster.workers - sum(one.ranks for one in choices)
+    for one in choices:
+        if space.site_at(first, one.replicas, one.mesh) is None:
+            return False
+        first += one.ranks
+    return True
+
+
+def exhaustive_s(space: MeshSpace, *, single: bool, all_ranks: bool, recompute: str) -> float:
+    """The seconds of the best plan; infinite if none fits."""
+    found = float("inf")
+    for choices in every_choice(space, recompute):
+        used = sum(one.ranks for one in choices)
+        asked = (len(choices) > 1 or single) and (used == space.cluster.workers or not all_ranks)
+        if asked and lies(space, choices) and fits_on_ranks(space, choices):
+            found = min(found, space.plan_of(choices).slowest_stage_s)
+    return found
+
+
+SEEDS = [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 200))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_equals_exhaustive_search(seed: int) -> None:
+    """Flat and on two levels, with and without a limit on memory; and the bounds are bounds."""
+    draw = random.Random(seed)
+    profile = meshed_profile(draw)
+    cluster = meshed_cluster(draw, limited=seed % 2 == 1, levels=1 + seed // 2 % 2)
+    meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
+    all_ranks, single = draw.random() < 0.3, draw.random() < 0.7
+    recompute = draw.choice(["never", "never", "auto"])
+    base = SearchSpace.of(profile, cluster, update_delay=draw.choice([0, 0, 1]))
+    space = MeshSpace.over(base, meshes)
+    best_s = exhaustive_s(space, single=single, all_ranks=all_ranks, recompute=recompute)
+    options = {"all_ranks": all_ranks, "allow_single_stage": single, "recompute": recompute}
+    programs = [MeshProgram(space, how, **options) for how in MESH_PROGRAMS]  # type: ignore[arg-type]
+    below, exact, above = (float("inf") if (one := program.best()) is None else one[0] for program in programs)
+    assert exact == pytest.approx(best_s)
+    assert below <= best_s * (1 + 1e-9)
+    assert above >= best_s * (1 - 1e-9)
+    if best_s < float("inf"):
+        answer = programs[1].best()
+        assert answer is not None
+        assert fits_on_ranks(space, answer[1])
+        assert space.plan_of(answer[1]).slowest_stage_s == pytest.approx(best_s)
+        search = MeshSearch.of(profile, cluster, meshes, recompute=recompute, all_ranks=all_ranks,
+                               update_delay=space.update_delay)  # fmt: skip
+        found = search._search(search.space, "any" if single else "pipeline")
+        assert found.slowest_stage_s == pytest.approx(best_s), "without the meshes that others beat"
+        assert found.ranks == cluster.workers or not all_ranks
+
+
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 200))])
+def test_no_single_mesh_is_faster(seed: int) -> None:
+    draw = random.Random(seed)
+    profile = meshed_profile(draw, 6)
+    limited, levels = draw.random() < 0.5, draw.choice([1, 2])
+    cluster = meshed_cluster(draw, limited=limited, levels=levels)
+    meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
+    by_hand = []
+    for mesh in meshes:
+        own = profile_of_rank(profile, mesh, cluster) if mesh.dimensions else profile
+        try:
+            by_hand.append(plan(own, cluster.of_meshes(mesh.size)).slowest_stage_s)
+        except PlanError:
+            continue
+    try:
+        found = MeshSearch.of(profile, cluster, meshes).best("any")
+    except PlanError:
+        assert not by_hand
+        return
+    assert found.slowest_stage_s <= min(by_hand, default=float("inf")) * (1 + 1e-9)
+    assert found.overfull is None
+
+
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 120))])
+def test_large_searches_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the exact program: the best plan is between the bound and what is found, which fits whenever one does."""
+    monkeypatch.setattr(mesh_search, "_MOST_WORK", 0.0)
+    draw = random.Random(seed)
+    profile, cluster = meshed_profile(draw), meshed_cluster(draw, limited=True, levels=1 + seed % 2)
+    meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
+    recompute, all_ranks = draw.choice(["never", "never", "auto", "always"]), draw.random() < 0.3
+    search = MeshSearch.of(profile, cluster, meshes, recompute=recompute, all_ranks=all_ranks)
+    best_s = exhaustive_s(search.space, single=True, all_ranks=all_ranks, recompute=recompute)
+    try:
+        found = search._search(search.space, "any")
+    except PlanError:
+        assert best_s == float("inf")
+        return
+    assert fits_on_ranks(search.space, search.space.choices_of(found))
+    assert found.bound_s <= best_s * (1 + 1e-9)
+    assert found.slowest_stage_s >= best_s * (1 - 1e-9)
+    assert found.ranks == cluster.workers or not all_ranks
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_period_is_kept_if_a_plan_can(seed: int) -> None:
+    """Where each rank's own bytes are all that crosses a boundary."""
+    draw = random.Random(seed)
+    profile, cluster = meshed_profile(draw), meshed_cluster(draw, limited=True, levels=1 + seed % 2)
+    none = tuple(replace(layer, output_bytes=0) for layer in profile.layers)
+    ranks = tuple(
+        replace(rank, layers=tuple(replace(layer, output_bytes=0) for layer in rank.layers)) for rank in profile.ranks
+    )
+    profile = replace(profile, layers=none, ranks=ranks, input_shapes=())
+    meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
+    periods = MeshPeriods(space := MeshSpace.over(SearchSpace.of(profile, cluster), meshes))
+    best = MeshProgram(space).best()
+    if best is None:
+        assert periods.within(float("inf")) is None
+        return
+    choices = periods.within(best[0] * (1 + 1e-9))
+    assert choices is not None
+    assert fits_on_ranks(space, choices)
+    assert space.plan_of(choices).slowest_stage_s == pytest.approx(best[0])
+    assert best[0] == 0 or periods.within(best[0] * (1 - 1e-9)) is None
