@@ -204,7 +204,9 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
         pytest.param("resnet", Feature("zb_h1", 2, recompute=True), "aot_eager", marks=pytest.mark.long),
         pytest.param("checkpointed", Feature(recompute=True), "aot_eager", marks=pytest.mark.long),
         pytest.param("attention_lstm", Feature(), "aot_eager", marks=pytest.mark.slow),
-        pytest.param("hf_gpt2", Feature("1f1b", 2, (2, 1)), "eager", marks=[pytest.mark.slow, needs_hf]),
+        pytest.param(
+            "hf_gpt2", Feature("1f1b", 2, (2, 1)), "eager", marks=[pytest.mark.slow, pytest.mark.long, needs_hf]
+        ),
         pytest.param("hf_t5", Feature(), "eager", marks=[pytest.mark.long, needs_hf]),
     ],
 )

@@ -99,6 +99,7 @@ def test_the_fewest_seconds_equal_exhaustive_search(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=300)
 @given(steps, meshes, fixed_names, st.sampled_from([0.1, 1.0, 20.0]), rates, st.floats(0, 1))
 def test_more_steps_equal_exhaustive_search(

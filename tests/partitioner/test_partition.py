@@ -223,6 +223,7 @@ def test_each_cut_equals_exhaustive_search(ops: Operators) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @given(graphs())
 def test_each_cut_of_larger_graphs_equals_exhaustive_search(ops: Operators) -> None:
     _check_exact(ops)

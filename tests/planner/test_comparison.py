@@ -110,6 +110,7 @@ def test_never_slower_than_what_it_was_compared_with(profile: Profile, cluster: 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=200)
 @given(profiles(), clusters(), METHODS)
 def test_never_slower_in_200_cases(profile: Profile, cluster: Cluster, schedule: str) -> None:
@@ -117,7 +118,7 @@ def test_never_slower_in_200_cases(profile: Profile, cluster: Cluster, schedule:
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(profiles(), clusters())
 def test_auto_is_never_slower(profile: Profile, cluster: Cluster) -> None:
     check_never_slower(profile, cluster, "auto")

@@ -157,7 +157,7 @@ def _check(name: str, ranks: Ranks, count: int, **how: Any) -> None:
     assert sent == run.sent_bytes
 
 
-@pytest.mark.parametrize("how", WAYS[:2], ids=str)
+@pytest.mark.parametrize("how", WAYS[1:2], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "lstm", "wide_resnet"])
 def test_eight_simulated_ranks_equal_one_process(name: str, how: dict[str, Any]) -> None:
     _check(name, SimulatedRanks(8), 8, **how)

@@ -264,6 +264,7 @@ def test_what_a_byte_takes_from_compute_is_what_it_adds_to_an_update(monkeypatch
 
 @pytest.mark.network
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     """All rows, with the bytes that crossed the links; then again, into a new folder."""
