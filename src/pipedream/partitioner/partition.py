@@ -14,7 +14,7 @@ from pipedream.core.operators.operators import Operators
 from pipedream.partitioner.minimise import Variable
 from pipedream.partitioner.search import Choice, Search, State, all_choices
 
-__all__ = ["METHODS", "Halving", "Partition", "partition"]
+__all__ = ["METHODS", "Halving", "Partition", "completed", "partition"]
 
 _TIES = 256
 """Equally cheap cuts that the recursion follows, in a step of a few operators."""
@@ -90,6 +90,27 @@ def partition(
     return replace(
         found, at_least=found.elements if method == "joint" else min(found.elements, _bound(search, len(cuts)))
     )
+
+
+def completed(operators: Operators, ranks: int, given: Mapping[str, Sequence[int | None]]) -> Partition:
+    """Returns a recursive partition in which some tensors, and those alike, have given schemes.
+
+    Args:
+        given: tensor -> the dimension that each cut divides, or None.
+    """
+    group = {name: names[0] for names in operators.groups for name in names}
+    schemes = {group[name]: cuts for name, cuts in given.items()}
+
+    def allowed(at: int, one: Variable, own: Any) -> Sequence[Any]:
+        return [schemes[one][at]] if one in schemes else all_choices(operators, one, own)
+
+    state, found = State.uncut(operators), []
+    for at in range(ranks.bit_length() - 1):
+        elements, choices = Search(operators, partial(allowed, at)).cheapest(state)
+        (choice,) = next(choices)
+        found.append(Halving(choice.schemes, choice.indices, elements))
+        state = state.after(choice)
+    return Partition("recursive", ranks, tuple(found), 0)
 
 
 def _without_replicas(operators: Operators, one: Variable, own: Any) -> Sequence[Any]:

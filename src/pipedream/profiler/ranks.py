@@ -43,9 +43,9 @@ def one_rank(
     whole = {name: parameter.data for name, parameter in parameters.items()}
     modules = {id(module): module for layer in layers for module in layer.modules()}.values()
     own = [module._parameters for module in modules]
-    with _fake_mesh(mesh, device) as device_mesh:
+    with _fake_mesh(mesh, device) as (device_mesh, group):
         try:
-            yield OneRank(layers, parameters, StageSharding(layout, device_mesh), device_mesh)
+            yield OneRank(layers, parameters, StageSharding(layout, device_mesh, group), device_mesh)
         finally:
             for module, slots in zip(modules, own, strict=True):
                 module._parameters = slots
@@ -83,6 +83,7 @@ class OneRank:
             for slot, parameter in module._parameters.items()
             if id(parameter) in known
         ]
+        self._callers = {id(layer): sharding.caller(layer) for layer in layers}
         self._names = {
             id(layer): [known[id(one)] for one in layer.parameters() if id(one) in known] for layer in layers
         }
@@ -117,7 +118,8 @@ class OneRank:
                 if name in weights:
                     slots[slot] = weights[name]
             with self._sharding.running("forward"):
-                return layer(**arguments) if isinstance(arguments, Mapping) else layer(*arguments)
+                call = self._callers[id(layer)]
+                return call(**arguments) if isinstance(arguments, Mapping) else call(*arguments)
         finally:
             for slots, slot, parameter in own:
                 slots[slot] = parameter
@@ -187,8 +189,8 @@ def _detached(one: Any) -> Any:
 
 
 @contextmanager
-def _fake_mesh(mesh: Mesh, device: torch.device) -> Iterator[DeviceMesh]:
-    """Yields a mesh whose first rank is this process; the others do not exist."""
+def _fake_mesh(mesh: Mesh, device: torch.device) -> Iterator[tuple[DeviceMesh, dist.ProcessGroup]]:
+    """Yields a mesh whose first rank is this process, and a group of all its ranks; the others do not exist."""
     joined = dist.is_initialized()
     if not joined:
         dist.init_process_group("fake", rank=0, world_size=mesh.size, store=FakeStore())
@@ -204,6 +206,7 @@ def _fake_mesh(mesh: Mesh, device: torch.device) -> Iterator[DeviceMesh]:
         for at in range(len(mesh.dimensions)):
             ranks = [r for r, place in enumerate(coordinates) if not any((*place[:at], *place[at + 1 :]))]
             groups.append(dist.new_group(ranks, backend="fake", use_local_synchronization=True))
+        everyone = dist.new_group(range(mesh.size), backend="fake", use_local_synchronization=True)
         sizes = list(mesh.dimensions.values())
         numbers = torch.arange(mesh.size).view(sizes)
         names = tuple(mesh.dimensions)
@@ -215,10 +218,10 @@ def _fake_mesh(mesh: Mesh, device: torch.device) -> Iterator[DeviceMesh]:
         )
         # DTensor remembers what it has done on a mesh, and would use these groups on a real one that is equal.
         made._thread_id, made._hash = -1, None
-        yield made
+        yield made, everyone
     finally:
         if joined:
-            for group in groups:
+            for group in (*groups, everyone):
                 dist.destroy_process_group(group)
         else:
             dist.destroy_process_group()

@@ -274,7 +274,9 @@ class Session:
         for stage, owned in handles.items():
             if connections.mesh is None:
                 continue
-            sharding = self._shardings[stage] = StageSharding(blueprint.settings.layout, connections.mesh)
+            sharding = self._shardings[stage] = StageSharding(
+                blueprint.settings.layout, connections.mesh, connections.mesh_group
+            )
             sharding.share_initial(
                 [tensor for name, tensor in named_state(model).items() if name in self._stage_names[stage]]
             )

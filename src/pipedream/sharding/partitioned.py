@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from pipedream.core.operators.operators import Operator
+from pipedream.core.operators.text import Access
 from pipedream.core.plan.mesh import Box, Piece, overlap
-from pipedream.partitioner.exchanges import Exchanges
+from pipedream.partitioner.exchanges import Exchanges, Result
 from pipedream.partitioner.partition import Partition
 from pipedream.sharding.descriptions import COMBINE, Part, description_of, filled
 from pipedream.sharding.traced import DescribedCall, TracedStep
@@ -65,7 +66,7 @@ class GroupRanks:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
-        self.own = (self._rank,)
+        self.own: Sequence[int] = (self._rank,)
         self.sent_bytes = 0
 
     def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> _Arrived:
@@ -99,6 +100,17 @@ def _cut_out(part: torch.Tensor, have: Box | None, wanted: Box) -> torch.Tensor:
     return part[tuple(slice(w.start - h.start, w.stop - h.start) for w, h in zip(wanted, have, strict=True))]
 
 
+class _Exchanged(NamedTuple):
+    """What the ranks send around an operator.
+
+    Attributes:
+        operands: each with its pieces and the part of it that each rank uses.
+    """
+
+    operands: Sequence[tuple[Access, tuple[Piece, ...], tuple[Box, ...]]]
+    result: Result
+
+
 class PartitionedStep:
     """A traced step that several ranks run together.
 
@@ -111,11 +123,25 @@ class PartitionedStep:
         self._ranks = ranks
         self.exchanges = Exchanges(step.operators, partition)
 
+    def needed(self, given: Iterable[str], keep: Iterable[str]) -> tuple[int, ...]:
+        """Returns the numbers of the operators that compute some tensors from others."""
+        wanted, found = set(keep) - set(given), []
+        for number in reversed(range(len(self._step.calls))):
+            step = self._step.operators.steps[number]
+            if step.result in wanted:
+                wanted = (wanted | {access.tensor for access in step.line.operands}) - set(given)
+                found.append(number)
+        return tuple(reversed(found))
+
     @cached_property
-    def _last_use(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+    def _exchanged(self) -> list[_Exchanged]:
+        found = []
         for number, step in enumerate(self._step.operators.steps[: len(self._step.calls)]):
-            found |= {access.tensor: number for access in step.accesses}
+            operands = [
+                (one, self.exchanges.operand(number, one), self.exchanges.used(number, one))
+                for one in step.line.operands
+            ]
+            found.append(_Exchanged(operands, self.exchanges.result(number)))
         return found
 
     @cached_property
@@ -150,34 +176,38 @@ class PartitionedStep:
         return _assembled(everything, arrived[rank], parts[rank])
 
     def run(self, values: Mapping[str, Parts], keep: Iterable[str]) -> dict[str, Parts]:
-        """Runs forward and backward.
+        """Runs the operators that compute some tensors.
 
         Args:
-            values: of all parameters, buffers, inputs and tangents.
+            values: of the parameters, buffers, inputs and tangents that they need, or of what was kept before.
             keep: the tensors to return.
         """
+        kept = set(keep)
+        numbers = self.needed(values, kept)
+        last_use = {
+            access.tensor: number for number in numbers for access in self._step.operators.steps[number].accesses
+        }
         held = dict(values)
         for name, make in self._step.constants.items():
-            held[name] = self.part(name, make())
-        kept = set(keep)
-        for number, call in enumerate(self._step.calls):
+            if name in last_use or name in kept:
+                held[name] = self.part(name, make())
+        for number in numbers:
             step = self._step.operators.steps[number]
-            held[step.result] = self._run(number, step, call, held)
+            held[step.result] = self._run(number, step, self._step.calls[number], held)
             for name in {access.tensor for access in step.accesses} - kept:
-                if self._last_use[name] == number:
+                if last_use[name] == number:
                     del held[name]
         return {name: held[name] for name in kept}
 
     def _run(self, number: int, step: Operator, call: DescribedCall, held: Mapping[str, Parts]) -> Parts:
         operands: dict[int, dict[object, torch.Tensor]] = {rank: {} for rank in self._ranks.own}
-        for access in step.line.operands:
-            used, parts = self.exchanges.used(number, access), held[access.tensor]
-            arrived = self._ranks.exchange(
-                self.exchanges.operand(number, access), parts, self.exchanges.rests[access.tensor]
-            )
+        exchanged = self._exchanged[number]
+        for access, pieces, used in exchanged.operands:
+            parts = held[access.tensor]
+            arrived = self._ranks.exchange(pieces, parts, self.exchanges.rests[access.tensor])
             for rank in self._ranks.own:
                 operands[rank][access.tensor, access.indices] = _assembled(used[rank], arrived[rank], parts[rank])
-        result = self.exchanges.result(number)
+        result = exchanged.result
         computed = {
             rank: self._computed(number, call, rank, operands[rank], result.boxes[rank]) for rank in self._ranks.own
         }

@@ -34,6 +34,7 @@ from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Resting, Rows
 from pipedream.sharding.count import FirstPasses
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
+from pipedream.sharding.partitioned_layer import PartitionedLayer
 from pipedream.sharding.parts import like_part, local_part, runs_early
 from pipedream.sharding.whole_weights import step_whole_weights, steps_each_element
 
@@ -137,17 +138,19 @@ class StageSharding:
 
     Args:
         device_mesh: with named dimensions.
+        group: of all its ranks; for a layout that was found.
 
     Attributes:
         steps_whole_weights: the optimizer gathers weights.
         look: called in a backward where much memory is taken: with each gradient of a weight.
     """
 
-    def __init__(self, layout: Layout, device_mesh: DeviceMesh) -> None:
+    def __init__(self, layout: Layout, device_mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> None:
         names = device_mesh.mesh_dim_names or ()
         self.mesh = Mesh(",".join(f"{name}:{device_mesh.size(at)}" for at, name in enumerate(names)))
         self._layout = layout
         self._device_mesh = device_mesh
+        self._group = group
         self._place: Sequence[int] = device_mesh.get_coordinate() or []
         self._rest = self._dimension(layout.at_rest)
         self.look: Callable[[], None] = lambda: None
@@ -195,12 +198,10 @@ class StageSharding:
             PlanError: the layout is not legal for a parameter (`Layout.placements`).
         """
         for name, handle in handles.items():
-            names = self._layout.names_of(name)
-            placements: Sequence[int | None] = [None] * len(self.mesh.dimensions)
             if given and handle in given:
                 placements = given[handle]
-            elif names is not None:
-                placements = self._layout.placements(names, handle.shape, self.mesh, f"the parameter {name!r}")
+            else:
+                placements = self._layout.parameter(name, handle.shape, self.mesh)
             meta = TensorMeta(handle.shape, handle.stride(), handle.dtype)
             placed = tuple(_placed(placements))
             spec, rows = DTensorSpec(self._device_mesh, placed, meta), None
@@ -355,6 +356,14 @@ class StageSharding:
         found._first = FirstPasses(self._device_mesh)
         found._weights = {name: part.anew() for name, part in self._weights.items()}
         return found
+
+    def caller(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what is called in place of a layer."""
+        if not self._layout.is_cut(self.mesh):
+            return layer
+        assert isinstance(layer, torch.nn.Module)
+        assert self._group is not None
+        return PartitionedLayer(layer, self._device_mesh, self._group)
 
     # -- activations ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh, every_mesh, pairs_of
@@ -22,6 +22,18 @@ BATCH = "batch"
 """The name of dimension 0 of a stage's inputs and outputs."""
 _OUT = ":out"
 _UNNAMED = "-"
+_CUT = "cut"
+"""The dimensions of a mesh for a found layout are cut1, cut2, and so on."""
+
+
+class _Cut(Protocol):
+    @property
+    def schemes(self) -> Mapping[str, int | None]: ...
+
+
+class _Found(Protocol):
+    @property
+    def cuts(self) -> Sequence[_Cut]: ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,8 @@ class Layout:
             ``{"*.up.weight": "d_ff d_model"}``; ``"blocks.3:out"`` is the output of that layer. The first that matches
             counts. A tensor without names is not cut.
         at_rest: mesh dimension over which weights, gradients and optimizer state are sharded while no layer uses them.
+        cuts: tensor of a described step (`tensor_of` for parameters) -> the dimension that each cut into halves
+            divides, or None. They count on meshes such as ``cut1:2,cut2:2``, where rules do not.
 
     Raises:
         PlanError: text that is not of this form, or a tensor dimension on two mesh dimensions.
@@ -42,9 +56,61 @@ class Layout:
     rules: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     at_rest: str = ""
+    cuts: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", ",".join(f"{cut}:{over}" for cut, over in self._parsed()))
+
+    @classmethod
+    def of(cls, found: _Found) -> Layout:
+        """Returns the layout of a `Partition`, for a mesh with a dimension for each of its cuts: ``cut1:2,cut2:2``.
+
+        Weights rest as they were found to, together with their versions, gradients and optimizer states. Each layer
+        runs by operators whose indices are chosen for that (`pipedream.sharding.partitioned_layer`).
+        """
+        tensors = found.cuts[0].schemes if found.cuts else {}
+        return cls(cuts={name: tuple(cut.schemes[name] for cut in found.cuts) for name in tensors})
+
+    @staticmethod
+    def tensor_of(parameter: str) -> str:
+        """Returns the name that a parameter has among the tensors of a model's step."""
+        return f"p_{parameter}".replace(".", "_")
+
+    def is_cut(self, mesh: Mesh) -> bool:
+        """Whether `cuts` count on a mesh.
+
+        Raises:
+            PlanError: only some of its dimensions are cuts, or are not the first ones, of two ranks each.
+        """
+        count = max(map(len, self.cuts.values()), default=0)
+        wanted = {f"{_CUT}{at + 1}": 2 for at in range(count)}
+        if not wanted or not mesh.dimensions.keys() & wanted.keys():
+            return False
+        if list(mesh.dimensions.items()) != list(wanted.items())[: len(mesh.dimensions)] or self.at_rest:
+            raise PlanError(
+                f"a layout with {count} cuts into halves has meshes such as {_halves(count)}, without at_rest; found "
+                f"{mesh}{f' and at_rest={self.at_rest!r}' if self.at_rest else ''}; use such a mesh, and replicas of "
+                "the stage in place of other dimensions"
+            )
+        return True
+
+    def parameter(self, name: str, shape: Sequence[int], mesh: Mesh) -> tuple[int | None, ...]:
+        """Returns the placements of a parameter, see `placements`."""
+        if self.is_cut(mesh):
+            cuts = self.cuts.get(self.tensor_of(name)) or self.cuts.get(name) or ()
+            found = (*cuts, *[None] * len(mesh.dimensions))[: len(mesh.dimensions)]
+            for over, cut in zip(mesh.dimensions, found, strict=True):
+                times = 2 ** found[: list(mesh.dimensions).index(over) + 1].count(cut)
+                if cut is not None and (cut >= len(shape) or shape[cut] % times):
+                    raise PlanError(
+                        f"the layout cuts dimension {cut} of {name!r} over {over!r}, but its shape is {tuple(shape)}; "
+                        "describe and partition this model, with sizes that the ranks divide"
+                    )
+            return found
+        names = self.names_of(name)
+        if names is None:
+            return (None,) * len(mesh.dimensions)
+        return self.placements(names, shape, mesh, f"the parameter {name!r}")
 
     def _parsed(self) -> list[tuple[str, str]]:
         found: dict[str, str] = {}
@@ -131,6 +197,9 @@ class Layout:
         Args:
             names: None if only dimension 0 is known, as the batch where it counts the samples.
         """
+        if self.is_cut(mesh):
+            parts = len(mesh.dimensions) if shape and shape[0] == samples and samples % mesh.size == 0 else 0
+            return (0,) * parts or (None,) * len(mesh.dimensions)
         words = [_UNNAMED] * len(shape) if names is None else names.split()
         if names is None and shape and shape[0] == samples:
             words[0] = BATCH
@@ -148,16 +217,16 @@ class Layout:
             samples: in a minibatch; None if unknown.
         """
         dimensions = list(dict.fromkeys([*self.over.values(), *([self.at_rest] if self.at_rest else [])]))
-        return {mesh: self._problem(mesh, shapes, samples) for mesh in every_mesh(dimensions, most)}
+        cuts = range(1, max(map(len, self.cuts.values()), default=0) + 1)
+        meshes = [*every_mesh(dimensions, most), *(Mesh(_halves(count)) for count in cuts if 2**count <= most)]
+        return {mesh: self._problem(mesh, shapes, samples) for mesh in meshes}
 
     def _problem(self, mesh: Mesh, shapes: Mapping[str, Sequence[int]], samples: int | None) -> str:
         batch = self.over.get(BATCH)
         used = {self.at_rest, batch}
         for name, shape in shapes.items():
-            if (names := self.names_of(name)) is None:
-                continue
             try:
-                placed = self.placements(names, shape, mesh, repr(name))
+                placed = self.parameter(name, shape, mesh)
             except PlanError as error:
                 return str(error)
             used |= {over for over, cut in zip(mesh.dimensions, placed, strict=True) if cut is not None}
@@ -167,7 +236,9 @@ class Layout:
         return f"nothing of the model is cut over {unused[0]!r}" if unused else ""
 
     def rules_on(self, mesh: Mesh) -> str:
-        """Returns the rules that have an effect on a mesh."""
+        """Returns the rules that have an effect on a mesh, or ``found`` for cuts."""
+        if self.is_cut(mesh):
+            return "found"
         return ",".join(f"{cut}:{over}" for cut, over in self.over.items() if over in mesh.dimensions)
 
     def output_names(self, layer: str) -> str | None:
@@ -187,7 +258,7 @@ class Layout:
             parameters, layers: the names that the model has.
             meshes: of the stages.
         """
-        meshes = list(meshes)
+        meshes, parameters = list(meshes), list(parameters)
         tensors = [*parameters, *(f"{layer}{_OUT}" for layer in layers)]
         for pattern in self.names:
             if not any(fnmatchcase(name, pattern) for name in tensors):
@@ -196,6 +267,12 @@ class Layout:
                     f"the layout names the dimensions of {pattern!r}, which matches no parameter and no layer's "
                     f"output (LAYER{_OUT}){f'; did you mean {near[0]!r}?' if near else ''}"
                 )
+        known = {tensor for name in parameters for tensor in (name, self.tensor_of(name))}
+        if any(map(self.is_cut, meshes)) and not known & self.cuts.keys():
+            raise PlanError(
+                f"the layout was found for the tensors {', '.join(list(self.cuts)[:5])}, none of which is a parameter "
+                "of the model; partition what pipedream.operators(model, ...) returns"
+            )
         words = {BATCH, *(word for names in self.names.values() for word in names.split())}
         for cut, over in self.over.items():
             if cut not in words and (near := get_close_matches(cut, words, n=1, cutoff=0.75)):
@@ -203,16 +280,20 @@ class Layout:
                     f"the layout has the rule {cut}:{over}, but no tensor has a dimension {cut!r}; did you mean "
                     f"{near[0]!r}?"
                 )
-        known = [over for mesh in meshes for over in mesh.dimensions]
-        if self.at_rest not in known and (near := get_close_matches(self.at_rest, known, n=1, cutoff=0.75)):
+        dimensions = [over for mesh in meshes for over in mesh.dimensions]
+        if self.at_rest not in dimensions and (near := get_close_matches(self.at_rest, dimensions, n=1, cutoff=0.75)):
             raise PlanError(
                 f"the layout is at rest over {self.at_rest!r}, which no mesh has; did you mean {near[0]!r}?"
             )
         used = {*self.over.values(), *([self.at_rest] if self.at_rest else [])}
         for mesh in meshes:
-            for over in mesh.dimensions:
+            for over in () if self.is_cut(mesh) else mesh.dimensions:
                 if over not in used:
                     raise PlanError(
                         f"the mesh {mesh} has the dimension {over!r}, which no rule uses, so that its ranks would all "
                         f"do the same; add a rule such as batch:{over}, or at_rest={over!r}, or remove the dimension"
                     )
+
+
+def _halves(count: int) -> str:
+    return ",".join(f"{_CUT}{at + 1}:2" for at in range(count))

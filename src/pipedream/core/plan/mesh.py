@@ -134,7 +134,7 @@ def box_of(
     """Returns the part of a tensor that a rank has.
 
     A dimension that does not divide is cut as `torch.chunk` does: into parts of the same size, then a smaller one, then
-    empty ones.
+    empty ones. One that several dimensions of the mesh cut is cut by the first of them, its parts by the next.
 
     Args:
         placements: for each dimension of the mesh the dimension of the tensor that it cuts, or None.
@@ -144,8 +144,8 @@ def box_of(
     box = [range(size) for size in shape]
     for cut, parts, at in zip(placements, sizes, coordinates, strict=True):
         if cut is not None:
-            part = -(-shape[cut] // parts)
-            box[cut] = range(min(at * part, shape[cut]), min((at + 1) * part, shape[cut]))
+            part = -(-len(box[cut]) // parts)
+            box[cut] = box[cut][at * part : (at + 1) * part]
     return tuple(box)
 
 

@@ -61,6 +61,7 @@ class Connections:
         meshes: of each worker.
         mesh: of this rank's worker; None for a single rank.
         worker: gloo group of the worker's ranks; None for one.
+        mesh_group: of the same ranks, for tensors on their device.
     """
 
     everyone: dist.ProcessGroup
@@ -73,6 +74,7 @@ class Connections:
     meshes: Sequence[Mesh] = ()
     mesh: DeviceMesh | None = None
     worker: dist.ProcessGroup | None = None
+    mesh_group: dist.ProcessGroup | None = None
     workers: Sequence[range] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -127,7 +129,16 @@ class Connections:
 
     def close(self) -> None:
         """Destroys the groups that were made here; every rank calls it."""
-        for group in (self.leaders, self.worker, self.upward, *self.stages, *self.holders, *self.links.values()):
+        on_device = () if self.mesh_group is self.worker else (self.mesh_group,)
+        for group in (
+            self.leaders,
+            self.worker,
+            *on_device,
+            self.upward,
+            *self.stages,
+            *self.holders,
+            *self.links.values(),
+        ):
             if group is not None and group is not self.everyone:
                 leave_group(group)
         for memory in self.memory.values():
@@ -187,7 +198,7 @@ def connect_groups(
         return connecting.group(pair, make, lambda group: _exchange(group, rank == pair[0], (0, 1), on))
 
     found = {pair: link(pair) for pair in pairs} if uses_nccl else {}
-    mesh, worker = _within_workers(on, workers, meshes)
+    mesh, worker, mesh_group = _within_workers(on, workers, meshes)
     return Connections(
         everyone,
         upward,
@@ -199,6 +210,7 @@ def connect_groups(
         meshes,
         mesh,
         worker,
+        mesh_group,
     )
 
 
@@ -220,16 +232,20 @@ def _leaders(everyone: dist.ProcessGroup, firsts: Sequence[int]) -> dist.Process
 
 def _within_workers(
     device: torch.device, workers: Sequence[range], meshes: Sequence[Mesh]
-) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:
-    """Returns the mesh of this rank's worker and a gloo group of its ranks; every rank makes those of all workers."""
-    own: tuple[DeviceMesh | None, dist.ProcessGroup | None] = None, None
+) -> tuple[DeviceMesh | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Returns the mesh of this rank's worker, a gloo group of its ranks and one for their device.
+
+    Every rank makes those of all workers.
+    """
+    own: tuple[DeviceMesh | None, dist.ProcessGroup | None, dist.ProcessGroup | None] = None, None, None
     for ranks, mesh in zip(workers, meshes, strict=True):
         if not mesh.dimensions:
             continue
         grid = torch.tensor(ranks).view(*mesh.dimensions.values())
         made = DeviceMesh(device.type, grid, mesh_dim_names=tuple(mesh.dimensions))
         group = _new_group(ranks, torch.device("cpu"))
-        own = (made, group) if dist.get_rank() in ranks else own
+        on_device = group if device.type == "cpu" else _new_group(ranks, device)
+        own = (made, group, on_device) if dist.get_rank() in ranks else own
     return own
 
 

@@ -157,7 +157,7 @@ class StageModule:
             (
                 name,
                 layer,
-                layer if compile is None else _compiled(layer, compile),
+                _compiled(layer, compile) if compile is not None else sharding.caller(layer) if sharding else layer,
                 hasattr(layer, "reseed"),
                 never_draws(layer),
             )

@@ -1,0 +1,228 @@
+"""Layers on a mesh of halves, whose operators run along the indices that a partition has chosen (`Layout.of`).
+
+A layer gets DTensors and returns DTensors, as any layer on a mesh. In between, its forward and its backward are its
+traced operators, with this rank's parts. Where its weights and inputs rest is given; the rest of the partition is
+searched at the first call with each kind of input.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pipedream.partitioner.partition import Partition, completed
+from pipedream.sharding.functions import summed
+from pipedream.sharding.partitioned import GroupRanks, PartitionedStep
+from pipedream.sharding.traced import trace
+
+__all__ = ["PartitionedLayer"]
+
+
+class PartitionedLayer:
+    """A layer that is called in place of the user's.
+
+    Args:
+        layer: whose parameters are DTensors while it is called.
+        group: of all ranks of the mesh.
+
+    Raises:
+        PlanError: when called, an operator of the layer has no description.
+    """
+
+    def __init__(self, layer: nn.Module, device_mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+        self._layer = layer
+        self._mesh = device_mesh
+        self._group = group
+        self._known: dict[object, _Passes] = {}
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        leaves, structure = tree_flatten((args, named))
+        tensors = [self._placed(one) for one in leaves if isinstance(one, torch.Tensor)]
+        parameters = {name: self._placed(one) for name, one in self._layer.named_parameters()}
+        others = tuple(one for one in leaves if not isinstance(one, torch.Tensor))
+        flags = tuple(module.training for module in self._layer.modules())
+        autocast = torch.is_autocast_enabled(self._mesh.device_type)
+        kinds = tuple((one.shape, one.dtype, one.placements) for one in (*tensors, *parameters.values()))
+        key = structure, repr(others), flags, autocast, kinds
+        if key not in self._known:
+            with _apart():
+                self._known[key] = _Passes(self._layer, leaves, structure, tensors, parameters, self._mesh, self._group)
+        return self._known[key](tensors, parameters, dict(self._layer.named_buffers()))
+
+    def _placed(self, tensor: torch.Tensor) -> DTensor:
+        """Returns a DTensor without partial sums; a plain tensor is whole on every rank."""
+        if isinstance(tensor, DTensor):
+            return summed(tensor)
+        return DTensor.from_local(tensor, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Context of a trace within a pass: of the pass's modes and hooks none applies."""
+    with (
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.enable_grad(),
+        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    ):
+        yield
+
+
+class _Passes:
+    """Forward and backward for one kind of input.
+
+    Args:
+        leaves, structure: of the arguments, with `tensors` among the leaves.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        leaves: Sequence[Any],
+        structure: Any,
+        tensors: Sequence[DTensor],
+        parameters: Mapping[str, DTensor],
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._mesh, self._rank = mesh, dist.get_rank(group)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            empty = iter([torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in tensors])
+            filled = [next(empty) if isinstance(one, torch.Tensor) else one for one in leaves]
+            twin = _twin(layer, parameters)
+            args, named = tree_unflatten(filled, structure)
+            self._step = trace(twin, named or args)
+            with torch.no_grad():
+                self._made, self._structure = tree_flatten(twin(*args, **named))
+        self._partition = self._completed(tensors, parameters)
+        self._run = PartitionedStep(self._step, self._partition, GroupRanks(group))
+        self._shapes = self._step.operators.tensors
+        step = self._step
+        self._updated = {name: one for name, one in step.updated.items() if one != step.buffers[name]}
+        self._given = (*step.inputs, *step.parameters.values())
+        floating = (name for name in step.inputs if step.dtypes[name].is_floating_point)
+        self._gradients = dict(zip(floating, step.input_gradients, strict=True)) | {
+            step.parameters[name]: gradient for name, gradient in step.gradients.items()
+        }
+        forward = {*step.outputs, *self._updated.values()}
+        computed = self._run.needed((), forward)
+        steps = step.operators.steps
+        known = {*self._given, *step.buffers.values(), *(steps[number].result for number in computed)}
+        late = self._run.needed({*known, *step.tangents}, self._gradients.values())
+        read = {access.tensor for number in late for access in steps[number].line.operands}
+        kept = (read | set(self._gradients.values())) & known
+        self._saved = tuple(sorted(kept))
+        self._forward = forward | kept
+
+    def _completed(self, tensors: Sequence[DTensor], parameters: Mapping[str, DTensor]) -> Partition:
+        step = self._step
+        rests = dict(zip(step.inputs, map(_cuts, tensors), strict=True))
+        rests |= {step.parameters[name]: _cuts(one) for name, one in parameters.items()}
+        whole = (None,) * self._mesh.ndim
+        given = {step.gradients[name]: rests[step.parameters[name]] for name in step.gradients}
+        given |= dict.fromkeys((*step.buffers.values(), *step.updated.values()), whole) | rests
+        alike = tuple(zip(step.outputs, step.tangents, strict=True))
+        return completed(replace(step.operators, alike=alike), self._mesh.size(), given)
+
+    def __call__(
+        self, tensors: Sequence[DTensor], parameters: Mapping[str, DTensor], buffers: Mapping[str, torch.Tensor]
+    ) -> Any:
+        own = (parameters[name] for name in self._step.parameters)
+        inside = [one.to_local(grad_placements=one.placements) for one in (*tensors, *own)]
+        found = iter(_Apply.apply(self, buffers, *inside))  # type: ignore[no-untyped-call]
+        names = iter(self._step.outputs)
+        made = [self._wrapped(next(names), next(found)) if torch.is_tensor(one) else one for one in self._made]
+        return tree_unflatten(made, self._structure)
+
+    def forward(
+        self, buffers: Mapping[str, torch.Tensor], parts: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the parts of the outputs, and those that the backward needs."""
+        own = dict(zip(self._given, parts, strict=True))
+        own |= {self._step.buffers[name]: one for name, one in buffers.items()}
+        found = self._ran(own, self._forward)
+        for name, tensor in self._updated.items():
+            buffers[name].copy_(found[tensor])
+        storages = {one.untyped_storage()._cdata for one in (*parts, *buffers.values())}
+        outputs = []
+        for name in self._step.outputs:
+            storage = found[name].untyped_storage()._cdata
+            outputs.append(found[name].clone() if storage in storages else found[name])
+            storages.add(storage)
+        return outputs, [found[name] for name in self._saved]
+
+    def backward(
+        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor], wanted: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Returns the gradients of what `forward` got, where they are wanted."""
+        names = {name: self._gradients[name] for name, want in zip(self._given, wanted, strict=True) if want}
+        held = dict(zip(self._saved, saved, strict=True)) | dict(zip(self._step.tangents, tangents, strict=True))
+        found = self._ran(held, names.values())
+        return [
+            self._returned(name, names[name], found[names[name]]) if name in names else None for name in self._given
+        ]
+
+    def _ran(self, held: Mapping[str, torch.Tensor], keep: Iterable[str]) -> dict[str, torch.Tensor]:
+        found = self._run.run({name: {self._rank: one} for name, one in held.items()}, keep)
+        return {name: parts[self._rank] for name, parts in found.items()}
+
+    def _wrapped(self, name: str, part: torch.Tensor) -> DTensor:
+        shape = torch.Size(self._shapes[name])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self._mesh, self._placements(name), run_check=False, shape=shape, stride=stride)
+
+    def _placements(self, name: str) -> list[Any]:
+        cuts = [cut.schemes[name] for cut in self._partition.cuts]
+        return [Replicate() if cut is None else Shard(cut) for cut in cuts]
+
+    def _returned(self, name: str, gradient: str, part: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient where its tensor rests."""
+        have, wanted = self._placements(gradient), self._placements(name)
+        if have == wanted:
+            return part
+        return self._wrapped(gradient, part).redistribute(placements=wanted).to_local()
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, passes: _Passes, buffers: Mapping[str, torch.Tensor], *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        outputs, saved = passes.forward(buffers, parts)
+        ctx.passes = passes
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.passes.backward(ctx.saved_tensors, tangents, ctx.needs_input_grad[2:])
+
+
+def _cuts(tensor: DTensor) -> tuple[int | None, ...]:
+    return tuple(one.dim if isinstance(one, Shard) else None for one in tensor.placements)
+
+
+def _twin(layer: nn.Module, parameters: Mapping[str, DTensor]) -> nn.Module:
+    """Returns a copy of a layer whose parameters and buffers are whole and have no data."""
+    memo: dict[int, Any] = {}
+    own = dict(layer.named_parameters())
+    for name, one in parameters.items():
+        empty = torch.empty(one.shape, dtype=one.dtype, device=one.device)
+        memo[id(own[name])] = nn.Parameter(empty, own[name].requires_grad)
+    for buffer in layer.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+    return copy.deepcopy(layer, memo)
