@@ -197,6 +197,8 @@ def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
         names={name: words for name, words in names.items() if any(fnmatchcase(one, name) for one in known)}
         | case.names,
     )
+    if "cut1" in mesh:
+        layout = _found(model, *batches[0], meshes_of(mesh)[0].size)
     options = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9), "loss": F.cross_entropy} | case.options
     pipeline = pipedream.Pipeline(
         model,
@@ -209,6 +211,12 @@ def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
         **options,
     )
     return pipeline, batches
+
+
+def _found(model: nn.Module, x: torch.Tensor, targets: torch.Tensor, ranks: int) -> pipedream.Layout:
+    """Returns the layout of Tofu's partition of a minibatch's step."""
+    step = pipedream.operators(model, x, loss=partial(F.cross_entropy, target=targets))
+    return pipedream.Layout.of(pipedream.partition(step, ranks))
 
 
 CLIPPED = {"clip_grad_norm": 0.1}
@@ -267,6 +275,15 @@ CASES = (
     Case("halves", "model:2/-", "d_ff:model", "1f1b", options=CLIPPED, names=HALVES),
     Case("halves", "data:2/model:2", "batch:data, d_ff:model", "pipedream", None, names=HALVES),
     Case("mlp", "data:2/-", "batch:data", "pipedream_2bw", None, replicas=2),
+    Case("mlp", "cut1:2", "", "pipedream", None, options={"optimizer": partial(torch.optim.AdamW, lr=0.01)}),
+    Case("mlp", "cut1:2", "", "zb_h1", 4, options=CLIPPED),
+    Case("mlp", "cut1:2", "", "pipelined_backprop", None, options={"ema": 0.9}),
+    Case("attention", "cut1:2", "", "pipedream_2bw", None),
+    Case("attention", "cut1:2,cut2:2", "", "gpipe", stages=(), recompute=True),
+    Case("convolution", "cut1:2", "", "1f1b", options=CLIPPED),
+    Case("convolution", "cut1:2,cut2:2", "", "pipedream", None, stages=()),
+    Case("mlp", "cut1:2/-", "", "1f1b"),
+    Case("mlp", "cut1:2", "", "pipedream", None, stages=(), replicas=2),
     # The first microbatches of one replica are cut, and those of the other are not.
     Case("mlp", "data:2", "batch:data", "1f1b", stages=(), replicas=2, sizes=(5, 8, 7)),
 )
@@ -277,6 +294,7 @@ TWO_RANKS = (
     Case("mlp", "model:2", "d_ff:model", "pipedream", None, stages=(), options=CLIPPED | {"clip": "local"}),
     Case("mlp", "data:2", "batch:data", stages=(), at_rest="data", options=CLIPPED),
     Case("mlp", "data:2", "batch:data", "gpipe", stages=(), options=CLIPPED),
+    Case("mlp", "cut1:2", "", "pipedream", None, stages=(), options=CLIPPED),
 )
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "filled",
     "is_checked",
     "is_constant",
+    "is_drawn",
     "refusal",
     "renamed",
 ]
@@ -247,10 +248,19 @@ def is_constant(function: Any) -> bool:
     return function in _CONSTANTS
 
 
+def is_drawn(function: Any) -> bool:
+    """Whether a result is random numbers, whose distribution does not depend on other tensors."""
+    return function in _DRAWN
+
+
 _CONSTANTS = {
     overload
     for packet in (A.full, A.zeros, A.ones, A.arange, A.scalar_tensor, A.new_zeros, A.new_ones, A.new_full, A.empty)
     for overload in _overloads(packet)
+}
+_DRAWN = {
+    A.bernoulli.p,
+    *(one for packet in (A.rand, A.rand_like, A.randn, A.randn_like) for one in _overloads(packet)),
 }
 
 

@@ -120,7 +120,12 @@ class _Passes:
         forward = {*step.outputs, *self._updated.values()}
         computed = self._run.needed((), forward)
         steps = step.operators.steps
-        known = {*self._given, *step.buffers.values(), *(steps[number].result for number in computed)}
+        # What follows from weights alone the backward computes again, so that a gathered weight is not kept.
+        of_weights = {*step.parameters.values(), *step.constants.keys() - set(step.drawn)}
+        for one in steps[: len(step.calls)]:
+            of_weights |= {one.result} if {access.tensor for access in one.line.operands} <= of_weights else set()
+        known = {*(steps[number].result for number in computed), *step.drawn} - of_weights
+        known |= {*self._given, *step.buffers.values()}
         late = self._run.needed({*known, *step.tangents}, self._gradients.values())
         read = {access.tensor for number in late for access in steps[number].line.operands}
         kept = (read | set(self._gradients.values())) & known

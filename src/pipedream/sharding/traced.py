@@ -22,6 +22,7 @@ from pipedream.sharding.descriptions import (
     description_of,
     is_checked,
     is_constant,
+    is_drawn,
     refusal,
     renamed,
 )
@@ -79,7 +80,8 @@ class TracedStep:
         outputs: of the model, or the loss.
         tangents: gradients of the outputs, where there is no loss.
         input_gradients: of the floating-point inputs, where there is no loss.
-        constants: tensor -> its value, or a function that makes it.
+        constants: tensor -> a function that makes it.
+        drawn: those of the constants that are random numbers, in the order in which they are drawn.
     """
 
     operators: Operators
@@ -93,6 +95,7 @@ class TracedStep:
     tangents: tuple[str, ...]
     input_gradients: tuple[str, ...]
     constants: Mapping[str, Callable[[], torch.Tensor]]
+    drawn: tuple[str, ...]
     dtypes: Mapping[str, torch.dtype]
 
 
@@ -114,6 +117,7 @@ class _Tracing:
     _lines: list[str] = field(default_factory=list)
     _calls: list[DescribedCall] = field(default_factory=list)
     _constants: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    _drawn: list[str] = field(default_factory=list)
 
     def traced(self, optimizer: Optimizer | None) -> TracedStep:
         trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
@@ -147,6 +151,7 @@ class _Tracing:
             tangents=tangents,
             input_gradients=tuple(found),
             constants=self._constants,
+            drawn=tuple(self._drawn),
             dtypes=self._dtypes,
         )
 
@@ -228,9 +233,11 @@ class _Tracing:
         if getattr(node.target, "__name__", "") == "getitem":
             called, item = cast(tuple[fx.Node, int], node.args)
         function: Any = called.target
-        if is_constant(function):
+        if is_constant(function) or is_drawn(function):
             bound = _bound(function, called.args, called.kwargs)
-            self._constants[self._tensor(node.name, value, node)] = lambda: _made(function, bound)
+            name = self._tensor(node.name, value, node)
+            self._constants[name] = lambda: _made(function, bound)
+            self._drawn += [name] if is_drawn(function) else []
             return
         bound = _bound(function, called.args, called.kwargs)
         values = {key: fx.node.map_arg(one, lambda arg: arg.meta["val"]) for key, one in bound.items()}
@@ -346,7 +353,12 @@ def _nodes(bound: Mapping[str, Any]) -> Iterator[tuple[str, fx.Node]]:
 
 
 def _made(function: Any, bound: Mapping[str, Any]) -> torch.Tensor:
-    """Calls what depends on sizes alone; a tensor among the arguments gives the dtype."""
-    filled = fx.node.map_arg(dict(bound), lambda one: torch.empty((), dtype=one.meta["val"].dtype))
+    """Calls what depends on sizes alone; a tensor among the arguments gives size, dtype and device."""
+
+    def like(node: fx.Node) -> torch.Tensor:
+        value: torch.Tensor = node.meta["val"]
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+    filled = fx.node.map_arg(dict(bound), like)
     found: torch.Tensor = function(**filled)
     return found
