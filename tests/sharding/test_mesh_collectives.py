@@ -39,6 +39,8 @@ CASES = {
     "bfloat16": Case("mlp", "data:2", "batch:data", options={"autocast": torch.bfloat16}, at_rest="data"),
     "two dimensions": Case("attention", "data:2,model:2", BOTH, "gpipe", stages=()),
     "convolution": Case("convolution", "data:2", "batch:data"),
+    "found": Case("mlp", "cut1:2", "", "pipedream", None),
+    "found, by two cuts": Case("convolution", "cut1:2,cut2:2", "", stages=()),
     "experts": experts.CASES["gshard"],
     "meshes": Case("attention", "data:2/model:2", BOTH, "gpipe"),
     "boundary": Case("halves", "model:2/-/-", "d_ff:model", stages=(1, 2), names=HALVES),

@@ -45,7 +45,7 @@ def one_rank(
     own = [module._parameters for module in modules]
     with _fake_mesh(mesh, device) as (device_mesh, group):
         try:
-            yield OneRank(layers, parameters, StageSharding(layout, device_mesh, group), device_mesh)
+            yield OneRank(layers, parameters, StageSharding(layout, device_mesh, group), device_mesh, group)
         finally:
             for module, slots in zip(modules, own, strict=True):
                 module._parameters = slots
@@ -67,11 +67,12 @@ class OneRank:
         parameters: Mapping[str, nn.Parameter],
         sharding: StageSharding,
         device_mesh: DeviceMesh,
+        group: dist.ProcessGroup,
     ) -> None:
         self._layers = layers
         self._parameters = dict(parameters)
         self._sharding = sharding
-        self._device_mesh = device_mesh
+        self._mesh = device_mesh, group
         self._entering: list[Any] = []  # the placement of each tensor of the last output
         sharding.cut(self._parameters)
         modules = {id(module): module for layer in layers for module in layer.modules()}
@@ -144,17 +145,17 @@ class OneRank:
         forwards, backwards = [], []
         gradients: dict[str, torch.Tensor] = {}
         arguments, self.sent_bytes = sample, []
-        device = self._device_mesh.device_type
+        device = self._mesh[0].device_type
         for layer in self._layers:
             parameters = {name: self._parameters[name] for name in self._names[id(layer)]}
             arguments = tree_map(_detached, arguments)
             inputs = [one for one in tree_flatten(arguments)[0] if _is_part(one) and one.requires_grad]
             arguments = tree_map(lambda one: one.clone() if _is_part(one) else one, arguments)
-            with CountCollectives(self._device_mesh) as forward, torch.enable_grad(), _casting(device, autocast):
+            with CountCollectives(*self._mesh) as forward, torch.enable_grad(), _casting(device, autocast):
                 inside = self._run(layer, arguments)
                 value = self._left(inside, whole=layer is self._layers[-1])
             outputs = [one for one in tree_flatten(value)[0] if _is_part(one) and one.requires_grad]
-            with CountCollectives(self._device_mesh) as backward:
+            with CountCollectives(*self._mesh) as backward:
                 if outputs and (inputs or parameters):
                     found = torch.autograd.grad(
                         outputs, [*inputs, *parameters.values()], list(map(torch.ones_like, outputs)), allow_unused=True
@@ -170,7 +171,7 @@ class OneRank:
             )
             self.sent_bytes.append(sum(one.nbytes for one in sent))
             arguments = (tree_map(_detached, value),)
-        with CountCollectives(self._device_mesh) as update:
+        with CountCollectives(*self._mesh) as update:
             self._sharding.sum_gradients(list(gradients), list(gradients.values()))
         return forwards, backwards, update.found
 

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipedream.core.model.collective import Collective
+from pipedream.core.model.collective import EXCHANGE, Collective
 from pipedream.sharding.parts import local_part
 
 __all__ = ["CountCollectives", "FirstPasses"]
 
 _DTENSOR, _DIRECT = torch.ops._c10d_functional, torch.ops.c10d
 
-# Those of `_DIRECT` are of weights (`at_rest`) and their gradients.
+# Those of `_DIRECT`, but for exchanges of pieces, are of weights (`at_rest`) and their gradients.
 _KINDS: Mapping[Any, str] = {
     _DTENSOR.all_reduce.default: "all-reduce",
     _DTENSOR.all_reduce_.default: "all-reduce",
@@ -31,17 +31,23 @@ _KINDS: Mapping[Any, str] = {
     _DIRECT.allreduce_.default: "all-reduce",
     _DIRECT._allgather_base_.default: "all-gather",
     _DIRECT._reduce_scatter_base_.default: "reduce-scatter",
-    _DIRECT.alltoall_base_.default: "all-to-all",
+    _DIRECT.alltoall_base_.default: EXCHANGE,
 }
 
 
 class CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is active; also collectives of tensors without data."""
+    """Counts while it is active; also collectives of tensors without data.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    Args:
+        group: of all ranks of the mesh.
+    """
+
+    def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         names = mesh.mesh_dim_names or ()
         self._over: dict[str, str] = {mesh.get_group(at).group_name: name for at, name in enumerate(names)}
+        if group is not None:
+            self._over.setdefault(group.group_name, "+".join(names))
         self._found: list[Collective] = []
 
     @property
@@ -60,7 +66,9 @@ class CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             over = next((name for one in given if (name := self._over.get(_group_name(one)))), None)
             if over is not None:
                 sizes = [local_part(one).nbytes for one in (*given, *tree_leaves(result)) if torch.is_tensor(one)]
-                self._found.append(Collective(_KINDS[func], over, 1, max(sizes), func.namespace == "c10d"))
+                kind = _KINDS[func]
+                of_weights = func.namespace == "c10d" and kind != EXCHANGE
+                self._found.append(Collective(kind, over, 1, max(sizes), of_weights))
         return result
 
 
@@ -70,8 +78,8 @@ _PASS_OF = {"weights' backward": "backward", "sums": "update", "norm": "update",
 class FirstPasses:
     """Counts the collectives of a stage's first forward, backward and update."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> None:
+        self._mesh, self._group = mesh, group
         self._found: dict[str, tuple[Collective, ...]] = {}
 
     @contextmanager
@@ -84,7 +92,7 @@ class FirstPasses:
         if what in self._found:
             yield
             return
-        with CountCollectives(self._mesh) as count:
+        with CountCollectives(self._mesh, self._group) as count:
             yield
         self._found[what] = count.found
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from pipedream.core.errors import PlanError
 
-__all__ = ["all_to_all", "part_sizes", "replicate", "shard", "split", "summed"]
+__all__ = ["all_to_all", "moved", "part_sizes", "replicate", "shard", "split", "summed"]
 
 
 def split(t: torch.Tensor, dim: int, over: str) -> torch.Tensor:
@@ -64,12 +64,12 @@ def shard(t: torch.Tensor, cuts: Mapping[int, str]) -> torch.Tensor:
             placed.append(Shard(wanted[over]))
         else:
             placed.append(Replicate() if isinstance(have, Shard) and have.dim in cut else have)
-    return _moved(t, placed)
+    return moved(t, placed)
 
 
 def replicate(t: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that every rank has whole."""
-    return _moved(t, [Replicate()] * t.device_mesh.ndim) if isinstance(t, DTensor) else t
+    return moved(t, [Replicate()] * t.device_mesh.ndim) if isinstance(t, DTensor) else t
 
 
 def summed(t: DTensor) -> DTensor:
@@ -82,10 +82,18 @@ def summed(t: DTensor) -> DTensor:
     return found
 
 
-def _moved(t: DTensor, wanted: list[Placement]) -> DTensor:
-    """Changes one dimension of the mesh at a time, the cheapest first: slices, sums, all-to-alls, gathers."""
+def moved(t: DTensor, wanted: list[Placement]) -> DTensor:
+    """Returns a tensor with other placements.
+
+    It changes one dimension of the mesh at a time, the cheapest first: slices, sums, all-to-alls, gathers.
+    """
     while list(t.placements) != wanted:
         placed = list(t.placements)
+        again = [at for at, one in enumerate(placed) if isinstance(one, Shard) and one in placed[:at]]
+        if again:  # several dimensions of the mesh cut one of the tensor: the inner ones first
+            placed[again[-1]] = Replicate()
+            t = t.redistribute(placements=placed)
+            continue
         at, to = min(
             ((at, to) for at, (have, to) in enumerate(zip(placed, wanted, strict=True)) if have != to),
             key=lambda change: _cost(placed, *change),

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipedream.partitioner.partition import Partition, completed
-from pipedream.sharding.functions import summed
+from pipedream.sharding.functions import moved, summed
 from pipedream.sharding.partitioned import GroupRanks, PartitionedStep
 from pipedream.sharding.traced import trace
 
@@ -55,7 +55,9 @@ class PartitionedLayer:
         others = tuple(one for one in leaves if not isinstance(one, torch.Tensor))
         flags = tuple(module.training for module in self._layer.modules())
         autocast = torch.is_autocast_enabled(self._mesh.device_type)
-        kinds = tuple((one.shape, one.dtype, one.placements) for one in (*tensors, *parameters.values()))
+        kinds = tuple(
+            (one.shape, one.dtype, one.placements, one.requires_grad) for one in (*tensors, *parameters.values())
+        )
         key = structure, repr(others), flags, autocast, kinds
         if key not in self._known:
             with _apart():
@@ -198,7 +200,7 @@ class _Passes:
         have, wanted = self._placements(gradient), self._placements(name)
         if have == wanted:
             return part
-        return self._wrapped(gradient, part).redistribute(placements=wanted).to_local()
+        return moved(self._wrapped(gradient, part), wanted).to_local()
 
 
 class _Apply(torch.autograd.Function):

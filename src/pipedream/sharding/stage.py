@@ -33,6 +33,7 @@ from pipedream.core.plan.layout import BATCH, Layout
 from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Resting, Rows
 from pipedream.sharding.count import FirstPasses
+from pipedream.sharding.functions import moved
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.partitioned_layer import PartitionedLayer
 from pipedream.sharding.parts import like_part, local_part, runs_early
@@ -157,7 +158,7 @@ class StageSharding:
         self._gathered = GatheredWeights(lambda: self.look())
         self._weights: dict[str, _Part] = {}
         self._checked: set[tuple[str, bool]] = set()
-        self._first = FirstPasses(device_mesh)
+        self._first = FirstPasses(device_mesh, group)
         self.steps_whole_weights = False
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer, handles: Mapping[str, torch.nn.Parameter]) -> None:
@@ -353,7 +354,7 @@ class StageSharding:
         """Returns the same cut of a stage that has not run yet."""
         found = copy.copy(self)
         found._gathered = GatheredWeights()
-        found._first = FirstPasses(self._device_mesh)
+        found._first = FirstPasses(self._device_mesh, self._group)
         found._weights = {name: part.anew() for name, part in self._weights.items()}
         return found
 
@@ -410,7 +411,7 @@ class StageSharding:
         if not isinstance(tensor, DTensor):
             return tensor
         placed = self._nowhere if cut is None else _placed(cut)
-        local = tensor.redistribute(placements=placed).to_local(grad_placements=placed)
+        local = moved(tensor, placed).to_local(grad_placements=placed)
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def like(self, local: torch.Tensor, spec: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -185,7 +186,9 @@ class _Tracing:
             made = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
             wanted = [*own.values(), *(one for one in entering if one.requires_grad and self.loss is None)]
             given = tangents or [torch.ones_like(one) for one in made]
-            found = torch.autograd.grad(made, wanted, given, allow_unused=True, materialize_grads=True)
+            found: tuple[torch.Tensor, ...] = ()
+            if wanted:
+                found = torch.autograd.grad(made, wanted, given, allow_unused=True, materialize_grads=True)
             nonlocal count
             count = len(made)
             return made, found[: len(own)], list(changed.values()), found[len(own) :]
@@ -233,13 +236,14 @@ class _Tracing:
         if getattr(node.target, "__name__", "") == "getitem":
             called, item = cast(tuple[fx.Node, int], node.args)
         function: Any = called.target
-        if is_constant(function) or is_drawn(function):
-            bound = _bound(function, called.args, called.kwargs)
+        bound = _bound(function, called.args, called.kwargs)
+        read = {one: self._name[one] for _, one in _nodes(bound)}
+        made = {one: self._constants[name] for one, name in read.items() if name in self._constants}
+        if is_constant(function) or is_drawn(function) or (made and len(made) == len(read) and not self._draws(read)):
             name = self._tensor(node.name, value, node)
-            self._constants[name] = lambda: _made(function, bound)
+            self._constants[name] = partial(_made, function, bound, made, item)
             self._drawn += [name] if is_drawn(function) else []
             return
-        bound = _bound(function, called.args, called.kwargs)
         values = {key: fx.node.map_arg(one, lambda arg: arg.meta["val"]) for key, one in bound.items()}
         call = OperatorCall(function, item, values, value)
         text = self._text(call)
@@ -249,6 +253,9 @@ class _Tracing:
         shapes = {key: tuple(one.shape) for key, one in call.tensors().items()}
         (step,) = Operators(shapes | {"out": tuple(value.shape)}, text).steps
         self._calls.append(DescribedCall(call, tensors, step))
+
+    def _draws(self, read: Mapping[fx.Node, str]) -> bool:
+        return any(name in self._drawn for name in read.values())
 
     def _text(self, call: OperatorCall) -> str:
         known = description_of(call)
@@ -352,13 +359,15 @@ def _nodes(bound: Mapping[str, Any]) -> Iterator[tuple[str, fx.Node]]:
             yield from ((f"{name}{at}", one) for at, one in enumerate(value) if isinstance(one, fx.Node))
 
 
-def _made(function: Any, bound: Mapping[str, Any]) -> torch.Tensor:
-    """Calls what depends on sizes alone; a tensor among the arguments gives size, dtype and device."""
+def _made(
+    function: Any, bound: Mapping[str, Any], made: Mapping[fx.Node, Callable[[], torch.Tensor]], item: int | None
+) -> torch.Tensor:
+    """Calls what depends on sizes and other constants alone; other tensors give size, dtype and device."""
 
     def like(node: fx.Node) -> torch.Tensor:
         value: torch.Tensor = node.meta["val"]
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        return made[node]() if node in made else torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
     filled = fx.node.map_arg(dict(bound), like)
-    found: torch.Tensor = function(**filled)
-    return found
+    found = function(**filled)
+    return found if item is None else found[item]  # type: ignore[no-any-return]

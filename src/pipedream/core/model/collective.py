@@ -8,7 +8,10 @@ from typing import Any
 
 from pipedream.core.units import format_bytes
 
-__all__ = ["Collective", "StageCollectives"]
+__all__ = ["EXCHANGE", "Collective", "StageCollectives"]
+
+EXCHANGE = "exchange"
+"""The kind of a layout that was found: each rank sends others the pieces that they lack."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +19,8 @@ class Collective:
     """All collectives of one kind over one dimension of a mesh, in a pass or an update.
 
     Attributes:
-        kind: all-reduce, all-gather, reduce-scatter or all-to-all.
-        over: the dimension.
+        kind: all-reduce, all-gather, reduce-scatter, all-to-all or exchange.
+        over: the dimension, or several joined by +.
         count: how many.
         size_bytes: their sum; for each, the greater of what a rank gives and gets.
         of_weights: of weights or their gradients, so that they are the same for any number of samples.

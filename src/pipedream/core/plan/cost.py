@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipedream.core.model.collective import EXCHANGE
+
 __all__ = [
     "BUCKET_BYTES",
     "FIRST_BUCKET_BYTES",
@@ -76,7 +78,10 @@ def collective_s(
     """Returns the seconds of several collectives (`core.model.collective.Collective`).
 
     An all-gather, a reduce-scatter and an all-to-all take (n - 1) (l + b / (n B)) each: n - 1 steps, each with a part.
+    An exchange, whose bytes are all for others, takes (n - 1) l + b / B.
     """
+    if kind == EXCHANGE:
+        return count * (ranks - 1) * latency_s + size_bytes / bandwidth_bytes_per_s
     if kind == "all-reduce":
         return count * all_reduce_s(size_bytes / max(count, 1), ranks, bandwidth_bytes_per_s, latency_s, how=how)
     return (ranks - 1) * (count * latency_s + size_bytes / (ranks * bandwidth_bytes_per_s))

@@ -34,17 +34,19 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple
             f"(meshes that it has: {known}); profile with meshes=({mesh.text!r},) and the layout, or --mesh {mesh}"
         )
     levels = reach_of(mesh, cluster) if reach is None else reach
-    links = {name: cluster.sum_link(level) for name, level in zip(mesh.dimensions, levels, strict=True)}
+    level = dict(zip(mesh.dimensions, levels, strict=True))
 
     def seconds(rows: Iterable[Collective], *, fixed: bool = False) -> float:
         """`fixed`: only what a smaller microbatch does not save."""
         total_s = 0.0
         for row in rows:
             size_bytes = row.size_bytes if row.of_weights or not fixed else 0
-            total_s += float(
-                collective_s(row.kind, row.count, size_bytes, mesh.dimensions[row.over], *links[row.over],
-                             how=cluster.sums)
-            )  # fmt: skip
+            over = row.over.split("+")
+            ranks, link = (
+                prod(mesh.dimensions[one] for one in over),
+                cluster.sum_link(max(map(level.__getitem__, over))),
+            )
+            total_s += float(collective_s(row.kind, row.count, size_bytes, ranks, *link, how=cluster.sums))
         return total_s
 
     def with_collectives(
