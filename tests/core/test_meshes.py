@@ -10,11 +10,13 @@ from drawn import MESHES, placements
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream import Cluster, Layout, Mesh, Plan
+from pipedream import Cluster, Layout, Mesh, Operators, Plan, partition
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Level
 from pipedream.core.plan.boundary import Boundary, Cut, boundary_bytes, cuts_of, with_cuts
 from pipedream.core.plan.mesh import Box, box_of, meshes_of, pieces, ranks_of
+from pipedream.partitioner.exchanges import Exchanges
+from pipedream.partitioner.partition import completed
 
 
 @st.composite
@@ -77,6 +79,63 @@ def test_a_dimension_that_does_not_divide_is_cut_as_torch_chunks() -> None:
     layout, mesh = Layout("batch:data"), Mesh("data:4")
     cut = layout.placements("batch", (5,), mesh, uneven=True)
     assert [list(box_of((5,), cut, (4,), at)[0]) for at in mesh.coordinates()] == [[0, 1], [2, 3], [4], []]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())
+def test_cuts_into_halves_may_cut_a_dimension_again(shape: list[int], data: st.DataObject) -> None:
+    """The ranks of a mesh cut1:2,cut2:2 have what those of a partition have."""
+    cuts = data.draw(st.lists(st.sampled_from([None, *range(len(shape))]), min_size=1, max_size=3))
+    letters = ", ".join("abc"[: len(shape)])
+    ops = Operators({"x": shape, "y": shape}, f"y[{letters}] = f(x[{letters}])")
+    found = completed(ops, 2 ** len(cuts), {"x": cuts})
+    mesh = Mesh(",".join(f"cut{at + 1}:2" for at in range(len(cuts))))
+    for place, box in zip(mesh.coordinates(), Exchanges(ops, found).rests["x"], strict=True):
+        assert list(map(list, box_of(shape, cuts, [2] * len(cuts), place))) == list(map(list, box))
+
+
+FOUND = partition(
+    Operators(
+        {"x0": (4, 8), "p_up_weight": (16, 8), "y": (4, 16)},
+        "y[b, o] += x0[b, i] * p_up_weight[o, i]",
+    ),
+    4,
+)
+
+
+def test_a_layout_that_was_found() -> None:
+    layout, two, four = Layout.of(FOUND), Mesh("cut1:2"), Mesh("cut1:2,cut2:2")
+    cuts = layout.cuts["p_up_weight"]
+    assert cuts == tuple(cut.schemes["p_up_weight"] for cut in FOUND.cuts)
+    assert layout.parameter("up.weight", (16, 8), four) == cuts
+    assert layout.parameter("up.weight", (16, 8), two) == cuts[:1]
+    assert layout.parameter("other", (16, 8), four) == (None, None)
+    assert layout.boundary(None, (8, 3), 8, four) == (0, 0)
+    assert layout.boundary(None, (6, 3), 6, four) == (None, None), "a batch that four ranks do not divide"
+    assert (layout.rules_on(two), layout.rules_on(Mesh("data:2"))) == ("found", "")
+    both = Layout("batch:data", cuts=layout.cuts)
+    meshes = {mesh.text: why for mesh, why in both.candidates({"up.weight": (16, 8)}, 8, 4).items()}
+    assert meshes == {"data:2": "", "data:4": "", "cut1:2": "", "cut1:2,cut2:2": ""}
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "words"),
+    [
+        (Layout.of(FOUND), "cut1:4", "has meshes such as cut1:2,cut2:2, without at_rest; found cut1:4"),
+        (Layout.of(FOUND), "data:2,cut1:2", "found data:2,cut1:2; use such a mesh, and replicas"),
+        (Layout.of(FOUND), "cut2:2", "found cut2:2"),
+        (Layout(at_rest="cut1", cuts=Layout.of(FOUND).cuts), "cut1:2", "found cut1:2 and at_rest='cut1'"),
+        (Layout(cuts={"w": (0,)}), "cut1:2", "was found for the tensors w, none of which is a parameter"),
+    ],
+)
+def test_meshes_that_a_found_layout_does_not_fit(layout: Layout, mesh: str, words: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(words)):
+        layout.check(["up.weight"], ["up"], [Mesh(mesh)])
+
+
+def test_a_found_layout_of_another_model() -> None:
+    layout = Layout(cuts={"p_up_weight": (0, 0)})
+    with pytest.raises(PlanError, match=r"cuts dimension 0 of 'up.weight' over 'cut2', but its shape is \(6, 8\)"):
+        layout.parameter("up.weight", (6, 8), Mesh("cut1:2,cut2:2"))
 
 
 def test_names_are_found_by_name_and_by_pattern() -> None:

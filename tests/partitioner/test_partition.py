@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipedream import Operators, partition
 from pipedream.core.errors import PlanError
 from pipedream.partitioner.cost import Halves, at_rest, halved, halved_index, in_step, moved
-from pipedream.partitioner.partition import METHODS
+from pipedream.partitioner.partition import METHODS, completed
 from pipedream.partitioner.search import Choice, Search, State, all_choices
 
 
@@ -227,6 +227,20 @@ def test_each_cut_equals_exhaustive_search(ops: Operators) -> None:
 @given(graphs())
 def test_each_cut_of_larger_graphs_equals_exhaustive_search(ops: Operators) -> None:
     _check_exact(ops)
+
+
+@settings(max_examples=25)
+@given(graphs(), st.data())
+def test_a_partition_is_completed_around_given_schemes(ops: Operators, data: st.DataObject) -> None:
+    found = partition(ops, 4)
+    schemes = {name: tuple(cut.schemes[name] for cut in found.cuts) for name in ops.tensors}
+    given_some = {name: schemes[name] for name in data.draw(st.sets(st.sampled_from(sorted(ops.tensors))))}
+    again = completed(ops, 4, given_some)
+    assert again.cuts[0].elements == found.cuts[0].elements, "the first cut is the cheapest of all with these schemes"
+    assert all(again.cuts[at].schemes[name] == own[at] for name, own in given_some.items() for at in range(2))
+    whole = completed(ops, 4, dict.fromkeys(ops.tensors, (None, None)))
+    assert all(own is None for cut in whole.cuts for own in cut.schemes.values())
+    assert whole.cuts[0].elements >= found.cuts[0].elements
 
 
 @settings(max_examples=15)

@@ -204,7 +204,7 @@ def _rank(
     known: dict[str, Any] = {field.name: getattr(found, field.name, None) for field in fields(RankProfile)}
     return RankProfile(
         **known
-        | {"mesh": mesh.text, "layout": str(layout), "update": update}
+        | {"mesh": mesh.text, "layout": layout.rules_on(mesh) if layout.is_cut(mesh) else str(layout), "update": update}
         | {"layers": costs}
         | {"forward": tuple(forward), "backward": tuple(backward)}
     )

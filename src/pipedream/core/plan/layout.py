@@ -233,7 +233,7 @@ class Layout:
         if samples is not None and batch in mesh.dimensions and samples % mesh.dimensions[batch]:
             return f"a minibatch of {samples} samples cannot be cut over {batch}:{mesh.dimensions[batch]}"
         unused = [over for over in mesh.dimensions if over not in used]
-        return f"nothing of the model is cut over {unused[0]!r}" if unused else ""
+        return f"nothing of the model is cut over {unused[0]!r}" if unused and not self.is_cut(mesh) else ""
 
     def rules_on(self, mesh: Mesh) -> str:
         """Returns the rules that have an effect on a mesh, or ``found`` for cuts."""
