@@ -275,17 +275,23 @@ CASES = (
     Case("halves", "model:2/-", "d_ff:model", "1f1b", options=CLIPPED, names=HALVES),
     Case("halves", "data:2/model:2", "batch:data, d_ff:model", "pipedream", None, names=HALVES),
     Case("mlp", "data:2/-", "batch:data", "pipedream_2bw", None, replicas=2),
-    Case("mlp", "cut1:2", "", "pipedream", None, options={"optimizer": partial(torch.optim.AdamW, lr=0.01)}),
-    Case("mlp", "cut1:2", "", "zb_h1", 4, options=CLIPPED),
+    # The first microbatches of one replica are cut, and those of the other are not.
+    Case("mlp", "data:2", "batch:data", "1f1b", stages=(), replicas=2, sizes=(5, 8, 7)),
+)
+
+# On meshes that a partition was found for; the others are left out of continuous integration.
+FOUND = (
     Case("mlp", "cut1:2", "", "pipelined_backprop", None, options={"ema": 0.9}),
     Case("attention", "cut1:2", "", "pipedream_2bw", None),
-    Case("attention", "cut1:2,cut2:2", "", "gpipe", stages=(), recompute=True),
     Case("convolution", "cut1:2", "", "1f1b", options=CLIPPED),
+)
+MORE_FOUND = (
+    Case("mlp", "cut1:2", "", "pipedream", None, options={"optimizer": partial(torch.optim.AdamW, lr=0.01)}),
+    Case("mlp", "cut1:2", "", "zb_h1", 4, options=CLIPPED),
+    Case("attention", "cut1:2,cut2:2", "", "gpipe", stages=(), recompute=True),
     Case("convolution", "cut1:2,cut2:2", "", "pipedream", None, stages=()),
     Case("mlp", "cut1:2/-", "", "1f1b"),
     Case("mlp", "cut1:2", "", "pipedream", None, stages=(), replicas=2),
-    # The first microbatches of one replica are cut, and those of the other are not.
-    Case("mlp", "data:2", "batch:data", "1f1b", stages=(), replicas=2, sizes=(5, 8, 7)),
 )
 
 
@@ -299,7 +305,15 @@ TWO_RANKS = (
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", [*TWO_RANKS, *(pytest.param(one, marks=pytest.mark.slow) for one in CASES)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *TWO_RANKS,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (*CASES, *FOUND)),
+        *(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.long]) for one in MORE_FOUND),
+    ],
+    ids=str,
+)
 def test_meshes_train_as_single_ranks_do(case: Case) -> None:
     losses, weights, scores = _trained(case, "")
     for rank, (found, state, seen) in enumerate(processes.kept(case.ranks).results(_trained, case, case.mesh)):
@@ -336,6 +350,46 @@ def test_what_a_mesh_refuses(case: Case, words: str) -> None:
     for end in processes.launch(_trained, case.ranks, case, case.mesh):
         assert isinstance(end.error, PipelineError)
         assert re.search(words, str(end.error))
+
+
+class Residual(nn.Module):
+    """Is no chain of modules."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(D, 8), nn.Dropout(p), nn.Linear(8, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+
+def _residual(mesh: str, p: float, shape: str) -> list[float]:
+    torch.manual_seed(3)
+    model, x = Residual(p).double(), torch.randn(8, D).double()
+    plan = pipedream.plan(pipedream.profile(model, x), pipedream.Cluster.flat(len(shape.split("-"))), shape=shape)
+    step = pipedream.operators(model, x, loss=torch.sum)
+    pipeline = pipedream.Pipeline(
+        model,
+        plan.with_mesh(mesh),
+        layout=pipedream.Layout.of(pipedream.partition(step, 2)),
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+        loss=F.mse_loss,
+        sample=x,
+    )
+    with pipeline:
+        return [done.loss for done in pipeline.train([(x, x.tanh())] * 3)]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_model_that_is_no_chain_may_be_one_stage() -> None:
+    losses = _residual("", 0.0, "1")
+    for found in processes.kept(2).results(_residual, "cut1:2", 0.0, "1"):
+        assert found == pytest.approx(losses, abs=1e-10)
+    for p, shape, words in ((0.5, "1", "draws random numbers"), (0.0, "1-1", "a stage of several has a mesh")):
+        for end in processes.launch(_residual, 2 * len(shape.split("-")), "cut1:2", p, shape):
+            assert isinstance(end.error, PipelineError)
+            assert words in str(end.error)
 
 
 def test_a_layout_must_fit_the_model() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from pipedream.core.errors import PlanError
 
-__all__ = ["all_to_all", "moved", "part_sizes", "replicate", "shard", "split", "summed"]
+__all__ = ["all_to_all", "part_sizes", "redistributed", "replicate", "shard", "split", "summed"]
 
 
 def split(t: torch.Tensor, dim: int, over: str) -> torch.Tensor:
@@ -64,12 +64,12 @@ def shard(t: torch.Tensor, cuts: Mapping[int, str]) -> torch.Tensor:
             placed.append(Shard(wanted[over]))
         else:
             placed.append(Replicate() if isinstance(have, Shard) and have.dim in cut else have)
-    return moved(t, placed)
+    return redistributed(t, placed)
 
 
 def replicate(t: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that every rank has whole."""
-    return moved(t, [Replicate()] * t.device_mesh.ndim) if isinstance(t, DTensor) else t
+    return redistributed(t, [Replicate()] * t.device_mesh.ndim) if isinstance(t, DTensor) else t
 
 
 def summed(t: DTensor) -> DTensor:
@@ -82,7 +82,7 @@ def summed(t: DTensor) -> DTensor:
     return found
 
 
-def moved(t: DTensor, wanted: list[Placement]) -> DTensor:
+def redistributed(t: DTensor, wanted: list[Placement]) -> DTensor:
     """Returns a tensor with other placements.
 
     It changes one dimension of the mesh at a time, the cheapest first: slices, sums, all-to-alls, gathers.

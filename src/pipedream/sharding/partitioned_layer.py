@@ -9,26 +9,30 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pipedream.core.errors import PlanError
 from pipedream.partitioner.partition import Partition, completed
-from pipedream.sharding.functions import moved, summed
+from pipedream.sharding.functions import redistributed, summed
 from pipedream.sharding.partitioned import GroupRanks, PartitionedStep
 from pipedream.sharding.traced import trace
 
 __all__ = ["PartitionedLayer"]
+
+_ADVICE = "make it one (nn.Sequential of its blocks), or use a layout by hand"
 
 
 class PartitionedLayer:
@@ -39,10 +43,15 @@ class PartitionedLayer:
         group: of all ranks of the mesh.
 
     Raises:
-        PlanError: when called, an operator of the layer has no description.
+        PlanError: a slice of a model that is no chain; or, when called, an operator without a description.
     """
 
     def __init__(self, layer: nn.Module, device_mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+        if hasattr(layer, "reseed") and not (layer.is_first and layer.is_last):
+            raise PlanError(
+                "a stage of several has a mesh with a layout that was found, but the model is no chain of modules; "
+                f"{_ADVICE}"
+            )
         self._layer = layer
         self._mesh = device_mesh
         self._group = group
@@ -74,12 +83,12 @@ class PartitionedLayer:
 @contextmanager
 def _apart() -> Iterator[None]:
     """Context of a trace within a pass: of the pass's modes and hooks none applies."""
-    with (
-        _disable_current_modes(),
-        torch._C.DisableTorchFunction(),
-        torch.enable_grad(),
-        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-    ):
+    with ExitStack() as apart:
+        apart.enter_context(_disable_current_modes())
+        while torch._C._len_torch_function_stack():
+            apart.enter_context(_pop_mode_temporarily())
+        apart.enter_context(torch.enable_grad())
+        apart.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
         yield
 
 
@@ -101,12 +110,17 @@ class _Passes:
         group: dist.ProcessGroup,
     ) -> None:
         self._mesh, self._rank = mesh, dist.get_rank(group)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             empty = iter([torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in tensors])
             filled = [next(empty) if isinstance(one, torch.Tensor) else one for one in leaves]
-            twin = _twin(layer, parameters)
+            twin = _twin(layer, parameters, mode)
             args, named = tree_unflatten(filled, structure)
             self._step = trace(twin, named or args)
+            if self._step.drawn and hasattr(layer, "reseed"):
+                raise PlanError(
+                    "the model draws random numbers, such as a dropout's, on a mesh with a layout that was found, but "
+                    f"is no chain of modules; {_ADVICE}"
+                )
             with torch.no_grad():
                 self._made, self._structure = tree_flatten(twin(*args, **named))
         self._partition = self._completed(tensors, parameters)
@@ -200,7 +214,7 @@ class _Passes:
         have, wanted = self._placements(gradient), self._placements(name)
         if have == wanted:
             return part
-        return moved(self._wrapped(gradient, part), wanted).to_local()
+        return redistributed(self._wrapped(gradient, part), wanted).to_local()
 
 
 class _Apply(torch.autograd.Function):
@@ -223,13 +237,20 @@ def _cuts(tensor: DTensor) -> tuple[int | None, ...]:
     return tuple(one.dim if isinstance(one, Shard) else None for one in tensor.placements)
 
 
-def _twin(layer: nn.Module, parameters: Mapping[str, DTensor]) -> nn.Module:
+def _seed_nothing(*names: str) -> None:
+    pass
+
+
+def _twin(layer: nn.Module, parameters: Mapping[str, DTensor], mode: FakeTensorMode) -> nn.Module:
     """Returns a copy of a layer whose parameters and buffers are whole and have no data."""
     memo: dict[int, Any] = {}
+    if (reseed := getattr(layer, "reseed", None)) is not None:  # of a slice, before each of its calls
+        memo[id(reseed)] = _seed_nothing
     own = dict(layer.named_parameters())
     for name, one in parameters.items():
         empty = torch.empty(one.shape, dtype=one.dtype, device=one.device)
         memo[id(own[name])] = nn.Parameter(empty, own[name].requires_grad)
     for buffer in layer.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
-    return copy.deepcopy(layer, memo)
+    with FakeCopyMode(mode):
+        return copy.deepcopy(layer, memo)

@@ -33,7 +33,7 @@ from pipedream.core.plan.layout import BATCH, Layout
 from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Resting, Rows
 from pipedream.sharding.count import FirstPasses
-from pipedream.sharding.functions import moved
+from pipedream.sharding.functions import redistributed
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.partitioned_layer import PartitionedLayer
 from pipedream.sharding.parts import like_part, local_part, runs_early
@@ -411,7 +411,7 @@ class StageSharding:
         if not isinstance(tensor, DTensor):
             return tensor
         placed = self._nowhere if cut is None else _placed(cut)
-        local = moved(tensor, placed).to_local(grad_placements=placed)
+        local = redistributed(tensor, placed).to_local(grad_placements=placed)
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def like(self, local: torch.Tensor, spec: Any) -> torch.Tensor:

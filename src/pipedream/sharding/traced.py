@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -181,7 +182,8 @@ class _Tracing:
             tensors = iter(entering)
             filled = [next(tensors) if isinstance(one, torch.Tensor) else one for one in everything]
             arguments, named = _arguments(tree_unflatten(filled, structure))
-            value = torch.func.functional_call(self.model, {**own, **fixed, **changed}, arguments, named)
+            with _holding(self.model, {**own, **fixed, **changed}):
+                value = self.model(*arguments, **named)
             value = value if self.loss is None else self.loss(value)
             made = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
             wanted = [*own.values(), *(one for one in entering if one.requires_grad and self.loss is None)]
@@ -208,7 +210,8 @@ class _Tracing:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             kept = {name: one.clone() for name, one in self.model.named_buffers()}
             arguments, named = _arguments(self.sample)
-            value = torch.func.functional_call(self.model, kept, arguments, named)
+            with _holding(self.model, kept):
+                value = self.model(*arguments, **named)
         return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
 
     def _placed(self, node: fx.Node, name: str) -> str:
@@ -330,6 +333,26 @@ class _Callers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _name(func) == _name(self._function) and not self.found and self._inside:
             self.found = self._inside[-1]
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _holding(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Context in which a model has other parameters and buffers, also one that does not register its modules."""
+    known = {id(one): name for name, one in (*model.named_parameters(), *model.named_buffers())}
+    slots = [
+        (cast(dict[str, Any], own), key, one)
+        for module in dict.fromkeys(model.modules())
+        for own in (module._parameters, module._buffers)
+        for key, one in own.items()
+        if one is not None and known.get(id(one)) in tensors
+    ]
+    try:
+        for own, key, one in slots:
+            dict.__setitem__(own, key, tensors[known[id(one)]])
+        yield
+    finally:
+        for own, key, one in slots:
+            dict.__setitem__(own, key, one)
 
 
 def _name(function: Any) -> str:

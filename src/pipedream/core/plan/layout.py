@@ -26,14 +26,14 @@ _CUT = "cut"
 """The dimensions of a mesh for a found layout are cut1, cut2, and so on."""
 
 
-class _Cut(Protocol):
+class _Halves(Protocol):
     @property
     def schemes(self) -> Mapping[str, int | None]: ...
 
 
 class _Found(Protocol):
     @property
-    def cuts(self) -> Sequence[_Cut]: ...
+    def cuts(self) -> Sequence[_Halves]: ...
 
 
 @dataclass(frozen=True)
