@@ -140,6 +140,9 @@ class MeshSearch:
     ) -> Plan:
         """The best plan that is found where the exact program is too large."""
         program = partial(self._program, space, shape=shape)
+        # One that fits with more memory kept free.
+        fitting = space.kept.setdefault(f"plans, with {space.cluster.memories}", {}).setdefault(shape, {})
+        plans = [*plans, *(one for spare_bytes, one in fitting.items() if spare_bytes >= space.spare_bytes)]
         if shape in ("any", "pipeline") and space.cluster.is_limited:
             bound_s, more = self._bisected(space, shape, bound_s, plans)
             plans = [*plans, *more]
@@ -147,7 +150,7 @@ class MeshSearch:
             plans.append(space.plan_of(above[1]))
         if not plans:
             refuse(_shortage(program(how="above"), kinds), kinds)
-        best = min(plans, key=lambda one: one.slowest_stage_s)
+        best = fitting[space.spare_bytes] = min(plans, key=lambda one: one.slowest_stage_s)
         return _noted(best, kinds, min(bound_s, best.slowest_stage_s), is_exact=False)
 
     def _bisected(

@@ -261,7 +261,8 @@ def fitting_plan(space: _Space, search: Callable[[_Space], Plan], others: Sequen
     least = space.with_bytes(search(space))
     if least.overfull is None:
         return least
-    found = [plan for how in (search, *others) for plan in _with_spare_memory(space, how)]
+    found = [*_with_spare_memory(space, search, least)]
+    found += [plan for how in others for plan in _with_spare_memory(space, how)]
     fitting = [plan for plan in found if plan.overfull is None]
     if not fitting:  # the caller refuses it, naming what it needs
         return min((least, *found), key=lambda plan: _missing_bytes(space, plan))
@@ -269,8 +270,12 @@ def fitting_plan(space: _Space, search: Callable[[_Space], Plan], others: Sequen
     return replace(best, bound_s=min(least.bound_s, best.slowest_stage_s))
 
 
-def _with_spare_memory(space: _Space, search: Callable[[_Space], Plan]) -> Iterator[Plan]:
-    """Yields plans with more and more memory kept free for messages until one fits, then less."""
+def _with_spare_memory(space: _Space, search: Callable[[_Space], Plan], first: Plan | None = None) -> Iterator[Plan]:
+    """Yields plans with more and more memory kept free for messages until one fits, then less.
+
+    Args:
+        first: without any, if it is known.
+    """
 
     def tried(spare_bytes: int) -> Plan | None:
         try:
@@ -280,7 +285,7 @@ def _with_spare_memory(space: _Space, search: Callable[[_Space], Plan]) -> Itera
         free = f"; {format_bytes(spare_bytes)} of a worker's memory were kept free for messages"
         return replace(found, note=f"{found.note}{free if spare_bytes else ''}")
 
-    too_little, enough, found = 0, 0, tried(0)
+    too_little, enough, found = 0, 0, first or tried(0)
     while found is not None and found.overfull is not None:
         yield found
         too_little, enough = enough, enough + max(enough, _missing_bytes(space, found))
