@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pipedream.core.errors import PlanError
 from pipedream.core.operators.operator import Operator
+from pipedream.core.operators.text import Access
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 
@@ -186,7 +187,7 @@ class Named:
         operators: Sequence[Operator],
     ) -> None:
         self._operators, self._tensors = operators, tensors
-        self.whole = _whole(operators)
+        self.whole = self._not_cut()
         self.sizes: dict[str, list[int]] = {}
         for operator in operators:
             for name, size in operator.sizes.items():
@@ -196,11 +197,31 @@ class Named:
         self.steps = tuple(map(self._step, operators))
         self.live = self._lifetimes()
 
+    def _outermost(self, operator: Operator, access: Access) -> Names:
+        sizes = self._tensors[access.tensor]
+        return tuple(operator.outermost(index, size) for index, size in zip(access.indices, sizes, strict=True))
+
+    def _not_cut(self) -> dict[str, str]:
+        """Returns indices that cannot be cut: those of affine expressions, and of two dimensions of one tensor."""
+        found: dict[str, str] = {}
+        for operator in self._operators:
+            line = f"line {operator.line.number}, {str(operator)!r}"
+            for access in operator.accesses:
+                outermost = self._outermost(operator, access)
+                for index, own in zip(access.indices, outermost, strict=True):
+                    for name, _ in index.terms if index else ():
+                        if name != own:
+                            found.setdefault(name, f"{line}, has it in an expression")
+                for name in outermost:
+                    if name and outermost.count(name) > 1:
+                        found.setdefault(name, f"{line}, has it in two dimensions of {access.tensor!r}")
+        return found
+
     def _names(self, operator: Operator) -> Iterator[tuple[str, Names]]:
         """Yields each tensor that it reads, then the one that it computes."""
         for access in operator.accesses:
-            plain = (index.plain if index else None for index in access.indices)
-            yield access.tensor, tuple(name if name in self.sizes else None for name in plain)
+            outermost = self._outermost(operator, access)
+            yield access.tensor, tuple(name if name in self.sizes else None for name in outermost)
 
     def _names_at_rest(self, groups: Sequence[Sequence[str]]) -> dict[str, Names]:
         first: dict[str, list[str | None]] = {}
@@ -305,22 +326,3 @@ class Named:
         for tensor, names in self.at_rest.items():
             found.setdefault(frozenset(name for name in names if name), f"the tensor {tensor!r}")
         return found
-
-
-def _whole(operators: Sequence[Operator]) -> dict[str, str]:
-    """Returns indices that cannot be cut: those of affine expressions, and of two dimensions of one tensor."""
-    found: dict[str, str] = {}
-    for operator in operators:
-        line = f"line {operator.line.number}, {str(operator)!r}"
-        for access in operator.accesses:
-            alone = [index.plain for index in access.indices if index and index.plain]
-            for index in access.indices:
-                for name, _ in index.terms if index and index.plain is None else ():
-                    found.setdefault(name, f"{line}, has it in an expression")
-            for name in alone:
-                if alone.count(name) > 1:
-                    found.setdefault(name, f"{line}, has it in two dimensions of {access.tensor!r}")
-        for name in operator.sizes:
-            if name in operator.line.bounds:
-                found.setdefault(name, f"{line}, has it in an expression")
-    return found

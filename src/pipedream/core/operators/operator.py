@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipedream.core.operators.text import Access, Line
+from pipedream.core.operators.text import Access, Affine, Line
 
 __all__ = ["Operator"]
 
@@ -43,6 +43,24 @@ class Operator:
     def reduced(self) -> frozenset[str]:
         """The indices that the result lacks."""
         return frozenset(self.sizes) - _names(self.line.result)
+
+    def outermost(self, index: Affine | None, size: int) -> str | None:
+        """Returns the index whose equal parts are equal parts of a dimension, in order, or None.
+
+        It is there alone, or the first of several that are merged row by row, such as `h` in `64*h + k` with 64 of `k`.
+
+        Args:
+            index: the expression of the dimension.
+            size: of the dimension.
+        """
+        if index is None or index.offset or not index.terms:
+            return None
+        terms = sorted(index.terms, key=lambda term: -term[1])
+        for name, times in terms:
+            if times * self.sizes[name] != size:
+                return None
+            size = times
+        return terms[0][0] if size == 1 else None
 
     def __str__(self) -> str:
         return self.line.text

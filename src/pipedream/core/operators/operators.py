@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import ClassVar
@@ -12,6 +12,7 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.errors import PlanError
 from pipedream.core.operators.named import Named, Report
 from pipedream.core.operators.operator import Operator
+from pipedream.core.operators.shared_names import shared_text
 from pipedream.core.operators.text import Access, Affine, Line, read_lines
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Box, Mesh
@@ -86,6 +87,14 @@ class Operators(Artifact):
     def named(self) -> Named:
         """With the names of indices shared by all lines."""
         return Named(self.tensors, self.groups, self.steps)
+
+    def with_shared_names(self) -> Operators:
+        """Returns it with other names of indices: dimensions that operators connect have one name in all lines.
+
+        For operators whose index names mean something in their own line alone, such as those of a model. A name is a
+        tensor and the number of its dimension, such as `x0_0`, of the first tensor that has it.
+        """
+        return replace(self, text=shared_text(self.tensors, self.groups, self.steps))
 
     def report(self, layout: Layout, mesh: Mesh) -> Report:
         """Returns what the step takes on a mesh, whose layout cuts indices by name in all lines.

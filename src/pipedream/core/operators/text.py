@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from pipedream.core.errors import PlanError
 
-__all__ = ["Access", "Affine", "Line", "read_lines"]
+__all__ = ["Access", "Affine", "Line", "read_lines", "with_indices"]
 
 _LINE = re.compile(r"(?P<left>\s*\w+\s*\[[^\]]*\])\s*(?P<sign>\+=|\*=|max=|min=|=)(?P<right>[^=].*)")
 _WHERE = re.compile(r"\bwhere\b(?!\s*[\[(])")  # a tensor or a function may have this name
 _BOUND = re.compile(r"\s*(\w+)\s*<\s*(\d+)\s*")
+_NAME = re.compile(r"\b[^\W\d]\w*")
 
 
 class Affine(NamedTuple):
@@ -82,6 +84,18 @@ def read_lines(text: str) -> list[Line]:
         if line.strip():
             found.append(_read_line(number, line))
     return found
+
+
+def with_indices(line: Line, names: Mapping[str, str]) -> str:
+    """Returns a line's text with other names of its indices."""
+    where = _WHERE.search(line.text)
+    formula, bounds = (line.text[: where.start()], line.text[where.start() :]) if where else (line.text, "")
+
+    def other(match: re.Match[str]) -> str:
+        return names.get(match[0], match[0])
+
+    formula = re.sub(r"\[[^\]]*\]", lambda access: _NAME.sub(other, access[0]), formula)
+    return formula + _NAME.sub(other, bounds)
 
 
 def _read_line(number: int, line: str) -> Line:
