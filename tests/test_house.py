@@ -36,7 +36,7 @@ MOST_LINES = 80  # of a function's body
 
 SHARED_NAMES = {
     # A command, and the workflow that it calls, are named by the same verb.
-    *("check", "emulate", "plan", "probe", "profile", "report", "simulate", "sweep"),
+    *("check", "emulate", "partition", "plan", "probe", "profile", "report", "simulate", "sweep"),
     # The same verb on other nouns, each called by its module's name.
     *("choose", "classic", "load", "split", "trace"),
     "peak_bytes",  # a quantity that planner and runtime both count

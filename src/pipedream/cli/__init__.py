@@ -34,6 +34,8 @@ COMMANDS = {
     "layers": "List the layers of a model, and what crosses each cut.",
     "plan": "Cut a profiled model into stages.",
     "check": "Check a plan that was edited, and predict its speed.",
+    "partition": "Divide a step's tensors over ranks, as Tofu does.",
+    "layout": "Choose which dimension of a mesh cuts what.",
     "sweep": "Compare methods over workers and bandwidths.",
     "simulate": "Predict a run: throughput, bubble, memory, staleness.",
     "show": "Draw a method's schedule, with its proof on request.",

@@ -30,13 +30,15 @@ from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import loggers_of
-from pipedream.runtime.results.losses import Loss, is_torch_loss
+from pipedream.runtime.results.losses import Loss, is_torch_loss, loss_of_output
 from pipedream.schedules import canonical, refuse_code
+from pipedream.sharding.traced import trace
 from pipedream.training.resume import ResumePoint, resume_point
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import AUTO
 from pipedream.workflows.methods import asked_of
 from pipedream.workflows.own_cluster import own_cluster
+from pipedream.workflows.partition import DescribedStep
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.prepare import all_flush, check_phases_fit, compensated, phases_of, planned_for
 from pipedream.workflows.profile import MOST_RANKS
@@ -48,6 +50,7 @@ __all__ = [
     "PlannedJob",
     "Process",
     "capture_recipe",
+    "describe_recipe",
     "model_input",
     "plan_job",
     "profile_recipe",
@@ -316,6 +319,28 @@ def capture_recipe(recipe: Recipe, *, device: str = "cpu", finest: bool = False)
         if not any(parameter.is_meta for parameter in recipe.model.parameters()):
             recipe.model.to(process_group.process_device(device))
         return capture_with_values(recipe.model, inputs, finest=finest)
+
+
+def describe_recipe(recipe: Recipe) -> DescribedStep:
+    """Describes the step of a recipe's first training batch, with loss and optimizer, in the dtypes of its model.
+
+    The names of indices are shared by all operators.
+    """
+    batch = recipe.first_batch()
+    loss = Loss(recipe.loss, recipe.weight)
+    adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
+    _, targets = adapt(batch)
+
+    def value(output: Any) -> Any:
+        return loss_of_output(output) if recipe.loss is None else loss.value(output, targets)
+
+    with blaming("while its step was described on its first batch"):
+        found = trace(recipe.model, model_input(recipe, batch), loss=value, optimizer=recipe.optimizer)
+    ops = found.operators.with_shared_names()
+    sizes = {name: dtype.itemsize for name, dtype in found.dtypes.items()}
+    first = ops.named.at_rest[found.inputs[0]] if found.inputs else ()
+    at = recipe.batch_dim if isinstance(recipe.batch_dim, int) else 0
+    return DescribedStep(ops, sizes, (first[at] if at < len(first) else None) or "")
 
 
 def model_input(recipe: Recipe, batch: Any) -> Any:

@@ -212,9 +212,8 @@ class Named:
                     for name, _ in index.terms if index else ():
                         if name != own:
                             found.setdefault(name, f"{line}, has it in an expression")
-                for name in outermost:
-                    if name and outermost.count(name) > 1:
-                        found.setdefault(name, f"{line}, has it in two dimensions of {access.tensor!r}")
+                for twice in {own for own in outermost if own and outermost.count(own) > 1}:
+                    found.setdefault(twice, f"{line}, has it in two dimensions of {access.tensor!r}")
         return found
 
     def _names(self, operator: Operator) -> Iterator[tuple[str, Names]]:

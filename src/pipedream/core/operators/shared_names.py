@@ -41,15 +41,15 @@ def shared_text(
     lines = []
     for number, operator in enumerate(operators):
         own = {}
-        for index in operator.sizes:
-            place = classes.of((number, index))
+        for letter in operator.sizes:
+            place = classes.of((number, letter))
             if place not in names:  # it runs over no whole dimension
-                name = f"{operator.result}_{index}"
+                name = f"{operator.result}_{letter}"
                 while name in taken:
                     name += "_"
                 taken.add(name)
                 names[place] = name
-            own[index] = names[place]
+            own[letter] = names[place]
         lines.append(with_indices(operator.line, own))
     return "\n".join(lines)
 

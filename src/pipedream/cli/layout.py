@@ -1,0 +1,98 @@
+"""`pipedream layout`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pipedream.cli.options import Json, Seed, memory_of, print_json
+from pipedream.cli.shared.steps import ElementBytes, StepFile, step_of
+from pipedream.core import units
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.mesh import Mesh
+from pipedream.report.partition import layout_table
+from pipedream.workflows.partition import laid_out
+
+__all__ = ["layout"]
+
+_RATES = "Rates, for --objective time"
+
+
+def layout(
+    step: StepFile,
+    mesh: Annotated[str, typer.Option(metavar="NAME:RANKS[,...]", help="Mesh of ranks, e.g. data:4,model:2.")],
+    objective: Annotated[
+        str, typer.Option(metavar="memory|time", help="What is least: the peak of a rank, or the seconds of a step.")
+    ] = "memory",
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", show_default="no limit", help="Memory of a rank, e.g. 16GB."),
+    ] = None,
+    operations_per_s: Annotated[
+        float | None, typer.Option(metavar="N", rich_help_panel=_RATES, help="Operations of a rank per second.")
+    ] = None,
+    bandwidth: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="B [B ...]",
+            rich_help_panel=_RATES,
+            help="What a rank sends per second, e.g. 10Gbit/s; one value, or one for each dimension of the mesh.",
+        ),
+    ] = None,
+    fixed: Annotated[
+        str | None, typer.Option(metavar="NAME[,...]", show_default="none", help="Names that are not cut.")
+    ] = None,
+    element_bytes: ElementBytes = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Choose which dimension of a mesh cuts what.
+
+    The step is that of a recipe, forward, backward and update, or operators as text in JSON whose lines share the names
+    of their indices (docs/partition.md).
+
+    \b
+    Example:
+      pipedream layout examples/resnet_digits.py --mesh data:2,model:2
+    """
+    ranks = Mesh(mesh)
+    rates = _rates(ranks, [word for text in bandwidth or [] for word in text.split(",")])
+    _check_rates(objective, operations_per_s, rates)
+    limit = memory_of(memory)
+    found = laid_out(
+        step_of(step, element_bytes, seed),
+        ranks,
+        objective,
+        [name.strip() for name in (fixed or "").split(",") if name.strip()],
+        memory_bytes=limit,
+        operations_per_s=operations_per_s,
+        bytes_per_s=rates,
+    )
+    print_json(found) if as_json else print(layout_table(found))
+
+
+def _check_rates(objective: str, operations_per_s: float | None, rates: dict[str, float] | None) -> None:
+    given = {"--operations-per-s": operations_per_s, "--bandwidth": rates}
+    missing = [name for name, value in given.items() if value is None]
+    if objective == "time" and missing:
+        raise PlanError(f"--objective time was asked for without {' and '.join(missing)}; give both rates of a rank")
+    if objective == "memory" and len(missing) < len(given):
+        extra = " and ".join(name for name in given if name not in missing)
+        raise PlanError(f"{extra} was given, but has no effect on the least memory; add --objective time, or remove it")
+
+
+def _rates(mesh: Mesh, words: list[str]) -> dict[str, float] | None:
+    """Returns bytes per second for each dimension of the mesh."""
+    if not words:
+        return None
+    if len(words) not in (1, len(mesh.dimensions)):
+        raise PlanError(
+            f"--bandwidth has {len(words)} values, but the mesh {mesh} has {len(mesh.dimensions)} dimensions; give one "
+            "value, or one for each"
+        )
+    try:
+        rates = [units.parse_rate(word) for word in words]
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    return dict(zip(mesh.dimensions, rates * (len(mesh.dimensions) if len(rates) == 1 else 1), strict=True))

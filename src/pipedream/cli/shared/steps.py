@@ -1,0 +1,44 @@
+"""A described step, as an argument of a command."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from pipedream.core.operators.operators import Operators
+from pipedream.workflows.partition import DescribedStep
+
+__all__ = ["ElementBytes", "StepFile", "step_of"]
+
+StepFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|OPERATORS", help="Python file that defines recipe(), or the JSON of pipedream.Operators."
+    ),
+]
+ElementBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--element-bytes",
+        min=1,
+        metavar="N",
+        show_default="a recipe's own, or 4",
+        help="Bytes of an element of all tensors.",
+    ),
+]
+
+
+def step_of(path: str, element_bytes: int | None, seed: int) -> DescribedStep:
+    """Describes a recipe's step, or reads operators."""
+    if path.endswith(".py"):
+        from pipedream.recipe import load_recipe
+        from pipedream.training.job import describe_recipe
+
+        found = describe_recipe(load_recipe(path, seed=seed))
+        if element_bytes is None:
+            return found
+    else:
+        found = DescribedStep(Operators.load(path), {})
+    return replace(found, element_bytes=dict.fromkeys(found.operators.tensors, element_bytes or 4))

@@ -1,0 +1,92 @@
+"""Tables of a step that is divided over ranks: by a partition, or by a layout (`workflows.partition`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from pipedream.core.units import format_bytes, format_seconds, shorten
+
+__all__ = ["layout_table", "partition_table"]
+
+_MOST_TENSORS = 10
+_MOST_NAMES = 20
+
+
+def partition_table(found: Mapping[str, Any]) -> str:
+    """Returns cuts, the schemes of the largest tensors, and all methods."""
+    ranks, cuts = found["ranks"], found["cuts"]
+    lines = [
+        f"{found['method']} over {ranks} rank{'' if ranks == 1 else 's'}: {found['elements']:,} elements a step, any "
+        f"partition at least {found['at_least']:,}; {found['sent_elements']:,} on the wire, "
+        f"{format_bytes(found['sent_bytes'])}"
+    ]
+    if cuts:
+        rows = [(f"{at + 1}", f"{cut['pairs']}", f"{cut['elements']:,}") for at, cut in enumerate(cuts)]
+        lines += ["", *_table(("cut", "pairs", "elements of a pair"), rows, "rrr")]
+        lines += ["", *_schemes(found["tensors"])]
+    rows = [
+        (name, f"{row['elements']:,}", f"{row['sent_elements']:,}", format_bytes(row["sent_bytes"]))
+        for name, row in found["methods"].items()
+    ]
+    lines += ["", *_table(("method", "elements", "on the wire", "bytes"), rows, "lrrr")]
+    if found["refused"]:
+        lines += ["", f"left out: {', '.join(found['refused'])} (--json says why)"]
+    return "\n".join(lines)
+
+
+def _schemes(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns a row for each of the largest shapes and its cuts."""
+    equal: dict[tuple[tuple[int, ...], tuple[int | None, ...]], list[str]] = {}
+    for name, tensor in tensors.items():
+        equal.setdefault((tuple(tensor["shape"]), tuple(tensor["cuts"])), []).append(name)
+    largest = sorted(equal.items(), key=lambda row: -prod(row[0][0]))
+    rows = [
+        (
+            shorten(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else ""),
+            " x ".join(map(str, shape)) or "-",
+            ", ".join("whole" if cut is None else str(cut) for cut in cuts),
+        )
+        for (shape, cuts), names in largest[:_MOST_TENSORS]
+    ]
+    head = "tensor" if len(largest) <= _MOST_TENSORS else "largest tensors"
+    return _table((head, "shape", "dimension of each cut"), rows, "lll")
+
+
+def layout_table(found: Mapping[str, Any]) -> str:
+    """Returns the layout, and what it takes beside no layout."""
+    rules = found["rules"]
+    least = "least memory" if found["objective"] == "memory" else "least time"
+    lines = [f"{rules or 'no name is cut'} on the mesh {found['mesh'] or '-'}, the {least}", ""]
+    both = found["layout"], found["none"]
+    names = [("peak of a rank", *(f"{one['peak_elements']:,}" for one in both))]
+    names.append(("", *(format_bytes(one["peak_bytes"]) for one in both)))
+    names.append(("operations of all ranks", *(f"{one['done']:,}" for one in both)))
+    names.append(("  that differ", *(f"{one['unique']:,}" for one in both)))
+    moved = [{(row["kind"], row["over"]): row["elements"] for row in one["moved"]} for one in both]
+    for key in sorted({key for one in moved for key in one}):
+        names.append((f"{key[0]} over {key[1]}", *(f"{one.get(key, 0):,}" for one in moved)))
+    if both[0]["seconds"] is not None:
+        names.append(("time", *(format_seconds(one["seconds"]) for one in both)))
+    lines += _table(("", "layout", "none"), names, "lrr")
+    free = [name for name in found["names"] if f"{name}:" not in f",{rules}"]
+    if free:
+        shown = ", ".join(free[:_MOST_NAMES]) + (f" and {len(free) - _MOST_NAMES} more" * (len(free) > _MOST_NAMES))
+        lines += ["", f"not cut: {shown}"]
+    return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Returns aligned lines.
+
+    Args:
+        sides: "l" or "r" for each column.
+    """
+    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
+    return [
+        "  ".join(
+            f"{word:{'<' if side == 'l' else '>'}{width}}" for word, side, width in zip(row, sides, widths, strict=True)
+        ).rstrip()
+        for row in (head, *rows)
+    ]
