@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipedream
+from pipedream import Layout, Mesh, Operators, lay_out
 from pipedream.core.errors import PlanError
 from pipedream.partitioner.exchanges import Exchanges
-from pipedream.partitioner.partition import partition
+from pipedream.partitioner.partition import Halving, Partition, partition
 from pipedream.sharding.descriptions import contradiction, description_of
 from pipedream.sharding.partitioned import GroupRanks, PartitionedStep, Ranks, SimulatedRanks
 from pipedream.sharding.traced import TracedStep, trace
@@ -139,9 +140,13 @@ def _alone(name: str) -> dict[str, torch.Tensor]:
 
 
 def _check(name: str, ranks: Ranks, count: int, **how: Any) -> None:
+    _check_partition(name, ranks, partition(_made(name)[2].operators, count, **how))
+
+
+def _check_partition(name: str, ranks: Ranks, found_partition: Partition) -> None:
     """Compares a partitioned step with one process; each rank checks all tensors."""
     model, sample, step = _made(name)
-    run = PartitionedStep(step, partition(step.operators, count, **how), ranks)
+    run = PartitionedStep(step, found_partition, ranks)
     values = {step.parameters[key]: one.detach() for key, one in model.named_parameters()}
     values |= {step.buffers[key]: one for key, one in model.named_buffers()}
     values |= dict(zip(step.inputs, [sample], strict=True))
@@ -191,6 +196,43 @@ def test_the_bytes_of_two_ranks_are_the_published_cost(name: str) -> None:
     operators = _made(name)[2].operators
     found = partition(operators, 2)
     assert Exchanges(operators, found).elements == found.elements
+
+
+def _of_layout(operators: Operators, layout: Layout, mesh: Mesh) -> Partition:
+    """Returns the same as cuts into halves: on a mesh of powers of two, of operators with names of their own."""
+    shared = operators.with_shared_names()
+    over, cuts = shared.named.over(layout, mesh), []
+    for one, size in mesh.dimensions.items():
+        cut_names = [name for name in over if over[name] == one]
+        schemes = {
+            tensor: next((at for at, name in enumerate(names) if name in cut_names), None)
+            for tensor, names in shared.named.at_rest.items()
+        }
+        indices = tuple(
+            next((index for index, name in zip(step.sizes, other.sizes, strict=True) if name in cut_names), None)
+            for step, other in zip(operators.steps, shared.steps, strict=True)
+        )
+        cuts += [Halving(schemes, indices)] * (size.bit_length() - 1)
+    return Partition("layout", mesh.size, tuple(cuts), 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
+    operators = _made(name)[2].operators
+    shared, mesh = operators.with_shared_names(), Mesh("m:2")
+    layouts = [Layout(f"{one}:m") for one, sizes in shared.named.sizes.items() if all(size % 2 == 0 for size in sizes)]
+    layouts += [lay_out(shared, mesh)]
+    for layout in layouts:
+        found = _of_layout(operators, layout, mesh)
+        _check_partition(name, SimulatedRanks(2), found)
+        # Two ranks send half of what they gather, and all of what they reduce. An operator that reads a part of a
+        # tensor may need less, and so does a partial sum that is cut afterwards.
+        moved = shared.report(layout, mesh).moved
+        expected = sum(elements if kind == "all-reduce" else elements // 2 for (kind, _), elements in moved.items())
+        sent = Exchanges(operators, found).elements
+        assert sent == expected if name in ("mlp", "attention", "pooled") else sent <= expected
+    mesh = Mesh("m:2,n:4")
+    _check_partition(name, SimulatedRanks(8), _of_layout(operators, lay_out(shared, mesh), mesh))
 
 
 @pytest.mark.parametrize("name", CASES)

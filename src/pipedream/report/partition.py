@@ -23,8 +23,8 @@ def partition_table(found: Mapping[str, Any]) -> str:
         f"{format_bytes(found['sent_bytes'])}"
     ]
     if cuts:
-        rows = [(f"{at + 1}", f"{cut['pairs']}", f"{cut['elements']:,}") for at, cut in enumerate(cuts)]
-        lines += ["", *_table(("cut", "pairs", "elements of a pair"), rows, "rrr")]
+        numbered = [(f"{at + 1}", f"{cut['pairs']}", f"{cut['elements']:,}") for at, cut in enumerate(cuts)]
+        lines += ["", *_table(("cut", "pairs", "elements of a pair"), numbered, "rrr")]
         lines += ["", *_schemes(found["tensors"])]
     rows = [
         (name, f"{row['elements']:,}", f"{row['sent_elements']:,}", format_bytes(row["sent_bytes"]))
