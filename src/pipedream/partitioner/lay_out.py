@@ -35,7 +35,8 @@ def lay_out(
     """Chooses for each name of an index the dimension of a mesh that cuts it in all operators, or none.
 
     A dimension of the mesh may cut a name if it divides all sizes of the name. No two indices of an operator lie on one
-    dimension. Indices of expressions are not cut. `Operators.report` says what the layout costs.
+    dimension. Indices of expressions are not cut, except the outermost of merged dimensions. `Operators.report` says
+    what the layout costs.
 
     Args:
         objective: "memory", the least peak of a rank, and among equals the most names cut; or "time", the fewest

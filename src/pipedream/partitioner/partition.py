@@ -40,7 +40,8 @@ class Partition:
     """What was found.
 
     Attributes:
-        at_least: elements that any partition moves: the number of `joint` where that was searched, else a bound.
+        at_least: elements that any partition moves which cuts each operator: the number of `joint` where that was
+            searched, else a bound. "data" leaves operators without the batch whole, and may move less.
     """
 
     method: str

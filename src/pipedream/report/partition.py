@@ -18,8 +18,8 @@ def partition_table(found: Mapping[str, Any]) -> str:
     """Returns cuts, the schemes of the largest tensors, and all methods."""
     ranks, cuts = found["ranks"], found["cuts"]
     lines = [
-        f"{found['method']} over {ranks} rank{'' if ranks == 1 else 's'}: {found['elements']:,} elements a step, any "
-        f"partition at least {found['at_least']:,}; {found['sent_elements']:,} on the wire, "
+        f"{found['method']} over {ranks} rank{'' if ranks == 1 else 's'}: {found['elements']:,} elements a step "
+        f"(at least {found['at_least']:,} if each operator is cut), {found['sent_elements']:,} on the wire, "
         f"{format_bytes(found['sent_bytes'])}"
     ]
     if cuts:

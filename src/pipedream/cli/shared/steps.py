@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipedream.core.errors import PlanError
 from pipedream.core.operators.operators import Operators
 from pipedream.workflows.partition import DescribedStep
 
@@ -40,5 +41,8 @@ def step_of(path: str, element_bytes: int | None, seed: int) -> DescribedStep:
         if element_bytes is None:
             return found
     else:
-        found = DescribedStep(Operators.load(path), {})
+        try:
+            found = DescribedStep(Operators.load(path), {})
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
     return replace(found, element_bytes=dict.fromkeys(found.operators.tensors, element_bytes or 4))

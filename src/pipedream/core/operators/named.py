@@ -1,8 +1,8 @@
 """What a layout makes of operators whose index names are shared by all lines (Mesh-TensorFlow, Shazeer et al. 2018).
 
-A dimension of a tensor has, while no operator uses it, the name of the index that it first has alone. An operator that
-has another index there, or `:`, works on a copy that is cut by its own indices; Mesh-TensorFlow writes this as a
-reshape.
+A dimension of a tensor has, while no operator uses it, the name of the first index that runs over all of it, alone or
+as the outermost of several (`64*h + k` is cut where `h` is). An operator that has another index there, or `:`, works on
+a copy that is cut by its own indices; Mesh-TensorFlow writes this as a reshape.
 """
 
 from __future__ import annotations
