@@ -24,7 +24,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
-    *(DOCS / f"{name}.md" for name in ("quickstart", "methods", "planning", "checkpoints", "command_line")),
+    *(
+        DOCS / f"{name}.md"
+        for name in ("quickstart", "methods", "planning", "checkpoints", "command_line", "partition")
+    ),
 ]
 LINKED = [
     *ROOT.glob("*.md"),
@@ -119,6 +122,13 @@ def test_quickstart_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(space["weights"]) == ["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]  # type: ignore[call-overload]
 
 
+def test_the_published_layouts_are_found() -> None:
+    space: dict[str, Any] = {"pipedream": pipedream}
+    exec(compile(blocks(DOCS / "partition.md", "python")[-2], "partition.md", "exec"), space)
+    assert [str(space[name].rules) for name in ("found", "more", "whole")] == ["a:m2,c:m1", "a:m2,b:m3,c:m1", ""]
+    assert space["report"].peak == 75
+
+
 def test_callbacks_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     space: dict[str, Any] = {"__name__": "quickstart"}
@@ -138,7 +148,10 @@ def test_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("line", "output"), shown(), ids=[line for line, _ in shown()])
-def test_commands_print_what_is_shown(line: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_what_is_shown(
+    line: str, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
     assert cli.main(arguments(line)) == 0
     assert trimmed(capsys.readouterr().out) == trimmed(output)
 
