@@ -24,6 +24,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layer = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=100)
     profile = pd.Profile.of_chain((layer,) * 4)
     profile.save(folder / "profile.json")
+    pd.Operators({"x": (4, 6), "y": (4,)}, "y[a] += x[a, b]").save(folder / "step.json")
     pd.plan(profile, pd.Cluster.flat(2)).save(folder / "plan.json")
     return folder
 
@@ -37,6 +38,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(["schedules"], ("torch",), marks=pytest.mark.slow),
         (["show", "1f1b"], ("torch",)),
         (["plan", "profile.json", "--workers", "2"], ("torch",)),
+        (["layout", "step.json", "--mesh", "m:2"], ("torch",)),
+        pytest.param(["partition", "step.json", "--ranks", "2"], ("torch",), marks=pytest.mark.slow),
         pytest.param(["simulate", "plan.json"], ("torch",), marks=pytest.mark.slow),
         pytest.param(["check", "plan.json"], ("torch",), marks=pytest.mark.slow),
         pytest.param(["sweep", "profile.json", "--workers", "2"], ("torch",), marks=pytest.mark.slow),

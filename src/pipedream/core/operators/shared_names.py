@@ -27,7 +27,7 @@ def shared_text(
         groups: of tensors that share a layout; their dimensions have the same names.
     """
     first = {tensor: group[0] for group in groups for tensor in group}
-    classes = _Classes()
+    classes = _Connected()
     for number, operator in enumerate(operators):
         for access in operator.accesses:
             for at, (index, size) in enumerate(zip(access.indices, tensors[access.tensor], strict=True)):
@@ -54,7 +54,7 @@ def shared_text(
     return "\n".join(lines)
 
 
-class _Classes:
+class _Connected:
     """Classes of places, each with at most one place of an operator or tensor."""
 
     def __init__(self) -> None:
