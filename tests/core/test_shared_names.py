@@ -41,13 +41,20 @@ def test_names_differ_only_where_they_must(ops: Operators) -> None:
     shared = ops.with_shared_names()
     owners = [{*step.sizes} for step in shared.steps]
     owners += [{name for name in names if name} for names in shared.named.at_rest.values()]
+    used: dict[tuple[str, int], set[str]] = {}  # the names of each dimension
+    first = {name: group[0] for group in shared.groups for name in group}
     for step in shared.steps:
         for access in step.accesses:
-            at_rest, shape = shared.named.at_rest[access.tensor], shared.tensors[access.tensor]
-            for index, own, size in zip(access.indices, at_rest, shape, strict=True):
-                name = step.outermost(index, size)
-                if name in shared.named.sizes and own is not None and name != own:
-                    assert any({name, own} <= owner for owner in owners)
+            shape = shared.tensors[access.tensor]
+            for at, (index, size) in enumerate(zip(access.indices, shape, strict=True)):
+                if name := step.outermost(index, size):
+                    used.setdefault((first[access.tensor], at), set()).add(name)
+    for (tensor, at), names in used.items():
+        if names & shared.named.whole.keys():
+            continue  # the dimension is named by another one while no operator uses it
+        own = shared.named.at_rest[tensor][at]
+        for name in names - {own} if own else ():
+            assert any({name, own} <= owner for owner in owners)
 
 
 def test_a_transformer_is_cut_as_by_names_given_by_hand() -> None:
