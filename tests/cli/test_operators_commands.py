@@ -255,7 +255,7 @@ def test_a_model_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
         ("partition two.json --ranks 2", "two.json: line 1, column 8 of the operators: the index 'i' of"),
         ("partition text.json --ranks 2", "text.json is not JSON"),
         ("layout bad.json --mesh m:2", "has the tensor 'u', whose sizes are not given; add it to tensors"),
-        ("partition dropping.py --ranks 2", "the layer '1' calls aten.bernoulli.p, which draws random numbers"),
+        ("partition drawing.py --ranks 2", "the layer '1' calls aten.bernoulli.default, which draws random numbers"),
         ("partition odd.py --ranks 2", "the layer '1' calls aten.tril.default, which has no description; write one"),
         ("layout failing.py --mesh m:2", "the recipe failed while its step was described on its first batch: "),
         ("layout product.json", "Missing option '--mesh'"),
@@ -296,9 +296,9 @@ def test_wrong_calls(text: str, message: str, capsys: pytest.CaptureFixture[str]
         json.dumps(bad | {"tensors": {"x": [4], "y": [6]}, "text": "y[i] = x[i]"}), encoding="utf-8"
     )
     Path("text.json").write_text("y[i] = x[i]", encoding="utf-8")
-    Path("dropping.py").write_text(RECIPE.replace("nn.ReLU()", "nn.Dropout()"), encoding="utf-8")
     lower = RECIPE.replace("nn.ReLU()", "Lower()")
     lower += "\nclass Lower(nn.Module):\n    def forward(self, x):\n        return torch.tril(x)\n"
+    Path("drawing.py").write_text(lower.replace("torch.tril(x)", "x * torch.bernoulli(x.sigmoid())"), encoding="utf-8")
     Path("odd.py").write_text(lower, encoding="utf-8")
     Path("failing.py").write_text(lower.replace("torch.tril(x)", "x.view(3, 3)"), encoding="utf-8")
     assert cli.main(text.split()) == 2
