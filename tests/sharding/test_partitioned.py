@@ -20,6 +20,7 @@ from pipedream import Layout, Mesh, Operators, lay_out
 from pipedream.core.errors import PlanError
 from pipedream.partitioner.exchanges import Exchanges
 from pipedream.partitioner.partition import Halving, Partition, partition
+from pipedream.partitioner.search import Search
 from pipedream.sharding.descriptions import contradiction, description_of
 from pipedream.sharding.partitioned import GroupRanks, PartitionedStep, Ranks, SimulatedRanks
 from pipedream.sharding.traced import TracedStep, trace
@@ -329,6 +330,48 @@ def test_what_cannot_be_described() -> None:
         pipedream.operators(
             nn.Linear(4, 4), torch.randn(2, 4), optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])
         )
+
+
+@pytest.mark.parametrize("name", ["mlp", "wide_resnet"])
+def test_data_parallelism_of_a_model_sums_its_gradients(name: str) -> None:
+    model, sample, step = _made(name)
+    found = partition(step.operators, 4, "data", batch="x0")
+    weights = sum(one.numel() for one in model.parameters())
+    channels = sum(one.numel() for one in model.buffers())
+    # The statistics of BatchNorm, and their gradients, are sums over the batch too.
+    assert 2 * 3 * weights <= found.elements <= 2 * 3 * (weights + 4 * channels)
+    assert all(cut.schemes[step.inputs[0]] == 0 for cut in found.cuts)
+    rests = Exchanges(step.operators, found).rests
+    assert all(len(set(rests[step.parameters[key]])) == 1 for key, _ in model.named_parameters())
+    _check(name, SimulatedRanks(4), 4, method="data", batch="x0")
+
+
+class Stacked(nn.Module):
+    """Layers of LSTM cells, each of which gives the next its states as they are."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = list(x.unbind(1))
+        for cell in self.cells:
+            h = c = torch.zeros_like(states[0])
+            for at, one in enumerate(states):
+                h, c = cell(one, (h, c))
+                states[at] = h
+        return states[-1]
+
+
+def test_time_steps_of_a_model_are_found_alike() -> None:
+    """Autograd's `detach` of each weight once stood between it and the steps that use it: tables had 1e8 entries."""
+    sizes = []
+    for steps in (4, 8):
+        described = pipedream.operators(Stacked(2, 8), torch.randn(4, steps, 8), loss=_squared)
+        assert "detach" not in described.text
+        sizes.append(Search(described, most_cells=1000))
+    assert sizes[0].cells == sizes[1].cells <= 1000
+    assert len(sizes[1].sizes) < 1.1 * len(sizes[0].sizes)
 
 
 def test_a_model_without_memory_is_described() -> None:

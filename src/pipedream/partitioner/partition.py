@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -64,7 +65,8 @@ def partition(
         ranks: a power of two.
         method: one of `METHODS`: "recursive" as published, one cut after the other; "joint", all at once, which is
             never worse; or a baseline of the paper.
-        batch: the index of the samples, for "data".
+        batch: the index of the samples, for "data"; or an input whose first dimension counts them, where operators
+            have different names for that index, as those of a traced model do.
         replicate: tensors may be whole on both sides of a cut; the paper's are not, unless no dimension divides.
 
     Raises:
@@ -80,10 +82,11 @@ def partition(
         raise PlanError(
             f"a partition over {ranks} ranks was asked for, but each cut makes two halves; give a power of two"
         )
-    if method == "data" and not any(batch in step.sizes for step in operators.steps):
+    known = batch in operators.inputs or any(batch in step.sizes for step in operators.steps)
+    if method == "data" and not known:
         raise PlanError(
             f"the partition method 'data' was asked for with the batch index {batch!r}, which no operator has; give "
-            "the index of the samples, such as batch='b'"
+            "the index of the samples, such as batch='b', or an input whose first dimension counts them"
         )
     search = Search(operators, None if replicate else partial(_without_replicas, operators))
     cuts = METHODS[method](search, ranks.bit_length() - 1, batch)
@@ -185,21 +188,48 @@ def _along(search: Search, cuts: int, batch: str, *, at: int) -> tuple[Halving, 
 
 def _data(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
     """Cuts what has the batch along it; everything else is whole, and computed by all."""
-    dimension: dict[str, int] = {}
-    steps = search.operators.steps
-    group = {name: names for names in search.operators.groups for name in names}
-    for step in steps:
-        for access in step.accesses:
-            for at, index in enumerate(access.indices):
-                if index is not None and index.plain == batch:
-                    dimension |= dict.fromkeys(group[access.tensor], at)
+    dimension, index = _samples(search.operators, batch)
 
     def only(one: Variable, own: Any) -> Sequence[Any]:
-        if isinstance(one, str):
-            return [dimension.get(one)]
-        return [batch if batch in steps[one].sizes else None]
+        return [dimension.get(one) if isinstance(one, str) else index.get(one)]
 
     return _recursive(Search(search.operators, only), cuts)
+
+
+def _samples(operators: Operators, batch: str) -> tuple[dict[str, int], dict[int, str]]:
+    """Returns the dimension of each tensor and the index of each operator that count the samples.
+
+    Args:
+        batch: that index in all operators, or an input whose first dimension it is. From the input it leads to the
+            operators that have an index there, and to their other tensors.
+    """
+    steps = operators.steps
+    group = {name: names for names in operators.groups for name in names}
+    index = {at: batch for at, step in enumerate(steps) if batch in step.sizes}
+    dimension = {} if index else dict.fromkeys(group[batch], 0)
+    waiting = dict.fromkeys(range(len(steps)))
+    uses: dict[str, list[int]] = defaultdict(list)
+    for number, step in enumerate(steps):
+        for access in step.accesses:
+            uses[access.tensor].append(number)
+    while waiting:
+        number = next(iter(waiting))
+        del waiting[number]
+        places = [
+            (one.plain, access.tensor, at)
+            for access in steps[number].accesses
+            for at, one in enumerate(access.indices)
+            if one is not None and one.plain in steps[number].sizes
+        ]
+        name = index.get(number) or next((name for name, tensor, at in places if dimension.get(tensor) == at), None)
+        if name is None:
+            continue
+        index[number] = name
+        for other, tensor, at in places:
+            if other == name and tensor not in dimension:
+                dimension |= dict.fromkeys(group[tensor], at)
+                waiting |= dict.fromkeys(number for one in group[tensor] for number in uses[one])
+    return dimension, index
 
 
 def _spartan(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:

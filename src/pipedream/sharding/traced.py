@@ -32,6 +32,9 @@ from pipedream.sharding.whole_weights import steps_each_element
 
 __all__ = ["DescribedCall", "TracedStep", "operators", "trace"]
 
+_SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+"""What returns its operand; autograd calls it for each tensor that it keeps."""
+
 Optimizer = Callable[[list[tuple[str, Any]]], torch.optim.Optimizer]
 
 
@@ -239,6 +242,9 @@ class _Tracing:
         if getattr(node.target, "__name__", "") == "getitem":
             called, item = cast(tuple[fx.Node, int], node.args)
         function: Any = called.target
+        if function in _SAME:
+            self._name[node] = self._name[cast(fx.Node, called.args[0])]
+            return
         bound = _bound(function, called.args, called.kwargs)
         read = {one: self._name[one] for _, one in _nodes(bound)}
         made = {one: self._constants[name] for one, name in read.items() if name in self._constants}
