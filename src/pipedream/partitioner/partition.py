@@ -216,10 +216,10 @@ def _samples(operators: Operators, batch: str) -> tuple[dict[str, int], dict[int
         number = next(iter(waiting))
         del waiting[number]
         places = [
-            (one.plain, access.tensor, at)
+            (max(one.terms, key=lambda term: term[1])[0], access.tensor, at)  # of a merged dimension the slowest
             for access in steps[number].accesses
             for at, one in enumerate(access.indices)
-            if one is not None and one.plain in steps[number].sizes
+            if one is not None and one.terms and not one.offset
         ]
         name = index.get(number) or next((name for name, tensor, at in places if dimension.get(tensor) == at), None)
         if name is None:
