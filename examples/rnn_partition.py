@@ -43,9 +43,8 @@ class Unrolled(nn.Module):  # gives the next layer a tensor for each time step
 
 
 def stacked(layers: int, width: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Flatten(1, 2), nn.Linear(8, width), *(Unrolled(width) for _ in range(layers)), Last(width, 10)
-    )
+    unrolled = (Unrolled(width) for _ in range(layers))
+    return nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, width), *unrolled, Last(width, 10))
 
 
 def recipe(seed: int = 0) -> pipedream.Recipe:

@@ -24,7 +24,9 @@ from pipedream.training.train import train_recipe
 FOLDER = Path(__file__).parents[2] / "examples"
 DIGITS = str(FOLDER / "digits.py")
 LLAMA = FOLDER / "llama70b.py"  # too large to be trained here: tests/test_without_running.py
-EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {LLAMA})
+TABLE = FOLDER / "partition_table.py"  # what two of them print, no recipe
+PARTITIONED = [FOLDER / "rnn_partition.py", FOLDER / "wide_resnet.py"]
+EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {LLAMA, TABLE})
 SUMMARY_KEYS = {
     *("format", "recipe", "seed", "versions", "configuration", "plan", "schedule", "workers", "stages", "drains"),
     *("epochs", "minibatches", "metrics", "evaluations", "accuracy", "target", "seconds_to_target"),
@@ -163,6 +165,65 @@ def test_ranks_of_a_mesh_train_as_their_worker_does(config: str, mesh: str, tmp_
     torch.testing.assert_close(losses_of(tmp_path / "mesh"), losses_of(tmp_path / "plain"), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize(("workers", "mesh"), [("2", ""), ("4", "auto")])
+@pytest.mark.parametrize("example", PARTITIONED, ids=lambda path: path.stem)
+def test_models_of_tofu_train_by_the_command(example: Path, workers: str, mesh: str, tmp_path: Path) -> None:
+    command = f"train examples/{example.name} --workers {workers}{f' --mesh {mesh}' if mesh else ''}"
+    assert f"pipedream {command}\n" in example.read_text(encoding="utf-8")
+    shorter = ("--minibatches", "12", "--evaluate-every", "0", "--out", str(tmp_path))
+    ended = commands.run("-m", "pipedream", *command.split(), *shorter, folder=FOLDER.parent, timeout_s=300.0)
+    assert ended.status == 0, ended.err
+    assert not mesh or "a rank of data:2,model:2" in ended.out
+    losses = [loss for _, loss in losses_of(tmp_path)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("mesh", ["data:2", "model:2"])
+@pytest.mark.parametrize("example", PARTITIONED, ids=lambda path: path.stem)
+def test_models_of_tofu_train_alike_on_a_mesh(example: Path, mesh: str, tmp_path: Path) -> None:
+    command = ("train", str(example), "--workers", "2", "--config", "1", "--mesh", mesh)
+    shorter = ("--minibatches", "3", "--evaluate-every", "0", "--out", str(tmp_path / "mesh"))
+    ended = commands.run("-m", "pipedream", *command, *shorter, folder=FOLDER.parent, timeout_s=300.0)
+    assert (ended.status, ended.err) == (0, "")
+    pipedream.run(
+        lambda seed: load_recipe(str(example), seed=seed), out=tmp_path / "plain", workers=1, minibatches=3, quiet=True
+    )
+    torch.testing.assert_close(losses_of(tmp_path / "mesh"), losses_of(tmp_path / "plain"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("example", "sizes"),
+    [
+        ("rnn_partition.py", "--layers 1 --steps 2 --width 16 --batch 8"),
+        ("wide_resnet.py", "--layers 14 --widen 1 --batch 4"),
+    ],
+)
+def test_table_of_tofus_methods(example: str, sizes: str, tmp_path: Path) -> None:
+    methods = ("recursive", "joint", "spartan", "data")
+    options = (*sizes.split(), "--ranks", "2", "4", "--methods", *methods)
+    ended = commands.run(str(FOLDER / example), *options, folder=tmp_path)
+    assert (ended.status, ended.err) == (0, "")
+    whole = int(re.search(r"([\d,]+) bytes of tensors", ended.out)[1].replace(",", ""))  # type: ignore[index]
+    rows = re.findall(r"^\| (\d) \| ([\w-]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| [\d.]+ s \|$", ended.out, re.M)
+    found = {(int(ranks), method): [int(one.replace(",", "")) for one in own] for ranks, method, *own in rows}
+    for ranks in (2, 4):
+        assert {(ranks, "recursive"), (ranks, "data")} <= found.keys()
+        for method in methods:
+            elements, sent_bytes, held_bytes = found.get((ranks, method), (10**18, 10**18, whole))
+            # Only data parallelism has operators, those of whole weights, that all ranks compute alike.
+            assert found[ranks, "recursive"][0] <= elements or method in ("joint", "data")
+            assert whole / ranks <= held_bytes <= whole
+            assert sent_bytes == 4 * elements or ranks > 2
+    assert "recursive, 4 ranks: the dimension of each weight" in ended.out
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of three epochs of digits in two processes."""
@@ -289,7 +350,7 @@ def test_four_ways_to_start_give_the_same_losses(
     ("example", "how"),
     [
         pytest.param(path, how, id=f"{path.stem}-{how}", marks=() if path.stem == "digits" else pytest.mark.long)
-        for path, how in zip(EXAMPLES, cycle(("python", "torchrun")), strict=False)
+        for path, how in zip(sorted({*EXAMPLES} - {*PARTITIONED}), cycle(("python", "torchrun")), strict=False)
     ],
 )
 def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path) -> None:
