@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -18,11 +18,12 @@ from torch.nn import functional as F
 import pipedream
 from pipedream import Layout, Mesh, Operators, lay_out
 from pipedream.core.errors import PlanError
+from pipedream.core.plan.mesh import Box, Piece
 from pipedream.partitioner.exchanges import Exchanges
 from pipedream.partitioner.partition import Halving, Partition, partition
 from pipedream.partitioner.search import Search
 from pipedream.sharding.descriptions import contradiction, description_of
-from pipedream.sharding.partitioned import GroupRanks, PartitionedStep, Ranks, SimulatedRanks
+from pipedream.sharding.partitioned import GroupRanks, PartitionedStep, Parts, Ranks, SimulatedRanks
 from pipedream.sharding.traced import TracedStep, trace
 
 
@@ -234,6 +235,39 @@ def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
         assert sent == expected if name in ("mlp", "attention", "pooled") else sent <= expected
     mesh = Mesh("m:2,n:4")
     _check_partition(name, SimulatedRanks(8), _of_layout(operators, lay_out(shared, mesh), mesh))
+
+
+class _Recording(SimulatedRanks):
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.busiest: list[int] = []
+
+    def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> Any:
+        between = [piece for piece in pieces if piece.sender != piece.receiver]
+        if between:
+            sizes = [prod(map(len, piece.box)) * parts[piece.sender].itemsize for piece in between]
+            ways = [[piece.sender for piece in between], [piece.receiver for piece in between]]
+            self.busiest.append(
+                max(
+                    sum(size for end, size in zip(way, sizes, strict=True) if end == rank)
+                    for way in ways
+                    for rank in way
+                )
+            )
+        return super().exchange(pieces, parts, boxes)
+
+
+@pytest.mark.parametrize("how", WAYS[2:], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "words"])
+def test_seconds_are_those_of_the_busiest_rank_of_each_exchange(name: str, how: dict[str, Any]) -> None:
+    step, ranks = _made(name)[2], _Recording(4)
+    _check(name, ranks, 4, **how)
+    exchanges = Exchanges(step.operators, partition(step.operators, 4, **how))
+    sizes = {tensor: dtype.itemsize for tensor, dtype in step.dtypes.items()}
+    found = ranks.busiest[: len(exchanges.bytes_of_busiest(sizes, len(step.calls)))]
+    assert exchanges.bytes_of_busiest(sizes, len(step.calls)) == found
+    assert exchanges.seconds(sizes, 1e6, 0.0, len(step.calls)) == pytest.approx(sum(found) / 1e6)
+    assert exchanges.seconds(sizes, 1e30, 0.5, len(step.calls)) == pytest.approx(len(found) / 2)
 
 
 @pytest.mark.parametrize("name", CASES)

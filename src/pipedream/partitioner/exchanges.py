@@ -7,7 +7,8 @@ added up in equal shares by the ranks that need them (a reduce-scatter), which t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -36,11 +37,6 @@ class Result:
     sums: tuple[Piece, ...]
     shares: tuple[Box | None, ...]
     pieces: tuple[Piece, ...]
-
-    @property
-    def elements(self) -> int:
-        """That all ranks send together."""
-        return _sent(self.sums) + _sent(self.pieces)
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ class Exchanges:
     @property
     def elements(self) -> int:
         """That all ranks send together in a step."""
-        return sum(self._each(lambda name: 1))
+        return sum(_sent(pieces) for _, pieces in self._each())
 
     def sent_bytes(self, element_bytes: Mapping[str, int], steps: int | None = None) -> int:
         """Returns the bytes that all ranks send together, given those of an element of each tensor.
@@ -122,14 +118,39 @@ class Exchanges:
         Args:
             steps: only in so many of the first operators.
         """
-        return sum(self._each(element_bytes.__getitem__)[:steps])
+        return sum(element_bytes[name] * _sent(pieces) for name, pieces in self._each(steps))
 
-    def _each(self, weight: Callable[[str], int]) -> list[int]:
+    def bytes_of_busiest(self, element_bytes: Mapping[str, int], steps: int | None = None) -> list[int]:
+        """Returns for each exchange the bytes that one rank sends, or receives, at most; see `sent_bytes`."""
         found = []
-        for number, step in enumerate(self.operators.steps):
-            needed = sum(weight(one.tensor) * _sent(self.operand(number, one)) for one in step.line.operands)
-            found.append(needed + weight(step.result) * self.result(number).elements)
+        for name, pieces in self._each(steps):
+            ends: Counter[tuple[str, int]] = Counter()
+            for piece in pieces:
+                if piece.sender != piece.receiver:
+                    ends["sends", piece.sender] += prod(map(len, piece.box))
+                    ends["receives", piece.receiver] += prod(map(len, piece.box))
+            if ends:
+                found.append(element_bytes[name] * max(ends.values()))
         return found
+
+    def seconds(
+        self, element_bytes: Mapping[str, int], bytes_per_s: float, latency_s: float, steps: int | None = None
+    ) -> float:
+        """Returns the seconds of all exchanges, one after the other, where links take both directions at once.
+
+        Args:
+            bytes_per_s: that a rank can send, and receive.
+            latency_s: of an exchange.
+        """
+        busiest = self.bytes_of_busiest(element_bytes, steps)
+        return latency_s * len(busiest) + sum(busiest) / bytes_per_s
+
+    def _each(self, steps: int | None = None) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+        """Yields the tensor and the pieces of each exchange, in order."""
+        for number, step in enumerate(self.operators.steps[:steps]):
+            yield from ((one.tensor, self.operand(number, one)) for one in step.line.operands)
+            result = self.result(number)
+            yield from ((step.result, pieces) for pieces in (result.sums, result.pieces))
 
 
 def _sent(pieces: Sequence[Piece]) -> int:

@@ -80,7 +80,7 @@ class GroupRanks:
             outgoing = torch.cat(flat) if flat else mine.new_empty(0)
             incoming = mine.new_empty(sum(_size(piece.box) for row in due for piece in row))
             received, given = ([sum(_size(piece.box) for piece in row) for row in rows] for rows in (due, sent))
-            dist.all_to_all_single(incoming, outgoing, received, given, group=self._group)
+            self._send(incoming, outgoing, received, given)
             self.sent_bytes += outgoing.nbytes
             boxes_due = [piece.box for row in due for piece in row]
             parts_due = incoming.split([_size(box) for box in boxes_due])  # type: ignore[no-untyped-call]
@@ -88,6 +88,9 @@ class GroupRanks:
                 (box, part.view([len(one) for one in box])) for box, part in zip(boxes_due, parts_due, strict=True)
             ]
         return {rank: arrived}
+
+    def _send(self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int], given: list[int]) -> None:
+        dist.all_to_all_single(incoming, outgoing, received, given, group=self._group)
 
 
 def _size(box: Box) -> int:
