@@ -356,10 +356,25 @@ def test_an_operator_of_the_users() -> None:
     )
 
 
+def test_the_mask_of_a_dropout_is_computed_by_no_operator() -> None:
+    step = trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double(), torch.randn(8, 4).double())
+    (mask,) = step.drawn
+    assert mask in step.operators.inputs
+    torch.manual_seed(0)
+    whole = step.constants[mask]()
+    torch.manual_seed(0)
+    assert torch.equal(whole, torch.empty(8, 4).double().bernoulli_(0.5))
+
+
+class Drawn(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.bernoulli(x.sigmoid())
+
+
 def test_what_cannot_be_described() -> None:
-    dropping = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    drawing = nn.Sequential(nn.Linear(4, 4), Drawn())
     with pytest.raises(PlanError, match=r"the layer '1' calls .*draws random numbers"):
-        pipedream.operators(dropping, torch.randn(2, 4))
+        pipedream.operators(drawing, torch.randn(2, 4))
     with pytest.raises(PlanError, match=r"the optimizer LBFGS needs whole weights"):
         pipedream.operators(
             nn.Linear(4, 4), torch.randn(2, 4), optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])
