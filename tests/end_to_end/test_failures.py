@@ -274,6 +274,7 @@ def test_worker_is_stuck(tmp_path: Path, parts: dict[str, str], words: tuple[str
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_workers_are_started_again_and_then_fewer(tmp_path: Path) -> None:
     arguments = written(tmp_path, second="Fragile")
     options = ("--max-restarts", "1", "--elastic")

@@ -77,7 +77,7 @@ def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) 
     ("name", "workers"),
     [
         *(
-            pytest.param(name, 2, marks=[*_marks(name, False), *[pytest.mark.long] * CASES[name].needs_hf])
+            pytest.param(name, 2, marks=[*_marks(name, False), *[pytest.mark.long] * (name != "attention_lstm")])
             for name in FIVE
         ),
         *(pytest.param(name, 3, marks=[*_marks(name, False), pytest.mark.long]) for name in FIVE),

@@ -50,6 +50,7 @@ def test_two_machines_give_the_losses_of_one_process(machines: Network, tmp_path
     assert kept in ([], ["checkpoints"]), "rank 0 writes the rest of the run folder"
 
 
+@pytest.mark.long
 def test_example_as_it_is_on_two_machines(machines: Network, tmp_path: Path) -> None:
     first, second = on_both(machines, "static", (DIGITS,), tmp_path)
     assert "Plan 1-1 of DigitNet" in first.out
@@ -106,7 +107,7 @@ def test_scripts_plan_measures_and_one_for_a_single_machine_warns(machines: Netw
     assert "UserWarning" not in second.err
 
 
-@pytest.mark.parametrize("rendezvous", [pytest.param("c10d", marks=pytest.mark.long), "static"])
+@pytest.mark.parametrize("rendezvous", [pytest.param(name, marks=pytest.mark.long) for name in ("c10d", "static")])
 def test_both_sides_end_when_the_link_goes_away(machines: Network, tmp_path: Path, rendezvous: str) -> None:
     program = written(tmp_path, loader="slow=True, count=100_000")
     program[2:] = ["train", str(tmp_path / "small.py"), "--plan", str(tmp_path / "plan.json"), "--out", "run"]

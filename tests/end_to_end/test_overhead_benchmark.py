@@ -16,7 +16,7 @@ ROWS = {"waiting": (5, "ours"), "compute": (7, "of torch's"), "process": (3, "in
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "section", [pytest.param(name, marks=[pytest.mark.long] * (name != "process")) for name in ROWS]
+    "section", [pytest.param(name, marks=[pytest.mark.long] * (name != "memory")) for name in ROWS]
 )
 def test_section_prints_its_table(section: str, tmp_path: Path) -> None:
     ended = Started((str(PROGRAM), "--quick", "--only", section), folder=tmp_path).end(300.0)

@@ -123,7 +123,7 @@ def _adamw(named: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("mlp", "model:2", "d_ff:model", "interleaved_1f1b", 4),
+        pytest.param(Case("mlp", "model:2", "d_ff:model", "interleaved_1f1b", 4), marks=pytest.mark.long),
         Case("mlp", "model:2", "d_ff:model", options={"optimizer": partial(torch.optim.Adafactor, lr=0.1)}),
         Case(
             "mlp", "model:2", "d_ff:model", "pipedream", None, options={"compensation": ("error_feedback", "gap_aware")}
