@@ -395,6 +395,19 @@ def test_data_parallelism_of_a_model_sums_its_gradients(name: str) -> None:
     _check(name, SimulatedRanks(4), 4, method="data", batch="x0")
 
 
+@pytest.mark.parametrize(
+    ("batch", "width", "two", "four"),
+    [(64, 1024, 393_216, 917_504), (512, 512, 1_572_864, 3_407_872), (1024, 128, 131_072, 393_216)],
+)
+def test_transposed_weights_cost_nothing(batch: int, width: int, two: int, four: int) -> None:
+    """A perceptron costs the same as in `tests/partitioner/test_partition.py`, whose text has no transposes."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
+        described = pipedream.operators(model, torch.empty(batch, width))
+    assert any(step.line.is_copy for step in described.steps)
+    assert [partition(described, count).elements for count in (2, 4)] == [two, four]
+
+
 class Stacked(nn.Module):
     """Layers of LSTM cells, each of which gives the next its states as they are."""
 

@@ -74,14 +74,16 @@ Allowed = Callable[[Variable, Any], Sequence[Any]]
 
 
 def all_choices(operators: Operators, one: Variable, own: Any) -> list[Any]:
-    """Returns all schemes of a tensor, or all indices of an operator."""
+    """Returns all schemes of a tensor, or all indices of an operator.
+
+    None is where both halves compute all of it, which is offered for copies, and where there is no index.
+    """
     if isinstance(one, str):
         return [None, *range(len(own))]
     step = operators.steps[one]
-    if not step.is_affine:
-        return list(step.sizes) or [None]
     shapes = [operators.tensors[access.tensor] for access in step.accesses]
-    return [index for index in step.sizes if is_offered(step, shapes, own, index)] or [None]
+    found = [index for index in step.sizes if not step.is_affine or is_offered(step, shapes, own, index)]
+    return [*found, None] if step.line.is_copy or not found else found
 
 
 class Search:

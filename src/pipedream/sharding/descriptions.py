@@ -292,6 +292,11 @@ def _function(out: Sequence[str], operands: Mapping[str, Sequence[str]], sign: s
     return f"{_access('out', out)} {sign} f({', '.join(_access(*one) for one in operands.items())})"
 
 
+def _copy_of(own: Sequence[str], out: Sequence[str]) -> str:
+    """Describes an operator that moves elements and computes none."""
+    return f"{_access('out', out)} = {_access('self', own)}"
+
+
 def _pointwise(call: OperatorCall) -> str:
     out = _letters(call.out.shape)
     operands = {}
@@ -302,18 +307,7 @@ def _pointwise(call: OperatorCall) -> str:
 
 
 _POINTWISE = Description(_pointwise)
-for _packet in (
-    A.clone,
-    A.alias,
-    A.detach,
-    A._to_copy,
-    A.lift_fresh_copy,
-    A.zeros_like,
-    A.ones_like,
-    A.full_like,
-    A.empty_like,
-):
-    _described(_pointwise, _packet)(_whole_call)
+_described(_pointwise, A.zeros_like, A.ones_like, A.full_like, A.empty_like)(_whole_call)
 
 
 def _copied(call: OperatorCall) -> str:
@@ -341,7 +335,7 @@ def _permuted(call: OperatorCall) -> str:
         order = list(range(x.dim()))
         one, other = call.values.get("dim0", 0) % x.dim(), call.values.get("dim1", 1) % x.dim()
         order[one], order[other] = order[other], order[one]
-    return _function([own[dim] for dim in order], {"self": own})
+    return _copy_of(own, [own[dim] for dim in order])
 
 
 _described(_permuted, A.permute, A.transpose)(_whole_call)
@@ -374,7 +368,7 @@ def _reshaped(call: OperatorCall) -> str:
         for side, sizes, big in zip(sides, taken, many, strict=True):
             names = iter(own if len(big) == len(parts) else [summed])
             side += [next(names) if size > 1 else "0" for size in sizes]
-    return _function(sides[1], {"self": sides[0]})
+    return _copy_of(*sides)
 
 
 @_described(_reshaped, A.view, A.reshape, A._unsafe_view, A.unsqueeze, A.squeeze, A.view_copy, A._reshape_copy)
@@ -383,7 +377,17 @@ def _reshape(part: Part) -> torch.Tensor:
     return x.reshape(part.shape)
 
 
-@_described(_pointwise, A.expand)
+def _expanded(call: OperatorCall) -> str:
+    x, out = call.values["self"], _letters(call.out.shape)
+    return _copy_of(
+        ["0" if size == 1 else one for size, one in zip(x.shape, out[len(out) - x.dim() :], strict=True)], out
+    )
+
+
+_described(_expanded, A.clone, A.alias, A.detach, A._to_copy, A.lift_fresh_copy)(_whole_call)
+
+
+@_described(_expanded, A.expand)
 def _expand(part: Part) -> torch.Tensor:
     x: torch.Tensor = part.values["self"]
     return x.expand(part.shape)
@@ -394,7 +398,7 @@ def _selected(call: OperatorCall) -> str:
     dim, index = call.values["dim"] % x.dim(), call.values["index"]
     own = _letters(x.shape)
     own[dim] = str(index % x.shape[dim])
-    return _function(own[:dim] + own[dim + 1 :], {"self": own})
+    return _copy_of(own, own[:dim] + own[dim + 1 :])
 
 
 @_described(_selected, A.select, A.select_copy)
@@ -411,7 +415,7 @@ def _sliced(call: OperatorCall) -> str:
     out = _letters(call.out.shape)
     own = list(out)
     own[dim] = f"{step}*{out[dim]} + {start}"
-    return _function(out, {"self": own}) + _first(out[dim], call.out.shape[dim])
+    return _copy_of(own, out) + _first(out[dim], call.out.shape[dim])
 
 
 def _first(index: str, size: int) -> str:
@@ -433,7 +437,7 @@ def _split(item: int) -> None:
         start = sum(values["split_sizes"][:item]) if "split_sizes" in values else item * values["split_size"]
         out = _letters(call.out.shape)
         own = [*out[:dim], f"{out[dim]} + {start}", *out[dim + 1 :]]
-        return _function(out, {"self": own}) + _first(out[dim], call.out.shape[dim])
+        return _copy_of(own, out) + _first(out[dim], call.out.shape[dim])
 
     functions = (A.split, A.unsafe_split, A.split_with_sizes, A.unsafe_split_with_sizes)
     _described(text, *functions, item=item)(lambda part: part.values["self"])

@@ -22,6 +22,7 @@ from pipedream.core.errors import PlanError
 __all__ = ["Access", "Affine", "Line", "read_lines", "with_indices"]
 
 _LINE = re.compile(r"(?P<left>\s*\w+\s*\[[^\]]*\])\s*(?P<sign>\+=|\*=|max=|min=|=)(?P<right>[^=].*)")
+_TENSOR = re.compile(r"\s*\w+\s*\[[^\]]*\]\s*")
 _WHERE = re.compile(r"\bwhere\b(?!\s*[\[(])")  # a tensor or a function may have this name
 _BOUND = re.compile(r"\s*(\w+)\s*<\s*(\d+)\s*")
 _NAME = re.compile(r"\b[^\W\d]\w*")
@@ -62,6 +63,7 @@ class Line(NamedTuple):
         number: of the line, from 1.
         reduction: "+", "*", "max", "min", or "" for none.
         bounds: index -> size, as given by `where`.
+        is_copy: the right side is a tensor and nothing else, so that nothing is computed.
     """
 
     number: int
@@ -70,6 +72,7 @@ class Line(NamedTuple):
     reduction: str
     operands: tuple[Access, ...]
     bounds: dict[str, int]
+    is_copy: bool = False
 
 
 def read_lines(text: str) -> list[Line]:
@@ -112,7 +115,8 @@ def _read_line(number: int, line: str) -> Line:
     for one in _accesses(number, line, match["right"], match.start("right")):
         operands.setdefault((one.tensor, one.indices), one)
     bounds = _bounds(number, line, where.end()) if where else {}
-    return Line(number, line.strip(), result, match["sign"][:-1], tuple(operands.values()), bounds)
+    reduction, is_copy = match["sign"][:-1], _TENSOR.fullmatch(match["right"]) is not None
+    return Line(number, line.strip(), result, reduction, tuple(operands.values()), bounds, is_copy and not reduction)
 
 
 def _bounds(number: int, line: str, start: int) -> dict[str, int]:

@@ -1,0 +1,134 @@
+"""One of several ranks: runs what it reads from its standard input, one JSON object a line; rank 0 answers.
+
+{"do": "link", "sizes": [...], "times": ...}
+                                  seconds of an exchange in which each rank sends and receives so many bytes
+{"do": "step", "model": ..., "method": ..., "rounds": ..., "link": [bytes per second, latency]}
+                                  seconds of a step: together, and of each rank alone
+
+Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import TIMED
+from torch import nn
+
+from pipedream import partition
+from pipedream.sharding.partitioned import GroupRanks, PartitionedStep
+from pipedream.sharding.traced import TracedStep
+
+__all__ = ["main"]
+
+
+class AloneRank(GroupRanks):
+    """A rank that computes its own parts, and packs and unpacks what it would send and get; nothing is sent."""
+
+    def _send(self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int], given: list[int]) -> None:
+        incoming.zero_()
+
+
+@cache
+def _traced(name: str) -> tuple[nn.Module, torch.Tensor, TracedStep]:
+    return TIMED[name].traced()
+
+
+def main() -> int:
+    """Answers until the input ends; returns the exit status."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        found = {"link": _link, "step": _step}[asked.pop("do")](**asked)
+        if dist.get_rank() == 0:
+            print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def _link(sizes: list[int], times: int) -> list[float]:
+    """Returns the median seconds of an exchange of each size."""
+    count, found = dist.get_world_size(), []
+    for size in sizes:
+        each = size // (count - 1)
+        parts = [0 if rank == dist.get_rank() else each for rank in range(count)]
+        incoming, outgoing = (torch.zeros(sum(parts), dtype=torch.uint8) for _ in range(2))
+
+        def exchange(incoming: Any = incoming, outgoing: Any = outgoing, parts: Any = parts) -> None:
+            dist.all_to_all_single(incoming, outgoing, parts, parts)
+
+        found.append(statistics.median(_together_s(exchange) for _ in range(times)))
+    return found
+
+
+def _together_s(run: Callable[[], object]) -> float:
+    """Returns the seconds until all ranks have ended, from a common start."""
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    passed = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    dist.all_reduce(passed, dist.ReduceOp.MAX)
+    return float(passed)
+
+
+def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> dict[str, Any]:
+    """Returns the seconds of each round: together, and of the slowest rank alone, while the others wait.
+
+    Also what the exchanges are, and the bytes that all ranks sent.
+    """
+    module, sample, step = _traced(model)
+    found = partition(step.operators, dist.get_world_size(), method, batch="x0")
+    ranks = GroupRanks()
+    several, alone = (PartitionedStep(step, found, one) for one in (ranks, AloneRank()))
+    values = {step.parameters[name]: one.detach() for name, one in module.named_parameters()}
+    values |= {step.buffers[name]: one for name, one in module.named_buffers()} | {step.inputs[0]: sample}
+    parts = {name: several.part(name, one) for name, one in values.items()}
+    wanted = [*step.gradients.values(), *step.updated.values(), *step.outputs]
+    several.run(parts, wanted)
+    sent = torch.tensor(ranks.sent_bytes)
+    dist.all_reduce(sent)
+    alone.run(parts, wanted)
+    gc.collect()
+    gc.disable()
+    together_s, alone_s = [], []
+    for _ in range(rounds):
+        alone_s.append(_one_after_the_other_s(lambda: alone.run(parts, wanted)))
+        together_s.append(_together_s(lambda: several.run(parts, wanted)))
+    gc.enable()
+    sizes = {name: dtype.itemsize for name, dtype in step.dtypes.items()}
+    return {
+        "together_s": together_s,
+        "alone_s": alone_s,
+        "exchanges": len(several.exchanges.bytes_of_busiest(sizes, len(step.calls))),
+        "exchange_s": several.exchanges.seconds(sizes, *link, len(step.calls)),
+        "sent_bytes": int(sent),
+        "predicted_bytes": several.sent_bytes,
+        "elements": found.elements,
+    }
+
+
+def _one_after_the_other_s(run: Callable[[], object]) -> float:
+    """Returns the most seconds that one rank takes, each in its turn."""
+    slowest = torch.tensor(0.0, dtype=torch.float64)
+    for rank in range(dist.get_world_size()):
+        dist.barrier()
+        if rank == dist.get_rank():
+            began = time.perf_counter()
+            run()
+            slowest += time.perf_counter() - began
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
