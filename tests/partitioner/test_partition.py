@@ -229,6 +229,17 @@ def test_each_cut_of_larger_graphs_equals_exhaustive_search(ops: Operators) -> N
     _check_exact(ops)
 
 
+def test_samples_in_a_merged_dimension_are_not_cut() -> None:
+    ops = Operators(
+        {"m": (16, 2), "v": (4, 4, 2), "x": (4, 2), "y": (4, 4, 2)},
+        """v[a, b, c] = m[4*a + b, c]
+           y[a, b, c] = f(v[a, b, c], x[b, c])""",
+    )
+    for batch in ("x", "b"):
+        (cut,) = partition(ops, 2, "data", batch=batch).cuts
+        assert cut.indices == (None, "b"), "halves of b would need more of m in common than of their own"
+
+
 @settings(max_examples=25)
 @given(graphs(), st.data())
 def test_a_partition_is_completed_around_given_schemes(ops: Operators, data: st.DataObject) -> None:

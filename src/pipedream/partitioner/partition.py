@@ -191,7 +191,11 @@ def _data(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
     dimension, index = _samples(search.operators, batch)
 
     def only(one: Variable, own: Any) -> Sequence[Any]:
-        return [dimension.get(one) if isinstance(one, str) else index.get(one)]
+        if isinstance(one, str):
+            return [dimension.get(one)]
+        # Where samples are the inner of merged dimensions, halves of them are no parts.
+        name = index.get(one)
+        return [name if name in all_choices(search.operators, one, own) else None]
 
     return _recursive(Search(search.operators, only), cuts)
 
