@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 __all__ = ["Ended", "Started", "run", "start"]
 
@@ -55,8 +56,8 @@ class Started:
         self._folder = folder
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
         given = {name: value for name, value in os.environ.items() if name not in names}
-        self._out = (folder / f"{self._mark}.out").open("w+")
-        self._err = (folder / f"{self._mark}.err").open("w+")
+        # `end` closes and so removes them.
+        self._out, self._err = NamedTemporaryFile("w+"), NamedTemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [*within, sys.executable, *arguments],
             cwd=folder,
