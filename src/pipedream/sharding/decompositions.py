@@ -8,7 +8,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._decomp import get_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
+
+from pipedream.sharding.descriptions import is_described
 
 __all__ = ["decompositions"]
 
@@ -19,9 +21,9 @@ _TORCHS = (
     A.baddbmm, A.binary_cross_entropy, A.binary_cross_entropy_backward, A.linear_backward, A.mse_loss,
     A.mse_loss_backward, A.native_dropout, A.native_dropout_backward,
     A.native_batch_norm, A.native_batch_norm_backward, A.native_group_norm,
-    A.native_group_norm_backward, A.native_layer_norm, A.native_layer_norm_backward, A.nll_loss_backward,
-    A.nll_loss_forward, A.rsub, A.select_backward, A.slice_backward, A.split, A.stack, A.std, A.t, A.threshold_backward,
-    A.unbind, A.unfold_backward, A.var,
+    A.native_group_norm_backward, A.linalg_vector_norm, A.native_layer_norm, A.native_layer_norm_backward, A.nll_loss_backward,
+    A.nll_loss_forward, A.rsub, A.select_backward, A.slice_backward, A.split, A.stack, A.t, A.threshold_backward,
+    A.unbind, A.unfold_backward,
 )  # fmt: skip
 
 
@@ -33,8 +35,23 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         A.convolution.default: _with_bias,
         A.mean.dim: _mean,
         A.mean.default: _mean,
+        A.var.correction: lambda *given, **named: _var_mean(*given, **named)[0],
+        A.std.correction: lambda *given, **named: _var_mean(*given, **named)[0].sqrt(),
+        A.max.default: lambda x: x.amax(list(range(x.dim()))),
+        A.min.default: lambda x: x.amin(list(range(x.dim()))),
+        A.index_select.default: lambda x, dim, index: x[(slice(None),) * (dim % x.dim()) + (index,)],
+        A.repeat.default: _repeat,
+        A.as_strided.default: _as_view,
+        A.cat.default: _without_empty,
+        A._trilinear.default: _trilinear,
     }
-    return {**get_decompositions(_TORCHS), **own}
+    random = torch.Tag.nondeterministic_seeded
+    torchs = {
+        one: simpler
+        for one, simpler in core_aten_decompositions().items()
+        if not is_described(one) and random not in one.tags
+    }
+    return {**torchs, **get_decompositions(_TORCHS), **own}
 
 
 def _mean(
@@ -53,6 +70,46 @@ def _var_mean(
     apart = x - mean
     variance = (apart * apart).sum(dims, True) / (count - (1 if correction is None else correction))
     return (variance, mean) if keepdim else (variance.squeeze(dims), mean.squeeze(dims))
+
+
+def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+    shape = (*[1] * (len(repeats) - x.dim()), *x.shape)
+    apart = [size for pair in zip(repeats, shape, strict=True) for size in pair]
+    each = [size for one in shape for size in (1, one)]
+    return x.reshape(each).expand(apart).reshape([a * b for a, b in zip(repeats, shape, strict=True)])
+
+
+def _without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    """Nothing is joined with nothing, as in the first step of a cache."""
+    filled = [one for one in tensors if one.numel()] or tensors[:1]
+    if len(filled) == len(tensors):
+        return NotImplemented
+    return A.cat(filled, dim)
+
+
+def _as_view(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """Autograd asks for some views by their strides."""
+    strides = torch.empty(list(size), device="meta").stride()
+    if offset or not x.is_contiguous() or tuple(stride) != strides or prod(size) != x.numel():
+        return NotImplemented
+    return x.reshape(size)
+
+
+def _trilinear(
+    one: torch.Tensor,
+    two: torch.Tensor,
+    three: torch.Tensor,
+    *dims: Sequence[int],
+    unroll_dim: int = 1,
+) -> torch.Tensor:
+    """Multiplies three tensors, each with some dimensions added, and sums over dimensions."""
+    *expanded, summed = dims
+    product: Any = 1
+    for x, added in zip((one, two, three), expanded, strict=True):
+        for dim in sorted(added):
+            x = x.unsqueeze(dim)
+        product = product * x
+    return product.sum(list(summed)) if summed else product  # type: ignore[no-any-return]
 
 
 def _with_bias(

@@ -32,6 +32,7 @@ __all__ = [
     "filled",
     "is_checked",
     "is_constant",
+    "is_described",
     "is_drawn",
     "refusal",
     "renamed",
@@ -230,6 +231,12 @@ def description_of(call: OperatorCall) -> Description | None:
     return known
 
 
+def is_described(function: Any) -> bool:
+    """Whether an operator has a description, or needs none."""
+    needs_none = torch.Tag.pointwise in function.tags or is_constant(function) or is_drawn(function)
+    return needs_none or any(one is function for one, _ in _KNOWN)
+
+
 def refusal(function: Any, where: str) -> str:
     """Returns why an operator cannot be cut, and what to do."""
     if torch.Tag.nondeterministic_seeded in function.tags:
@@ -255,7 +262,8 @@ def is_drawn(function: Any) -> bool:
 
 _CONSTANTS = {
     overload
-    for packet in (A.full, A.zeros, A.ones, A.arange, A.scalar_tensor, A.new_zeros, A.new_ones, A.new_full, A.empty)
+    for packet in (A.full, A.zeros, A.ones, A.arange, A.scalar_tensor, A.new_zeros, A.new_ones, A.new_full, A.empty, A.new_empty,
+        A.new_empty_strided)
     for overload in _overloads(packet)
 }
 _DRAWN = {
@@ -457,23 +465,73 @@ _described(_joined, A.cat)(_whole_call)
 
 
 def _along_dim(call: OperatorCall) -> str:
-    """One dimension is whole in all tensors that have it."""
-    dim = call.values["dim"] % call.out.dim()
-    out = _letters(call.out.shape, [dim])
+    """Some dimensions, and those in which the tensors differ, are whole in all tensors that have them."""
+    rank, tensors = call.out.dim(), call.tensors()
+    dims = _dims(call, rank)
+    same = [x.shape for x in (*tensors.values(), call.out) if x.dim() == rank]
+    out = _letters(call.out.shape, [*dims, *(at for at in range(rank) if len({shape[at] for shape in same}) > 1)])
     operands = {}
-    for name, x in call.tensors().items():
-        own = out if x.dim() == len(out) else out[:dim] + out[dim + 1 :]
+    for name, x in tensors.items():
+        own = out if x.dim() == rank else [one for at, one in enumerate(out) if at not in dims]
         operands[name] = [
             ":" if one == ":" else "0" if size == 1 else one for one, size in zip(own, x.shape, strict=True)
         ]
     return _function(out, operands)
 
 
+def _dims(call: OperatorCall, rank: int) -> list[int]:
+    """Returns the dimensions that a call names; all, where it names none."""
+    given = call.values.get("dim", call.values.get("dims"))
+    if given is None or given == []:
+        return list(range(rank))
+    return [dim % rank for dim in ([given] if isinstance(given, int) else given)]
+
+
 _described(
     _along_dim,
     A._softmax, A._safe_softmax, A._log_softmax, A._softmax_backward_data, A._log_softmax_backward_data, A.cumsum,
-    A.gather, A.scatter, A.select_scatter, A.slice_scatter,
+    A.cumprod, A.logcumsumexp, A.gather, A.scatter, A.scatter_add, A.select_scatter, A.slice_scatter, A.flip, A.roll,
 )(_whole_call)  # fmt: skip
+for _item in (0, 1):
+    _described(_along_dim, A.sort, A.topk, item=_item)(_whole_call)
+
+
+def _without_dim(call: OperatorCall) -> str:
+    """The dimensions that go are whole."""
+    x = call.values["self"]
+    gone = _dims(call, x.dim())
+    own = _letters(x.shape, gone)
+    keeps = call.values.get("keepdim", False)
+    return _function(["0" if at in gone else one for at, one in enumerate(own) if keeps or at not in gone], {"self": own})
+
+
+_described(_without_dim, A.argmax, A.argmin, A.any, A.all, A.prod)(_whole_call)
+for _item in (0, 1):
+    _described(_without_dim, A.max, A.min, item=_item)(_whole_call)
+
+
+def _diagonal(call: OperatorCall) -> str:
+    """The rows and columns of a diagonal are whole, and it is the last dimension."""
+    key = "src" if "src" in call.values else "self"
+    matrices = call.out if key == "src" else call.values["self"]
+    dims = [call.values.get(name, at) % matrices.dim() for at, name in enumerate(("dim1", "dim2"))]
+    own = _letters(matrices.shape, dims)
+    diagonal = [*(one for at, one in enumerate(own) if at not in dims), ":"]
+    return _function(own, {"self": own, "src": diagonal}) if key == "src" else _function(diagonal, {"self": own})
+
+
+_described(_diagonal, A.diagonal, A.diagonal_copy, A.diagonal_scatter)(_whole_call)
+
+
+@_described(_expanded, A.tril, A.triu)
+def _triangle(part: Part) -> torch.Tensor:
+    """The diagonal of a part lies where its rows and columns begin."""
+    (access,) = part.step.line.operands
+    spans = [range(1) if one is None else unclipped(one, part.ranges) for one in access.indices]
+    call = part.call.values
+    diagonal = call.get("diagonal", 0) + spans[-2].start - spans[-1].start
+    found: torch.Tensor = part.call.function(part.values["self"], diagonal)
+    return found
 
 
 def _summed(sign: str) -> Callable[[OperatorCall], str]:
@@ -514,19 +572,87 @@ def _embedded_back(call: OperatorCall) -> str:
 _described(_embedded_back, A.embedding_dense_backward)(_whole_call)
 
 
+class _Picked:
+    """What an index by tensors, as in ``x[:, rows, columns]``, takes from a tensor: its dimensions are whole."""
+
+    def __init__(self, call: OperatorCall) -> None:
+        x, indices = call.values["self"], call.values["indices"]
+        dims = [at for at, one in enumerate(indices) if one is not None]
+        shape = torch.broadcast_shapes(*(indices[at].shape for at in dims))
+        self.own = _letters(x.shape, dims)
+        # Where the dimensions are not next to each other, torch puts what is picked first.
+        first = dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
+        self._rest = [one for at, one in enumerate(self.own) if at not in dims]
+        self.picked = [_LETTERS[x.dim() + at] if size > 1 else "0" for at, size in enumerate(shape)]
+        self.out = [*self._rest[:first], *self.picked, *self._rest[first:]]
+        self.indices = {f"indices{at}": indices[at].shape for at in dims}
+
+    @staticmethod
+    def aligned(indices: Sequence[str], shape: Sequence[int]) -> list[str]:
+        """Returns the indices of a tensor that is broadcast."""
+        own = indices[len(indices) - len(shape) :]
+        return ["0" if size == 1 else one for one, size in zip(own, shape, strict=True)]
+
+
+def _indexed(call: OperatorCall) -> str:
+    picked = _Picked(call)
+    indices = {name: picked.aligned(picked.picked, shape) for name, shape in picked.indices.items()}
+    return _function(picked.out, {"self": picked.own, **indices})
+
+
+_described(_indexed, A.index, A._unsafe_index)(_whole_call)
+
+
+def _index_put(call: OperatorCall) -> str:
+    """What is put where is whole, as several may be put in one place."""
+    picked = _Picked(call)
+    out = [":" if one in picked.picked and one != "0" else one for one in picked.out]
+    indices = {name: [":" if size > 1 else "0" for size in shape] for name, shape in picked.indices.items()}
+    values = picked.aligned(out, call.values["values"].shape)
+    return _function(picked.own, {"self": picked.own, **indices, "values": values})
+
+
+_described(_index_put, A.index_put, A._unsafe_index_put)(_whole_call)
+
+
 def _pooled(call: OperatorCall) -> str:
     """Samples and channels may be cut."""
     own = {name: _letters(x.shape, range(2, x.dim())) for name, x in call.tensors().items()}
     return _function(_letters(call.out.shape, range(2, call.out.dim())), own)
 
 
-_described(_pooled, A.max_pool2d_with_indices, item=0)(_whole_call)
-_described(_pooled, A.max_pool2d_with_indices, item=1)(_whole_call)
+for _item in (0, 1):
+    _described(_pooled, A.max_pool2d_with_indices, A.max_pool3d_with_indices, A.adaptive_max_pool2d, item=_item)(
+        _whole_call
+    )
 _described(
     _pooled,
     A.max_pool2d_with_indices_backward, A.avg_pool2d, A.avg_pool2d_backward,
-    A._adaptive_avg_pool2d, A._adaptive_avg_pool2d_backward,
+    A._adaptive_avg_pool2d, A._adaptive_avg_pool2d_backward, A.avg_pool3d, A.avg_pool3d_backward,
+    A._adaptive_avg_pool3d, A._adaptive_avg_pool3d_backward, A.max_pool3d_with_indices_backward,
+    A.adaptive_max_pool2d_backward, A.reflection_pad1d, A.reflection_pad1d_backward, A.reflection_pad2d,
+    A.reflection_pad2d_backward, A.replication_pad2d, A.replication_pad2d_backward, A.upsample_nearest1d,
+    A.upsample_nearest2d, A.upsample_bilinear2d, A.upsample_bicubic2d, A.upsample_linear1d,
 )(_whole_call)  # fmt: skip
+
+
+@_described(
+    _pooled, A.upsample_nearest1d_backward, A.upsample_nearest2d_backward, A.upsample_bilinear2d_backward,
+    A.upsample_bicubic2d_backward, A.upsample_linear1d_backward,
+)  # fmt: skip
+def _resized_back(part: Part) -> torch.Tensor:
+    found: torch.Tensor = part.call.function(**{**part.values, "input_size": part.shape})
+    return found
+
+
+def _padded(call: OperatorCall) -> str:
+    """What is padded is whole."""
+    pad, rank = call.values["pad"], call.out.dim()
+    own = _letters(call.out.shape, [rank - 1 - at // 2 for at, size in enumerate(pad) if size])
+    return _function(own, {"self": own})
+
+
+_described(_padded, A.constant_pad_nd)(_whole_call)
 
 
 def _sum_of(*terms: tuple[int, str]) -> str:
@@ -539,6 +665,7 @@ def _convolution_indices(call: OperatorCall, spatial: Callable[[int], tuple[str,
     Args:
         spatial: dimension -> the indices of input, weight and output there.
     """
+    is_transposed = call.values["transposed"]
     tensors = call.tensors() | {"out": call.out}
     roles = {
         "input": "out" if call.item == 0 else "input",
@@ -553,7 +680,7 @@ def _convolution_indices(call: OperatorCall, spatial: Callable[[int], tuple[str,
     rows = [spatial(at) for at in range(tensors[roles["output"]].dim() - 2)]
     own = {
         "input": ["n", index[1], *(one[0] for one in rows)],
-        "weight": [index[0], "c", *(one[1] for one in rows)],
+        "weight": [*((index[1], "o") if is_transposed else (index[0], "c")), *(one[1] for one in rows)],
         "output": ["n", index[0], *(one[2] for one in rows)],
     }
     for role, tensor in roles.items():  # dimensions of size 1
@@ -572,17 +699,14 @@ def _convolution_indices(call: OperatorCall, spatial: Callable[[int], tuple[str,
 
 def _convolved(call: OperatorCall) -> str:
     values = call.values
-    if values["transposed"]:
-        raise PlanError("a transposed convolution has no description; write a layout by hand")
+    if values["transposed"]:  # each input reaches several outputs, which the text cannot say
+        return _convolution_indices(call, lambda at: (":", ":", ":"))
     kernel = values["weight"].shape[2:]
 
     def spatial(at: int) -> tuple[str, str, str]:
+        outer = [] if call.out.shape[2 + at] == 1 else [(values["stride"][at], f"h{at}")]
         inner = [] if kernel[at] == 1 else [(values["dilation"][at], f"r{at}")]
-        return (
-            f"{_sum_of((values['stride'][at], f'h{at}'), *inner)} - {values['padding'][at]}",
-            f"r{at}",
-            f"h{at}",
-        )
+        return f"{_sum_of(*outer, *inner)} - {values['padding'][at]}".removeprefix(" - "), f"r{at}", f"h{at}"
 
     return _convolution_indices(call, spatial)
 
@@ -590,8 +714,10 @@ def _convolved(call: OperatorCall) -> str:
 @_described(_convolved, A.convolution)
 def _convolve(part: Part) -> torch.Tensor:
     values = part.values
-    around = [size for pair in reversed(part.outside("input")[2:]) for size in pair]
     groups = len(part.ranges["g"]) if "g" in part.ranges else 1
+    if values["transposed"]:
+        return part.call.function(**{**values, "groups": groups})  # type: ignore[no-any-return]
+    around = [size for pair in reversed(part.outside("input")[2:]) for size in pair]
     x = F.pad(values["input"], around) if any(around) else values["input"]
     spatial = [0] * (x.dim() - 2)
     found: torch.Tensor = A.convolution(
@@ -609,7 +735,7 @@ def _back(item: int) -> None:
         x, weight = (other, values["weight"]) if item == 0 else (values["input"], other)
         groups = len(part.ranges["g"]) if "g" in part.ranges else 1
         found = A.convolution_backward(
-            grad, x, weight, None, values["stride"], values["padding"], values["dilation"], False,
+            grad, x, weight, None, values["stride"], values["padding"], values["dilation"], values["transposed"],
             values["output_padding"], groups, [item == 0, item == 1, False],
         )  # fmt: skip
         return found[item]  # type: ignore[no-any-return]

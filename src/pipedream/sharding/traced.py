@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -34,6 +35,8 @@ __all__ = ["DescribedCall", "TracedStep", "operators", "trace"]
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 """What returns its operand; autograd calls it for each tensor that it keeps."""
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 Optimizer = Callable[[list[tuple[str, Any]]], torch.optim.Optimizer]
 
@@ -201,8 +204,15 @@ class _Tracing:
         tangents = [] if self.loss is not None else [torch.ones_like(one) for one in self._outputs()]
         given = dict(trained), dict(frozen), dict(buffers), list(leaves), tangents
         fake: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
-        with sdpa_kernel(SDPBackend.MATH):
-            graph = make_fx(step, **fake)(*given)
+        try:
+            with _without_fused_operators():
+                graph = make_fx(step, **fake)(*given)
+        except GuardOnDataDependentSymNode:
+            raise _depends_on_numbers("a branch") from None
+        for node in graph.graph.nodes:
+            value = node.meta.get("val")
+            if any(isinstance(one, _SYMBOLS) for one in (value.shape if isinstance(value, torch.Tensor) else [value])):
+                raise _depends_on_numbers(f"a result of {node.target}")
         # A second time, for autograd does not go with functionalize.
         pure = torch.func.functionalize(graph, remove="mutations")
         graph = make_fx(pure, decomposition_table=decompositions(), **fake)(*given)
@@ -359,6 +369,25 @@ def _holding(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[
     finally:
         for own, key, one in slots:
             dict.__setitem__(own, key, one)
+
+
+@contextmanager
+def _without_fused_operators() -> Iterator[None]:
+    """Context in which attention and recurrent layers call simple operators."""
+    mkldnn: Any = torch.backends.mkldnn  # its own context warns where TF32 is not available
+    before = mkldnn.set_flags(False, _fp32_precision=None)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        mkldnn.set_flags(before[0], _fp32_precision=None)
+
+
+def _depends_on_numbers(what: str) -> PlanError:
+    return PlanError(
+        f"{what} depends on the numbers of a tensor, so that the operators differ from step to step and cannot be "
+        "described; compute with tensors of fixed sizes, as torch.where does, or use a layout by hand"
+    )
 
 
 def _name(function: Any) -> str:

@@ -99,6 +99,8 @@ class Plan(Tabular, Artifact):
             )
         if self.unit not in ("minibatch", "microbatch"):
             raise ValueError(f"unit is minibatch or microbatch, found {self.unit!r}")
+        if self.depth_mode not in _DEPTHS:
+            raise ValueError(f"depth_mode is one of {', '.join(_DEPTHS)}, found {self.depth_mode!r}")
         if self.workers > self.cluster.workers:
             raise ValueError(f"the stages take {self.workers} workers, the cluster has {self.cluster.workers}")
         if self.order and len(self.order) != sum(self.replicas):

@@ -1,0 +1,191 @@
+"""Layers and functions of torch are described, and their parts make the whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipedream
+from pipedream.core.errors import PlanError
+from pipedream.partitioner.partition import partition
+from pipedream.sharding.descriptions import contradiction, description_of
+from pipedream.sharding.partitioned import PartitionedStep, SimulatedRanks
+from pipedream.sharding.traced import trace
+
+
+class Calls(nn.Module):
+    """A function as a layer, of something that has a gradient."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self._function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(x * self.scale)
+
+
+class First(nn.Module):
+    """The first result of a layer that has several."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)[0]
+        return found
+
+
+_ROWS = torch.tensor([[0, 2, 1], [3, 0, 0]])
+_COLUMNS = torch.tensor([1, 0, 2])
+_WORDS = torch.arange(32).reshape(8, 4) % 12
+
+PICTURES: dict[str, nn.Module] = {
+    "conv": nn.Conv2d(4, 8, 3, padding=1),
+    "conv, dilated": nn.Conv2d(4, 8, 3, dilation=2),
+    "conv, strided, in groups": nn.Conv2d(4, 8, 3, 2, groups=2),
+    "conv, depthwise": nn.Conv2d(4, 4, 3, padding=1, groups=4),
+    "conv of the whole picture": nn.Conv2d(4, 8, 6),
+    "conv of one place": nn.Conv2d(4, 8, 1, 6),
+    "transposed conv": nn.ConvTranspose2d(4, 6, 3, 2, padding=1, output_padding=1),
+    "transposed conv, in groups": nn.ConvTranspose2d(4, 6, 3, 2, groups=2),
+    "batch norm": nn.BatchNorm2d(4),
+    "group norm": nn.GroupNorm(2, 4),
+    "instance norm": nn.InstanceNorm2d(4, affine=True),
+    "local response norm": nn.LocalResponseNorm(2),
+    "max pool": nn.MaxPool2d(3, 2, 1),
+    "average pool": nn.AvgPool2d(2),
+    "adaptive max pool": nn.AdaptiveMaxPool2d(2),
+    "adaptive average pool": nn.AdaptiveAvgPool2d(2),
+    "nearest": nn.Upsample(scale_factor=2),
+    "bilinear": nn.Upsample(scale_factor=2, mode="bilinear"),
+    "bicubic": nn.Upsample(size=(5, 7), mode="bicubic"),
+    "zero padding": nn.ZeroPad2d(1),
+    "reflected padding": nn.ReflectionPad2d((1, 0, 2, 1)),
+    "replicated padding": nn.ReplicationPad2d(2),
+    "circular padding": nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+    "pixel shuffle": nn.PixelShuffle(2),
+    "channels shuffled": nn.ChannelShuffle(2),
+    "prelu": nn.PReLU(4),
+    "unfold": nn.Unfold(2, stride=2),
+    "dropout of channels": nn.Dropout2d(0.5),
+}
+SEQUENCES: dict[str, nn.Module] = {
+    "linear": nn.Linear(8, 6),
+    "bilinear": Calls(lambda x: F.bilinear(x, x.flip(-1), torch.ones(4, 8, 8, dtype=x.dtype))),
+    "conv1d": nn.Conv1d(4, 6, 3, padding=1),
+    "layer norm": nn.LayerNorm(8),
+    "rms norm": nn.RMSNorm(8),
+    "lstm": First(nn.LSTM(8, 4, batch_first=True)),
+    "lstm, both ways": First(nn.LSTM(8, 4, bidirectional=True, batch_first=True)),
+    "gru": First(nn.GRU(8, 4, batch_first=True)),
+    "rnn": First(nn.RNN(8, 4, batch_first=True)),
+    "encoder": nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    "attention, causal": Calls(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)),
+    "glu": nn.GLU(),
+    "activations": nn.Sequential(nn.GELU(), nn.SiLU(), nn.ELU(), nn.Mish(), nn.Softplus(), nn.Hardswish(), nn.SELU()),
+    "more activations": nn.Sequential(nn.LeakyReLU(), nn.ReLU6(), nn.Softsign(), nn.LogSigmoid(), nn.Hardtanh()),
+    "softmax": nn.Softmax(-1),
+    "log softmax": nn.LogSoftmax(1),
+    "tril": Calls(lambda x: x.tril(1)),
+    "triu": Calls(lambda x: x.triu(-1)),
+    "index": Calls(lambda x: x[_ROWS]),
+    "index, columns": Calls(lambda x: x[:, :, _COLUMNS]),
+    "index, apart": Calls(lambda x: x[_COLUMNS, :, _COLUMNS]),
+    "index, together": Calls(lambda x: x[:, _COLUMNS, _ROWS]),
+    "index put": Calls(lambda x: torch.zeros_like(x).index_put((_COLUMNS,), x[:3])),
+    "gather": Calls(lambda x: x.gather(1, _WORDS[:, :3, None].expand(8, 3, 5) % 4)),
+    "scatter": Calls(lambda x: torch.zeros_like(x).scatter_add(1, _WORDS[:, :, None].expand(8, 4, 8) % 4, x)),
+    "index select": Calls(lambda x: x.index_select(1, _COLUMNS)),
+    "roll": Calls(lambda x: x.roll(1, 1) + x.flip(0, 2)),
+    "cumulative sum": Calls(lambda x: x.cumsum(1) + x.logcumsumexp(1)),
+    "sorted": Calls(lambda x: x.sort(-1).values),
+    "largest": Calls(lambda x: x.topk(3).values),
+    "greatest": Calls(lambda x: x.max(1).values + x.amin(1) + x.max()),
+    "argmax": Calls(lambda x: x * (x.argmax(-1, keepdim=True) + x.argmin())),
+    "any": Calls(lambda x: torch.where((x > 0).any(1, keepdim=True), x, x.abs())),
+    "statistics": Calls(lambda x: x.std(1) + x.var(1, correction=0) + x.norm(dim=1) + x.logsumexp(1)),
+    "einsum": Calls(lambda x: torch.einsum("btc,bsc->bts", x, x)),
+    "outer": Calls(lambda x: x[:, 0, :, None] @ x[:, 1, None]),
+    "chunks": Calls(lambda x: torch.cat(x.chunk(2, -1)[::-1], -1)),
+    "joined with nothing": Calls(lambda x: torch.cat([torch.tensor([]).to(x), x], 1)),
+    "stacked": Calls(lambda x: torch.stack(x.unbind(1), 0)),
+    "repeated": Calls(lambda x: x.repeat(1, 2, 1) + x.repeat_interleave(2, 1)),
+    "parts replaced": Calls(lambda x: x.masked_fill(x > 1, 0.0).clamp(-1, 1)),
+    "diagonal": Calls(lambda x: x.diagonal(0, 1, 2)),
+    "cosine similarity": Calls(lambda x: F.cosine_similarity(x, x.flip(0), -1)),
+    "normalised": Calls(lambda x: F.normalize(x, dim=-1)),
+}
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cross entropy": lambda y: F.cross_entropy(y, _WORDS[:, 0] % 6, label_smoothing=0.1),
+    "cross entropy of pictures": lambda y: F.cross_entropy(y[:, :, None].expand(8, 6, 4), _WORDS % 6, ignore_index=1),
+    "weighted cross entropy": lambda y: F.cross_entropy(y, _WORDS[:, 0] % 6, torch.arange(6, dtype=y.dtype) + 1),
+    "binary": lambda y: F.binary_cross_entropy_with_logits(y, (_WORDS[:, :1] % 2).expand(8, 6).to(y.dtype)),
+    "huber": lambda y: F.huber_loss(y, torch.zeros_like(y)),
+    "smooth l1": lambda y: F.smooth_l1_loss(y, torch.zeros_like(y)),
+    "kl": lambda y: F.kl_div(y.log_softmax(1), torch.full_like(y, 1 / 6), reduction="batchmean"),
+    "l1": lambda y: F.l1_loss(y, torch.ones_like(y)),
+}
+CASES: dict[str, tuple[nn.Module, tuple[int, ...], Callable[[torch.Tensor], torch.Tensor] | None]] = {
+    **{f"pictures: {name}": (layer, (8, 4, 6, 6), None) for name, layer in PICTURES.items()},
+    **{f"sequences: {name}": (layer, (8, 4, 8), None) for name, layer in SEQUENCES.items()},
+    **{f"losses: {name}": (nn.Linear(4, 6), (8, 4), loss) for name, loss in LOSSES.items()},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_are_described_and_compute_the_same(name: str) -> None:
+    layer, shape, loss = CASES[name]
+    torch.manual_seed(1)
+    model, sample = copy.deepcopy(layer).double(), torch.randn(shape).double()
+    step = trace(model, sample, loss=loss)
+    for one in step.calls:
+        known = description_of(one.call)
+        assert known is not None
+        assert contradiction(one.call, known) == "", (one.call.function, one.step)
+    values = {step.parameters[key]: own.detach() for key, own in model.named_parameters()}
+    values |= {step.buffers[key]: own.clone() for key, own in model.named_buffers()}
+    values |= {step.inputs[0]: sample}
+    random = torch.Generator().manual_seed(2)
+    for tensor in step.tangents:
+        values[tensor] = torch.randn(step.operators.tensors[tensor], generator=random, dtype=sample.dtype)
+    names = [*step.outputs, *step.gradients.values(), *step.input_gradients, *step.updated.values()]
+    torch.manual_seed(0)
+    expected = _alone(model, sample, loss, [values[tensor] for tensor in step.tangents])
+    for how in ({}, {"replicate": False}):
+        ranks = SimulatedRanks(4)
+        run = PartitionedStep(step, partition(step.operators, 4, **how), ranks)
+        torch.manual_seed(0)
+        found = run.run({tensor: run.part(tensor, one) for tensor, one in values.items()}, names)
+        assert ranks.sent_bytes == run.sent_bytes
+        for tensor, value in zip(names, expected, strict=True):
+            torch.testing.assert_close(run.whole(tensor, found[tensor]), value, atol=1e-10, rtol=1e-10, msg=tensor)
+
+
+def _alone(model: nn.Module, sample: torch.Tensor, loss: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    entering = sample.clone().requires_grad_()
+    value = model(entering) if loss is None else loss(model(entering))
+    wanted = [*model.parameters(), *([entering] if loss is None else [])]
+    gradients = torch.autograd.grad([value], wanted, given or None)
+    return [value.detach(), *gradients, *model.buffers()]
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda x: x[x > 0], r"a result of aten\.index"),
+        (lambda x: x if x.sum() > 0 else -x, "a branch"),
+        (lambda x: x * x.sum().item(), r"a result of aten\._local_scalar_dense"),
+        (lambda x: x.nonzero() * x.sum(), r"a result of aten\.nonzero"),
+    ],
+)
+def test_what_depends_on_numbers_is_refused(function: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
+    with pytest.raises(PlanError, match=rf"{what}.* depends on the numbers of a tensor"):
+        pipedream.operators(Calls(function), torch.randn(4, 4))
