@@ -237,6 +237,12 @@ def test_a_model_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["refused"] == {}
 
 
+def test_a_recipe_on_meta_is_described_as_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    on_meta = RECIPE.replace("    model = ", "    with torch.device('meta'):\n        model = ")
+    Path("meta.py").write_text(on_meta, encoding="utf-8")
+    assert run_json(capsys, "partition meta.py --ranks 2") == run_json(capsys, "partition mine.py --ranks 2")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -256,7 +262,10 @@ def test_a_model_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
         ("partition text.json --ranks 2", "text.json is not JSON"),
         ("layout bad.json --mesh m:2", "has the tensor 'u', whose sizes are not given; add it to tensors"),
         ("partition drawing.py --ranks 2", "the layer '1' calls aten.bernoulli.default, which draws random numbers"),
-        ("partition odd.py --ranks 2", "the layer '1' calls aten._fft_r2c.default, which has no description; write one"),
+        (
+            "partition odd.py --ranks 2",
+            "the layer '1' calls aten._fft_r2c.default, which has no description; write one",
+        ),
         ("layout failing.py --mesh m:2", "the recipe failed while its step was described on its first batch: "),
         ("layout product.json", "Missing option '--mesh'"),
         ("layout product.json --mesh m1", "the mesh 'm1' has 'm1', which is not a name and a size; write a mesh as"),
@@ -297,7 +306,11 @@ def test_wrong_calls(text: str, message: str, capsys: pytest.CaptureFixture[str]
     )
     Path("text.json").write_text("y[i] = x[i]", encoding="utf-8")
     own = RECIPE.replace("nn.ReLU()", "Own()") + "\nclass Own(nn.Module):\n    def forward(self, x):\n        return "
-    results = {"drawing": "x * torch.bernoulli(x.sigmoid())", "odd": "torch.fft.fft(x).abs()", "failing": "x.view(3, 3)"}
+    results = {
+        "drawing": "x * torch.bernoulli(x.sigmoid())",
+        "odd": "torch.fft.fft(x).abs()",
+        "failing": "x.view(3, 3)",
+    }
     for name, result in results.items():
         Path(f"{name}.py").write_text(f"{own}{result}\n", encoding="utf-8")
     assert cli.main(text.split()) == 2

@@ -54,6 +54,7 @@ PICTURES: dict[str, nn.Module] = {
     "conv, depthwise": nn.Conv2d(4, 4, 3, padding=1, groups=4),
     "conv of the whole picture": nn.Conv2d(4, 8, 6),
     "conv of one place": nn.Conv2d(4, 8, 1, 6),
+    "conv of the padding alone": nn.Conv2d(4, 8, 1, 8, padding=1),
     "transposed conv": nn.ConvTranspose2d(4, 6, 3, 2, padding=1, output_padding=1),
     "transposed conv, in groups": nn.ConvTranspose2d(4, 6, 3, 2, groups=2),
     "batch norm": nn.BatchNorm2d(4),

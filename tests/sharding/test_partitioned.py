@@ -408,6 +408,24 @@ def test_transposed_weights_cost_nothing(batch: int, width: int, two: int, four:
     assert [partition(described, count).elements for count in (2, 4)] == [two, four]
 
 
+class Rotated(nn.Module):
+    """Makes a tensor of its own, on the default device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) * torch.arange(8).cos()
+        return found
+
+
+def test_a_model_on_meta_makes_its_own_tensors_there() -> None:
+    with torch.device("meta"):
+        model, sample = Rotated(), torch.empty(4, 8)
+    assert pipedream.operators(model, sample).text == pipedream.operators(Rotated(), torch.empty(4, 8)).text
+
+
 class Stacked(nn.Module):
     """Layers of LSTM cells, each of which gives the next its states as they are."""
 

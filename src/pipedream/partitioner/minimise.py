@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from pipedream.core.errors import PlanError
+
 __all__ = ["Costs", "Elimination", "Table", "Variable", "elimination_order"]
+
+_MOST_CELLS = 200_000_000
+"""Of a table, which has then 1.6 GB."""
 
 Costs = np.ndarray[Any, np.dtype[np.float64]]
 Variable = str | int
@@ -36,31 +41,43 @@ class Table:
 
 
 def elimination_order(
-    scopes: Sequence[Sequence[Variable]], sizes: Mapping[Variable, int]
+    scopes: Sequence[Sequence[Variable]], sizes: Mapping[Variable, int], *, by_fill: bool
 ) -> tuple[list[Variable], int]:
-    """Returns an order of the variables, the one with the smallest table first, and the cells of the largest table."""
+    """Returns an order of the variables, and the cells of the largest table.
+
+    Next is the variable with the smallest table, or `by_fill` the one whose elimination brings together the fewest
+    pairs of variables that share no table yet (min-fill; Dechter 2003, section 4.1.3), which takes longer to find and
+    makes smaller tables.
+    """
     neighbours: dict[Variable, set[Variable]] = {name: set() for name in sizes}
     for scope in scopes:
         for name in scope:
             neighbours[name] |= set(scope) - {name}
-    cells = {name: sizes[name] * prod(sizes[other] for other in near) for name, near in neighbours.items()}
+
+    def cost(name: Variable) -> tuple[int, int]:
+        near = neighbours[name]
+        twice = sum(len(near - neighbours[other]) - 1 for other in near) if by_fill else 0
+        return twice, sizes[name] * prod(sizes[other] for other in near)
+
     order, largest = [], 0
-    waiting = [(count, at, name) for at, (name, count) in enumerate(cells.items())]
+    costs = {name: cost(name) for name in sizes}
+    waiting = [(own, at, name) for at, (name, own) in enumerate(costs.items())]
     turn = {name: at for _, at, name in waiting}
     heapify(waiting)
     while waiting:
-        count, _, name = heappop(waiting)
-        if cells.get(name) != count:
+        own, _, name = heappop(waiting)
+        if costs.get(name) != own:
             continue  # it has changed since
         order.append(name)
-        largest = max(largest, cells.pop(name))
+        largest = max(largest, costs.pop(name)[1])
         near = neighbours.pop(name)
         for other in near:
             neighbours[other] |= near
             neighbours[other] -= {name, other}
-        for other in near:
-            cells[other] = sizes[other] * prod(sizes[one] for one in neighbours[other])
-            heappush(waiting, (cells[other], turn[other], other))
+        changed = near.union(*(neighbours[other] for other in near)) if own[0] else near
+        for other in changed:
+            costs[other] = cost(other)
+            heappush(waiting, (costs[other], turn[other], other))
     return order, largest
 
 
@@ -74,6 +91,9 @@ class Elimination:
 
     Attributes:
         least: the minimum.
+
+    Raises:
+        PlanError: a sum of tables has too many cells for the memory of a machine.
     """
 
     def __init__(self, tables: Sequence[Table], sizes: Mapping[Variable, int], order: Sequence[Variable]) -> None:
@@ -89,6 +109,12 @@ class Elimination:
             others = {one for table in found for one in table.variables} - {name}
             variables = (name, *sorted(others, key=place.__getitem__))
             shape = [sizes[one] for one in variables]
+            if prod(shape) > _MOST_CELLS:
+                raise PlanError(
+                    f"the cheapest of all choices for {len(order)} tensors and operators was asked for, but its search "
+                    f"needs a table of {prod(shape):.1g} entries, more than {_MOST_CELLS:.1g}; take the method "
+                    "'spartan', or partition parts of the model, such as its layers"
+                )
             summed = Table(variables, reduce(np.add, (table.aligned(variables) for table in found), np.zeros(shape)))
             self._buckets.append((name, summed))
             self._wait(Table(variables[1:], summed.costs.min(axis=0)), waiting, place)

@@ -70,7 +70,7 @@ def partition(
         replicate: tensors may be whole on both sides of a cut; the paper's are not, unless no dimension divides.
 
     Raises:
-        PlanError: an unknown method, another number of ranks, no batch index for "data", or too much for "joint".
+        PlanError: an unknown method, another number of ranks, no batch index for "data", or a step too large to search.
     """
     if method not in METHODS:
         near = get_close_matches(method, METHODS, n=1)
@@ -266,4 +266,7 @@ METHODS: Mapping[str, _Method] = {
 def _bound(search: Search, cuts: int) -> int:
     """Returns elements that any partition moves: what the first cuts do together, as many as can be searched."""
     together = max((at for at in range(1, cuts + 1) if search.cells**at <= _CELLS), default=min(cuts, 1))
-    return search.cheapest(search.uncut, together)[0] if cuts else 0
+    try:
+        return search.cheapest(search.uncut, together)[0] if cuts else 0
+    except PlanError:
+        return 0  # too large to search: nothing is known

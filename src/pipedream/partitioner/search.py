@@ -112,12 +112,16 @@ class Search:
         self.allowed = allowed or partial(all_choices, operators)
         self.uniform = uniform
         self.uncut = State.uncut(operators)
+        self.cells = 0
         self._first: dict[int, Elimination] = {}
         self._known: dict[object, Costs] = {}
         tensors = {name: group[0] for group in operators.groups for name in group}
         self._alike(tensors, list(range(len(operators.steps))))
         if self.cells > most_cells:
             self._alike(*equal_time_steps(operators, tensors))
+        order, cells = self._ordered(by_fill=True)
+        if cells < self.cells:
+            self._order, self.cells = order, cells
 
     def _alike(self, tensors: Mapping[str, str], steps: Sequence[int]) -> None:
         """Chooses together for several tensors, or operators; takes the one that chooses for each."""
@@ -129,14 +133,21 @@ class Search:
         )
         variables: list[Variable] = [*dict.fromkeys(tensors.values()), *dict.fromkeys(steps)]
         self.sizes = {one: len(all_choices(self.operators, one, self._own(self.uncut, one))) for one in variables}
-        self._order, self.cells = elimination_order([pair[:2] for pair in self._pairs], self.sizes)
+        self._order, self.cells = self._ordered(by_fill=False)
+
+    def _ordered(self, *, by_fill: bool) -> tuple[list[Variable], int]:
+        return elimination_order([pair[:2] for pair in self._pairs], self.sizes, by_fill=by_fill)
 
     @staticmethod
     def _own(state: State, one: Variable) -> Any:
         return state.boxes[one] if isinstance(one, str) else state.ranges[one]
 
     def cheapest(self, state: State, cuts: int = 1) -> tuple[int, Iterator[tuple[Choice, ...]]]:
-        """Returns the fewest elements that some cuts move, and all choices that move as few."""
+        """Returns the fewest elements that some cuts move, and all choices that move as few.
+
+        Raises:
+            PlanError: a table would be too large.
+        """
         values = {one: self._values(one, self._own(state, one), cuts) for one in self._order}
         found = self._first.get(cuts) if state is self.uncut else None
         if found is None:

@@ -20,9 +20,9 @@ _TORCHS = (
     A._log_softmax_backward_data, A._thnn_fused_gru_cell, A._thnn_fused_lstm_cell, A.addcdiv, A.addcmul, A.addmm,
     A.baddbmm, A.binary_cross_entropy, A.binary_cross_entropy_backward, A.linear_backward, A.mse_loss,
     A.mse_loss_backward, A.native_dropout, A.native_dropout_backward,
-    A.native_batch_norm, A.native_batch_norm_backward, A.native_group_norm,
-    A.native_group_norm_backward, A.linalg_vector_norm, A.native_layer_norm, A.native_layer_norm_backward, A.nll_loss_backward,
-    A.nll_loss_forward, A.rsub, A.select_backward, A.slice_backward, A.split, A.stack, A.t, A.threshold_backward,
+    A.native_batch_norm, A.native_batch_norm_backward, A.native_group_norm, A.native_group_norm_backward,
+    A.linalg_vector_norm, A.native_layer_norm, A.native_layer_norm_backward, A.nll_loss_backward, A.nll_loss_forward,
+    A.rsub, A.select_backward, A.slice_backward, A.split, A.stack, A.t, A.threshold_backward,
     A.unbind, A.unfold_backward,
 )  # fmt: skip
 
@@ -46,11 +46,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         A._trilinear.default: _trilinear,
     }
     random = torch.Tag.nondeterministic_seeded
-    torchs = {
-        one: simpler
-        for one, simpler in core_aten_decompositions().items()
-        if not is_described(one) and random not in one.tags
-    }
+    of_torch: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
+    torchs = {one: simpler for one, simpler in of_torch.items() if not is_described(one) and random not in one.tags}
     return {**torchs, **get_decompositions(_TORCHS), **own}
 
 

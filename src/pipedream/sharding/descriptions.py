@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from pipedream.core.errors import PlanError
 from pipedream.core.operators.operators import Operator, Operators, span, unclipped
 from pipedream.core.operators.text import read_lines
 from pipedream.partitioner.cost import halved_index, is_offered
@@ -262,8 +261,19 @@ def is_drawn(function: Any) -> bool:
 
 _CONSTANTS = {
     overload
-    for packet in (A.full, A.zeros, A.ones, A.arange, A.scalar_tensor, A.new_zeros, A.new_ones, A.new_full, A.empty, A.new_empty,
-        A.new_empty_strided)
+    for packet in (
+        A.full,
+        A.zeros,
+        A.ones,
+        A.arange,
+        A.scalar_tensor,
+        A.new_zeros,
+        A.new_ones,
+        A.new_full,
+        A.empty,
+        A.new_empty,
+        A.new_empty_strided,
+    )
     for overload in _overloads(packet)
 }
 _DRAWN = {
@@ -502,7 +512,9 @@ def _without_dim(call: OperatorCall) -> str:
     gone = _dims(call, x.dim())
     own = _letters(x.shape, gone)
     keeps = call.values.get("keepdim", False)
-    return _function(["0" if at in gone else one for at, one in enumerate(own) if keeps or at not in gone], {"self": own})
+    return _function(
+        ["0" if at in gone else one for at, one in enumerate(own) if keeps or at not in gone], {"self": own}
+    )
 
 
 _described(_without_dim, A.argmax, A.argmin, A.any, A.all, A.prod)(_whole_call)
@@ -578,7 +590,7 @@ class _Picked:
     def __init__(self, call: OperatorCall) -> None:
         x, indices = call.values["self"], call.values["indices"]
         dims = [at for at, one in enumerate(indices) if one is not None]
-        shape = torch.broadcast_shapes(*(indices[at].shape for at in dims))
+        shape: torch.Size = torch.broadcast_shapes(*(indices[at].shape for at in dims))  # type: ignore[no-untyped-call]
         self.own = _letters(x.shape, dims)
         # Where the dimensions are not next to each other, torch puts what is picked first.
         first = dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
@@ -706,7 +718,7 @@ def _convolved(call: OperatorCall) -> str:
     def spatial(at: int) -> tuple[str, str, str]:
         outer = [] if call.out.shape[2 + at] == 1 else [(values["stride"][at], f"h{at}")]
         inner = [] if kernel[at] == 1 else [(values["dilation"][at], f"r{at}")]
-        return f"{_sum_of(*outer, *inner)} - {values['padding'][at]}".removeprefix(" - "), f"r{at}", f"h{at}"
+        return f"{_sum_of(*outer, *inner) or 0} - {values['padding'][at]}", f"r{at}", f"h{at}"
 
     return _convolution_indices(call, spatial)
 

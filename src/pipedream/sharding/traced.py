@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -37,6 +37,10 @@ _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 """What returns its operand; autograd calls it for each tensor that it keeps."""
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Numbers that a tensor decides."""
+
+_Stepping = tuple[torch.optim.Optimizer, dict[str, nn.Parameter]]
+"""An optimizer, and its weights without data."""
 
 Optimizer = Callable[[list[tuple[str, Any]]], torch.optim.Optimizer]
 
@@ -132,6 +136,7 @@ class _Tracing:
         frozen = {name: one for name, one in self.model.named_parameters() if not one.requires_grad}
         buffers = dict(self.model.named_buffers())
         leaves = [one for one in tree_leaves(self.sample) if isinstance(one, torch.Tensor)]
+        stepping = None if optimizer is None or not trained else _stepping(optimizer, trained)
         graph, outputs = self._graph(trained, frozen, buffers, leaves)
         nodes = iter(one for one in graph.graph.nodes if one.op == "placeholder")
         parameters = {name: self._placed(next(nodes), f"p_{name}") for name in (*trained, *frozen)}
@@ -146,7 +151,7 @@ class _Tracing:
         updated = {name: next(found) for name in buffers}
         alike: list[tuple[str, ...]] = [(parameters[name], gradients[name]) for name in trained]
         alike += [(held[name], updated[name]) for name in buffers if held[name] != updated[name]]
-        self._add_updates(optimizer, trained, alike)
+        self._add_updates(stepping, alike)
         return TracedStep(
             operators=Operators(self._shapes, "\n".join(self._lines), tuple(alike)),
             calls=tuple(self._calls),
@@ -205,7 +210,7 @@ class _Tracing:
         given = dict(trained), dict(frozen), dict(buffers), list(leaves), tangents
         fake: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
         try:
-            with _without_fused_operators():
+            with _without_fused_operators(), self._device():
                 graph = make_fx(step, **fake)(*given)
         except GuardOnDataDependentSymNode:
             raise _depends_on_numbers("a branch") from None
@@ -220,12 +225,17 @@ class _Tracing:
         return graph, count
 
     def _outputs(self) -> list[torch.Tensor]:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), self._device():
             kept = {name: one.clone() for name, one in self.model.named_buffers()}
             arguments, named = _arguments(self.sample)
             with _holding(self.model, kept):
                 value = self.model(*arguments, **named)
         return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+    def _device(self) -> AbstractContextManager[object]:
+        """Context in which a model on the meta device makes its other tensors there."""
+        is_meta = any(one.is_meta for one in self.model.parameters())
+        return torch.device("meta") if is_meta else nullcontext()
 
     def _placed(self, node: fx.Node, name: str) -> str:
         return self._tensor(name.replace(".", "_"), node.meta["val"], node)
@@ -293,19 +303,11 @@ class _Tracing:
             self._outputs()
         return f"the layer {callers.found!r}" if callers.found else "the step, in its backward or loss,"
 
-    def _add_updates(
-        self, optimizer: Optimizer | None, trained: Mapping[str, torch.Tensor], alike: list[tuple[str, ...]]
-    ) -> None:
+    def _add_updates(self, stepping: _Stepping | None, alike: list[tuple[str, ...]]) -> None:
         """Adds a line for each updated weight and each state of the optimizer."""
-        if optimizer is None or not trained:
+        if stepping is None:
             return
-        empty = {name: nn.Parameter(torch.empty_like(one, device="meta")) for name, one in trained.items()}
-        made = optimizer(list(empty.items()))
-        if not steps_each_element(made):
-            raise PlanError(
-                f"the optimizer {type(made).__name__} needs whole weights, so that its step has no description; use "
-                "one that steps each element by itself, such as SGD or Adam, or describe the model without an optimizer"
-            )
+        made, empty = stepping
         for one in empty.values():
             one.grad = torch.empty_like(one)
         made.step()
@@ -381,6 +383,17 @@ def _without_fused_operators() -> Iterator[None]:
             yield
     finally:
         mkldnn.set_flags(before[0], _fp32_precision=None)
+
+
+def _stepping(optimizer: Optimizer, trained: Mapping[str, torch.Tensor]) -> _Stepping:
+    empty = {name: nn.Parameter(torch.empty_like(one, device="meta")) for name, one in trained.items()}
+    made = optimizer(list(empty.items()))
+    if not steps_each_element(made):
+        raise PlanError(
+            f"the optimizer {type(made).__name__} needs whole weights, so that its step has no description; use "
+            "one that steps each element by itself, such as SGD or Adam, or describe the model without an optimizer"
+        )
+    return made, empty
 
 
 def _depends_on_numbers(what: str) -> PlanError:

@@ -324,9 +324,14 @@ def capture_recipe(recipe: Recipe, *, device: str = "cpu", finest: bool = False)
 def describe_recipe(recipe: Recipe) -> DescribedStep:
     """Describes the step of a recipe's first training batch, with loss and optimizer, in the dtypes of its model.
 
-    The names of indices are shared by all operators.
+    The names of indices are shared by all operators. The batch goes to the model's device, which may be 'meta'.
     """
-    batch = recipe.first_batch()
+    device = next((one.device for one in recipe.model.parameters()), None)
+
+    def moved(value: Any) -> Any:
+        return value if device is None else to_device(value, device)
+
+    batch = moved(recipe.first_batch())
     loss = Loss(recipe.loss, recipe.weight)
     adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
     _, targets = adapt(batch)
@@ -335,7 +340,7 @@ def describe_recipe(recipe: Recipe) -> DescribedStep:
         return loss_of_output(output) if recipe.loss is None else loss.value(output, targets)
 
     with blaming("while its step was described on its first batch"):
-        found = trace(recipe.model, model_input(recipe, batch), loss=value, optimizer=recipe.optimizer)
+        found = trace(recipe.model, moved(model_input(recipe, batch)), loss=value, optimizer=recipe.optimizer)
     ops = found.operators.with_shared_names()
     sizes = {name: dtype.itemsize for name, dtype in found.dtypes.items()}
     first = ops.named.at_rest[found.inputs[0]] if found.inputs else ()
