@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipedream.core.model.collective import EXCHANGE, Collective
+from pipedream.core.model.collective import Collective
 from pipedream.sharding.parts import local_part
 
 __all__ = ["CountCollectives", "FirstPasses"]
 
 _DTENSOR, _DIRECT = torch.ops._c10d_functional, torch.ops.c10d
 
-# Those of `_DIRECT`, but for exchanges of pieces, are of weights (`at_rest`) and their gradients.
+# Those of `_DIRECT` are of weights (`at_rest`) and their gradients.
 _KINDS: Mapping[Any, str] = {
     _DTENSOR.all_reduce.default: "all-reduce",
     _DTENSOR.all_reduce_.default: "all-reduce",
@@ -31,7 +31,6 @@ _KINDS: Mapping[Any, str] = {
     _DIRECT.allreduce_.default: "all-reduce",
     _DIRECT._allgather_base_.default: "all-gather",
     _DIRECT._reduce_scatter_base_.default: "reduce-scatter",
-    _DIRECT.alltoall_base_.default: EXCHANGE,
 }
 
 
@@ -61,14 +60,14 @@ class CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # its operators on parts come here
         result = func(*args, **(kwargs or {}))
-        if func in _KINDS:
+        is_exchange = func is torch.ops.pipedream.exchange.default
+        if is_exchange or func in _KINDS:
             given = tree_leaves((args, kwargs))
             over = next((name for one in given if (name := self._over.get(_group_name(one)))), None)
             if over is not None:
                 sizes = [local_part(one).nbytes for one in (*given, *tree_leaves(result)) if torch.is_tensor(one)]
-                kind = _KINDS[func]
-                of_weights = func.namespace == "c10d" and kind != EXCHANGE
-                self._found.append(Collective(kind, over, 1, max(sizes), of_weights))
+                kind = args[-1] if is_exchange else _KINDS[func]
+                self._found.append(Collective(kind, over, 1, max(sizes), func.namespace == "c10d"))
         return result
 
 

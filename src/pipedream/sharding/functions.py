@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from pipedream.core.errors import PlanError
+from pipedream.sharding.exchange import exchange
 
 __all__ = ["all_to_all", "part_sizes", "redistributed", "replicate", "shard", "split", "summed"]
 
@@ -170,6 +170,7 @@ def _exchanged(part: torch.Tensor, group: dist.ProcessGroup, before: int, after:
         shape[before] = rows
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    found: Any = collectives.all_to_all_single(sent, sizes, [piece.numel() for piece in pieces], group)
-    arrived = collectives.wait_tensor(found).split(sizes)  # type: ignore[no-untyped-call]
+    found = sent.new_empty(sum(sizes))
+    exchange(found, sent, sizes, [piece.numel() for piece in pieces], group.group_name, "all-to-all")
+    arrived = found.split(sizes)  # type: ignore[no-untyped-call]
     return torch.cat([one.view(shape) for one, shape in zip(arrived, shapes, strict=True)], before)

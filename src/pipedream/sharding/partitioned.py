@@ -9,12 +9,14 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from pipedream.core.model.collective import EXCHANGE
 from pipedream.core.operators.operators import Operator
 from pipedream.core.operators.text import Access
 from pipedream.core.plan.mesh import Box, Piece, overlap
 from pipedream.partitioner.exchanges import Exchanges, Result
 from pipedream.partitioner.partition import Partition
 from pipedream.sharding.descriptions import COMBINE, Part, description_of, filled
+from pipedream.sharding.exchange import exchange
 from pipedream.sharding.traced import DescribedCall, TracedStep
 
 __all__ = ["GroupRanks", "PartitionedStep", "Ranks", "SimulatedRanks"]
@@ -64,7 +66,7 @@ class GroupRanks:
     """One rank in each process of a group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
         self.own: Sequence[int] = (self._rank,)
         self.sent_bytes = 0
@@ -90,7 +92,7 @@ class GroupRanks:
         return {rank: arrived}
 
     def _send(self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int], given: list[int]) -> None:
-        dist.all_to_all_single(incoming, outgoing, received, given, group=self._group)
+        exchange(incoming, outgoing, received, given, self._group.group_name, EXCHANGE)
 
 
 def _size(box: Box) -> int:
