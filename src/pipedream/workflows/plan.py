@@ -117,10 +117,15 @@ def _on_any_meshes(
     check_options({**options, "mesh": AUTO})
     known = profile.profile() if isinstance(profile, GraphText) else profile
 
-    def on_one_mesh(own: Profile, workers: Cluster, asked: Mapping[str, Any]) -> planner.Comparison:
-        return _compared(own, workers, names=names, **asked)
+    score_once = cache(_score)
 
-    return choose_meshes(known, cluster or _own_cluster(profile), on_one_mesh, _score, options)
+    def score_known(plan: Plan) -> planner.Score:  # several searches find the same stages
+        return score_once(replace(plan, note="", bound_s=0.0))
+
+    def on_one_mesh(own: Profile, workers: Cluster, asked: Mapping[str, Any]) -> planner.Comparison:
+        return _compared(own, workers, names=names, score_of=score_known, **asked)
+
+    return choose_meshes(known, cluster or _own_cluster(profile), on_one_mesh, score_known, options)
 
 
 @contextmanager
@@ -241,6 +246,7 @@ def _compared(
     strategy: str,
     chunks: int | None,
     names: Sequence[str] = (),
+    score_of: Callable[[Plan], planner.Score] | None = None,
 ) -> planner.Comparison:
     if cost_model not in ("pipedream", "classic"):
         raise PlanError(f"cost model {cost_model!r} is not known; write pipedream or classic")
@@ -277,7 +283,8 @@ def _compared(
             planner.parse_counts(shape)  # refuses what are no counts
         found = plan_of_file(known, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
         return _only(found, shape)
-    return _search(known, cluster, schedule, cuts=cuts, simulate=strategy == "simulate", **search)
+    simulate = strategy == "simulate"
+    return _search(known, cluster, schedule, cuts=cuts, simulate=simulate, score_of=score_of or _score, **search)
 
 
 def _warn_of_another_device(profile: Profile, cluster: Cluster) -> None:
@@ -333,6 +340,7 @@ def _search(
     recompute: str,
     all_workers: bool,
     simulate: bool,
+    score_of: Callable[[Plan], planner.Score],
 ) -> planner.Comparison:
     counts = None if isinstance(shape, str) and shape in planner.SHAPES else planner.parse_counts(shape)
     method = schedules.properties_of(schedule)
@@ -406,7 +414,7 @@ def _search(
     # A minibatch of one sample may be one of unknown size.
     possible = [row for row in rows if profile.batch == 1 or row[1].microbatches <= profile.batch] or rows
     try:
-        compared = planner.fastest(possible, _score, refused)
+        compared = planner.fastest(possible, score_of, refused)
     except PlanError:  # none can be simulated
         return planner.Comparison(rows[0][1], (rows[0][0],))
     together = profile.ties_in_words() if cluster.workers > 1 else ""

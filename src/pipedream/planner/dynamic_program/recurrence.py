@@ -28,6 +28,7 @@ from typing import NoReturn
 import numpy as np
 
 from pipedream.core.errors import PlanError, ShortageError
+from pipedream.core.plan.memory import StageSizes
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.site import PortLoad, Site
 from pipedream.core.schedule.occupancy import StageOccupancy
@@ -247,12 +248,23 @@ class DynamicProgram:
             recompute,
         )
         if key not in self._needs:
-            ends = self._places[:, None], self._places[None, :]
-            need = np.asarray(self.space.need_bytes(*ends, held, update_delay, recompute, replicas))
+            ends, sizes = self._sizes
+            whole, all_sizes = self._sizes_of_one_stage
+            need = np.asarray(self.space.need_bytes(*ends, held, update_delay, recompute, replicas, sizes))
             need = need + self.space.spare_bytes
-            need[0, -1] = self.space.need_bytes(0, int(self._places[-1]), held, 0, recompute, replicas)
+            need[0, -1] = self.space.need_bytes(*whole, held, 0, recompute, replicas, all_sizes)
             self._needs[key] = need
         return self._needs[key]
+
+    @cached_property
+    def _sizes(self) -> tuple[tuple[IntArray, IntArray], StageSizes]:
+        ends = self._places[:, None], self._places[None, :]
+        return ends, self.space.sizes(*ends)
+
+    @cached_property
+    def _sizes_of_one_stage(self) -> tuple[tuple[int, int], StageSizes]:
+        whole = 0, int(self._places[-1])
+        return whole, self.space.sizes(*whole)
 
     def _seconds(self, state: State) -> FloatArray:
         site, always = self._site(state), self.recompute == "always"
