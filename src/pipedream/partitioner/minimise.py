@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import prod
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -125,16 +127,35 @@ class Elimination:
         else:
             self.least += float(table.costs)
 
-    def choices(self) -> Iterator[dict[Variable, int]]:
-        """Yields every choice of values with the least sum, each once."""
+    def choices(self, most: int) -> Iterator[dict[Variable, int]]:
+        """Yields the choices of values with the least sum, each once.
+
+        Of more than `most` some are drawn at random, for those that follow each other are nearly the same.
+        """
+        found = list(islice(self._every(), most + 1))
+        if len(found) <= most or most == 1:
+            yield from found[:most]
+            return
+        random, known = Random(0), set()
+        for _ in range(most):
+            choice = self._chosen(random.choice)
+            if (values := tuple(choice.values())) not in known:
+                known.add(values)
+                yield choice
+
+    def _chosen(self, pick: Callable[[list[int]], int]) -> dict[Variable, int]:
+        chosen: dict[Variable, int] = {}
+        for name, table in reversed(self._buckets):
+            chosen[name] = pick(_tied(table, chosen))
+        return chosen
+
+    def _every(self) -> Iterator[dict[Variable, int]]:
         chosen: dict[Variable, int] = {}
         tied: list[list[int]] = []  # of each variable from the last eliminated on, values that are still to be taken
         while True:
             while len(tied) < len(self._buckets):
                 name, table = self._buckets[-1 - len(tied)]
-                at: Any = (slice(None), *(chosen[one] for one in table.variables[1:]))
-                row = table.costs[at]
-                tied.append(np.flatnonzero(row == row.min())[::-1].tolist())
+                tied.append(_tied(table, chosen)[::-1])
                 chosen[name] = tied[-1].pop()
             yield dict(chosen)
             while tied and not tied[-1]:
@@ -142,3 +163,11 @@ class Elimination:
             if not tied:
                 return
             chosen[self._buckets[-len(tied)][0]] = tied[-1].pop()
+
+
+def _tied(table: Table, chosen: Mapping[Variable, int]) -> list[int]:
+    """Returns the values of a bucket's variable that are best with those of the other variables."""
+    at: Any = (slice(None), *(chosen[one] for one in table.variables[1:]))
+    row = table.costs[at]
+    found: list[int] = np.flatnonzero(row == row.min()).tolist()
+    return found

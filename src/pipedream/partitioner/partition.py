@@ -126,16 +126,18 @@ def _without_replicas(operators: Operators, one: Variable, own: Any) -> Sequence
 
 def _recursive(search: Search, cuts: int, batch: str = "") -> tuple[Halving, ...]:
     """Makes one cut after the other, each at the least cost, and follows ties until they differ."""
-    most = max(1, min(_TIES, _WORK // max(1, len(search.sizes))))
+    ties = max(1, min(_TIES, _WORK // max(1, len(search.sizes))))
     kept: list[tuple[State, tuple[Halving, ...]]] = [(search.uncut, ())]
-    for _ in range(cuts):
-        found = [(*search.cheapest(state), state, before) for state, before in kept]
+    for cut in range(cuts):
+        most = ties if cut < cuts - 1 else 1  # after the last cut, any of them
+        found = [(*search.cheapest(state, most=most), state, before) for state, before in kept]
         least = min(elements for elements, *_ in found)
+        each = -(-most // sum(elements == least for elements, *_ in found))
         ways = (
             (state.after(choice), (*before, Halving(choice.schemes, choice.indices, elements)))
             for elements, choices, state, before in found
             if elements == least
-            for (choice,) in islice(choices, most)
+            for (choice,) in islice(choices, each)
         )
         kept = list(islice(ways, most))
     return kept[0][1]

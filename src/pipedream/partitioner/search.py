@@ -142,8 +142,11 @@ class Search:
     def _own(state: State, one: Variable) -> Any:
         return state.boxes[one] if isinstance(one, str) else state.ranges[one]
 
-    def cheapest(self, state: State, cuts: int = 1) -> tuple[int, Iterator[tuple[Choice, ...]]]:
-        """Returns the fewest elements that some cuts move, and all choices that move as few.
+    def cheapest(self, state: State, cuts: int = 1, most: int = 1) -> tuple[int, Iterator[tuple[Choice, ...]]]:
+        """Returns the fewest elements that some cuts move, and choices that move as few.
+
+        Args:
+            most: choices; see `Elimination.choices`.
 
         Raises:
             PlanError: a table would be too large.
@@ -158,7 +161,7 @@ class Search:
             found = Elimination(tables, {one: len(own) for one, own in values.items()}, self._order)
         if state is self.uncut:
             self._first[cuts] = found
-        choices = ({one: values[one][at] for one, at in chosen.items()} for chosen in found.choices())
+        choices = ({one: values[one][at] for one, at in chosen.items()} for chosen in found.choices(most))
         return round(found.least), (tuple(self._choice(taken, at) for at in range(cuts)) for taken in choices)
 
     def elements(self, state: State, choice: Choice) -> int:
