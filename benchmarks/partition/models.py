@@ -55,8 +55,8 @@ def _square_layers(layers: int, width: int) -> nn.Module:
 
 
 def _perceptron() -> nn.Module:
-    wide = (nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU())
-    return nn.Sequential(*wide, nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    wide = (nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.ReLU())
+    return nn.Sequential(*wide, nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 512))
 
 
 def _of_pictures(layers: int, width: int, *, small: bool) -> nn.Module:
@@ -92,8 +92,8 @@ COUNTED = {
 """Run on simulated ranks."""
 
 TIMED = {
-    "perceptron": Model(_perceptron, (256, 512)),
-    "LSTM": Model(partial(stacked, 1, 256), (128, 1, 4, 8)),
-    "bottleneck": Model(partial(Bottleneck, 64, 64, 2), (16, 64, 16, 16)),
+    "perceptron": Model(_perceptron, (512, 1024)),
+    "LSTM": Model(partial(stacked, 1, 512), (256, 1, 4, 8)),
+    "bottleneck": Model(partial(Bottleneck, 256, 256, 2), (16, 256, 16, 16)),
 }
 """Run on ranks that are processes."""

@@ -46,8 +46,8 @@ EXPECTED = {
 SLOW_METHODS = ("recursive", "data", "all-row", "model")
 """Whose steps are timed."""
 
-LINK_BYTES = (1_000, 1_000_000, 4_000_000)
-"""Sizes of the exchanges by which a link is measured: the first for its latency, the others for its rate."""
+LINK_BYTES = (400_000, 2_400_000)
+"""Sizes of the exchanges by which a link is measured; both are far larger than what a link sends at once."""
 
 
 def main() -> int:
@@ -110,6 +110,7 @@ def _bytes(options: argparse.Namespace) -> Iterator[str]:
         values = {step.parameters[key]: one.detach() for key, one in module.named_parameters()}
         values |= {step.buffers[key]: one for key, one in module.named_buffers()} | {step.inputs[0]: sample}
         values |= {tensor: torch.randn(step.operators.tensors[tensor]) for tensor in step.tangents}
+        made = {*step.gradients.values(), *step.input_gradients, *step.updated.values(), *step.outputs}
         for count in (2, 4, 8):
             least = 0
             for method in METHODS:
@@ -120,7 +121,7 @@ def _bytes(options: argparse.Namespace) -> Iterator[str]:
                     continue
                 ranks = SimulatedRanks(count)
                 run = PartitionedStep(step, found, ranks)
-                run.run({key: run.part(key, one) for key, one in values.items()}, step.gradients.values())
+                run.run({key: run.part(key, one) for key, one in values.items()}, made)
                 least = least or ranks.sent_bytes
                 expected = EXPECTED[sizes][count] if sizes and method == "recursive" else None
                 cells = (
@@ -175,8 +176,9 @@ def _seconds(options: argparse.Namespace) -> Iterator[str]:
 
 def _link(workers: Workers) -> tuple[float, float]:
     """Returns bytes per second and latency of an exchange between all ranks."""
-    small, large, larger = workers.asked({"do": "link", "sizes": LINK_BYTES, "times": 9})
-    return (LINK_BYTES[2] - LINK_BYTES[1]) / (larger - large), small
+    small_s, large_s = workers.asked({"do": "link", "sizes": LINK_BYTES, "times": 20})
+    bytes_per_s = (LINK_BYTES[1] - LINK_BYTES[0]) / (large_s - small_s)
+    return bytes_per_s, max(0.0, small_s - LINK_BYTES[0] / bytes_per_s)
 
 
 def _asked(workers: Workers, options: argparse.Namespace, case: dict[str, Any]) -> tuple[dict[str, Any], float]:

@@ -25,6 +25,8 @@ from models import TIMED
 from torch import nn
 
 from pipedream import partition
+from pipedream.core.model.collective import EXCHANGE
+from pipedream.sharding.exchange import exchange
 from pipedream.sharding.partitioned import GroupRanks, PartitionedStep
 from pipedream.sharding.traced import TracedStep
 
@@ -57,18 +59,31 @@ def main() -> int:
 
 
 def _link(sizes: list[int], times: int) -> list[float]:
-    """Returns the median seconds of an exchange of each size."""
-    count, found = dist.get_world_size(), []
-    for size in sizes:
-        each = size // (count - 1)
-        parts = [0 if rank == dist.get_rank() else each for rank in range(count)]
-        incoming, outgoing = (torch.zeros(sum(parts), dtype=torch.uint8) for _ in range(2))
+    """Returns the mean seconds of an exchange of each size.
 
-        def exchange(incoming: Any = incoming, outgoing: Any = outgoing, parts: Any = parts) -> None:
-            dist.all_to_all_single(incoming, outgoing, parts, parts)
+    They come between products, as in a step: a rank that computes sees late that something has arrived.
+    """
+    x = torch.randn(192, 192)
 
-        found.append(statistics.median(_together_s(exchange) for _ in range(times)))
-    return found
+    def products(exchanged: Callable[[], object]) -> None:
+        for _ in range(times):
+            x @ x
+            exchanged()
+
+    def median_s(exchanged: Callable[[], object]) -> float:
+        return statistics.median(_together_s(lambda: products(exchanged)) for _ in range(3))
+
+    alone_s = median_s(lambda: None)
+    return [(median_s(_exchange_of(size)) - alone_s) / times for size in sizes]
+
+
+def _exchange_of(size: int) -> Callable[[], None]:
+    """Returns what sends so many bytes from each rank to the others, in equal parts."""
+    own, count = dist.get_rank(), dist.get_world_size()
+    parts = [0 if rank == own else size // (count - 1) for rank in range(count)]
+    incoming, outgoing = (torch.zeros(sum(parts), dtype=torch.uint8) for _ in range(2))
+    group: Any = dist.group.WORLD
+    return lambda: exchange(incoming, outgoing, parts, parts, group.group_name, EXCHANGE)
 
 
 def _together_s(run: Callable[[], object]) -> float:

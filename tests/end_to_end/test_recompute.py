@@ -43,7 +43,7 @@ TWICE = [one for one in CASES if one.animal == "lstm" and one.schedule in ("1f1b
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(one, id=str(one), marks=pytest.mark.slow if number % 2 or one in TWICE else ())
+        pytest.param(one, id=str(one), marks=pytest.mark.slow if number % 4 or one in TWICE else ())
         for number, one in enumerate(CASES)
     ],
 )

@@ -141,7 +141,15 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...], Callable[[torch.Tensor], torc
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = (
+    "sequences: encoder", "sequences: gru", "sequences: lstm, both ways", "sequences: rnn", "sequences: bilinear",
+    "pictures: circular padding", "pictures: instance norm", "losses: cross entropy of pictures",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+)
 def test_layers_are_described_and_compute_the_same(name: str) -> None:
     layer, shape, loss = CASES[name]
     torch.manual_seed(1)
