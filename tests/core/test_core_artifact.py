@@ -180,6 +180,13 @@ def test_numbers_are_finite(value: float) -> None:
         Plan.from_json(json.dumps(data))
 
 
+def test_a_mesh_that_is_none() -> None:
+    data = json.loads(Plan.uniform(1).to_json())
+    data["stages"][0]["mesh"] = "model"
+    with pytest.raises(ArtifactError, match=r"Plan.stages\[0\]: the mesh 'model' has 'model', which is not a name"):
+        Plan.from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("text", ["", "{", "plan", "[" * 100_000])
 def test_what_is_not_json(text: str) -> None:
     with pytest.raises(ArtifactError, match="is not JSON"):

@@ -191,6 +191,7 @@ class TestPlan:
             ),
             (lambda: replace(Plan.uniform(1, replicas=(2,)), update_delay=(1,)), "and in a one-stage plan"),
             (lambda: replace(Plan.uniform(2), unit="sample"), "unit is minibatch or microbatch, found 'sample'"),
+            (lambda: replace(Plan.uniform(2), depth_mode="deep"), "depth_mode is one of noam, full, auto, hand"),
             (lambda: Stage(2, 2), "first < last, found 2 and 2"),
             (lambda: Stage(0, 1, 0), "between 1 and 100000 workers, found 0"),
             (lambda: Stage(0, 1, forward_s=-1.0), "forward_s cannot be negative, found -1.0"),

@@ -59,7 +59,7 @@ def _matrix() -> list[object]:
     found = []
     for number, replicas in enumerate(PLANS):
         for method in METHODS:
-            quick = method == "pipedream" or (number + METHODS.index(method)) % 6 == 0
+            quick = method == "pipedream" or (number + METHODS.index(method)) % 3 == 0
             for others in ({"scheduled": True}, {"depth": "full", "optimizer": "adamw"}):
                 marks = () if quick and "depth" not in others else pytest.mark.long
                 found.append(pytest.param(case := _case(replicas, method, **others), id=str(case), marks=marks))

@@ -147,9 +147,7 @@ SLOW = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_layers_are_described_and_compute_the_same(name: str) -> None:
     layer, shape, loss = CASES[name]
     torch.manual_seed(1)

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pipedream.core.errors import ArtifactError
+from pipedream.core.errors import ArtifactError, PlanError
 
 __all__ = [
     "Artifact",
@@ -235,7 +235,7 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
             raise ArtifactError(f"{place} lacks the field {name!r}")
     try:
         return kind(**given)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, PlanError) as error:  # PlanError: of a mesh or a layout
         raise ArtifactError(f"{place}: {error}") from None
 
 
