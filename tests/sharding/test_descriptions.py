@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import pipedream
 from pipedream.core.errors import PlanError
 from pipedream.partitioner.partition import partition
+from pipedream.sharding import descriptions
 from pipedream.sharding.descriptions import contradiction, description_of
 from pipedream.sharding.partitioned import PartitionedStep, SimulatedRanks
 from pipedream.sharding.traced import trace
@@ -182,6 +183,15 @@ def _alone(model: nn.Module, sample: torch.Tensor, loss: Any, given: list[torch.
     wanted = [*model.parameters(), *([entering] if loss is None else [])]
     gradients = torch.autograd.grad([value], wanted, given or None)
     return [value.detach(), *gradients, *model.buffers()]
+
+
+def test_a_description_of_ones_own_goes_before_a_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptions, "_KNOWN", dict(descriptions._KNOWN))
+    monkeypatch.setattr(descriptions, "_USERS", set())
+    layer, sample = Calls(lambda x: x.index_select(1, _COLUMNS)), torch.randn(4, 4)
+    assert "index_select" not in pipedream.operators(layer, sample).text
+    pipedream.describe(torch.ops.aten.index_select, "out[a, :] = self[a, :] + index[:]")
+    assert "index_select" in pipedream.operators(layer, sample).text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from pipedream.sharding.descriptions import is_described
+from pipedream.sharding.descriptions import is_added, is_described
 
 __all__ = ["decompositions"]
 
@@ -27,7 +27,6 @@ _TORCHS = (
 )  # fmt: skip
 
 
-@cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Returns operator -> what it does, by simpler ones."""
     own: dict[Any, Callable[..., Any]] = {
@@ -45,10 +44,15 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         A.cat.default: _without_empty,
         A._trilinear.default: _trilinear,
     }
-    random = torch.Tag.nondeterministic_seeded
-    of_torch: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
-    torchs = {one: simpler for one, simpler in of_torch.items() if not is_described(one) and random not in one.tags}
-    return {**torchs, **get_decompositions(_TORCHS), **own}
+    torchs = {one: simpler for one, simpler in _of_torch().items() if not is_described(one)}
+    found: dict[Any, Callable[..., Any]] = {**torchs, **get_decompositions(_TORCHS), **own}
+    return {one: simpler for one, simpler in found.items() if not is_added(one)}
+
+
+@cache
+def _of_torch() -> dict[Any, Callable[..., Any]]:
+    found: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
+    return {one: simpler for one, simpler in found.items() if torch.Tag.nondeterministic_seeded not in one.tags}
 
 
 def _mean(

@@ -23,7 +23,7 @@ from pipedream.sharding.descriptions import (
     OperatorCall,
     contradiction,
     description_of,
-    is_checked,
+    is_added,
     is_constant,
     is_drawn,
     refusal,
@@ -290,7 +290,7 @@ class _Tracing:
         known = description_of(call)
         if known is None:
             raise PlanError(refusal(call.function, self._where(call.function)))
-        if not is_checked(call) and (index := contradiction(call, known)):
+        if is_added(call.function) and (index := contradiction(call, known)):
             raise PlanError(
                 f"{call.function} was described as {known.text(call)!r}, but on random numbers its parts along "
                 f"{index!r} do not make the whole; write : for a dimension that it needs whole"
