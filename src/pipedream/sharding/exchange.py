@@ -1,6 +1,6 @@
-"""An all-to-all whose receives are posted first.
+"""An all-to-all; on CPUs with its receives posted first.
 
-Gloo's own posts its sends first. The rank that comes last then says that it is ready to receive only after its own data
+gloo's own posts its sends first. The rank that comes last then says that it is ready to receive only after its own data
 have left, on the same connection; the other direction waits for that, and the exchange takes twice as long.
 """
 
@@ -27,6 +27,9 @@ def exchange(
         kind: of the collective, as which it is counted.
     """
     ranks = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
+    if outgoing.device.type != "cpu":  # NCCL sends and receives at once, and its first batch waits for all ranks
+        dist.all_to_all_single(incoming, outgoing, received, given, group=ranks)
+        return
     own, count = ranks.rank(), ranks.size()
     arriving, leaving = incoming.split(received), outgoing.split(given)  # type: ignore[no-untyped-call]
     arriving[own].copy_(leaving[own])
