@@ -18,7 +18,7 @@ BIN := .venv/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 STAMP := .venv/installed
-# Tests that start processes mostly wait: they run in turn in one runner, and two others compute.
+# Tests that start processes mostly wait: they run in turn in one runner or two, and others compute.
 RUNNERS := -n 3
 
 train: $(STAMP)

@@ -19,6 +19,9 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 PROCESSES = "pytest.mark.processes"
+_MODELS = ("examples", "models", "model_features", "replicas", "transparency")
+COMPUTING = ("tests/sharding/", *(f"tests/end_to_end/test_{name}.py" for name in _MODELS))
+"""Files whose processes are compared by their numbers, however long they take."""
 
 # No deadline and no complaint about slow examples: shared cores are sometimes slow. In CI the same examples each time.
 # HYPOTHESIS_PROFILE=thorough draws ten times as many where a test does not name a number.
@@ -52,15 +55,18 @@ def _lacking(marker: str) -> str | None:
 
 
 class _ProcessTestsTogether(LoadScopeScheduling):
-    """Where tests run side by side, those that start processes stay with one of the runners.
+    """Where tests run side by side, those that start processes stay with one of the runners, or two.
 
-    They would take each other's time, and some of them measure it. pytest-xdist's own groups do not work with this
-    pytest, which no longer lets names of tests be changed; here the marks are read off the files.
+    They would take each other's time, and some of them measure it; those that only compute have a runner of their own.
+    pytest-xdist's own groups do not work with this pytest, which no longer lets names of tests be changed; here the
+    marks are read off the files.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
-        return "processes" if test.partition("[")[0] in _starting_processes(file) else nodeid
+        if test.partition("[")[0] not in _starting_processes(file):
+            return nodeid
+        return "processes that compute" if file.startswith(COMPUTING) else "processes"
 
 
 @cache

@@ -183,7 +183,7 @@ def test_models_of_tofu_train_by_the_command(example: Path, workers: str, mesh: 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("mesh", ["data:2", "model:2"])
+@pytest.mark.parametrize("mesh", [pytest.param("data:2", marks=pytest.mark.long), "model:2"])
 @pytest.mark.parametrize("example", PARTITIONED, ids=lambda path: path.stem)
 def test_models_of_tofu_train_alike_on_a_mesh(example: Path, mesh: str, tmp_path: Path) -> None:
     command = ("train", str(example), "--workers", "2", "--config", "1", "--mesh", mesh)
