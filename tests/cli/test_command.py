@@ -98,7 +98,7 @@ def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
         (["simulate", "profile.json"], "should hold a Plan, but holds 'Profile'"),
         (["simulate", "plan.json", "--svg", "out.gif"], "write name.svg, .pdf or .png"),
         (["simulate"], "give a plan's file or --uniform P"),
-        (["check", "mine.py"], "so it is no Plan; give the right file"),
+        (["check", "mine.py"], "so it is not a Plan; give the right file"),
         (["show", "1fb1"], "; did you mean 1f1b?"),
         (["show", "pipedraem_2bw"], "schedule 'pipedraem_2bw' is not known; choose one of 1f1b, "),
         (["train", "none.py"], "the recipe none.py does not exist"),

@@ -336,6 +336,8 @@ def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
         ({"ranks": 0}, r"power of two"),
         ({"ranks": 2, "method": "recursiv"}, r"did you mean 'recursive'"),
         ({"ranks": 2, "method": "data"}, r"no operator has; give the index of the samples"),
+        ({"ranks": 2, "batch": "n"}, r"method 'recursive' was asked for with the batch index 'n', which no operator"),
+        ({"ranks": 2, "method": "data", "batch": "b", "replicate": False}, r"without replicas, but it keeps weights"),
         ({"ranks": 2**14, "method": "joint"}, r"all 14 cuts .* use 'recursive'"),
     ],
 )

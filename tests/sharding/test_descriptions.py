@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import pipedream
@@ -185,9 +186,8 @@ def _alone(model: nn.Module, sample: torch.Tensor, loss: Any, given: list[torch.
     return [value.detach(), *gradients, *model.buffers()]
 
 
-def test_a_description_of_ones_own_goes_before_a_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptions, "_KNOWN", dict(descriptions._KNOWN))
-    monkeypatch.setattr(descriptions, "_USERS", set())
+@pytest.mark.usefixtures("_nothing_added")
+def test_a_description_of_ones_own_goes_before_a_decomposition() -> None:
     layer, sample = Calls(lambda x: x.index_select(1, _COLUMNS)), torch.randn(4, 4)
     assert "index_select" not in pipedream.operators(layer, sample).text
     pipedream.describe(torch.ops.aten.index_select, "out[a, :] = self[a, :] + index[:]")
@@ -197,12 +197,106 @@ def test_a_description_of_ones_own_goes_before_a_decomposition(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("function", "what"),
     [
-        (lambda x: x[x > 0], r"a result of aten\.index"),
+        (lambda x: x[x > 0], r"the model's own forward calls aten\.index.*, whose result"),
         (lambda x: x if x.sum() > 0 else -x, "a branch"),
-        (lambda x: x * x.sum().item(), r"a result of aten\._local_scalar_dense"),
-        (lambda x: x.nonzero() * x.sum(), r"a result of aten\.nonzero"),
+        (lambda x: x * x.sum().item(), r"calls aten\._local_scalar_dense.*, whose result"),
+        (lambda x: x.nonzero() * x.sum(), r"calls aten\.nonzero.*, whose result"),
     ],
 )
 def test_what_depends_on_numbers_is_refused(function: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
     with pytest.raises(PlanError, match=rf"{what}.* depends on the numbers of a tensor"):
         pipedream.operators(Calls(function), torch.randn(4, 4))
+
+
+@torch.library.custom_op("house::scaled", mutates_args=())
+def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A sum over the middle dimension goes into each element."""
+    return x * w + x.sum(1, keepdim=True)
+
+
+@scaled.register_fake
+def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("house::rotated", mutates_args=())
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    return torch.complex(x, x.cumsum(1))
+
+
+@rotated.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, dtype=torch.complex64)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = scaled(x.detach(), self.w)
+        return found
+
+
+@pytest.fixture
+def _nothing_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptions, "_KNOWN", dict(descriptions._KNOWN))
+    monkeypatch.setattr(descriptions, "_USERS", set())
+
+
+@pytest.mark.usefixtures("_nothing_added")
+def test_an_operator_of_ones_own_is_checked_in_each_trace() -> None:
+    layer, x = Scaled(), torch.randn(4, 6, 8)
+    with pytest.raises(PlanError, match=r"the model's own forward calls house\.scaled.*has no description"):
+        pipedream.operators(layer, x)
+    pipedream.describe(scaled, "out[a, :, c] = f(x[a, :, c], w[c])")
+    text = pipedream.operators(layer, x).text
+    assert "scaled(x0[a, :, c], p_w[c])" in text
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():  # as a layer of a stage is traced
+        assert trace(layer, mode.from_tensor(x)).operators.text == text
+    pipedream.describe(scaled, "out[a, b, c] = f(x[a, b, c], w[c])")
+    with pytest.raises(PlanError, match=r"its parts along 'b' do not make the whole"):
+        pipedream.operators(layer, x)
+    pipedream.describe(scaled, "out[a, :, c] = f(x[a, :, c], y[c])")
+    with pytest.raises(PlanError, match=r"it does not name w; it names y, which are no tensors of it; write .* x, w"):
+        pipedream.operators(layer, x)
+
+
+@pytest.mark.usefixtures("_nothing_added")
+def test_the_imaginary_part_is_checked_too() -> None:
+    pipedream.describe(rotated, "out[a, b] = f(x[a, b])")
+    with pytest.raises(PlanError, match=r"its parts along 'b' do not make the whole"):
+        pipedream.operators(Calls(lambda x: rotated(x.detach()).real), torch.randn(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("operator", "text", "message"),
+    [
+        (scaled, "", r"give one line, whose result is out"),
+        (scaled, "out[a] = x[a]\nout[b] = x[b]", r"give one line, whose result is out"),
+        (scaled, "y[a] = x[a]", r"give one line, whose result is out"),
+        ("scaled", "out[a] = x[a]", r"'scaled' was described, but is no operator of torch; give one such as"),
+        (torch.fft.fft, "out[a] = x[a]", r"is no operator of torch"),
+        (torch.ops.aten.native_layer_norm, "out[a] = x[a]", r"has 3 results, and only operators with one can be"),
+    ],
+)
+def test_what_is_no_description(operator: Any, text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        pipedream.describe(operator, text)
+
+
+def test_an_output_without_gradient_and_a_context_without_any() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.inner(x)
+            return y, y.argmax(1)
+
+    with torch.no_grad():
+        step = trace(Both(), torch.randn(8, 4))
+    assert len(step.outputs) == 2
+    assert partition(step.operators, 2).elements > 0

@@ -8,6 +8,7 @@ import typer
 
 from pipedream.cli.options import Json, Seed, print_json
 from pipedream.cli.shared.steps import ElementBytes, StepFile, step_of
+from pipedream.partitioner.partition import check_request
 from pipedream.report.partition import partition_table
 from pipedream.workflows.partition import partitioned
 
@@ -47,6 +48,7 @@ def partition(
     Example:
       pipedream partition examples/resnet_digits.py --ranks 4
     """
+    check_request(ranks, method)  # before a recipe is loaded
     described = step_of(step, element_bytes, seed)
     found = partitioned(described, ranks, method, batch=batch or "", replicate=not no_replicate)
     print_json(found) if as_json else print(partition_table(found))

@@ -56,11 +56,11 @@ class Artifact:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ArtifactError(
-                f"{source} is not JSON ({error}), so it is no {cls.__name__}; give the right file"
+                f"{source} is not JSON ({error}), so it is not {_a(cls)}; give the right file"
             ) from None
         if not isinstance(data, dict) or data.get("artifact") != cls.__name__:
             found = data.get("artifact") if isinstance(data, dict) else type(data).__name__
-            raise ArtifactError(f"{source} should hold a {cls.__name__}, but holds {found!r}; give the right file")
+            raise ArtifactError(f"{source} should hold {_a(cls)}, but holds {found!r}; give the right file")
         if data.get("format") != cls.FORMAT:
             raise ArtifactError(
                 f"{source} has {cls.__name__} format {data.get('format')!r}, this library reads format "
@@ -86,7 +86,7 @@ class Artifact:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise ArtifactError(f"{path} does not exist; give the file of a {cls.__name__}") from None
+            raise ArtifactError(f"{path} does not exist; give the file of {_a(cls)}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ArtifactError(f"cannot read the {cls.__name__} in {path}: {error}") from None
         return cls.from_json(text, str(path))
@@ -237,6 +237,12 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
         return kind(**given)
     except (ValueError, TypeError, PlanError) as error:  # PlanError: of a mesh or a layout
         raise ArtifactError(f"{place}: {error}") from None
+
+
+def _a(kind: type) -> str:
+    """Returns a class's name with its article; the name Operators is a plural."""
+    name = kind.__name__
+    return name if name.endswith("s") else f"a{'n' * (name[0] in 'AEIOU')} {name}"
 
 
 def _expect(condition: bool, place: str, wanted: str, value: Any) -> None:

@@ -15,7 +15,7 @@ from pipedream.core.operators.operators import Operators
 from pipedream.partitioner.minimise import Variable
 from pipedream.partitioner.search import Choice, Search, State, all_choices
 
-__all__ = ["METHODS", "Halving", "Partition", "completed", "partition"]
+__all__ = ["METHODS", "Halving", "Partition", "check_request", "completed", "partition"]
 
 _TIES = 256
 """Equally cheap cuts that the recursion follows, in a step of a few operators."""
@@ -72,6 +72,27 @@ def partition(
     Raises:
         PlanError: an unknown method, another number of ranks, no batch index for "data", or a step too large to search.
     """
+    check_request(ranks, method)
+    known = batch in operators.inputs or any(batch in step.sizes for step in operators.steps)
+    if not known and (batch or method == "data"):
+        raise PlanError(
+            f"the partition method {method!r} was asked for with the batch index {batch!r}, which no operator has; "
+            "give the index of the samples, such as batch='b', or an input whose first dimension counts them"
+        )
+    if method == "data" and not replicate:
+        raise PlanError(
+            "the partition method 'data' was asked for without replicas, but it keeps weights whole; take another one"
+        )
+    search = Search(operators, None if replicate else partial(_without_replicas, operators))
+    cuts = METHODS[method](search, ranks.bit_length() - 1, batch)
+    found = Partition(method, ranks, cuts, 0)
+    return replace(
+        found, at_least=found.elements if method == "joint" else min(found.elements, _bound(search, len(cuts)))
+    )
+
+
+def check_request(ranks: int, method: str) -> None:
+    """Raises a `PlanError` for an unknown method or a number of ranks that is no power of two."""
     if method not in METHODS:
         near = get_close_matches(method, METHODS, n=1)
         raise PlanError(
@@ -82,18 +103,6 @@ def partition(
         raise PlanError(
             f"a partition over {ranks} ranks was asked for, but each cut makes two halves; give a power of two"
         )
-    known = batch in operators.inputs or any(batch in step.sizes for step in operators.steps)
-    if method == "data" and not known:
-        raise PlanError(
-            f"the partition method 'data' was asked for with the batch index {batch!r}, which no operator has; give "
-            "the index of the samples, such as batch='b', or an input whose first dimension counts them"
-        )
-    search = Search(operators, None if replicate else partial(_without_replicas, operators))
-    cuts = METHODS[method](search, ranks.bit_length() - 1, batch)
-    found = Partition(method, ranks, cuts, 0)
-    return replace(
-        found, at_least=found.elements if method == "joint" else min(found.elements, _bound(search, len(cuts)))
-    )
 
 
 def completed(operators: Operators, ranks: int, given: Mapping[str, Sequence[int | None]]) -> Partition:

@@ -14,8 +14,10 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
+from pipedream.core.errors import PlanError
 from pipedream.core.operators.operators import Operator, Operators, span, unclipped
 from pipedream.core.operators.text import read_lines
 from pipedream.partitioner.cost import halved_index, is_offered
@@ -33,6 +35,7 @@ __all__ = [
     "is_constant",
     "is_described",
     "is_drawn",
+    "other_operands",
     "refusal",
     "renamed",
 ]
@@ -123,21 +126,45 @@ def describe(operator: Any, text: str) -> None:
 
     It is checked where a model uses it: on random numbers, its parts along each index must make the whole.
 
+    The check computes the operator once for each shape that it is called with.
+
     Args:
+        operator: also what `torch.library.custom_op` returns. It has one result.
         text: one line of the form of `pipedream.core.operators.text`, with the names of the operator's schema, and
-            `out` for its result.
+            `out` for its result. The tensors of a list have numbers after its name: `xs0`, `xs1`.
 
     Raises:
-        PlanError: the text cannot be read.
+        PlanError: the text cannot be read, or what was given is no operator with one result.
     """
-    read_lines(text)
+    operator = getattr(operator, "_opoverload", operator)
+    if not isinstance(operator, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        raise PlanError(
+            f"{operator!r} was described, but is no operator of torch; give one such as torch.ops.mine.scan, or what "
+            "torch.library.custom_op returns"
+        )
+    lines = read_lines(text)
+    if [line.result.tensor for line in lines] != ["out"]:
+        raise PlanError(
+            f"{operator} was described as {text!r}; give one line, whose result is out, such as "
+            "'out[i, j] = f(x[i, j])'"
+        )
     for overload in _overloads(operator):
+        if len(overload._schema.returns) != 1:
+            raise PlanError(
+                f"{overload} was described, but has {len(overload._schema.returns)} results, and only operators with "
+                "one can be described; write it as several operators"
+            )
         _KNOWN[overload, None] = Description(lambda call: text)
         _USERS.add(overload)
 
 
 def contradiction(call: OperatorCall, description: Description) -> str:
     """Returns the index along which the parts of a call do not make the whole, on random numbers; '' if all do."""
+    with unset_fake_temporarily():  # a layer may be traced without data
+        return _contradiction(call, description)
+
+
+def _contradiction(call: OperatorCall, description: Description) -> str:
     (step,) = Operators(_shapes(call), description.text(call)).steps
     random = {name: _random(tensor) for name, tensor in call.tensors().items()}
     ranges = {name: range(size) for name, size in step.sizes.items()}
@@ -158,9 +185,19 @@ def contradiction(call: OperatorCall, description: Description) -> str:
             made = torch.empty_like(whole)
             for box, part in zip(boxes, parts, strict=True):
                 made[tuple(slice(one.start, one.stop) for one in box)] = part
-        if not torch.allclose(made.double(), whole.double(), rtol=1e-4, atol=1e-5, equal_nan=True):
+        wide = torch.complex128 if whole.is_complex() else torch.float64
+        if not torch.allclose(made.to(wide), whole.to(wide), rtol=1e-4, atol=1e-5, equal_nan=True):
             return index
     return ""
+
+
+def other_operands(call: OperatorCall, text: str) -> str:
+    """Returns in words which tensors a description names that a call does not have, or the other way round."""
+    (line,) = read_lines(text)
+    said, given = {one.tensor for one in line.operands}, set(call.tensors())
+    lacks, odd = (", ".join(sorted(names)) for names in (given - said, said - given))
+    parts = [f"it does not name {lacks}" if lacks else "", f"it names {odd}, which are no tensors of it" if odd else ""]
+    return "; ".join(filter(None, parts))
 
 
 COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -177,7 +214,7 @@ def _shapes(call: OperatorCall) -> dict[str, tuple[int, ...]]:
 
 
 def _random(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex():
         return torch.randn(tensor.shape, dtype=tensor.dtype)
     return torch.randint(0, 2, tensor.shape).to(tensor.dtype)
 

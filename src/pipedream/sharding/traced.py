@@ -20,12 +20,14 @@ from pipedream.core.errors import PlanError
 from pipedream.core.operators.operators import Operator, Operators
 from pipedream.sharding.decompositions import decompositions
 from pipedream.sharding.descriptions import (
+    Description,
     OperatorCall,
     contradiction,
     description_of,
     is_added,
     is_constant,
     is_drawn,
+    other_operands,
     refusal,
     renamed,
 )
@@ -130,6 +132,7 @@ class _Tracing:
     _calls: list[DescribedCall] = field(default_factory=list)
     _constants: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     _drawn: list[str] = field(default_factory=list)
+    _checked: set[str] = field(default_factory=set)
 
     def traced(self, optimizer: Optimizer | None) -> TracedStep:
         trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
@@ -199,9 +202,16 @@ class _Tracing:
             made = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
             wanted = [*own.values(), *(one for one in entering if one.requires_grad and self.loss is None)]
             given = tangents or [torch.ones_like(one) for one in made]
-            found: tuple[torch.Tensor, ...] = ()
-            if wanted:
-                found = torch.autograd.grad(made, wanted, given, allow_unused=True, materialize_grads=True)
+            ends = [at for at, one in enumerate(made) if one.requires_grad]
+            found = tuple(torch.zeros_like(one) for one in wanted)
+            if wanted and ends:
+                found = torch.autograd.grad(
+                    [made[at] for at in ends],
+                    wanted,
+                    [given[at] for at in ends],
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
             nonlocal count
             count = len(made)
             return made, found[: len(own)], list(changed.values()), found[len(own) :]
@@ -210,14 +220,14 @@ class _Tracing:
         given = dict(trained), dict(frozen), dict(buffers), list(leaves), tangents
         fake: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
         try:
-            with _without_fused_operators(), self._device():
+            with _without_fused_operators(), self._device(), torch.enable_grad():
                 graph = make_fx(step, **fake)(*given)
         except GuardOnDataDependentSymNode:
             raise _depends_on_numbers("a branch") from None
         for node in graph.graph.nodes:
             value = node.meta.get("val")
             if any(isinstance(one, _SYMBOLS) for one in (value.shape if isinstance(value, torch.Tensor) else [value])):
-                raise _depends_on_numbers(f"a result of {node.target}")
+                raise _depends_on_numbers(f"{self._where(node.target)} calls {node.target}, whose result")
         # A second time, for autograd does not go with functionalize.
         pure = torch.func.functionalize(graph, remove="mutations")
         graph = make_fx(pure, decomposition_table=decompositions(), **fake)(*given)
@@ -290,18 +300,33 @@ class _Tracing:
         known = description_of(call)
         if known is None:
             raise PlanError(refusal(call.function, self._where(call.function)))
-        if is_added(call.function) and (index := contradiction(call, known)):
+        if is_added(call.function):
+            self._check(call, known)
+        return known.text(call).replace(" f(", f" {call.function._schema.name.split('::')[-1].strip('_')}(", 1)
+
+    def _check(self, call: OperatorCall, known: Description) -> None:
+        text = known.text(call)
+        if wrong := other_operands(call, text):
             raise PlanError(
-                f"{call.function} was described as {known.text(call)!r}, but on random numbers its parts along "
+                f"{call.function} was described as {text!r}, but {wrong}; write all of its tensors, "
+                f"{', '.join(call.tensors())}, and its result as out"
+            )
+        others = {name: value for name, value in call.values.items() if not isinstance(value, torch.Tensor)}
+        key = f"{call.function} {text} {[(one.shape, one.dtype) for one in call.tensors().values()]} {others}"
+        if key not in self._checked and (index := contradiction(call, known)):
+            raise PlanError(
+                f"{call.function} was described as {text!r}, but on random numbers its parts along "
                 f"{index!r} do not make the whole; write : for a dimension that it needs whole"
             )
-        return known.text(call).replace(" f(", f" {call.function._schema.name.split('::')[-1].strip('_')}(", 1)
+        self._checked.add(key)
 
     def _where(self, function: Any) -> str:
         """Returns which layer calls an operator, in words."""
         with _Callers(self.model, function) as callers:
             self._outputs()
-        return f"the layer {callers.found!r}" if callers.found else "the step, in its backward or loss,"
+        if callers.found is None:
+            return "the step, in its backward or loss,"
+        return f"the layer {callers.found!r}" if callers.found else "the model's own forward"
 
     def _add_updates(self, stepping: _Stepping | None, alike: list[tuple[str, ...]]) -> None:
         """Adds a line for each updated weight and each state of the optimizer."""
@@ -330,7 +355,7 @@ class _Callers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, function: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = ""
+        self.found: str | None = None
         self._model, self._function = model, function
         self._inside: list[str] = []
         self._hooks: list[Any] = []
@@ -348,7 +373,7 @@ class _Callers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _name(func) == _name(self._function) and not self.found and self._inside:
+        if _name(func) == _name(self._function) and self.found is None and self._inside:
             self.found = self._inside[-1]
         return func(*args, **(kwargs or {}))
 

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from pipedream.core.errors import PlanError
 from pipedream.core.operators.operators import Operators
 from pipedream.workflows.partition import DescribedStep
 
@@ -41,8 +40,5 @@ def step_of(path: str, element_bytes: int | None, seed: int) -> DescribedStep:
         if element_bytes is None:
             return found
     else:
-        try:
-            found = DescribedStep(Operators.load(path), {})
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from None
+        found = DescribedStep(Operators.load(path), {})
     return replace(found, element_bytes=dict.fromkeys(found.operators.tensors, element_bytes or 4))

@@ -129,7 +129,12 @@ class Layout:
         return list(found.items())
 
     def __str__(self) -> str:
-        return "; ".join(filter(None, [self.rules, self.at_rest and f"at rest over {self.at_rest}"])) or "no rules"
+        parts = [
+            self.rules,
+            self.at_rest and f"at rest over {self.at_rest}",
+            "cuts that were found" if self.cuts else "",
+        ]
+        return "; ".join(filter(None, parts)) or "no rules"
 
     @cached_property
     def over(self) -> dict[str, str]:
