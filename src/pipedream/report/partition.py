@@ -19,7 +19,7 @@ def partition_table(found: Mapping[str, Any]) -> str:
     ranks, cuts = found["ranks"], found["cuts"]
     lines = [
         f"{found['method']} over {ranks} rank{'' if ranks == 1 else 's'}: {found['elements']:,} elements a step "
-        f"(at least {found['at_least']:,} if each operator is cut), {found['sent_elements']:,} on the wire, "
+        f"(lower bound {found['at_least']:,}), {found['sent_elements']:,} on the wire, "
         f"{format_bytes(found['sent_bytes'])}"
     ]
     if cuts:
@@ -57,19 +57,19 @@ def _schemes(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def layout_table(found: Mapping[str, Any]) -> str:
     """Returns the layout, and what it takes beside no layout."""
     rules = found["rules"]
-    least = "least memory" if found["objective"] == "memory" else "least time"
-    lines = [f"{rules or 'no name is cut'} on the mesh {found['mesh'] or '-'}, the {least}", ""]
+    least = "least peak memory" if found["objective"] == "memory" else "least time"
+    lines = [f"{rules or 'no name is cut'} on the mesh {found['mesh'] or '-'}, {least}", ""]
     both = found["layout"], found["none"]
-    names = [("peak of a rank", *(f"{one['peak_elements']:,}" for one in both))]
-    names.append(("", *(format_bytes(one["peak_bytes"]) for one in both)))
+    names = [("peak of a rank, elements", *(f"{one['peak_elements']:,}" for one in both))]
+    names.append(("  in bytes", *(format_bytes(one["peak_bytes"]) for one in both)))
     names.append(("operations of all ranks", *(f"{one['done']:,}" for one in both)))
-    names.append(("  that differ", *(f"{one['unique']:,}" for one in both)))
+    names.append(("  without duplicates", *(f"{one['unique']:,}" for one in both)))
     moved = [{(row["kind"], row["over"]): row["elements"] for row in one["moved"]} for one in both]
     for key in sorted({key for one in moved for key in one}):
-        names.append((f"{key[0]} over {key[1]}", *(f"{one.get(key, 0):,}" for one in moved)))
+        names.append((f"{key[0]} over {key[1]}, elements", *(f"{one.get(key, 0):,}" for one in moved)))
     if both[0]["seconds"] is not None:
         names.append(("time", *(format_seconds(one["seconds"]) for one in both)))
-    lines += _table(("", "layout", "none"), names, "lrr")
+    lines += _table(("", "layout", "no layout"), names, "lrr")
     free = [name for name in found["names"] if f"{name}:" not in f",{rules}"]
     if free:
         shown = ", ".join(free[:_MOST_NAMES]) + (f" and {len(free) - _MOST_NAMES} more" * (len(free) > _MOST_NAMES))
