@@ -134,12 +134,12 @@ def describe(operator: Any, text: str) -> None:
             `out` for its result. The tensors of a list have numbers after its name: `xs0`, `xs1`.
 
     Raises:
-        PlanError: the text cannot be read, or what was given is no operator with one result.
+        PlanError: the text cannot be read, or `operator` is not an operator with one result.
     """
     operator = getattr(operator, "_opoverload", operator)
     if not isinstance(operator, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         raise PlanError(
-            f"{operator!r} was described, but is no operator of torch; give one such as torch.ops.mine.scan, or what "
+            f"{operator!r} was described, but is not a torch operator; give one such as torch.ops.mine.scan, or what "
             "torch.library.custom_op returns"
         )
     lines = read_lines(text)
@@ -196,7 +196,7 @@ def other_operands(call: OperatorCall, text: str) -> str:
     (line,) = read_lines(text)
     said, given = {one.tensor for one in line.operands}, set(call.tensors())
     lacks, odd = (", ".join(sorted(names)) for names in (given - said, said - given))
-    parts = [f"it does not name {lacks}" if lacks else "", f"it names {odd}, which are no tensors of it" if odd else ""]
+    parts = [f"it does not name {lacks}" if lacks else "", f"it names {odd}, not among its tensors" if odd else ""]
     return "; ".join(filter(None, parts))
 
 

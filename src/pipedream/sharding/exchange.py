@@ -1,4 +1,4 @@
-"""An all-to-all; on CPUs with its receives posted first.
+"""An all-to-all that, on CPUs, posts its receives first.
 
 gloo's own posts its sends first. The rank that comes last then says that it is ready to receive only after its own data
 have left, on the same connection; the other direction waits for that, and the exchange takes twice as long.
