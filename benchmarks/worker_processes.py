@@ -14,8 +14,6 @@ from typing import Any
 from pipedream import Profile
 from pipedream.slow_links import Network
 
-__all__ = ["REAL", "Workers", "cores_busy_s", "worker_processes"]
-
 REAL = 2
 """Workers that compute, one core each; more wait for the profiled seconds."""
 

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
-__all__ = ["BREAKS", "Break"]
-
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("src", "tests", "examples", "benchmarks", "docs", "scripts", "README.md", "CONTRIBUTING.md", "pyproject.toml")
 TIMEOUT_S = 900.0

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["ARMS", "Arm", "Method", "Turn", "arms_of"]
-
 OfStage = Callable[[int, int], float]
 """(p, s) -> a number."""
 

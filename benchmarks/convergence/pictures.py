@@ -9,8 +9,6 @@ from pipedream.report.axis import figure, length, ticks
 from pipedream.report.style import COLOURS, LINES, line_style
 from pipedream.report.svg import frame, text
 
-__all__ = ["Line", "Panel", "panels_svg"]
-
 WIDTH, HEIGHT, LEFT, TOP, GAP, LEGEND = 250, 150, 56, 76, 44, 150
 
 

@@ -20,8 +20,6 @@ from run import CURVES, LOOKS, SEEDS, STAGES, Curve, Curves, best_step, due, loa
 from seconds import times_of
 from tasks import TASKS
 
-__all__ = ["judged", "main", "of_arm"]
-
 MARKS = ("<!-- made by report.py -->", "<!-- end -->")
 
 FAMILIES = {

@@ -34,8 +34,6 @@ from serial import Emulation, train
 from steppers import STEPPERS
 from tasks import TASKS
 
-__all__ = ["Curve", "Point", "Run", "best_step", "due", "main", "trained"]
-
 CURVES = Path(__file__).with_name("curves.json")
 TUNING_SEED = 100
 SEEDS = 5

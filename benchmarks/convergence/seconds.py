@@ -16,8 +16,6 @@ import pipedream as pd
 from pipedream import schedules
 from pipedream.core.plan.plan import Plan
 
-__all__ = ["times_of"]
-
 SETTLED = 32
 """Minibatches behind which a pipeline of at most eight stages repeats itself."""
 

@@ -21,8 +21,6 @@ import torch
 from arms import Arm, Method
 from torch import Tensor, nn
 
-__all__ = ["Emulation", "train"]
-
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Loss = Callable[[Tensor, Tensor], Tensor]
 

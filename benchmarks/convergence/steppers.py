@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["STEPPERS", "Muon", "orthogonal"]
-
 Named = list[tuple[str, nn.Parameter]]
 
 

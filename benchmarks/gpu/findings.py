@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from loops import Scale
 
-__all__ = ["Check", "Finding", "NeedsCard", "need_card"]
-
 
 @dataclass(frozen=True)
 class Finding:

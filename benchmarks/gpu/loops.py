@@ -24,27 +24,6 @@ from pipedream.core.seeds import layer_seed
 from pipedream.planner import manual_plan
 from pipedream.schedules import LAYOUTS
 
-__all__ = [
-    "FULL",
-    "SEED",
-    "SGD",
-    "TINY",
-    "Scale",
-    "Trained",
-    "allocated_bytes",
-    "batches_of",
-    "dense",
-    "deterministic",
-    "differing_bits",
-    "distance",
-    "plain_loop",
-    "plan_of",
-    "seconds_of",
-    "summed_loss",
-    "train",
-    "wait_for",
-]
-
 SEED = 3
 CLASSES = 10
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}

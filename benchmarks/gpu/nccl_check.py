@@ -14,8 +14,6 @@ from findings import Finding, need_card
 from loops import Scale
 from process_checks import Job, start_job, wait_for_all
 
-__all__ = ["nccl"]
-
 GROUPS = (1, 4, 16)
 SENT = 1 << 20  # elements of a message
 

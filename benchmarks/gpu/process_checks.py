@@ -18,8 +18,6 @@ import torch
 from findings import Finding, need_card
 from loops import Scale, Trained, batches_of, dense, deterministic, differing_bits, plan_of, train
 
-__all__ = ["Job", "host_of_processes", "processes", "run_job", "start_job"]
-
 PATIENCE_S = 120.0
 WORKER = Path(__file__).with_name("worker.py")
 

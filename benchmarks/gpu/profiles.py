@@ -14,8 +14,6 @@ from torch.nn import functional as F
 import pipedream as pd
 from pipedream.core.model.profile import Profile
 
-__all__ = ["MODELS", "write_profile"]
-
 OPTIMIZER = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 IMAGE_SIDE, CLASSES = 224, 1000
 

@@ -46,8 +46,6 @@ from loops import (
     wait_for,
 )
 
-__all__ = ["checkpoint", "compiled", "equality", "full_card", "precision", "waits"]
-
 STAGES, MICROBATCHES = 4, 4
 LATE_VERSIONS = {
     "pipedream": lambda stage, k: max(0, k - (STAGES - 1 - stage)),

@@ -38,8 +38,6 @@ from pipedream.profiler.allocations import Allocations
 from pipedream.profiler.environment import device_text
 from pipedream.runtime.results import recorder
 
-__all__ = ["clock", "facts", "host", "memory", "throughput"]
-
 STAGES, MICROBATCHES = 4, 8
 
 

@@ -20,8 +20,6 @@ from loops import SEED, SGD, allocated_bytes, batches_of, dense, deterministic, 
 
 import pipedream as pd
 
-__all__: list[str] = []
-
 
 def train(job: dict[str, Any]) -> None:
     """Trains in two streams, so that there are two drains; the second is timed."""

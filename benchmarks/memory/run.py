@@ -33,8 +33,6 @@ from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.report import Pair, scatter_svg
 from pipedream.workflows.methods import versions_of
 
-__all__ = ["main"]
-
 TRUE = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 

@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["main"]
-
 TIGHT_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """So that what a process has freed is not counted as its own."""
 SHAPE = {"width": 512, "blocks": 2, "batch": 8, "length": 256}

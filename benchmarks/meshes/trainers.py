@@ -17,8 +17,6 @@ from torch.nn import functional as F
 
 import pipedream
 
-__all__ = ["TRAINERS", "Batch", "Ours", "Shape", "plan_of"]
-
 HEAD, WORDS = 64, 128
 Batch = tuple[torch.Tensor, torch.Tensor]
 OPTIMIZER = partial(torch.optim.SGD, lr=0.01, momentum=0.9)

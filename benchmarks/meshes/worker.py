@@ -23,8 +23,6 @@ from trainers import NAMES, TRAINERS, Ours, Shape
 
 import pipedream
 
-__all__ = ["main"]
-
 _KINDS = "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
 
 

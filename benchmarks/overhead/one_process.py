@@ -22,8 +22,6 @@ from torch.nn import functional
 
 import pipedream as pd
 
-__all__ = ["main"]
-
 optimizer = partial(torch.optim.SGD, lr=1e-3)
 
 

@@ -27,8 +27,6 @@ import torch
 from stages import Shape
 from variants import Segment
 
-__all__ = ["main"]
-
 TORCH, OURS = "torch, Schedule1F1B", "pipedream, 1f1b"
 DEEP, FULL = "pipedream, 1f1b, depth full", "pipedream, depth full"
 BUSY = {2: 0.97, 4: 0.95}

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ComputingLayer", "Shape", "Waits", "network"]
-
 
 @dataclass(frozen=True)
 class Shape:

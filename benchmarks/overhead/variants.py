@@ -22,8 +22,6 @@ from torch.nn import functional
 
 import pipedream as pd
 
-__all__ = ["VARIANTS", "Bench", "Segment"]
-
 MESSAGE_S = 1e-4
 """One way, for the plan: depth full adds microbatches to hide messages."""
 

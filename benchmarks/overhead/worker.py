@@ -19,8 +19,6 @@ import torch.distributed as dist
 from stages import Shape, Waits
 from variants import VARIANTS, Bench
 
-__all__ = ["main"]
-
 
 def main(asked: dict[str, Any]) -> None:
     """Runs what was asked: keys `shape`, `variants`, `rounds`, `segment`, `profile`, `pinned` (each rank to a core).

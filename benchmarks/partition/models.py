@@ -17,8 +17,6 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from rnn_partition import stacked
 from wide_resnet import Bottleneck, wide_resnet
 
-__all__ = ["COUNTED", "PUBLISHED", "TIMED", "Model"]
-
 
 @dataclass(frozen=True)
 class Model:

@@ -31,8 +31,6 @@ from pipedream.slow_links import slow_network, why_not
 sys.path.append(str(Path(__file__).parents[1]))
 from worker_processes import Workers, cores_busy_s, worker_processes
 
-__all__ = ["main"]
-
 SEARCH_S = {"WResNet-152, widened 10 times": 8.3, "RNN, 10 layers, 20 time steps, 4096 units": 66.6}
 """Published, on 8 ranks (EuroSys 2019, section 7)."""
 

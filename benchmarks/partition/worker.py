@@ -30,8 +30,6 @@ from pipedream.sharding.exchange import exchange
 from pipedream.sharding.partitioned import GroupRanks, PartitionedStep
 from pipedream.sharding.traced import TracedStep
 
-__all__ = ["main"]
-
 
 class AloneRank(GroupRanks):
     """A rank that computes its own parts, and packs and unpacks what it would send and get; nothing is sent."""

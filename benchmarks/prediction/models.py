@@ -12,8 +12,6 @@ from paced import PacedSGD
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["MODELS", "Job", "optimizer"]
-
 optimizer = partial(PacedSGD, lr=1e-3, momentum=0.9)
 
 _CLASSES = 10

@@ -14,8 +14,6 @@ from torch import nn
 
 from pipedream import Profile
 
-__all__ = ["PacedSGD", "paced"]
-
 
 def paced(model: nn.Sequential, profile: Profile, factor: float) -> nn.Sequential:
     """Returns the model with layers that take so many times as long as in its profile."""

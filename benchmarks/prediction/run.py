@@ -30,8 +30,6 @@ from pipedream.slow_links import Network, slow_network, why_not
 sys.path.append(str(Path(__file__).parents[1]))
 from worker_processes import REAL, Workers, cores_busy_s, worker_processes
 
-__all__ = ["main"]
-
 RATES = {"100 mbit/s": 12.5e6, "400 mbit/s": 50e6, "1 gbit/s": 125e6}
 """Name -> bytes per second."""
 

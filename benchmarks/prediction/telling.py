@@ -15,8 +15,6 @@ import torch
 
 from pipedream.report import Pair, scatter_svg
 
-__all__ = ["environment", "plot", "tables"]
-
 
 def tables(rows: Sequence[Any]) -> str:
     """Returns a table for each model, and the summary."""

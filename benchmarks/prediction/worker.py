@@ -32,8 +32,6 @@ from pipedream.profiler import measure
 from pipedream.training.emulate import emulated_batches, emulated_pipeline, emulated_plan
 from pipedream.workflows.methods import asked_of
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Runs what is asked until the input ends."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["Sizes", "network"]
-
 _CLASSES = 10
 _CONVOLUTIONS = ((64, 64), (64, 64), (192, 192, 192))
 

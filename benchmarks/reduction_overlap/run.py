@@ -22,8 +22,6 @@ import torch
 
 from pipedream.slow_links import slow_network, why_not
 
-__all__ = ["main"]
-
 RATES = {"no limit": None, "1 gbit/s": 125e6, "400 mbit/s": 50e6}
 """Name -> bytes per second."""
 

@@ -24,8 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 import pipedream as pd
 from pipedream.runtime.update.all_reduce import GradientAllReduce
 
-__all__ = ["main"]
-
 WARMUP = 3
 MIB = 1 << 20
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MODELS"]
-
 
 class Causal(nn.TransformerEncoderLayer):
     """A block of a decoder."""

@@ -33,8 +33,6 @@ from pipedream.training.compare import _own_threads, _profiled, _Runs
 sys.path.append(str(Path(__file__).parents[1]))
 from worker_processes import cores_busy_s
 
-__all__ = ["measure", "tables"]
-
 SAME_BATCH = TORCH[1]
 VARIANTS: dict[str, dict[str, Any] | None] = {
     ONE_WORKER: None,

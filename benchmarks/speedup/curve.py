@@ -27,8 +27,6 @@ from pipedream.workflows.plan import choose
 sys.path.append(str(Path(__file__).parents[1]))
 from worker_processes import Workers, worker_processes
 
-__all__ = ["VARIANTS", "measure", "pictures", "tables"]
-
 _Points = Sequence[tuple[float, dict[str, dict[str, Any]]]]
 
 M = 8

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["MODELS", "Job", "optimizer"]
-
 optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 _VOCABULARY = 512

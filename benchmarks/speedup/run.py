@@ -26,8 +26,6 @@ import workers
 
 from pipedream.slow_links import why_not
 
-__all__ = ["main"]
-
 PARTS = {"curve": curve, "accuracy": accuracy, "workers": workers}
 """Each has `measure` and `tables`, and may have `pictures`."""
 

@@ -39,8 +39,6 @@ from pipedream.slow_links import LINK
 sys.path.append(str(Path(__file__).parents[1]))
 from worker_processes import cores_busy_s
 
-__all__ = ["main"]
-
 _QUIET = 0.03
 """Share of the cores' time that other processes may take during a run."""
 

@@ -35,8 +35,6 @@ from pipedream.workflows.methods import score
 sys.path.append(str(Path(__file__).parents[1]))
 from worker_processes import Workers, cores_busy_s, worker_processes
 
-__all__ = ["measure", "tables"]
-
 _SECONDS = {"test": 0.5, "short": 5.0, "full": 25.0}  # of a run
 _LEAST_DILATION = 4.0  # for what two cores do besides, such as passing on the messages of all-reduces
 _SEGMENTS = 3

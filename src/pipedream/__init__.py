@@ -23,18 +23,15 @@ if TYPE_CHECKING:
     from pipedream.core.operators.operators import Operators
     from pipedream.core.plan.layout import Layout
     from pipedream.core.plan.mesh import Mesh
-    from pipedream.core.plan.placement import Placement as Placement
     from pipedream.core.plan.plan import Plan
-    from pipedream.core.plan.plan import Stage as Stage
-    from pipedream.core.schedule.op import Op as Op
     from pipedream.core.schedule.phase import Phase
-    from pipedream.core.schedule.program import Program as Program
     from pipedream.core.schedule.schedule import Schedule
     from pipedream.core.schedule.timeline import Timeline
     from pipedream.partitioner.lay_out import lay_out
     from pipedream.partitioner.partition import partition
-    from pipedream.pipeline import Done, Pipeline
+    from pipedream.pipeline import Pipeline
     from pipedream.recipe import Recipe
+    from pipedream.runtime.results.results import Done
     from pipedream.runtime.stage.auxiliary import auxiliary, auxiliary_scale
     from pipedream.sharding.descriptions import describe
     from pipedream.sharding.traced import operators
@@ -80,21 +77,17 @@ __all__ = [
 
 _HOMES = {
     "Cluster": "core.hardware.cluster",
-    "Done": "pipeline",
+    "Done": "runtime.results.results",
     "Layout": "core.plan.layout",
     "Mesh": "core.plan.mesh",
-    "Op": "core.schedule.op",
     "Operators": "core.operators.operators",
     "Phase": "core.schedule.phase",
     "Pipeline": "pipeline",
     "PipelineError": "core.errors",
-    "Placement": "core.plan.placement",
     "Plan": "core.plan.plan",
     "Profile": "core.model.profile",
-    "Program": "core.schedule.program",
     "Recipe": "recipe",
     "Schedule": "core.schedule.schedule",
-    "Stage": "core.plan.plan",
     "Timeline": "core.schedule.timeline",
     "auxiliary": "runtime.stage.auxiliary",
     "auxiliary_scale": "runtime.stage.auxiliary",
@@ -108,7 +101,7 @@ _HOMES = {
     "run": "training.train",
     "simulate": "workflows.simulate",
 }
-"""Where each name is defined. Op, Placement, Program and Stage are for programs that used them here; see `__all__`."""
+"""Name -> the module that defines it."""
 
 _MODULES = ("callbacks", "capture", "experts", "loggers", "metrics", "schedules")
 

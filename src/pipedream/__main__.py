@@ -2,8 +2,6 @@
 
 import signal
 
-__all__ = ["run_command"]
-
 
 def run_command() -> None:
     """The entry point ``pipedream``."""

@@ -20,8 +20,6 @@ from pipedream.core.errors import PipelineError
 if TYPE_CHECKING:
     from pipedream.runtime.results.results import Done
 
-__all__ = ["Callback", "EarlyStopping", "load_states", "monitored", "states_of"]
-
 
 class Callback:
     """Base of callbacks: override the events that matter.

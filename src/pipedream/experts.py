@@ -23,8 +23,6 @@ from pipedream.runtime.stage.auxiliary import auxiliary
 from pipedream.sharding.functions import all_to_all, summed
 from pipedream.sharding.local_rules import as_dtensors, computed_on_parts
 
-__all__ = ["Gate", "MixtureOfExperts", "capacity", "gate"]
-
 _LEAST_CAPACITY = 4
 
 

@@ -5,6 +5,8 @@ pipedream.Recipe(..., loggers=[pipedream.loggers.WandbLogger(project="digits")])
 
 from __future__ import annotations
 
-from pipedream.runtime.results.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-
-__all__ = ["CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
+from pipedream.runtime.results.loggers import CSVLogger as CSVLogger
+from pipedream.runtime.results.loggers import Logger as Logger
+from pipedream.runtime.results.loggers import MLFlowLogger as MLFlowLogger
+from pipedream.runtime.results.loggers import TensorBoardLogger as TensorBoardLogger
+from pipedream.runtime.results.loggers import WandbLogger as WandbLogger

@@ -14,17 +14,6 @@ from pipedream.core.display import Tabular
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
-__all__ = [
-    "Metrics",
-    "RankMetrics",
-    "between_updates",
-    "in_flight",
-    "run_metrics",
-    "staleness",
-    "steady_metrics",
-    "steady_window",
-]
-
 _ENDS = ("B", "W")  # the op with which a stage finishes a microbatch
 
 

@@ -29,18 +29,6 @@ from pipedream.core.schedule.phase import Phase
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 
-__all__ = [
-    "MethodOptions",
-    "ModelOptions",
-    "PipelineOptions",
-    "TrainingOptions",
-    "compile_arguments",
-    "keywords",
-    "model_options",
-    "optimizer_problems",
-    "plain",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:

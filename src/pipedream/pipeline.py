@@ -54,8 +54,6 @@ from pipedream.workflows.own_cluster import warn_of_loopback
 from pipedream.workflows.prepare import Prepared, compensated, evaluation_of, phases_of, prepare
 from pipedream.workflows.profile import layers_of
 
-__all__ = ["Done", "Pipeline"]
-
 _OWN_TO_RANKS = {"callbacks", "loggers", "weights", "device", "stuck_after_s", "sample"}
 _IN_PROGRAMS = {"schedule", "microbatches", "phases", "compensation", "seed"}
 

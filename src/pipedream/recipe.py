@@ -26,11 +26,8 @@ from typing import Any
 
 from pipedream.core.cold import compute_for
 from pipedream.core.errors import PipelineError, RecipeError, ScheduleError, install_advice
-from pipedream.core.moved import moved_import
 from pipedream.core.user_code import is_of_loader, notes_of, shortened, with_place
 from pipedream.options import ModelOptions, optimizer_problems
-
-__all__ = ["Recipe", "blaming", "load_recipe", "make_recipe"]
 
 _LOADS = 5  # batches made to time the loader
 
@@ -155,10 +152,7 @@ def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        advice = moved_import(error)
-        raise RecipeError(
-            f"the recipe {path} does not import: {_brief(error)}{f'; {advice}' if advice else ''}"
-        ) from error
+        raise RecipeError(f"the recipe {path} does not import: {_brief(error)}") from error
     finally:
         sys.path.pop(0)
     make = getattr(module, function, None)

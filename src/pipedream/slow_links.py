@@ -22,8 +22,6 @@ from pathlib import Path
 
 from pipedream.core.errors import PipelineError
 
-__all__ = ["LINK", "Host", "Network", "loopback_bytes_per_s", "slow_network", "why_not"]
-
 LINK = "wire"
 """Name of a host's network interface."""
 

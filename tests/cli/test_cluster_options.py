@@ -14,7 +14,8 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware import presets
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 from pipedream.options import TrainingOptions
 from pipedream.recipe import load_recipe
 from pipedream.training import train

@@ -12,7 +12,8 @@ import pytest
 
 from pipedream import cli
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 
 
 def asked(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:

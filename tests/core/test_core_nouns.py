@@ -14,7 +14,8 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan.placement import Placement
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 from pipedream.core.units import (
     format_bytes,
     format_excess,

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 import pipedream as pd
 from pipedream.core.errors import WorkerError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 
 CASES = [
     *(Case(a, "pipedream", 3, epochs=4, drain_at=9) for a in zoo.NAMES),

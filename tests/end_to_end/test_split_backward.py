@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 
 SHORT = partial(Case, epochs=4, drain_at=9)
 CASES = [

@@ -13,16 +13,6 @@ import torch
 from reference import Rule
 from torch import Tensor, nn
 
-__all__ = [
-    "DifferencePrediction",
-    "GapAware",
-    "MultiStepNesterov",
-    "Nesterov",
-    "Rescheduled",
-    "Spike",
-    "VelocityPrediction",
-]
-
 Weights = Mapping[str, nn.Parameter]
 
 

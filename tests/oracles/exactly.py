@@ -8,8 +8,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.oracle import ranked
 
-__all__ = ["best_plans"]
-
 
 def best_plans(space: SearchSpace, **how: Any) -> tuple[Plan | None, Plan | None]:
     """Returns the best plan that fits as a search counts it, and the best that fits; None where there is none.

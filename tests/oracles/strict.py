@@ -30,8 +30,6 @@ from torch import Tensor
 from pipedream.runtime import session
 from pipedream.runtime.comm import channel, connections, process_group
 
-__all__ = ["StrictCommunicator", "StrictError", "check_drained", "installed", "outstanding", "run_all", "synchronize"]
-
 _HOST_TIMEOUT_S = 30.0
 _FIRST_TAG = 1 << 20
 _made: list[StrictCommunicator] = []

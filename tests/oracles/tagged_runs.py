@@ -11,8 +11,6 @@ import zoo
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import GradientVersions
 
-__all__ = ["check_tags"]
-
 
 def check_tags(
     tags: Iterable[GradientVersions],

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
 
-__all__ = ["STAGES_A_RANK", "load", "lowered", "model_and_batch", "on_their_ways", "orders", "run", "text_of"]
-
 STAGES_A_RANK = {
     "GPipe": 1,
     "Interleaved1F1B": 2,

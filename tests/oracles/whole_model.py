@@ -17,8 +17,6 @@ from split_training import make_optimizer, model_of, split
 from torch import Tensor
 from torch.func import functional_call
 
-__all__ = ["Version", "of_2bw", "of_pipedream", "train"]
-
 Version = Callable[[int, int], int]
 """(stage, minibatch) -> updates that the weights have had."""
 

@@ -8,8 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from every_plan import every_plan, exhaustive
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from pipedream.planner.dynamic_program.oracle import peak_bytes
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
@@ -18,8 +20,7 @@ from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import DynamicProgram, SearchSpace, VersionsRule, every_plan, exhaustive, plan, stash
-from pipedream.planner.dynamic_program.oracle import peak_bytes
+from pipedream.planner import DynamicProgram, SearchSpace, VersionsRule, plan, stash
 from pipedream.planner.dynamic_program.recurrence import State, replicated_states, states_of_counts, straight_states
 
 RULES: dict[str, VersionsRule] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from drawn import runtime_costs
+from every_plan import exhaustive
 from exactly import best_plans
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import SHAPES, SearchSpace, exhaustive, plan
+from pipedream.planner import SHAPES, SearchSpace, plan
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=10, parameter_bytes=1000, activation_bytes=100)
 EIGHT = Profile.of_chain((LAYER,) * 8)

@@ -10,7 +10,8 @@ import pytest
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.depth import noam
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.schedules import build

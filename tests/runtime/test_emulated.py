@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from pipedream.core.plan.plan import Stage
+from pipedream.core.plan.stage import Stage
 from pipedream.runtime.stage.emulated import (
     EmulatedOptimizer,
     EmulatedStage,

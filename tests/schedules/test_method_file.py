@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,9 @@ from cases import Case, check, run
 from commands import run as command
 
 from pipedream import schedules
-from pipedream.core import moved
-from pipedream.core.errors import RecipeError, ScheduleError
+from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.recipe import load_recipe
 from pipedream.schedules import METHODS, build, layout_of, method_of, uniform
 from pipedream.verifier import verify
 
@@ -81,43 +78,6 @@ def test_a_file_is_read_again_where_it_has_changed(tmp_path: Path) -> None:
         file.write_text(source.format(name))
         assert not (tmp_path / "__pycache__").exists()
         assert [*build(str(file), Plan.uniform(2), 4).ops(0, 4)] == [*build(name, Plan.uniform(2), 4).ops(0, 4)]
-
-
-@pytest.mark.parametrize(
-    ("text", "advice"),
-    [
-        (
-            "from pipedream.core.op import Op",
-            "pipedream.core.op has moved: import the same names from pipedream.schedules",
-        ),
-        ("from pipedream.core.plan import Plan", "write 'from pipedream.schedules import Plan'"),
-        ("from pipedream.schedules.pipedream import pipedream", "import the same names from pipedream.schedules.async"),
-        (
-            "from pipedream.schedules.idioms import share_out",
-            "write 'from pipedream.schedules import choose_microbatches' (share_out is now choose_microbatches)",
-        ),
-        ("from pipedream.schedules import Seat", "import StageReplica' (Seat is now StageReplica)"),
-        ("from pipedream.core.cluster import Cluster", "import the same names from pipedream.core.hardware.cluster"),
-        ("import nowhere", "No module named 'nowhere'; fix the file"),
-        ("from pipedream.schedules import nothing", "; fix the file"),
-    ],
-)
-def test_an_old_import_says_what_to_write(tmp_path: Path, text: str, advice: str) -> None:
-    file = tmp_path / "old.py"
-    file.write_text(text)
-    with pytest.raises(ScheduleError) as method:
-        build(str(file), Plan.uniform(2))
-    assert advice in str(method.value)
-    with pytest.raises(RecipeError) as recipe:
-        load_recipe(str(file))
-    assert "; fix the file" in advice or advice in str(recipe.value)
-
-
-def test_every_new_home_exists() -> None:
-    for module, home in moved._MODULES.items():
-        assert import_module(f"pipedream.{home}"), module
-    for name in {*moved._NAMES.values()} - {"Stamped"}:
-        assert name in schedules.__all__
 
 
 def test_a_method_needs_one_import() -> None:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 
 from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program, RankProgram

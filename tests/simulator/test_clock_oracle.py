@@ -12,7 +12,8 @@ from slow_clock import FIRST_BYTES, NEXT_BYTES, slow_clock
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, all_reduce_s
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Span, Timeline

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel
 from pipedream.simulator import costs

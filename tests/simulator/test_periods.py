@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.plan.depth import full, noam
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.metrics import run_metrics, steady_metrics

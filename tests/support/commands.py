@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-__all__ = ["Ended", "Started", "run", "start"]
-
 _MARK = "STARTED_BY_TEST"
 _KILL = signal.SIGKILL
 

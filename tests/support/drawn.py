@@ -20,7 +20,8 @@ from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
 from pipedream.core.plan.depth import raise_to_legal
 from pipedream.core.plan.mesh import Mesh
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule

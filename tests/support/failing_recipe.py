@@ -13,9 +13,6 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
 
-__all__ = ["RECIPE", "SOON_S", "plan_for", "written"]
-
-
 SOON_S = 15.0
 
 

@@ -12,8 +12,6 @@ from split_training import Trained, batches_of, make_optimizer, model_of
 
 import pipedream as pd
 
-__all__ = ["FEATURES", "FLUSHING", "Feature", "plan_of", "run", "run_all"]
-
 
 @dataclass(frozen=True)
 class Feature:

@@ -17,8 +17,6 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["OWN", "Case", "samples_of"]
-
 WIDTH = 16
 WORDS = 23
 CLASSES = 5

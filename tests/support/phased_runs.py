@@ -23,8 +23,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import phase_at, read_phases
 from pipedream.runtime.checkpoint import storage
 
-__all__ = ["SAVE_AT", "Outcome", "Run", "check", "check_resumed", "go", "rule"]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["End", "kept", "launch", "results", "values"]
-
 
 @dataclass(frozen=True)
 class End:

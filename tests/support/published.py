@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["published"]
-
 _ROOT = Path(__file__).parents[2]
 
 

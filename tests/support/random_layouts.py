@@ -14,8 +14,6 @@ from torch.nn import functional as F
 import pipedream
 from pipedream.experts import MixtureOfExperts
 
-__all__ = ["OPTIMIZERS", "LaidOut", "laid_out", "trained"]
-
 WIDTH, LENGTH, WORDS, SIDE, CLASSES = 8, 4, 12, 6, 4
 
 ACTIVATIONS: dict[str, Any] = {

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from own_models import CLASSES, PAD, WIDTH, WORDS, Case, cross_entropy, padded_tokens
 from torch import Tensor, nn
 
-__all__ = ["RandomBlock", "newest", "random_case"]
-
 Step = Callable[[list[Tensor], Tensor], Tensor]
 
 

@@ -16,9 +16,6 @@ from torch import Tensor, nn
 
 import pipedream as pd
 
-__all__ = ["LENGTHS", "Trained", "batches_of", "check_same", "draw_cuts", "loss_of", "model_of", "pipelined"]
-__all__ += ["parts_make_whole", "plain_loop", "profile_of"]
-
 LENGTHS = (6, 9, 6, 5)
 
 

@@ -11,8 +11,6 @@ from commands import Ended, Started
 
 from pipedream.slow_links import LINK, Host, Network, slow_network
 
-__all__ = ["machines", "on_both", "started_on_both", "within"]
-
 
 @pytest.fixture
 def machines() -> Iterator[Network]:

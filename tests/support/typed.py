@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 import pipedream as pd
 
-__all__ = ["Scored", "predict"]
-
 
 class Scored(NamedTuple):
     """An output of a type of its own, which other layers take, too."""

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream import Cluster, PipelineError, Plan, Stage, Timeline, simulate
+from pipedream import Cluster, PipelineError, Plan, Timeline, simulate
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan import depth
+from pipedream.core.plan.stage import Stage
 from pipedream.training.emulate import emulate, emulated_plan
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 import pipedream as pd
-from pipedream.pipeline import Done
+from pipedream.runtime.results.results import Done
 from pipedream.training import loop
 
 

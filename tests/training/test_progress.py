@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipedream.pipeline import Done
+from pipedream.runtime.results.results import Done
 from pipedream.training import progress
 
 

@@ -12,8 +12,6 @@ from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.model.crossings import layer_table
 from pipedream.core.model.graph import LayerGraph
 
-__all__ = ["Captured", "captured_from"]
-
 
 @dataclass(frozen=True)
 class Captured:

@@ -24,16 +24,6 @@ from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import Layer, LayerGraph, Value, ValueSite
 from pipedream.core.user_code import note_module, with_place
 
-__all__ = [
-    "capture_chain",
-    "chain_values",
-    "check_model",
-    "cuda_devices",
-    "does_not_run",
-    "find_layers",
-    "tied_layers",
-]
-
 _DISTRIBUTED = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 _ADVICE = (
     "write that step as a module of its own (nn.Flatten, nn.ReLU, ...) so that the forward only calls modules "

@@ -26,8 +26,6 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.seeds import layer_seed
 from pipedream.core.user_code import source_of
 
-__all__ = ["fingerprint", "split"]
-
 _TOLERANCE = 1e-4  # of float32 sums in another order; a lost gradient differs by its whole size
 _ROW = 1 << 16  # numbers that are summed in float32
 _LARGE = 1 << 22  # bytes of a parameter

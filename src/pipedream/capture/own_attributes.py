@@ -9,8 +9,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-__all__ = ["OwnAttributes"]
-
 _ABSENT = object()
 _SHARED = "_output_capturing_hooks_installed"  # Hugging Face's note that hooks are there, which stay
 _Change = tuple[nn.Module, str, Any, Any]  # attribute, value before, value now

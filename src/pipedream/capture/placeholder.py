@@ -18,18 +18,6 @@ from pipedream.capture.structure import map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.user_code import user_line
 
-__all__ = [
-    "RAISED",
-    "MissingOutput",
-    "NumbersNeeded",
-    "Placeholder",
-    "mark_missing",
-    "meta_like",
-    "placeholder_like",
-    "plain_meta",
-    "swap_tensors",
-]
-
 T: Any = torch.Tensor
 _broadcast: Any = torch.broadcast_shapes
 swap_tensors: Any = torch.utils.swap_tensors

@@ -22,8 +22,6 @@ from pipedream.capture.preserve_state import preserve_state, python_generators
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.errors import CaptureError
 
-__all__ = ["PlainModel"]
-
 
 class PlainModel:
     """A model, and the layers that a pipeline runs of it.

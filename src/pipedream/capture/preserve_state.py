@@ -17,15 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.capture.structure import PLAIN
 
-__all__ = [
-    "Attributes",
-    "preserve_state",
-    "preserve_weights",
-    "python_generators",
-    "python_generators_seeded",
-    "seed_generators",
-]
-
 _DEPTH = 4  # of containers and objects in a module's attributes
 _PLAIN = frozenset(PLAIN)
 _CODE = (ModuleType, MethodType, BuiltinFunctionType)

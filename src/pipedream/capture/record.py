@@ -22,8 +22,6 @@ from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import PLAIN, walk
 from pipedream.core.model.graph import ValueSite
 
-__all__ = ["END", "CallRecord", "Recording", "TensorRecord", "record"]
-
 END = 2**40
 """The moment at which the model's output is read."""
 

@@ -17,8 +17,6 @@ from pipedream.capture.slice_forward import SliceCalls, SliceForward
 from pipedream.capture.split import skipped_calls
 from pipedream.core.model.graph import Call, LayerGraph, Value, ValueSite
 
-__all__ = ["ModelSlice", "SliceTables"]
-
 
 class SliceTables:
     """What the slices of a model have in common, looked up once for all that are made together.

@@ -43,9 +43,6 @@ from pipedream.core.errors import CaptureError
 from pipedream.core.model.graph import LayerGraph, Value
 from pipedream.core.user_code import note_module, source_of, user_line
 
-__all__ = ["CutFailed", "Places", "SliceCalls", "SliceForward", "Unsent", "arguments_of", "call_model"]
-
-
 Places = dict[str, list[tuple[Value, str]]]
 """For each call, values with their paths in its arguments or its output."""
 

@@ -18,8 +18,6 @@ from pipedream.capture.record import END, CallRecord, Recording, TensorRecord
 from pipedream.core.model.graph import Call, Layer, LayerGraph, Value
 from pipedream.core.user_code import source_of
 
-__all__ = ["Refused", "graph_of", "skipped_calls"]
-
 Refused = dict[str, str]
 """Call -> why there is no cut before it."""
 

@@ -11,8 +11,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["is_stand_in", "stand_ins"]
-
 
 @contextmanager
 def stand_ins(model: nn.Module, sample: Any, dtype: torch.dtype | None = None) -> Iterator[Any]:

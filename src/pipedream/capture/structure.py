@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["PLAIN", "SameAs", "leaf_at", "map_leaves", "walk"]
-
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
 
 _OFTEN = frozenset((torch.Tensor, bool, int, float, str, type(None), torch.Size))

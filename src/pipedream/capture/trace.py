@@ -12,8 +12,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from pipedream.capture.preserve_state import python_generators
 
-__all__ = ["TracedCall", "Values", "trace", "why_not_a_chain"]
-
 _READING = frozenset(("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose"))
 _OF_MODULES = frozenset(nn.Module().__dict__)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -11,8 +11,6 @@ from pipedream.cli.options import Json, Microbatches, ScheduleOrPlans, print_jso
 from pipedream.core.plan.plan import Plan
 from pipedream.workflows.check import check_plan
 
-__all__ = ["check"]
-
 
 def check(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan to check.")],

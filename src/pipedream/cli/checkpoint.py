@@ -12,8 +12,6 @@ from pipedream.cli.options import Json, print_json
 from pipedream.core.errors import ArtifactError
 from pipedream.core.units import format_bytes
 
-__all__ = ["checkpoint"]
-
 
 class _Verb(StrEnum):
     """What to do with checkpoints."""

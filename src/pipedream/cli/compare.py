@@ -15,8 +15,6 @@ from pipedream.core.errors import PlanError
 from pipedream.core.units import parse_rate
 from pipedream.options import TrainingOptions
 
-__all__ = ["compare"]
-
 
 def compare(
     recipe: RecipeFile,

@@ -13,8 +13,6 @@ from pipedream.core.errors import PlanError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import check_factor
 
-__all__ = ["emulate"]
-
 
 def emulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan to run, from 'pipedream plan -o'.")],

@@ -9,8 +9,6 @@ import typer
 from pipedream.cli.options import Finest, Json, RecipeFile, Seed, print_json
 from pipedream.core.model.crossings import crossings
 
-__all__ = ["layers"]
-
 
 def layers(
     recipe: RecipeFile,

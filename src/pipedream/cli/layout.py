@@ -14,8 +14,6 @@ from pipedream.core.plan.mesh import Mesh
 from pipedream.report.partition import layout_table
 from pipedream.workflows.partition import laid_out
 
-__all__ = ["layout"]
-
 _RATES = "Rates, for --objective time"
 
 

@@ -20,45 +20,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.report.files import check_picture
 from pipedream.workflows.exclusions import as_flag, check_options
 
-__all__ = [
-    "AllowAsynchronous",
-    "AtRest",
-    "Bandwidth",
-    "Chunks",
-    "ClusterName",
-    "Config",
-    "DataParallel",
-    "Depth",
-    "Device",
-    "Finest",
-    "Json",
-    "Latency",
-    "LayoutRules",
-    "Memory",
-    "Microbatches",
-    "Output",
-    "Picture",
-    "PlanSchedule",
-    "ProfileFile",
-    "RecipeFile",
-    "RunMinibatches",
-    "ScheduleOrPlans",
-    "Seed",
-    "Straight",
-    "UpdateDelay",
-    "Workers",
-    "check_flags",
-    "check_outputs",
-    "cluster_of",
-    "depth_of",
-    "depth_of_plan",
-    "memory_of",
-    "print_json",
-    "profile_of",
-    "read_profile",
-    "shape_of",
-]
-
 _SHAPE, _CLUSTER, _METHOD, _MESH = "Shape of the plan", "Cluster", "Method", "Mesh"
 _METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
 _METHOD_HELP = "The method: a name from 'pipedream schedules', a schedule in PyTorch's notation (FILE.csv), or FILE.py"

@@ -12,8 +12,6 @@ from pipedream.partitioner.partition import check_request
 from pipedream.report.partition import partition_table
 from pipedream.workflows.partition import partitioned
 
-__all__ = ["partition"]
-
 
 def partition(
     step: StepFile,

@@ -43,8 +43,6 @@ from pipedream.planner import Comparison
 from pipedream.report.terminal_tables import stage_memory_table
 from pipedream.workflows import plan as planning
 
-__all__ = ["plan"]
-
 CostModel = Annotated[
     str,
     typer.Option(

@@ -10,8 +10,6 @@ from pipedream.cli.options import Device, Json, Output, print_json
 from pipedream.cli.shared.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.artifact import encode
 
-__all__ = ["probe"]
-
 
 def probe(
     workers: Annotated[

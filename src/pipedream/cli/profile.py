@@ -9,8 +9,6 @@ import typer
 from pipedream.cli.options import AtRest, Finest, Json, LayoutRules, Output, RecipeFile, Seed, check_flags
 from pipedream.core.errors import ProfileError
 
-__all__ = ["profile"]
-
 _META = "Prediction, with --device meta"
 
 

@@ -9,8 +9,6 @@ import typer
 
 from pipedream.cli.options import Json, print_json
 
-__all__ = ["report"]
-
 
 def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")], as_json: Json = False) -> None:
     """Write report.html of a run folder again."""

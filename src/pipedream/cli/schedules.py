@@ -6,8 +6,6 @@ from pipedream.cli.options import Json, print_json
 from pipedream.report.terminal_tables import schedule_table
 from pipedream.schedules import ALIASES, COMPENSATED, SCHEDULES, Run, build, claims_at, run_of, uniform
 
-__all__ = ["schedules"]
-
 _STAGES = 4
 _MICROBATCHES = 8  # per minibatch, for the methods that split it
 

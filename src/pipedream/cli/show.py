@@ -38,8 +38,6 @@ from pipedream.workflows.claims import check_claims
 from pipedream.workflows.methods import asked_of
 from pipedream.workflows.simulate import simulate
 
-__all__ = ["show"]
-
 _USUAL_MICROBATCHES = 8  # of a picture
 _MOST_STAGES = 256  # drawn in seconds
 

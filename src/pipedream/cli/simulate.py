@@ -36,8 +36,6 @@ from pipedream.report.trace import save_trace
 from pipedream.workflows.methods import asked_of
 from pipedream.workflows.simulate import simulate as simulated
 
-__all__ = ["simulate"]
-
 _EQUAL, _TIMES = "Equal stages in place of a plan", "Variations"
 _SHARE = " on a worker, which its stages share"
 

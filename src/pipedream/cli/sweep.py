@@ -33,8 +33,6 @@ from pipedream.report.files import PICTURES, check_picture, save_picture
 from pipedream.report.sweep import sweep_page, sweep_svg
 from pipedream.workflows import sweep as sweeping
 
-__all__ = ["sweep"]
-
 
 def sweep(
     profile: ProfileFile,

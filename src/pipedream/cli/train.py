@@ -42,8 +42,6 @@ from pipedream.options import TrainingOptions
 from pipedream.planner import parse_counts
 from pipedream.schedules import build, is_torch_csv, load_torch_csv, refuse_code, uniform
 
-__all__ = ["train"]
-
 _METHOD, _CLUSTER, _MESH, _RUN, _FAILURES = "Method", "Cluster", "Mesh", "Run", "Failures"
 _MEASURED = "this machine's, or measured between several"
 

@@ -20,8 +20,6 @@ from pipedream.core.plan.mesh import Box
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import Compensation
 
-__all__ = ["Checkpoint", "ParameterGroup", "Position", "RunRequest", "SavedStage", "Stored", "StoredPiece"]
-
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TYPE = re.compile(r"[a-z][a-z0-9_]*")
 

@@ -7,8 +7,6 @@ from itertools import cycle
 
 import numpy as np
 
-__all__ = ["compute_for"]
-
 _PASS_S = 3e-4
 _PIECES = cycle(np.zeros((64, 1 << 17), dtype=np.uint8))  # 8 MiB in all: more than a core's own caches
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from pipedream.core.units import format_bytes, format_number
 
-__all__ = ["DDP", "ONE_WORKER", "TORCH", "OverLink", "RecipeComparison", "Variant", "link_text", "ratio_text"]
-
 ONE_WORKER, DDP = "one worker", "DDP"
 TORCH = (DDP, "DDP, accumulating", "torch Schedule1F1B")
 """What torch offers for several workers."""

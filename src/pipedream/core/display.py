@@ -14,8 +14,6 @@ from typing import Any
 
 from pipedream.core.errors import PipelineError
 
-__all__ = ["Tabular", "draw_with", "drawing", "fold"]
-
 _FEWEST_FOLDED = 3
 
 _load: list[Callable[[], Any]] = []

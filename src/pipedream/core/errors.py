@@ -11,24 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "BAD_CALL",
-    "ArtifactError",
-    "CaptureError",
-    "DeadlockError",
-    "PeerError",
-    "PipelineError",
-    "PlanError",
-    "ProfileError",
-    "RecipeError",
-    "ScheduleError",
-    "ShortageError",
-    "WorkerError",
-    "install_advice",
-    "is_broken_connection",
-]
-
-
 _CONNECTION_WORDS = ("gloo", "Gloo", "NCCL", "Connection", "Socket")
 """One of these is in each of torch's errors of a broken connection."""
 

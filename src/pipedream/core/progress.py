@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["is_live", "progress"]
-
 _open: list[str] = []
 """The bar that is shown; a bar inside another one is not."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from functools import lru_cache
 from hashlib import blake2b
 
-__all__ = ["layer_seed"]
-
 
 @lru_cache(maxsize=65536)
 def _name_seed(seed: int, layer: str) -> int:

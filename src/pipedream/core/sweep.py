@@ -8,8 +8,6 @@ from typing import Any
 from pipedream.core.display import Tabular
 from pipedream.core.units import format_bytes, format_number, format_rate
 
-__all__ = ["DATA_PARALLEL", "Crossover", "Point", "Sweep"]
-
 DATA_PARALLEL = "data parallel"
 """Name of the row that every method is compared with."""
 

@@ -10,18 +10,6 @@ import re
 
 from pipedream.core.errors import PlanError
 
-__all__ = [
-    "check_factor",
-    "format_bytes",
-    "format_excess",
-    "format_number",
-    "format_rate",
-    "format_seconds",
-    "parse_bytes",
-    "parse_rate",
-    "shorten",
-]
-
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*"

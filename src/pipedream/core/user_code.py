@@ -12,17 +12,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = [
-    "is_of_loader",
-    "is_users_file",
-    "note_module",
-    "notes_of",
-    "shortened",
-    "source_of",
-    "user_line",
-    "with_place",
-]
-
 _MODULE = "pipedream_module"  # attribute of an exception
 _PACKAGE = str(Path(__file__).parents[1])
 _CALLED_BY_MODELS = ("user_code.py", "placeholder.py", "slice.py", "slice_forward.py")

@@ -37,8 +37,6 @@ from pipedream.schedules.kit import (
     minibatch_by_minibatch,
 )
 
-__all__ = ["METHODS", "dispatched", "homes", "roundpipe"]
-
 
 def homes(workers: int, stages: int) -> tuple[int, ...]:
     """Returns the workers of the stages, with backwards in round robin."""

@@ -22,8 +22,6 @@ from pipedream.core.schedule.weights import NewerBackward
 from pipedream.schedules.asynchronous.timeprest import nf1b
 from pipedream.schedules.kit import Kind, Method, MethodProperties, Picture, Plan, Schedule
 
-__all__ = ["METHODS", "Between", "Interpolated", "timeprest_interpolated"]
-
 
 @dataclass(frozen=True)
 class Between:

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from pipedream.core.operators.operators import Operator, span
+from pipedream.core.operators.operator import Operator
+from pipedream.core.operators.operators import span
 from pipedream.core.operators.text import Access
 from pipedream.core.plan.mesh import Box, overlap
-
-__all__ = ["Halves", "at_rest", "halved", "halved_index", "in_step", "is_offered", "moved"]
 
 _UNEVEN = 100
 """Times the elements, where halves would not be equal (as in the authors' prototype)."""

@@ -19,8 +19,6 @@ from pipedream.core.plan.mesh import Box, Piece, overlap
 from pipedream.partitioner.cost import halved, halved_index
 from pipedream.partitioner.partition import Partition
 
-__all__ = ["Exchanges", "Result"]
-
 
 @dataclass(frozen=True)
 class Result:

@@ -15,8 +15,6 @@ from scipy.sparse import csr_array
 
 from pipedream.core.errors import PlanError
 
-__all__ = ["IntegerProgram", "Term"]
-
 Over = Mapping[str, str]
 Row = dict[int, float]
 """Variable -> coefficient."""

@@ -17,8 +17,6 @@ from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.partitioner.integer_program import IntegerProgram, Over, Row, Term
 
-__all__ = ["OBJECTIVES", "lay_out", "memory_program"]
-
 OBJECTIVES = ("memory", "time")
 
 

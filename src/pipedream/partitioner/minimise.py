@@ -15,8 +15,6 @@ import numpy as np
 
 from pipedream.core.errors import PlanError
 
-__all__ = ["Costs", "Elimination", "Table", "Variable", "elimination_order"]
-
 _MOST_CELLS = 200_000_000
 """Of a table, which has then 1.6 GB."""
 

@@ -15,8 +15,6 @@ from pipedream.core.operators.operators import Operators
 from pipedream.partitioner.minimise import Variable
 from pipedream.partitioner.search import Choice, Search, State, all_choices
 
-__all__ = ["METHODS", "Halving", "Partition", "check_request", "completed", "partition"]
-
 _TIES = 256
 """Equally cheap cuts that the recursion follows, in a step of a few operators."""
 _WORK = 30_000

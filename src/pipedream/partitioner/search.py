@@ -25,8 +25,6 @@ from pipedream.partitioner.cost import at_rest, halved, halved_index, in_step, i
 from pipedream.partitioner.minimise import Costs, Elimination, Table, Variable, elimination_order
 from pipedream.partitioner.time_steps import equal_time_steps
 
-__all__ = ["Allowed", "Choice", "Search", "State", "all_choices"]
-
 Scheme = int | None
 Index = str | None
 

@@ -7,9 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from pipedream.core.operators.operators import Operator, Operators
-
-__all__ = ["equal_time_steps"]
+from pipedream.core.operators.operator import Operator
+from pipedream.core.operators.operators import Operators
 
 _TENSOR = re.compile(r"\w+\s*\[")
 

@@ -2,7 +2,6 @@
 
 from pipedream.planner.auto import choose
 from pipedream.planner.comparison import Candidate, Comparison, Score, fastest, known_of, scored
-from pipedream.planner.dynamic_program.oracle import every_plan, exhaustive
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram, check_recompute
 from pipedream.planner.manual import check_cuts, manual_plan, place_of, single_stage_plan
 from pipedream.planner.mesh_search import MeshSearch, fits_on_ranks
@@ -32,8 +31,6 @@ __all__ = [
     "check_recompute",
     "choose",
     "classic",
-    "every_plan",
-    "exhaustive",
     "fastest",
     "finalists",
     "fits_on_ranks",

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BoolArray", "Bytes", "FloatArray", "IntArray", "Place", "Seconds", "WholeArray"]
-
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.integer[Any]]
 FloatArray = NDArray[np.floating[Any]]

@@ -22,8 +22,6 @@ from pipedream.planner.search import Finalist, PlanSearch, finalists, plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["choose"]
-
 _MOST_MICROBATCHES = 64
 
 

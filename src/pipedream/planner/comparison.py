@@ -28,8 +28,6 @@ from pipedream.core.plan.mesh import meshes_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_number, format_seconds, shorten
 
-__all__ = ["KINDS", "Candidate", "Comparison", "Score", "fastest", "known_of", "scored"]
-
 KINDS = ("pipeline", "data", "tensor", "mixed")
 """What a plan uses: stages, replicas, meshes of ranks, or several of these. A single rank uses none."""
 

@@ -14,8 +14,6 @@ from pipedream.planner.dynamic_program.recurrence import check_recompute
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["check_cuts", "manual_plan", "place_of", "single_stage_plan"]
-
 _FEW = 12  # so many layers are listed in an error
 
 

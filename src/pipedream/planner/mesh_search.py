@@ -27,8 +27,6 @@ from pipedream.planner.search import fitting_plan, parse_counts, sufficient_memo
 from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["MeshSearch", "fits_on_ranks"]
-
 _MOST_WORK = 3e8
 """Comparisons of costs in the exact program; above this it is only bounded."""
 

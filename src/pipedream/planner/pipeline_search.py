@@ -24,8 +24,6 @@ from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers.line_orders import LineOrders
 from pipedream.planner.workers.worker_line import WorkerLine
 
-__all__ = ["PipelineSearch"]
-
 _MOST_WORK = 5e8
 """Comparisons of costs in all searches for one plan: about ten seconds."""
 

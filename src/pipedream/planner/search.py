@@ -23,18 +23,6 @@ from pipedream.planner.pipeline_search import PipelineSearch
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = [
-    "SHAPES",
-    "Finalist",
-    "PlanSearch",
-    "finalists",
-    "fitting_plan",
-    "least_period_s",
-    "parse_counts",
-    "plan",
-    "sufficient_memory",
-]
-
 _Space = TypeVar("_Space", bound=SearchSpace)
 
 SHAPES = ("any", "pipeline", "straight", "data-parallel")

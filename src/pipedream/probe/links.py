@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from pipedream.core.hardware.survey import lower_quartile, slope
 
-__all__ = ["both_ways", "echo", "fan", "one_way", "sum_over"]
-
 _ECHOES = 30
 _REPEATS = 5
 _LEAST_BYTES, _MOST_BYTES = 1 << 18, 1 << 26

@@ -16,8 +16,6 @@ from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.hardware.devices import GPU_LINKS, Device, GpuLinks, device_named
 
-__all__ = ["available_bytes", "gpu_cluster", "machine_name", "memory_name", "work_s"]
-
 _CONTEXT_BYTES = 1_500_000_000
 """What CUDA, its libraries and kernels take of a GPU in each process: an estimate."""
 

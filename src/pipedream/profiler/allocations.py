@@ -14,8 +14,6 @@ from typing import Any, Self
 import torch
 from torch.autograd.profiler import record_function
 
-__all__ = ["Allocations", "Section"]
-
 _MARK = "pipedream: a section begins"
 
 

@@ -15,8 +15,6 @@ from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.devices import Device, device_named
 from pipedream.profiler.environment import device_text
 
-__all__ = ["device_of", "dtype_of", "here", "measure_device"]
-
 _PRODUCT = 512  # side of the square matrices
 _CUDA_PRODUCT = 8192
 _SUMS_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # the largest exceeds the caches

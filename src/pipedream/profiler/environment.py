@@ -9,8 +9,6 @@ import torch
 
 from pipedream._version import __version__
 
-__all__ = ["device_text", "release_cache", "versions"]
-
 
 def device_text(device: torch.device) -> str:
     """Returns the device and its model: ``cpu: AMD EPYC 7B13``, ``cuda: NVIDIA A100-SXM4-40GB``."""

@@ -28,8 +28,6 @@ from pipedream.profiler.update import (
     named_parameters,
 )
 
-__all__ = ["estimate"]
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 

@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_map
 
 from pipedream.core.errors import ProfileError
 
-__all__ = ["fixed_s", "part_of"]
-
 
 def part_of(sample: tuple[Any, ...], batch: int, size: int) -> tuple[Any, ...]:
     """Returns a sample with the first rows of each tensor that has the batch along dimension 0."""

@@ -9,8 +9,6 @@ import torch
 from pipedream.profiler.passes import Passes, Sample
 from pipedream.profiler.stopwatch import Watch
 
-__all__ = ["launch_seconds"]
-
 
 def launch_seconds(passes: Passes, watch: Watch, sample: Sample, device: torch.device, runs: int) -> list[float]:
     """Returns the medians of the laps of `passes`, which take theirs with `watch`, a `HostStopwatch`.

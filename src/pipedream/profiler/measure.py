@@ -30,8 +30,6 @@ from pipedream.profiler.update import (
     named_parameters,
 )
 
-__all__ = ["PreserveState", "check_chain", "choose_mode", "dtype_name", "measure"]
-
 PreserveState = Callable[[Sequence[nn.Module], list[int], int], AbstractContextManager[None]]
 
 

@@ -18,8 +18,6 @@ from torch.utils.flop_counter import flop_registry
 
 from pipedream.core.hardware.devices import Device
 
-__all__ = ["OPAQUE", "Lap", "OpCosts", "opaque_bytes"]
-
 _FREE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "lift_fresh"),
     *("_local_scalar_dense", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "is_same_size"),

@@ -18,8 +18,6 @@ from pipedream.profiler.allocations import Allocations
 from pipedream.profiler.sizes import Sizes
 from pipedream.profiler.stopwatch import Watch
 
-__all__ = ["Need", "Passes", "Sample", "shapes_of"]
-
 
 @dataclass(frozen=True)
 class Need:

@@ -26,8 +26,6 @@ from pipedream.profiler.update import named_parameters
 from pipedream.sharding.count import CountCollectives
 from pipedream.sharding.stage import StageSharding
 
-__all__ = ["OneRank", "one_rank"]
-
 
 @contextmanager
 def one_rank(

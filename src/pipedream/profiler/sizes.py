@@ -14,15 +14,6 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import TiedParameters
 from pipedream.sharding.parts import local_part
 
-__all__ = [
-    "Sizes",
-    "largest_parameter_bytes",
-    "measure_sizes",
-    "parameter_bytes",
-    "storage_bytes",
-    "tied_parameters",
-]
-
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Returns the bytes of the tensors' storages, each counted once."""

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["HostStopwatch", "Stopwatch", "Watch"]
-
 _FILLER_CYCLES = 4_000_000
 """About 2 ms of a GPU: longer than the host needs to launch a layer."""
 

@@ -21,17 +21,6 @@ from pipedream.profiler.allocations import Allocations
 from pipedream.profiler.sizes import storage_bytes
 from pipedream.profiler.stopwatch import Watch
 
-__all__ = [
-    "NamedParameters",
-    "OptimizerFactory",
-    "SchedulerFactory",
-    "UpdateCost",
-    "all_parameters",
-    "estimate_update",
-    "measure_update",
-    "named_parameters",
-]
-
 NamedParameters = list[tuple[str, nn.Parameter]]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]

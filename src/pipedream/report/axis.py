@@ -6,8 +6,6 @@ import math
 
 from pipedream.core.units import format_number
 
-__all__ = ["figure", "length", "log_ticks", "ticks", "time_unit"]
-
 figure = format_number
 
 

@@ -10,8 +10,6 @@ from pipedream.report.axis import figure, length, ticks, time_unit
 from pipedream.report.style import COLOURS
 from pipedream.report.svg import frame, text
 
-__all__ = ["profile_svg"]
-
 _LEFT, _RIGHT, _TOP, _FOOT, _HEIGHT = 64, 16, 34, 34, 150
 
 

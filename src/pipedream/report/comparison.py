@@ -11,8 +11,6 @@ from pipedream.report.html_tables import table
 from pipedream.report.style import COLOURS, LINES, line_style, page_style
 from pipedream.report.svg import frame, text
 
-__all__ = ["comparison_page", "comparison_svg"]
-
 _LEFT, _TOP, _WIDTH, _HEIGHT, _FOOT, _LABELS, _SPACE = 56, 72, 560, 320, 52, 224, 18
 _NAME, _BAR, _ROW, _BARS_TOP = 190, 480, 26, 56
 

@@ -9,8 +9,6 @@ from pipedream.report.axis import figure, length, ticks
 from pipedream.report.style import COLOURS
 from pipedream.report.svg import frame, text
 
-__all__ = ["curve_svg", "thinned"]
-
 _LEFT, _RIGHT, _BOTTOM = 56, 16, 40
 _MOST_POINTS = 200
 _HALF_LABEL = 24  # pixels

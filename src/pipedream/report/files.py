@@ -8,8 +8,6 @@ from pathlib import Path
 from pipedream.core.artifact import new_file
 from pipedream.core.errors import PlanError
 
-__all__ = ["PICTURES", "check_picture", "save_picture"]
-
 PICTURES = (".svg", ".pdf", ".png")
 """Suffixes of pictures."""
 

@@ -12,8 +12,6 @@ from pipedream.report.axis import figure
 from pipedream.report.html_tables import NOTHING
 from pipedream.report.text import grid
 
-__all__ = ["GalleryEntry", "gallery", "prose"]
-
 _GRID_WIDTH = 150
 
 

@@ -31,8 +31,6 @@ from pipedream.report.lanes import Window, middle_window, start_window
 from pipedream.report.style import page_style
 from pipedream.report.svg import LEFT, RIGHT, timeline_svg
 
-__all__ = ["page", "save_page"]
-
 _WIDTH_PX = 1180
 _MOST_PX = 4000
 _OP_PX = 22

@@ -12,20 +12,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.report.axis import figure
 
-__all__ = [
-    "amount",
-    "bar",
-    "cards",
-    "collectives_table",
-    "pairs",
-    "percent",
-    "phase_table",
-    "plan_table",
-    "profile_table",
-    "stage_table",
-    "table",
-]
-
 NOTHING = "-"
 """Shown for an unknown value."""
 

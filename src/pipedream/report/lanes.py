@@ -8,8 +8,6 @@ from itertools import pairwise
 
 from pipedream.core.schedule.timeline import Span, Timeline
 
-__all__ = ["Window", "middle_window", "rows", "start_window"]
-
 
 @dataclass(frozen=True)
 class Window:

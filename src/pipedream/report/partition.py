@@ -8,8 +8,6 @@ from typing import Any
 
 from pipedream.core.units import format_bytes, format_seconds, shorten
 
-__all__ = ["layout_table", "partition_table"]
-
 _MOST_TENSORS = 10
 _MOST_NAMES = 20
 

@@ -11,8 +11,6 @@ from pipedream.report.axis import figure, length, log_ticks
 from pipedream.report.style import COLOURS, LINES, line_style
 from pipedream.report.svg import frame, text
 
-__all__ = ["Pair", "scatter_svg"]
-
 _SIDE, _LEFT, _TOP, _FOOT, _RIGHT = 400, 74, 44, 46, 20
 
 

@@ -7,19 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = [
-    "COLOURS",
-    "FONT",
-    "LINES",
-    "MONO",
-    "TERMINAL",
-    "colour_class",
-    "line_style",
-    "page_style",
-    "svg_style",
-    "variables",
-]
-
 FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 

@@ -14,8 +14,6 @@ from pipedream.report.axis import figure, length, ticks, time_unit
 from pipedream.report.lanes import rows
 from pipedream.report.style import COLOURS, colour_class, svg_style
 
-__all__ = ["LEFT", "RIGHT", "frame", "text", "timeline_svg"]
-
 LEFT, RIGHT = 78, 16
 """Pixels to the left and to the right of the lanes."""
 

@@ -16,8 +16,6 @@ from pipedream.report.html_tables import NOTHING, percent, table
 from pipedream.report.style import COLOURS, LINES, line_style, page_style
 from pipedream.report.svg import frame, text
 
-__all__ = ["sweep_page", "sweep_svg"]
-
 _LEFT, _GAP, _WIDTH, _HEIGHT, _TOP, _FOOT = 74, 44, 290, 150, 70, 44
 _SHAPES = ("circle", "square", "diamond", "triangle")
 

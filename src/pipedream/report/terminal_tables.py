@@ -10,8 +10,6 @@ from pipedream.core.model.collective import StageCollectives
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 
-__all__ = ["collectives_text", "schedule_table", "stage_memory_table"]
-
 
 def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> str:
     """Returns a row for each method, of the claims of its paper (`schedules.claims_at`) for this many stages."""

@@ -21,8 +21,6 @@ from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.report.axis import figure, time_unit
 from pipedream.report.style import TERMINAL, colour_class
 
-__all__ = ["grid", "grid_rich", "slot"]
-
 _TICK_SLOTS = 4
 _NOTHING = 1e-9
 """Fractions of a slot that count as rounding errors."""

@@ -15,8 +15,6 @@ from pipedream.core.artifact import write_text
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.report.lanes import rows
 
-__all__ = ["save_trace", "trace"]
-
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "U": "update"}
 
 

@@ -40,18 +40,6 @@ from pipedream.runtime.update_barrier import UpdateBarrier
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.stage import StageSharding
 
-__all__ = [
-    "Blueprint",
-    "Settings",
-    "WorkerChannels",
-    "connect",
-    "data_channels",
-    "distributed_worker",
-    "local_workers",
-    "mesh_data_channels",
-    "remote_forwards_of",
-]
-
 
 @dataclass(frozen=True)
 class Settings:

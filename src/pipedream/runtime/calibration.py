@@ -26,8 +26,6 @@ from pipedream.runtime.data.rng import preserved_rng
 from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.session import Session
 
-__all__ = ["Calibration", "calibrate"]
-
 _NUMBERS = (1 << 4, 1 << 15)  # in a small and in a large message: so few that torch computes them in one thread
 _COUNTED = (48, 24)  # minibatches of each size
 _WARM_UP = 30  # further ones, before them: buffers grow, caches fill

@@ -28,8 +28,6 @@ from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.stage import StageSharding
 
-__all__ = ["Checkpointer", "share_with_replicas"]
-
 T = TypeVar("T")
 
 Place = tuple[Box, Sequence[int]]

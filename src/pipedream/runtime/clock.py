@@ -8,8 +8,6 @@ from typing import Any
 from pipedream.core.errors import DeadlockError
 from pipedream.runtime.comm.channel import Pending
 
-__all__ = ["run_in_process"]
-
 
 def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: Sequence[int]) -> Iterator[Any]:
     """Runs all workers by turns in one thread, deterministically; yields the results of the lead worker.

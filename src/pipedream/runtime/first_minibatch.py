@@ -32,8 +32,6 @@ from pipedream.runtime.stage.generators import LayerGenerators
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.sharding.stage import StageSharding
 
-__all__ = ["FirstMinibatch", "FirstOfStage", "UserModel"]
-
 _log = logging.getLogger("pipedream")
 
 Numbers = tuple[float, ...]

@@ -22,8 +22,6 @@ from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage_state import StageState
 
-__all__ = ["DataStream", "ForwardRunner"]
-
 
 @dataclass(frozen=True)
 class DataStream:

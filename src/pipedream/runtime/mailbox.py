@@ -12,8 +12,6 @@ from pipedream.core.schedule.program import Channel
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Content, Ending, Message
 
-__all__ = ["Mailbox"]
-
 _FORWARD = ("activation", "input", "weights", "stage_input")
 """Channels that serve forwards: they carry the end of a stream."""
 _NEVER = 2**62  # more microbatches than a stream has

@@ -18,8 +18,6 @@ from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.results.memory import tensor_bytes
 from pipedream.runtime.worker import Worker
 
-__all__ = ["ClockOffset", "status", "timeline"]
-
 _PINGS = 10
 _PING_TAG = 1
 

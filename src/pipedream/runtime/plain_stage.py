@@ -17,8 +17,6 @@ from pipedream.runtime.first_minibatch import FirstMinibatch, FirstOfStage
 from pipedream.runtime.stage.auxiliary import auxiliary_scale
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 
-__all__ = ["PlainStage"]
-
 
 class PlainStage(FirstOfStage):
     """What one stage compares with its own layers.

@@ -81,8 +81,6 @@ from pipedream.runtime.worker import Worker
 from pipedream.sharding.parallelized import parallelized
 from pipedream.sharding.stage import StageSharding
 
-__all__ = ["Session"]
-
 _LOOP = "the training loop"
 _log = logging.getLogger("pipedream")
 

@@ -30,8 +30,6 @@ from pipedream.runtime.update.all_reduce import all_reduce_many
 from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 
-__all__ = ["StageState", "evaluating"]
-
 _NOTHING = nullcontext()
 
 

@@ -32,8 +32,6 @@ from pipedream.runtime.results.memory import MemoryMeter, keep_freed_memory, ten
 from pipedream.runtime.results.results import Score
 from pipedream.runtime.stage.auxiliary import auxiliary_scale
 
-__all__ = ["Baseline", "DataParallel", "OneFOneB", "PlainLoop", "message_s_per_byte"]
-
 _UPDATES = 16  # that are timed without and with messages
 _MOST_BYTES, _FILLED = 2e6, 0.4  # of a message: at most, and as a share of what the link carries during an update
 

@@ -21,8 +21,6 @@ from pipedream.runtime.comm.channel import Group, Pending, Waiting, wait_for
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update.tied_weights import TiedGradientSum
 
-__all__ = ["UpdateBarrier"]
-
 
 class UpdateBarrier:
     """Decides about the updates of one rank's stages.

@@ -32,8 +32,6 @@ from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update_barrier import UpdateBarrier
 
-__all__ = ["Worker"]
-
 _ADVICE = {
     "modified by an inplace operation": (
         "perhaps the forward of a later microbatch has changed a buffer or an attribute in place that this backward "

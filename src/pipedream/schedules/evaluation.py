@@ -13,8 +13,6 @@ from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import Flush
 from pipedream.schedules.idioms import forward
 
-__all__ = ["evaluation"]
-
 
 def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
     """Returns a schedule of forwards only, all with the newest weights; remote weights are fetched once."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 
-__all__ = ["StageOrder", "looped", "mirrored", "wave"]
-
 
 @dataclass(frozen=True)
 class StageOrder:

@@ -10,8 +10,6 @@ from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.layouts import StageOrder
 
-__all__ = ["Method", "Picture"]
-
 
 @dataclass(frozen=True)
 class Picture:

@@ -15,8 +15,6 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.method_text import name_and_options
 from pipedream.schedules.method import Method
 
-__all__ = ["options_of", "options_text", "read_options"]
-
 _SCALARS: dict[Any, Callable[[str], Any]] = {
     str: str,
     int: int,

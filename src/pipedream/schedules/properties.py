@@ -16,8 +16,6 @@ from pipedream.schedules.pytorch_csv import is_torch_csv
 from pipedream.schedules.registry import build, method_of
 from pipedream.schedules.runs import uniform
 
-__all__ = ["derive_properties", "properties_of"]
-
 
 def properties_of(name: str) -> MethodProperties:
     """Returns the properties of a method, or of a file: declared, or derived if options differ from their defaults.

@@ -36,8 +36,6 @@ from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.weights import Flush
 from pipedream.schedules.idioms import SPLIT, B, F, flushing
 
-__all__ = ["from_torch_csv", "is_torch_csv", "load_torch_csv", "to_torch_csv"]
-
 _LETTERS = ("F", "B", "I", "W")
 _MESSAGES = {"SEND_F": +1, "RECV_F": -1, "SEND_B": -1, "RECV_B": +1}
 _SHARDS = ("UNSHARD", "RESHARD")

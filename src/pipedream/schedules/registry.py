@@ -19,21 +19,6 @@ from pipedream.schedules.options import options_text, read_options
 from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
 from pipedream.schedules.user_file import built_by, is_method_file, load_method
 
-__all__ = [
-    "ALIASES",
-    "COMPENSATED",
-    "LAYOUTS",
-    "METHODS",
-    "SCHEDULES",
-    "build",
-    "canonical",
-    "check_chunks",
-    "layout_of",
-    "method_of",
-    "refuse_code",
-    "with_options",
-]
-
 _FOLDERS = ("pipedream.schedules.synchronous", "pipedream.schedules.asynchronous", "pipedream.experimental")
 """Packages of methods, one file each; imported only here, and skipped if missing."""
 

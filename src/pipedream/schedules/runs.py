@@ -12,8 +12,6 @@ from pipedream.schedules.idioms import max_in_flight
 from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
 from pipedream.schedules.registry import build, check_chunks, layout_of
 
-__all__ = ["Run", "claims_at", "run_of", "uniform"]
-
 _DEFAULT_WORKERS = 4
 
 

@@ -16,12 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.core.errors import PipelineError, ScheduleError
-from pipedream.core.moved import moved_import
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.method import Method
-
-__all__ = ["built_by", "is_method_file", "load_method"]
 
 
 def is_method_file(name: str) -> bool:
@@ -80,8 +77,7 @@ def _methods(path: str, text: bytes) -> tuple[Method, ...]:
         exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except Exception as error:
         del sys.modules[name]
-        advice = moved_import(error) or "fix the file"
-        raise ScheduleError(f"the schedule {path} failed with {type(error).__name__}: {error}; {advice}") from error
+        raise ScheduleError(f"the schedule {path} failed with {type(error).__name__}: {error}; fix the file") from error
     methods = getattr(module, "METHODS", ())
     if not isinstance(methods, tuple) or not all(isinstance(method, Method) for method in methods):
         raise ScheduleError(f"METHODS of {path} must be a tuple of Method, found {methods!r}")

@@ -20,9 +20,6 @@ import torch.distributed as dist
 
 from pipedream.sharding.parts import like_part, local_part, runs_early, spec_of
 
-__all__ = ["GatheredWeights", "LazyParameters", "Resting", "Rows", "WithReferences"]
-
-
 # The names of torch 2.13 on; the earlier ones warn there.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _sum_and_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 from pipedream.core.model.collective import Collective
 from pipedream.sharding.parts import local_part
 
-__all__ = ["CountCollectives", "FirstPasses"]
-
 _DTENSOR, _DIRECT = torch.ops._c10d_functional, torch.ops.c10d
 
 # Those of `_DIRECT` are of weights (`at_rest`) and their gradients.

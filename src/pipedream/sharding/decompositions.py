@@ -12,8 +12,6 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 
 from pipedream.sharding.descriptions import is_added, is_described
 
-__all__ = ["decompositions"]
-
 A = torch.ops.aten
 _TORCHS = (
     A._native_batch_norm_legit, A._native_batch_norm_legit_functional, A._softmax_backward_data,

@@ -18,27 +18,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
 from pipedream.core.errors import PlanError
-from pipedream.core.operators.operators import Operator, Operators, span, unclipped
+from pipedream.core.operators.operator import Operator
+from pipedream.core.operators.operators import Operators, span, unclipped
 from pipedream.core.operators.text import read_lines
 from pipedream.partitioner.cost import halved_index, is_offered
-
-__all__ = [
-    "COMBINE",
-    "Description",
-    "OperatorCall",
-    "Part",
-    "contradiction",
-    "describe",
-    "description_of",
-    "filled",
-    "is_added",
-    "is_constant",
-    "is_described",
-    "is_drawn",
-    "other_operands",
-    "refusal",
-    "renamed",
-]
 
 A = torch.ops.aten
 _LETTERS = "abcdefghjklmnpqstuvwxyz"

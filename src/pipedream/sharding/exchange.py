@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["exchange"]
-
 
 # An operator, so that a dispatch mode sees one call, and tensors without data are exchanged as well.
 @torch.library.custom_op("pipedream::exchange", mutates_args=("incoming",))

@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from pipedream.core.errors import PlanError
 from pipedream.sharding.exchange import exchange
 
-__all__ = ["all_to_all", "part_sizes", "redistributed", "replicate", "shard", "split", "summed"]
-
 
 def split(t: torch.Tensor, dim: int, over: str) -> torch.Tensor:
     """Returns a tensor that is cut along `dim` over the dimension `over` of the mesh, and elsewhere as before.

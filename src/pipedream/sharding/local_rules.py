@@ -23,8 +23,6 @@ from pipedream.core.errors import PlanError
 from pipedream.sharding.functions import all_to_all, part_sizes
 from pipedream.sharding.functions import summed as _summed
 
-__all__ = ["LocalRules", "NoHiddenGathers", "as_dtensors", "attention", "computed_on_parts"]
-
 _WHOLE, _SUM = Replicate(), Partial()
 
 Placed = Placement | tuple[Placement, ...]

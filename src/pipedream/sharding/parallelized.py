@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_map_only
 from pipedream.core.errors import PlanError
 from pipedream.sharding.functions import summed
 
-__all__ = ["parallelized"]
-
 
 def parallelized(
     parallelize: Callable[[str, nn.Module, DeviceMesh], Any],

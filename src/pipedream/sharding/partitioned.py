@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.core.model.collective import EXCHANGE
-from pipedream.core.operators.operators import Operator
+from pipedream.core.operators.operator import Operator
 from pipedream.core.operators.text import Access
 from pipedream.core.plan.mesh import Box, Piece, overlap
 from pipedream.partitioner.exchanges import Exchanges, Result
@@ -18,8 +18,6 @@ from pipedream.partitioner.partition import Partition
 from pipedream.sharding.descriptions import COMBINE, Part, description_of, filled
 from pipedream.sharding.exchange import exchange
 from pipedream.sharding.traced import DescribedCall, TracedStep
-
-__all__ = ["GroupRanks", "PartitionedStep", "Ranks", "SimulatedRanks"]
 
 Parts = dict[int, torch.Tensor]
 """Rank -> its part of a tensor; of the ranks that this process runs."""

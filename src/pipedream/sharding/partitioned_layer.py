@@ -30,8 +30,6 @@ from pipedream.sharding.functions import redistributed, summed
 from pipedream.sharding.partitioned import GroupRanks, PartitionedStep
 from pipedream.sharding.traced import trace
 
-__all__ = ["PartitionedLayer"]
-
 _ADVICE = "make it one (nn.Sequential of its blocks), or use a layout by hand"
 
 

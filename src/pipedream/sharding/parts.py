@@ -8,8 +8,6 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["like_part", "local_part", "runs_early", "spec_of"]
-
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor's part, outside of autograd, or any other tensor itself, once its collective is complete."""

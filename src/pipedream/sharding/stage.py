@@ -39,8 +39,6 @@ from pipedream.sharding.partitioned_layer import PartitionedLayer
 from pipedream.sharding.parts import like_part, local_part, runs_early
 from pipedream.sharding.whole_weights import step_whole_weights, steps_each_element
 
-__all__ = ["StageSharding"]
-
 
 class _Part:
     """A tensor's placements, and what becomes of its gradient.

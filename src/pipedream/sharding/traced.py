@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pipedream.core.errors import PlanError
-from pipedream.core.operators.operators import Operator, Operators
+from pipedream.core.operators.operator import Operator
+from pipedream.core.operators.operators import Operators
 from pipedream.sharding.decompositions import decompositions
 from pipedream.sharding.descriptions import (
     Description,
@@ -32,8 +33,6 @@ from pipedream.sharding.descriptions import (
     renamed,
 )
 from pipedream.sharding.whole_weights import steps_each_element
-
-__all__ = ["DescribedCall", "TracedStep", "operators", "trace"]
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 """What returns its operand; autograd calls it for each tensor that it keeps."""

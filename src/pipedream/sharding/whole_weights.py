@@ -15,9 +15,6 @@ from torch import nn, optim
 
 from pipedream.core.errors import PlanError
 
-__all__ = ["step_whole_weights", "steps_each_element"]
-
-
 _ELEMENTWISE = {
     unwrap(kind.step)
     for kind in (

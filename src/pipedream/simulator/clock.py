@@ -45,8 +45,6 @@ from pipedream.simulator.memory import trace_memory
 from pipedream.simulator.messages import Messages, Wire, described
 from pipedream.simulator.stragglers import Stragglers
 
-__all__ = ["simulate"]
-
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 _Work = tuple[int, Any, int, int, int, str, float]
 _ALL = -1  # the meeting before a coupled update

@@ -14,22 +14,6 @@ from typing import Any, NamedTuple
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advanced
 
-__all__ = [
-    "COUPLE",
-    "FREE",
-    "GIVE",
-    "OP",
-    "RECEIVE",
-    "SEND",
-    "STOP",
-    "SYNC",
-    "TIED",
-    "TURN",
-    "CompiledInstruction",
-    "CompiledRank",
-    "compile_rank",
-]
-
 OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, TIED, FREE, TURN, STOP = range(10)
 
 

@@ -15,8 +15,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel
 
-__all__ = ["Costs", "bucket_costs", "costs"]
-
 
 @dataclass(frozen=True)
 class Costs:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pipedream.core.schedule.program import Program
 
-__all__ = ["RemoteForwardsTrace"]
-
 
 class _Remote:
     """A stage whose forwards run on a rank where its weights do not live.

@@ -17,8 +17,6 @@ from pipedream.core.schedule.timeline import GradientVersions, Span
 from pipedream.core.schedule.weights import WeightRule
 from pipedream.simulator.dispatch import RemoteForwardsTrace
 
-__all__ = ["MemoryTrace", "trace_memory"]
-
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 
 

@@ -17,8 +17,6 @@ from pipedream.core.schedule.timeline import Span
 from pipedream.simulator.costs import Costs
 from pipedream.simulator.ports import Flow, Flows, Port, Ports
 
-__all__ = ["Messages", "Wire", "described"]
-
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 
 

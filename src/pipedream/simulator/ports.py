@@ -14,8 +14,6 @@ from typing import Any
 
 from pipedream.core.hardware.cluster import Cluster
 
-__all__ = ["Flow", "Flows", "Port", "Ports"]
-
 _IN, _OUT = 0, 1
 
 

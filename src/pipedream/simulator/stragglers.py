@@ -9,8 +9,6 @@ from random import Random
 
 from pipedream.core.schedule.op import Kind
 
-__all__ = ["Stragglers"]
-
 
 @dataclass(frozen=True)
 class Stragglers:

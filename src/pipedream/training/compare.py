@@ -35,8 +35,6 @@ from pipedream.workflows.own_cluster import own_cluster
 from pipedream.workflows.plan import plan as make_plan
 from pipedream.workflows.simulate import simulate
 
-__all__ = ["COMPARED", "compare_recipe"]
-
 COMPARED = ("data-parallel", "1f1b", "pipedream", "pipedream_2bw", "auto")
 """The methods that are compared by default, beside one worker and what torch offers."""
 

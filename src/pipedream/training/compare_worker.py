@@ -23,8 +23,6 @@ from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.torch_baselines import Baseline, DataParallel, OneFOneB, PlainLoop, message_s_per_byte
 from pipedream.training.job import capture_recipe, profile_recipe, with_layout
 
-__all__ = ["BEGUN", "run_asked"]
-
 BEGUN = ".begun"
 """Suffix of the file that rank 0 makes when the training begins."""
 

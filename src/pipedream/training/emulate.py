@@ -14,7 +14,8 @@ from typing import Any
 from pipedream import schedules
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group
@@ -24,8 +25,6 @@ from pipedream.training.resume import locked
 from pipedream.training.run_folder import RunFiles, last_segment, software_versions, summarise, write_run
 from pipedream.workflows.methods import asked_of
 from pipedream.workflows.simulate import simulate_program
-
-__all__ = ["emulate", "emulated_batches", "emulated_pipeline", "emulated_plan"]
 
 
 def emulate(

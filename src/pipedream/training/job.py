@@ -45,19 +45,6 @@ from pipedream.workflows.profile import MOST_RANKS
 from pipedream.workflows.profile import profile as profile_model
 from pipedream.workflows.runtime_costs import measure_runtime
 
-__all__ = [
-    "Job",
-    "PlannedJob",
-    "Process",
-    "capture_recipe",
-    "describe_recipe",
-    "model_input",
-    "plan_job",
-    "profile_recipe",
-    "resolve",
-    "with_layout",
-]
-
 
 @dataclass(frozen=True)
 class Process:

@@ -13,12 +13,11 @@ from rich.console import Console
 
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.pipeline import Done, Pipeline
+from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe
 from pipedream.runtime.checkpoint.remote import AnyPath
+from pipedream.runtime.results.results import Done
 from pipedream.training.progress import Progress
-
-__all__ = ["CheckpointPolicy", "TrainingLoop"]
 
 
 @dataclass(frozen=True)

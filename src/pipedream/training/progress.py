@@ -12,10 +12,9 @@ from rich.table import Table
 
 from pipedream.core.progress import is_live
 from pipedream.core.units import format_bytes
-from pipedream.pipeline import Done, Pipeline
+from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm.process_group import from_rank_0
-
-__all__ = ["Progress"]
+from pipedream.runtime.results.results import Done
 
 _EVERY_S = 0.5
 

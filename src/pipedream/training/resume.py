@@ -22,8 +22,6 @@ from pipedream.runtime.checkpoint.storage import (
 )
 from pipedream.runtime.comm import process_group
 
-__all__ = ["CHECKPOINTS", "ResumePoint", "check_unused", "checkpoints_of", "locked", "resume_point"]
-
 CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder that holds its checkpoints."""
 

@@ -35,18 +35,6 @@ from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath
 from pipedream.runtime.checkpoint.storage import newest_checkpoint
 from pipedream.training.resume import CHECKPOINTS
 
-__all__ = [
-    "RunFiles",
-    "copy_run",
-    "keep_plan",
-    "last_segment",
-    "phase_figures",
-    "software_versions",
-    "summarise",
-    "write_report",
-    "write_run",
-]
-
 _SHOWN_MICROBATCHES = 40  # of the begin of a run
 
 

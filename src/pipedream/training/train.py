@@ -40,8 +40,6 @@ from pipedream.training.run_folder import (
 )
 from pipedream.workflows.simulate import simulate_program
 
-__all__ = ["Outcome", "report", "run", "run_job", "train_recipe"]
-
 
 @keywords(TrainingOptions)
 def run(recipe: Callable[..., Recipe], options: TrainingOptions) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.verifier.unrolled import Unrolled
 
-__all__ = ["check_assumptions"]
-
 
 def check_assumptions(run: Unrolled) -> None:
     """Checks a run that `unroll` accepted."""

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.verifier.unrolled import Unrolled, check_arrival
 
-__all__ = ["check_fetches", "remote_spans"]
-
 _Span = tuple[int, int]
 
 

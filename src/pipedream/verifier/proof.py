@@ -20,8 +20,6 @@ from pipedream.verifier.assumptions import check_assumptions
 from pipedream.verifier.unrolled import Unrolled, unroll
 from pipedream.verifier.waits import check_waits
 
-__all__ = ["Proof", "verify"]
-
 _MOST_INSTRUCTIONS = 60_000
 
 

@@ -16,8 +16,6 @@ from pipedream.core.schedule import dispatch
 from pipedream.core.schedule.op import Kind, Op, gives_back
 from pipedream.core.schedule.program import Instruction, Move, Program, Transfer
 
-__all__ = ["Message", "Unrolled", "check_arrival", "unroll"]
-
 Message = tuple[int, int]
 """A (channel, microbatch)."""
 

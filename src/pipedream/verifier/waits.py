@@ -23,8 +23,6 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Channel, Instruction, Move, Transfer
 from pipedream.verifier.unrolled import Message, Unrolled
 
-__all__ = ["check_waits"]
-
 _Lane = tuple[int, Hashable]  # (rank, lane)
 _Meeting = tuple[str, int, int]  # ('sum', 'update' or 'tied', stage, -1 or number in `Plan.tied`, update)
 

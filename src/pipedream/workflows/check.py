@@ -9,7 +9,8 @@ from pipedream import planner, schedules
 from pipedream.core.errors import PlanError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.memory import peers_of, stage_memory
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
+from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.coupling import makes_same_updates
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
@@ -18,8 +19,6 @@ from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.planner import Score, SearchSpace
 from pipedream.verifier import Proof, verify
 from pipedream.workflows.methods import asked_of, occupancy_of, refuse_visitors, score
-
-__all__ = ["Check", "check_memory", "check_plan"]
 
 _SAME = 0.01  # relative; smaller differences are not reported
 _COMPARED = (

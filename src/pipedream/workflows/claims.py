@@ -11,8 +11,6 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 
-__all__ = ["ClaimCheck", "check_claims"]
-
 _SAME = 1e-9
 _SHOWN = {"in_flight": "in flight", "makespan_s": "makespan in seconds"}
 

@@ -9,8 +9,6 @@ from typing import Any
 from pipedream import schedules
 from pipedream.core.errors import PipelineError, PlanError
 
-__all__ = ["EXCLUSIONS", "Exclusion", "as_flag", "as_keyword", "check_options"]
-
 Test = Callable[[Any], bool]
 Spelling = Callable[[str, Any], str]
 

@@ -16,8 +16,6 @@ from pipedream.core.plan import depth
 from pipedream.core.plan.plan import Plan
 from pipedream.workflows.methods import occupancy_of, refuse_overfull, refuse_visitors
 
-__all__ = ["lay_out_stages"]
-
 
 def lay_out_stages(
     profile: Profile,

@@ -19,8 +19,6 @@ from pipedream.core.plan.ranks import profile_of_rank
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.workflows.methods import MOST_SIMULATED, occupancy_of, takes_long
 
-__all__ = ["AUTO", "NOT_MEASURED", "NO_MESH", "choose_meshes", "meshes_known"]
-
 AUTO = "auto"
 """The text in place of a mesh with which the planner chooses one for each stage."""
 

@@ -19,21 +19,6 @@ from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.units import format_bytes
 
-__all__ = [
-    "MOST_SIMULATED",
-    "asked_of",
-    "for_method",
-    "methods_of",
-    "occupancy_of",
-    "plan_of_file",
-    "refuse_overfull",
-    "refuse_visitors",
-    "score",
-    "simulated_period_s",
-    "takes_long",
-    "versions_of",
-]
-
 MOST_SIMULATED = 128  # workers, or microbatches until all replicas have had a turn: more take seconds
 
 

@@ -14,8 +14,6 @@ from pipedream.runtime.comm.connections import card_of, has_nccl
 from pipedream.workflows.probe import probe
 from pipedream.workflows.runtime_costs import measure_runtime
 
-__all__ = ["own_cluster", "warn_of_loopback"]
-
 _PROBE_S = 5.0
 
 

@@ -16,8 +16,6 @@ from pipedream.partitioner.exchanges import Exchanges
 from pipedream.partitioner.lay_out import lay_out
 from pipedream.partitioner.partition import METHODS, Partition, partition
 
-__all__ = ["DescribedStep", "laid_out", "partitioned"]
-
 
 @dataclass(frozen=True)
 class DescribedStep:

@@ -32,9 +32,6 @@ from pipedream.workflows.methods import (
     versions_of,
 )
 
-__all__ = ["choose", "classic", "plan"]
-
-
 _FEW_WORKERS = 8  # up to here all replica counts are tried, at most 128
 _STRATEGIES = ("simulate", "search", "2bw")
 

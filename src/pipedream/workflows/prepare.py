@@ -21,17 +21,6 @@ from pipedream.workflows.check import check_memory
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import asked_of
 
-__all__ = [
-    "Prepared",
-    "all_flush",
-    "check_phases_fit",
-    "compensated",
-    "evaluation_of",
-    "phases_of",
-    "planned_for",
-    "prepare",
-]
-
 
 @dataclass(frozen=True)
 class Prepared:

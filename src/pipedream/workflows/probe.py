@@ -17,8 +17,6 @@ from pipedream.profiler.environment import device_text
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.launch import set_threads
 
-__all__ = ["Step", "probe", "steps_of"]
-
 Step = tuple[str, int, tuple[int, ...]]
 """A measurement ('link', 'out', 'into' or 'sum'), its network level, and its ranks."""
 

@@ -37,8 +37,6 @@ from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import AUTO, NO_MESH, NOT_MEASURED
 from pipedream.workflows.runtime_costs import measure_runtime
 
-__all__ = ["MOST_RANKS", "layers_of", "profile"]
-
 MOST_RANKS = 8
 """Of the meshes that are measured, if nothing else is asked for."""
 

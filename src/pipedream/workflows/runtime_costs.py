@@ -14,8 +14,6 @@ from pipedream.runtime.calibration import calibrate
 from pipedream.runtime.comm import process_group
 from pipedream.verifier import verify
 
-__all__ = ["MeasuredRuntime", "measure_runtime"]
-
 _AT_ONCE_BYTES_PER_S = 1e30
 
 

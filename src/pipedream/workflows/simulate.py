@@ -15,8 +15,6 @@ from pipedream.core.schedule.timeline import Timeline
 from pipedream.verifier import verify
 from pipedream.workflows.methods import asked_of
 
-__all__ = ["simulate", "simulate_program"]
-
 
 def simulate(
     plan: Plan,

@@ -18,8 +18,6 @@ from pipedream.schedules import canonical
 from pipedream.workflows.methods import methods_of, score
 from pipedream.workflows.plan import plan as make_plan
 
-__all__ = ["sweep"]
-
 _SLOWEST, _FASTEST = 1e4, 1e14  # bytes per second, between which crossovers are searched
 _NEAR = 1.01  # ratio of the two bandwidths at which the search stops
 

@@ -13,8 +13,6 @@ from pipedream.core.hardware.devices import device_named, workers_of
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 
-__all__ = ["Devices", "kinds_of", "with_kinds"]
-
 Devices = Annotated[
     str | None,
     typer.Option(

@@ -9,8 +9,6 @@ from typer.core import TyperCommand
 
 from pipedream.core.errors import PlanError
 
-__all__ = ["OptionParser"]
-
 _RATE = r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?"
 
 

@@ -11,8 +11,6 @@ from pipedream.core.units import format_seconds
 from pipedream.report.text import grid_rich
 from pipedream.schedules import Run, is_torch_csv, layout_of
 
-__all__ = ["print_chunks", "print_grid", "print_length"]
-
 
 def print_grid(timeline: Timeline) -> None:
     """Draws a timeline, cut to the width of a terminal."""

@@ -10,8 +10,6 @@ import typer
 from pipedream.core.operators.operators import Operators
 from pipedream.workflows.partition import DescribedStep
 
-__all__ = ["ElementBytes", "StepFile", "step_of"]
-
 StepFile = Annotated[
     str,
     typer.Argument(

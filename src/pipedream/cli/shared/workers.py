@@ -13,8 +13,6 @@ import typer
 
 from pipedream.runtime.comm.launcher import read_launcher
 
-__all__ = ["importing_torch", "is_rank_0", "is_worker", "start_workers"]
-
 
 @contextmanager
 def importing_torch() -> Iterator[None]:

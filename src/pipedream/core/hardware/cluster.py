@@ -18,8 +18,6 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.errors import PlanError
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
-__all__ = ["LOOPBACK", "MOST_WORKERS", "Cluster", "Level", "Workers"]
-
 MOST_WORKERS = 100_000
 """More than any cluster has; a file with more is damaged, and planning for it would take all memory."""
 

@@ -36,16 +36,6 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.cluster import Workers
 
-__all__ = [
-    "DEVICES",
-    "GPU_LINKS",
-    "Device",
-    "GpuLinks",
-    "Work",
-    "device_named",
-    "workers_of",
-]
-
 Work = Sequence[tuple[float, float]]
 """(flops, bytes moved) of each layer."""
 

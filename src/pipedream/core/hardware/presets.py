@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import MOST_WORKERS, Cluster, Level
 
-__all__ = ["PRESETS", "Preset", "cluster"]
-
 _PCIE_3_X16 = 16 * 8e9 * 128 / 130 / 8
 _NVLINK_2 = 6 * 25e9
 _GBIT = 1e9 / 8

@@ -16,8 +16,6 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.units import format_bytes, format_rate, format_seconds
 
-__all__ = ["Fan", "Link", "Seen", "Sum", "Survey", "lower_quartile", "machines_of", "slope"]
-
 _SAME_SPEED = 0.15
 _SAME_MEMORY = 0.1
 _FASTER = 1.25

@@ -8,8 +8,6 @@ from typing import Any
 
 from pipedream.core.units import format_bytes
 
-__all__ = ["EXCHANGE", "Collective", "StageCollectives"]
-
 EXCHANGE = "exchange"
 """The kind of a layout that was found: each rank sends others the pieces that they lack."""
 

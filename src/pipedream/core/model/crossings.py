@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pipedream.core.model.graph import LayerGraph, Value
 from pipedream.core.units import format_bytes
 
-__all__ = ["Crossing", "crossings", "layer_table"]
-
 _SHOWN_VALUES, _SHOWN_REASONS = 2, 20
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from pipedream.core.artifact import Artifact
 
-__all__ = ["Call", "Layer", "LayerGraph", "Value", "ValueSite"]
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -25,8 +25,6 @@ from pipedream.core.errors import ArtifactError
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 
-__all__ = ["GraphNode", "GraphText", "in_order"]
-
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _SPECIAL = ("Input", "__getitem__")
 _MOST = 1e15  # larger numbers mean a damaged file

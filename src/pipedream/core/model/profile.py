@@ -15,8 +15,6 @@ from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.units import format_bytes, format_number, format_seconds
 
-__all__ = ["LayerProfile", "Profile", "RankProfile", "TiedParameters"]
-
 
 @dataclass(frozen=True)
 class LayerProfile:

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from pipedream.core.units import format_seconds
 
-__all__ = ["RuntimeCosts"]
-
 _Numbers = float | NDArray[Any]
 
 

@@ -19,8 +19,6 @@ from pipedream.core.operators.text import Access
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 
-__all__ = ["Named", "Report", "Step", "Use", "part", "rates_of"]
-
 Names = tuple[str | None, ...]
 """Of a tensor's dimensions; None is never cut."""
 Over = Mapping[str, str]

@@ -8,8 +8,6 @@ from functools import cached_property
 
 from pipedream.core.operators.text import Access, Affine, Line
 
-__all__ = ["Operator"]
-
 
 @dataclass(frozen=True)
 class Operator:

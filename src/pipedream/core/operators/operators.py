@@ -17,8 +17,6 @@ from pipedream.core.operators.text import Access, Affine, Line, read_lines
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Box, Mesh
 
-__all__ = ["Operator", "Operators", "span", "unclipped"]
-
 
 @dataclass(frozen=True)
 class Operators(Artifact):

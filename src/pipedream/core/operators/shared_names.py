@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pipedream.core.operators.operator import Operator
 from pipedream.core.operators.text import with_indices
 
-__all__ = ["shared_text"]
-
 _Place = tuple[str | int, str | int]
 """A tensor and a dimension, or the number of an operator and an index."""
 

@@ -19,8 +19,6 @@ from typing import NamedTuple, NoReturn
 
 from pipedream.core.errors import PlanError
 
-__all__ = ["Access", "Affine", "Line", "read_lines", "with_indices"]
-
 _LINE = re.compile(r"(?P<left>\s*\w+\s*\[[^\]]*\])\s*(?P<sign>\+=|\*=|max=|min=|=)(?P<right>[^=].*)")
 _TENSOR = re.compile(r"\s*\w+\s*\[[^\]]*\]\s*")
 _WHERE = re.compile(r"\bwhere\b(?!\s*[\[(])")  # a tensor or a function may have this name

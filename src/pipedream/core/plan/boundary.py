@@ -15,8 +15,6 @@ from pipedream.core.plan.cost import Numbers
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 
-__all__ = ["Boundary", "Cut", "boundary_bytes", "cuts_of", "with_cuts"]
-
 _MARK = "|"  # begins no structure of `runtime.comm.values`
 
 

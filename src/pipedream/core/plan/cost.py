@@ -12,19 +12,6 @@ from numpy.typing import NDArray
 
 from pipedream.core.model.collective import EXCHANGE
 
-__all__ = [
-    "BUCKET_BYTES",
-    "FIRST_BUCKET_BYTES",
-    "GPU_BUCKET_BYTES",
-    "Numbers",
-    "all_reduce_bytes",
-    "all_reduce_s",
-    "collective_s",
-    "sum_buckets",
-    "transfer_s",
-    "visible_sum_s",
-]
-
 Numbers = float | NDArray[Any]
 """The planner computes many stages at once."""
 

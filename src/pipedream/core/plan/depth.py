@@ -24,8 +24,6 @@ from math import ceil, gcd
 
 from pipedream.core.errors import PlanError
 
-__all__ = ["check_in_flight", "fitting", "full", "noam", "raise_to_legal"]
-
 Counts = tuple[int, ...]
 
 _MOST_IN_FLIGHT = 10_000  # more would not fit any memory, nor the proof

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from pipedream.core.plan.placement import Placement, StageReplica
 
-__all__ = ["Dispatched"]
-
 
 @dataclass(frozen=True)
 class Dispatched(Placement):

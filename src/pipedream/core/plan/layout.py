@@ -16,8 +16,6 @@ from typing import Any, Protocol
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh, every_mesh, pairs_of
 
-__all__ = ["BATCH", "Layout"]
-
 BATCH = "batch"
 """The name of dimension 0 of a stage's inputs and outputs."""
 _OUT = ":out"

@@ -27,20 +27,6 @@ import numpy as np
 
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES, Numbers
 
-__all__ = [
-    "DEFERRED_SHARE",
-    "Peers",
-    "StageMemory",
-    "StageSizes",
-    "bucket_bytes",
-    "message_bytes",
-    "moments",
-    "part_bytes",
-    "peers_of",
-    "stage_bytes",
-    "stage_memory",
-]
-
 DEFERRED_SHARE = 2
 """Upper bound."""
 

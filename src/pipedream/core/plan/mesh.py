@@ -12,8 +12,6 @@ from typing import NamedTuple
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import MOST_WORKERS
 
-__all__ = ["Box", "Mesh", "Piece", "box_of", "every_mesh", "meshes_of", "overlap", "pairs_of", "pieces", "ranks_of"]
-
 _NONE = "-"
 
 Box = tuple[range, ...]

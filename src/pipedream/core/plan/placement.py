@@ -17,8 +17,6 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh
 
-__all__ = ["Placement", "StageReplica"]
-
 
 class StageReplica(NamedTuple):
     """One replica of a stage."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.display import Tabular
@@ -25,8 +25,6 @@ from pipedream.core.plan.site import Site, ports_s
 from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.tied import TiedWeights, least_sum_s
 from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten
-
-__all__ = ["Plan", "Stage"]
 
 _SAME = 2e-6  # a relative gap up to this counts as none
 _DEPTHS = {
@@ -64,7 +62,6 @@ class Plan(Tabular, Artifact):
     """
 
     FORMAT = 1
-    RENAMED: ClassVar[dict[str, str]] = {"lag": "update_delay", "depth": "depth_mode"}
 
     stages: tuple[Stage, ...]
     in_flight: tuple[int, ...]

@@ -13,8 +13,6 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.cost import collective_s
 from pipedream.core.plan.mesh import Mesh
 
-__all__ = ["profile_of_rank", "reach_of"]
-
 
 def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple[int, ...] | None = None) -> Profile:
     """Returns what one rank of a mesh needs, its collectives included.

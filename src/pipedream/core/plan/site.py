@@ -18,8 +18,6 @@ import numpy as np
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import Numbers, all_reduce_bytes, visible_sum_s
 
-__all__ = ["PortLoad", "Site", "busiest_ports", "ports_s"]
-
 
 @dataclass(frozen=True)
 class PortLoad:

@@ -8,8 +8,6 @@ from pipedream.core.hardware.cluster import MOST_WORKERS
 from pipedream.core.plan.memory import StageMemory, StageSizes, part_bytes
 from pipedream.core.plan.mesh import Mesh
 
-__all__ = ["Stage"]
-
 
 @dataclass(frozen=True)
 class Stage:

@@ -13,8 +13,6 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import all_reduce_s
 from pipedream.core.plan.placement import Placement
 
-__all__ = ["TiedWeights", "least_sum_s"]
-
 
 @dataclass(frozen=True)
 class TiedWeights:

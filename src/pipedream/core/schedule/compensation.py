@@ -26,21 +26,6 @@ from pipedream.core.artifact import decode
 from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.schedule.weights import WeightRule
 
-__all__ = [
-    "Compensation",
-    "ErrorFeedback",
-    "GapAware",
-    "Generalised",
-    "LearningRateRescheduling",
-    "Nesterov",
-    "OfVelocity",
-    "SpikeCompensation",
-    "VelocityPrediction",
-    "check_compensations",
-    "compensations",
-    "rate_factor",
-]
-
 
 @dataclass(frozen=True)
 class Compensation(ABC):

@@ -18,8 +18,6 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
 
-__all__ = ["Policy", "coupled", "makes_same_updates", "norm_delay", "with_tied_weights"]
-
 _CLIP = ("global", "local", "delayed_global")
 _UPPER_LIMITS = {"clip_grad_norm": inf, "ema": 1.0}
 """Limits of a policy's numbers, from 0."""

@@ -14,8 +14,6 @@ from pipedream.core.schedule.op import Kind, Op, gives_back
 from pipedream.core.schedule.program import MOST_AHEAD, Cargo, Channel, Route
 from pipedream.core.schedule.rules import Rules
 
-__all__ = ["CARRIES", "Lender", "arrivals", "consumer", "departures", "fetches", "producer", "routes"]
-
 CARRIES = ("weights", "stage_input")
 """On channels of dispatched stages alone."""
 

@@ -37,8 +37,6 @@ from pipedream.core.schedule.program import (
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.schedule import Schedule
 
-__all__ = ["lower", "with_common_channels"]
-
 _MOST_PROVED = 4096  # a proof unrolls two periods
 
 

@@ -6,8 +6,6 @@ import re
 
 from pipedream.core.errors import ScheduleError
 
-__all__ = ["OPTIONS", "listed", "name_and_options"]
-
 OPTIONS = r"(?:\[[^\[\]]*\])?"
 """Pattern of options."""
 

@@ -12,8 +12,6 @@ from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 
-__all__ = ["StageOccupancy", "most_in_flight", "occupancy"]
-
 
 @dataclass(frozen=True)
 class StageOccupancy:

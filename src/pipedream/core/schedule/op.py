@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from pipedream.core.plan.placement import Placement
 
-__all__ = ["Kind", "Op", "data_requirements", "ends_backward", "gives_back"]
-
 
 class Kind(StrEnum):
     """What an op does; all but FETCH are work of the rank."""

@@ -23,16 +23,6 @@ from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.method_text import OPTIONS, listed
 from pipedream.core.schedule.schedule import Schedule
 
-__all__ = [
-    "Phase",
-    "check_phases",
-    "next_border",
-    "phase_after",
-    "phase_at",
-    "phases_text",
-    "read_phases",
-]
-
 _METHOD = r"[A-Za-z0-9_-]+|.+?\.(?i:csv|py)(?::[A-Za-z_][A-Za-z0-9_-]*)?"
 _FORM = re.compile(rf"((?:{_METHOD}){OPTIONS})(?:/(\d+))?((?:\+[A-Za-z0-9_.=-]+)*)(?::(\d+)(e?))?")
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, isfinite
 
-__all__ = ["AVERAGE", "DIFFERENCE", "VELOCITY", "WeightPrediction"]
-
 VELOCITY, DIFFERENCE, AVERAGE = "velocity", "difference", "average"
 
 

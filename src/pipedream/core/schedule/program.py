@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from pipedream.core.artifact import Artifact, decode, encode
 from pipedream.core.display import Tabular
@@ -25,20 +25,6 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import WeightRule
-
-__all__ = [
-    "MOST_AHEAD",
-    "Cargo",
-    "Channel",
-    "Instruction",
-    "Move",
-    "Program",
-    "RankProgram",
-    "Route",
-    "Transfer",
-    "advanced",
-    "format_instructions",
-]
 
 
 class Move(StrEnum):
@@ -133,7 +119,6 @@ class Program(Tabular, Rules, Artifact):
     """
 
     FORMAT = 1
-    RENAMED: ClassVar[dict[str, str]] = {"schedule": "name"}
 
     cycle: int
     channels: tuple[Channel, ...]
@@ -272,17 +257,12 @@ class Program(Tabular, Rules, Artifact):
     @classmethod
     def decoded(cls, value: Any, place: str) -> Program:
         """Reads JSON values, with abstract and textual fields, which `decode` cannot."""
-        value = {"norm_delay": 0} | {cls.RENAMED.get(name, name): item for name, item in value.items()}
+        value = dict(value)
         hints = get_type_hints(cls)
         names = {one.name for one in fields(cls)}
         lacking, unknown = sorted(names - set(value)), sorted(set(value) - names)
         if lacking or unknown:
             raise ArtifactError(f"{place} lacks the fields {lacking} and has unknown fields {unknown}")
-        if isinstance(value["channels"], list):  # older files say 'kept'
-            value["channels"] = [
-                row | {"carries": "stage_input"} if isinstance(row, dict) and row.get("carries") == "kept" else row
-                for row in value["channels"]
-            ]
         where = value.pop("placement")
         dispatches = isinstance(where, dict) and "forwards" in where
         placement: Placement = decode(Dispatched if dispatches else Placement, where, f"{place}.placement")

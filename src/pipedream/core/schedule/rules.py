@@ -12,8 +12,6 @@ from pipedream.core.schedule.op import Kind, Op, data_requirements, ends_backwar
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import WeightRule
 
-__all__ = ["OpRange", "Rules"]
-
 
 class OpRange(NamedTuple):
     """Ops of one kind, of one replica of a stage."""

@@ -15,8 +15,6 @@ from pipedream.core.schedule.compensation import check_compensations, compensati
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import Rules
 
-__all__ = ["Claims", "Order", "Schedule"]
-
 Order = Callable[[int], Iterator[Op]]
 """Rank -> its ops, endless."""
 

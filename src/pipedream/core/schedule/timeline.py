@@ -7,13 +7,11 @@ its sender.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.display import Tabular, drawing
 from pipedream.core.units import format_seconds
-
-__all__ = ["WORK", "GradientVersions", "MemoryStep", "Span", "Timeline"]
 
 WORK = ("F", "B", "I", "W", "U")
 """Spans in which a rank computes."""
@@ -77,7 +75,6 @@ class Timeline(Tabular, Artifact):
     """
 
     FORMAT = 1
-    RENAMED: ClassVar[dict[str, str]] = {"tags": "gradient_versions"}
 
     name: str
     source: str

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from pipedream.core.schedule.compensation import Compensation, rate_factor
 
-__all__ = ["UpdateRule"]
-
 
 @dataclass(frozen=True)
 class UpdateRule:

@@ -24,8 +24,6 @@ from pipedream.planner.bisection.latest_start import latest_start_pipeline
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers.worker_line import WorkerLine
 
-__all__ = ["TOLERANCE", "Bisection"]
-
 TOLERANCE = 1e-6
 """Relative tolerance of the lower bound."""
 

@@ -12,8 +12,6 @@ from pipedream.planner.bisection.lower_bounds import RelaxedLine, StageCosts, pe
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers.worker_line import WorkerLine
 
-__all__ = ["PeriodNeeds", "StageNeeds"]
-
 
 @dataclass(frozen=True, eq=False)
 class StageNeeds:

@@ -11,8 +11,6 @@ from pipedream.planner.arrays import BoolArray, IntArray
 from pipedream.planner.bisection.feasibility import PeriodNeeds, StageNeeds
 from pipedream.planner.bisection.lower_bounds import period_s
 
-__all__ = ["PlacedStage", "latest_start_pipeline"]
-
 _TRIED = 128  # candidates to try at once, the most promising first
 _ROUNDS = 4
 

@@ -25,8 +25,6 @@ from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers.worker_line import SiteArrays, WorkerLine
 
-__all__ = ["RelaxedLine", "StageCosts", "period_s"]
-
 _AT_ONCE = 1 << 14  # stages at a time: several times faster if they stay in the cache
 
 

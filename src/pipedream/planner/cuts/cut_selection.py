@@ -16,8 +16,6 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.planner.cuts.downsets import Lattice, bit_indices, bool_rows
 
-__all__ = ["MOST_DOWNSETS", "heuristic_downsets", "min_cut_downset", "narrowest_cuts", "searched_downsets"]
-
 MOST_DOWNSETS = 1500
 """If a graph has more downsets than this, only some are searched (`heuristic_downsets`)."""
 

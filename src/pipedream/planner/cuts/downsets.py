@@ -20,8 +20,6 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.graph_txt import in_order
 from pipedream.planner.arrays import BoolArray, IntArray
 
-__all__ = ["Lattice", "bit_indices", "bool_rows"]
-
 
 @dataclass(frozen=True, eq=False)
 class Lattice:

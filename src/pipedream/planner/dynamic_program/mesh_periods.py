@@ -20,8 +20,6 @@ from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.dynamic_program.mesh_program import MeshProgram, MeshState
 from pipedream.planner.tables.mesh_space import MeshSite, StageChoice
 
-__all__ = ["MeshPeriods"]
-
 _FAR = 1e9  # more workers than any cluster has
 
 

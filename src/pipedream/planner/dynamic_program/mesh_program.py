@@ -30,8 +30,6 @@ from pipedream.planner.dynamic_program.recurrence import states_of_counts
 from pipedream.planner.tables.mesh_space import MeshSite, MeshSpace, StageChoice
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["MESH_PROGRAMS", "MeshProgram", "MeshState"]
-
 MESH_PROGRAMS = ("below", "exact", "above")
 
 _CACHE_BYTES = 2**29  # of costs that are kept for further states

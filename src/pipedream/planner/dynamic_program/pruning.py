@@ -18,8 +18,6 @@ from pipedream.planner.arrays import IntArray
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["fewest_workers", "prune_places"]
-
 _ENOUGH = 160  # with so few places the dynamic program takes a fraction of a second
 _MOST = 400  # places to keep if the space is not complete anyway
 _FIRST = 64  # places on which a first plan is searched

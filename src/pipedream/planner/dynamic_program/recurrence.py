@@ -37,19 +37,6 @@ from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers.worker_line import WorkerLine
 
-__all__ = [
-    "RECOMPUTE",
-    "DynamicProgram",
-    "Shortage",
-    "State",
-    "check_recompute",
-    "refuse",
-    "replicated_states",
-    "states_of_counts",
-    "straight_states",
-    "tie_break_key",
-]
-
 RECOMPUTE = ("never", "auto", "always")
 """Which stages keep only their input between forward and backward: none, those that would not fit otherwise, all."""
 

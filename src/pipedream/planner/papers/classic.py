@@ -24,8 +24,6 @@ from pipedream.planner.papers.classic_states import CutStates
 from pipedream.planner.tables.method_occupancy import VersionsRule, stash
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["Classic", "classic"]
-
 
 @dataclass(frozen=True)
 class Classic:

@@ -34,8 +34,6 @@ from pipedream.core.hardware.cluster import Level
 from pipedream.planner.arrays import FloatArray, IntArray, Seconds
 from pipedream.planner.papers.classic_states import CutStates
 
-__all__ = ["LevelTable", "alone_s", "solve"]
-
 _BLOCK = 96
 _LEAST_BLOCK = 24
 _MOST_ENTRIES = 1 << 27  # of a table, 8 bytes each: a gigabyte

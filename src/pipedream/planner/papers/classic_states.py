@@ -24,8 +24,6 @@ from pipedream.core.model.graph_txt import GraphText, in_order
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.cuts.downsets import bit_indices, bool_rows
 
-__all__ = ["MOST_STATES", "CutStates"]
-
 MOST_STATES = 4000
 """Graphs with more are refused: the search takes the square of their number in memory, and the cube in time."""
 

@@ -29,8 +29,6 @@ from pipedream.planner.search import plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["two_bw", "two_bw_s"]
-
 
 def two_bw_s(found: Plan, microbatches: int) -> float:
     """Returns the paper's seconds of a minibatch, t m(b), for a plan of equal replicas.

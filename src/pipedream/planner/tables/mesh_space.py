@@ -24,8 +24,6 @@ from pipedream.core.plan.site import Site
 from pipedream.planner.arrays import IntArray
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["MeshSite", "MeshSpace", "StageChoice"]
-
 
 class StageChoice(NamedTuple):
     """The layers between two places, on `replicas` workers of one mesh."""

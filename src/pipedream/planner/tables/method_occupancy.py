@@ -9,8 +9,6 @@ from functools import cached_property
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.occupancy import StageOccupancy
 
-__all__ = ["MethodOccupancy", "OccupancyRule", "VersionsRule", "stash"]
-
 VersionsRule = Callable[[int, int], int]
 """(minibatches in flight at a stage, its update delay) -> versions of its weights alive at once."""
 

@@ -32,8 +32,9 @@ from pipedream.core.plan.memory import (
     stage_bytes,
     stage_memory,
 )
-from pipedream.core.plan.plan import Plan, Stage
+from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.site import Site
+from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.tied import TiedWeights, least_sum_s
 from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.core.units import format_bytes
@@ -42,8 +43,6 @@ from pipedream.planner.cuts.cut_selection import searched_downsets
 from pipedream.planner.cuts.downsets import Lattice, bit_indices, bool_rows
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, OccupancyRule, VersionsRule, stash
 from pipedream.planner.tables.working_peaks import PlaceBytes, StagePeaks
-
-__all__ = ["SearchSpace"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,6 @@ import numpy as np
 from pipedream.core.model.profile import Profile
 from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place
 
-__all__ = ["PlaceBytes", "RangeMaximum", "StagePeaks"]
-
 
 class PlaceBytes(NamedTuple):
     """Bytes of all layers before each place, and bytes that cross a cut there."""

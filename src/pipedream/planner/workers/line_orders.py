@@ -13,8 +13,6 @@ from math import factorial, prod
 
 from pipedream.core.hardware.cluster import Cluster
 
-__all__ = ["LineOrders"]
-
 
 @dataclass(frozen=True)
 class LineOrders:

@@ -18,8 +18,6 @@ from pipedream.core.plan.cost import all_reduce_bytes
 from pipedream.core.plan.site import PortLoad, Site, busiest_ports
 from pipedream.planner.arrays import FloatArray, IntArray
 
-__all__ = ["SiteArrays", "WorkerLine"]
-
 
 @dataclass(frozen=True, eq=False)
 class SiteArrays:

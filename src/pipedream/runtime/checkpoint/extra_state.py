@@ -11,8 +11,6 @@ from torch import nn
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.data.tensor_json import from_json, to_json
 
-__all__ = ["extra_states_of", "keys_of", "modules_by_key", "set_extra_states"]
-
 _KEY = "_extra_state"
 
 

@@ -16,8 +16,6 @@ from pipedream.core.artifact import new_file, system_error
 from pipedream.core.errors import ArtifactError, CaptureError
 from pipedream.runtime.checkpoint.hugging_face import LazyTensors, under_model_names
 
-__all__ = ["fit_names", "open_weights", "save_weights"]
-
 
 def save_weights(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) -> None:
     """Writes a state dict atomically; raises an ArtifactError if it cannot be written."""

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["LazyTensors", "under_model_names"]
-
 
 class LazyTensors(Mapping[str, torch.Tensor]):
     """Tensors by name, each read when it is asked for; `_places` has the names. Looking for a name reads nothing."""

@@ -20,8 +20,6 @@ from torch import nn
 from pipedream.core.errors import CaptureError
 from pipedream.core.seeds import layer_seed
 
-__all__ = ["Slots", "materialise", "named_state"]
-
 _REMEDY = "build the model on the CPU, or start from a file of weights (weights=...)"
 
 

@@ -21,8 +21,6 @@ from uuid import uuid4
 from pipedream.core.errors import ArtifactError
 from pipedream.runtime.checkpoint.remote import RemotePath
 
-__all__ = ["FolderLock", "RemoteLock"]
-
 
 class FolderLock:
     """A folder's lock, held until `release` or the end of this process; makes the folder if needed.

@@ -17,8 +17,6 @@ from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.runtime.data.tensor_json import from_json, to_json
 from pipedream.runtime.update.optimizer import Optimizer
 
-__all__ = ["restore", "tensors_of", "to_saved_stage"]
-
 _OF_GROUPS = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas")
 """Attributes of torch's schedulers with one value for each parameter group."""
 

@@ -14,18 +14,6 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.placement import Placement
 from pipedream.runtime.checkpoint.initial_values import Slots, named_state
 
-__all__ = [
-    "allocate",
-    "collect",
-    "drop_foreign",
-    "load",
-    "share_initial",
-    "shared_names",
-    "stage_names",
-    "trained",
-    "unused_names",
-]
-
 
 def stage_names(graph: LayerGraph, first: int, last: int) -> list[str]:
     """Returns the parameters and buffers of layers first <= i < last, each once."""

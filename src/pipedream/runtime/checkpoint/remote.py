@@ -19,8 +19,6 @@ from typing import IO, Any, cast
 
 from pipedream.core.errors import ArtifactError, install_advice
 
-__all__ = ["AnyPath", "RemotePath", "any_path", "is_url"]
-
 
 class RemotePath:
     """A file or folder at a URL, with those methods of `pathlib.Path` that checkpoints need.

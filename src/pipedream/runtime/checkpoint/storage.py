@@ -65,29 +65,6 @@ from pipedream.runtime.checkpoint.lock import FolderLock, RemoteLock
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.process_group import broadcast_text, gather_texts
 
-__all__ = [
-    "MANIFEST",
-    "Share",
-    "Writer",
-    "absent_files",
-    "assemble",
-    "check_names",
-    "complete_checkpoints",
-    "empty_of",
-    "folder_name",
-    "gather_parts",
-    "minibatches_of",
-    "newest_checkpoint",
-    "newest_of_all",
-    "ranks_that_see",
-    "read_manifest",
-    "read_shared_manifest",
-    "read_shares",
-    "read_tensors",
-    "shares_of",
-    "verify_checkpoint",
-]
-
 MANIFEST = "checkpoint.json"
 """Name of the file that describes a checkpoint; a folder without it is not a checkpoint."""
 

@@ -15,19 +15,6 @@ import torch
 
 from pipedream.runtime.comm.message import Message
 
-__all__ = [
-    "Group",
-    "LocalChannel",
-    "LocalGroup",
-    "Pending",
-    "Receiver",
-    "RemoteReceiver",
-    "Sender",
-    "Waiting",
-    "drain",
-    "wait_for",
-]
-
 Result = TypeVar("Result")
 
 

@@ -36,8 +36,6 @@ from pipedream.runtime.comm.shared_memory import (
     SharedMemorySender,
 )
 
-__all__ = ["CONNECT_TIMEOUT_S", "Connections", "card_of", "connect_groups", "has_nccl", "ranks_of_workers"]
-
 CONNECT_TIMEOUT_S = 60.0
 """How long the ranks of a group may take to connect, once all ranks are there."""
 _NCCL_TIMEOUT = timedelta(days=30)  # a user may pause a run, as in a notebook; failures are found by the guard

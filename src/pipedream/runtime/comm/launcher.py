@@ -6,8 +6,6 @@ import os
 import re
 from dataclasses import dataclass
 
-__all__ = ["LOCAL_RANKS", "launcher", "read_launcher"]
-
 
 @dataclass(frozen=True)
 class _Variables:

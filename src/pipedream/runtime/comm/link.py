@@ -23,8 +23,6 @@ from pipedream.runtime.comm.distributed import DistributedReceiver, DistributedS
 from pipedream.runtime.comm.message import Message, MessageLayout, in_memory_order
 from pipedream.runtime.comm.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
-__all__ = ["LinkReceiver", "LinkSender", "ReceivingLink", "SendingLink"]
-
 _SENDER, _RECEIVER = 0, 1
 """Their ranks in the communicator."""
 

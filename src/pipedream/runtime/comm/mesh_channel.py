@@ -18,8 +18,6 @@ from pipedream.core.plan.mesh import Box, Mesh, Piece, box_of, pieces
 from pipedream.runtime.comm.channel import Receiver, RemoteReceiver, Sender
 from pipedream.runtime.comm.message import Message
 
-__all__ = ["MeshPair", "MeshReceiver", "MeshSender"]
-
 
 @dataclass(frozen=True)
 class MeshPair:

@@ -17,27 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "ENDS_EPOCH",
-    "FILLER",
-    "HEADER_BYTES",
-    "Content",
-    "Ending",
-    "Header",
-    "KnownLayouts",
-    "Message",
-    "MessageLayout",
-    "ReceivedLayouts",
-    "TensorSpec",
-    "aligned",
-    "copy_as_received",
-    "dimension_order",
-    "in_memory_order",
-    "restore_device",
-    "wait_for_copies",
-    "write",
-]
-
 ENDS_EPOCH = 1
 """Bit of the flags of a `DATA` message: its minibatch is the last of its epoch."""
 _ALIGNMENT = 64

@@ -19,25 +19,6 @@ from pipedream._version import __version__
 from pipedream.core.errors import PeerError, PlanError, is_broken_connection
 from pipedream.runtime.comm.launcher import LOCAL_RANKS, launcher, read_launcher
 
-__all__ = [
-    "JOIN_TIMEOUT_S",
-    "broadcast_text",
-    "check_same_on_all_ranks",
-    "check_same_software",
-    "from_rank_0",
-    "gather_texts",
-    "group_of",
-    "is_distributed",
-    "join_group",
-    "leave_group",
-    "machine_address",
-    "peers_may_end",
-    "process_device",
-    "run_on_rank_0",
-    "wait_for_all",
-    "world_group",
-]
-
 JOIN_TIMEOUT_S = 300.0
 """How long the ranks wait for each other; the slowest one may still import torch."""
 

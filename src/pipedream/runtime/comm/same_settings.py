@@ -25,8 +25,6 @@ from pipedream.core.errors import PlanError
 from pipedream.core.user_code import is_users_file, shortened
 from pipedream.runtime.comm.process_group import gather_texts
 
-__all__ = ["CALL", "check_same_settings", "describe_data", "describe_model", "describe_optimizer", "text_of"]
-
 CALL = "their call"
 """Name of the setting that says which call a rank makes."""
 

@@ -38,8 +38,6 @@ from pipedream.runtime.comm.message import (
 )
 from pipedream.runtime.comm.process_group import peers_may_end
 
-__all__ = ["MOST_UNREAD", "Listener", "MemoryPair", "SharedMemoryReceiver", "SharedMemorySender"]
-
 MOST_UNREAD = 256
 """Messages of a channel whose headers and slot numbers fit into the buffers of its socket."""
 _SOCKET_BYTES = 1 << 18

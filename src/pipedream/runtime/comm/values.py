@@ -33,8 +33,6 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["flatten", "map_tensors", "tensors_in", "to_device", "unflatten"]
-
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _CONTAINERS = (tuple, list, dict, UserDict)
 _LONGEST_KEPT = 1 << 14  # characters of a structure whose builder is kept

@@ -8,8 +8,6 @@ from typing import Any
 
 from pipedream.core.errors import PipelineError
 
-__all__ = ["AdaptBatch", "BatchAdapter"]
-
 AdaptBatch = Callable[[Any], tuple[Any, Any]]
 """Batch -> (inputs, targets): a `BatchAdapter`, or any function."""
 

@@ -15,8 +15,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm.values import flatten, map_tensors
 
-__all__ = ["BatchDim", "count_samples", "first_part", "known_samples", "split_batch", "split_minibatch"]
-
 BatchDim = int | Mapping[str | int, int | None]
 
 Leaf = tuple[Any, int | None]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pipedream.runtime.comm.message import Ending
 from pipedream.runtime.data.reader import Minibatch, MinibatchReader
 
-__all__ = ["Feed"]
-
 
 class Feed:
     """Minibatches that enter the pipeline at one worker.

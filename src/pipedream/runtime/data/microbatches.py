@@ -26,8 +26,6 @@ from pipedream.runtime.data.batches import BatchDim, split_minibatch
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.reader import Minibatch
 
-__all__ = ["LocalMicrobatches", "MeshMicrobatches", "Microbatches", "ReceivedMicrobatches"]
-
 
 class Microbatches(ABC):
     """Life: `begin` a stream; `take` each microbatch until the answer is an `Ending`; after a drain, `resume`."""

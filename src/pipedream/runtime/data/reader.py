@@ -22,18 +22,6 @@ from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.data.rng import DataOrder
 from pipedream.runtime.data.tensor_json import from_json, to_json
 
-__all__ = [
-    "EpochRange",
-    "IterableReader",
-    "LoaderReader",
-    "Minibatch",
-    "MinibatchReader",
-    "empty_epoch_error",
-    "set_epoch",
-    "shut_down_workers",
-    "tee",
-]
-
 _KEPT_STATES = 3
 _END = object()
 _OF_STORED: tuple[type, ...] = (type(iter([])), type(iter(())))

@@ -21,8 +21,6 @@ import torch
 from pipedream.core.errors import ArtifactError
 from pipedream.runtime.data.tensor_json import base64_of, bytes_of, from_json, to_json
 
-__all__ = ["DataOrder", "RngStates", "generators_of", "preserved_rng", "restore_rng", "saved_rng"]
-
 _GENERATORS = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
 
 

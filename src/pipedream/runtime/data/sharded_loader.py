@@ -24,8 +24,6 @@ from pipedream.runtime.data.reader import (
 )
 from pipedream.runtime.data.rng import DataOrder
 
-__all__ = ["ShardedLoader", "ShardedReader", "can_be_sharded"]
-
 _END = object()
 
 

@@ -26,8 +26,6 @@ from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderRead
 from pipedream.runtime.data.rng import DataOrder, generators_of
 from pipedream.runtime.data.sharded_loader import ShardedLoader, ShardedReader, can_be_sharded
 
-__all__ = ["DataSource"]
-
 
 class DataSource:
     """The data for the workers of one process.

@@ -10,8 +10,6 @@ import torch
 
 from pipedream.core.errors import PipelineError
 
-__all__ = ["base64_of", "bytes_of", "from_json", "to_json"]
-
 _TENSOR, _TUPLE, _BYTES = "__tensor__", "__tuple__", "__bytes__"
 
 

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Activity", "TaskDurations"]
-
 
 class TaskDurations:
     """How long tasks of one kind take."""

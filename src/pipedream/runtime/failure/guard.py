@@ -32,8 +32,6 @@ from pipedream.runtime.failure.process import RankProcess
 from pipedream.runtime.failure.stopped import watch_from_outside
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S, FailureDetector, Verdict
 
-__all__ = ["Guard", "guarded"]
-
 _LOOK_S = 0.1
 _GRACE_S = 3.0
 _HEARD_S = 3.0  # in which the others hear of a failure

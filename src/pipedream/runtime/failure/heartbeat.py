@@ -18,8 +18,6 @@ from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.process import RankProcess
 from pipedream.runtime.failure.verdict import RankStatus, Verdict
 
-__all__ = ["PERIOD_S", "Heartbeat"]
-
 PERIOD_S = 0.5
 _ANSWER = timedelta(seconds=2)
 _REPORT = "failure"

@@ -6,8 +6,6 @@ import signal
 import threading
 from typing import Any
 
-__all__ = ["Interrupts"]
-
 
 class Interrupts:
     """Records SIGINT instead of raising it; a second one raises KeyboardInterrupt unless `patient`.

@@ -35,8 +35,6 @@ from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.process import RankProcess, children
 from pipedream.runtime.failure.stopped import launcher_variable, watch_stopped
 
-__all__ = ["launch", "set_threads"]
-
 _ADDRESS = "127.0.0.1"
 _BACKEND = "pipedream-loopback"
 _AGENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -14,18 +14,6 @@ from pathlib import Path
 
 from pipedream.runtime.failure.process import is_running
 
-__all__ = [
-    "LOST_CONNECTION",
-    "RUN_ID_PREFIX",
-    "has_error",
-    "is_launched_here",
-    "read_error",
-    "read_place",
-    "read_verdict",
-    "write_error",
-    "write_place",
-]
-
 LOST_CONNECTION = "lost the connection to another worker, which left no message"
 """Of a worker that does not know more; the launcher may."""
 

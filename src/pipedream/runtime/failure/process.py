@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RankProcess", "children", "is_running", "is_stopped", "parent_of"]
-
 
 @dataclass(frozen=True)
 class RankProcess:

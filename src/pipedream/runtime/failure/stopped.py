@@ -22,8 +22,6 @@ from functools import cache
 from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.process import RankProcess, is_stopped, parent_of
 
-__all__ = ["LAUNCHER", "launcher_variable", "stay_with_launcher", "watch_from_outside", "watch_stopped"]
-
 LAUNCHER = "PIPEDREAM_LAUNCHER"
 """Variable of a worker with its launcher's process id and start time."""
 

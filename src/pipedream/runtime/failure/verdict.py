@@ -12,8 +12,6 @@ from typing import Any
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.process import RankProcess
 
-__all__ = ["SILENT_S", "STUCK_AFTER_S", "FailureDetector", "RankStatus", "Verdict"]
-
 SILENT_S = 6.0
 """A rank without a new status for this long has failed: twelve heartbeats. As much again remains of the 15 s in which a
 failed run must end."""

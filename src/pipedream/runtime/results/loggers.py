@@ -25,8 +25,6 @@ from typing import Any, Protocol, Self
 from pipedream.core.errors import PipelineError, RecipeError
 from pipedream.runtime.results.results import Done
 
-__all__ = ["CSVLogger", "Logger", "Loggers", "MLFlowLogger", "TensorBoardLogger", "WandbLogger", "loggers_of"]
-
 _SPEED_EVERY_S = 1.0
 
 

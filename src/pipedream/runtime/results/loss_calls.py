@@ -26,8 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-__all__ = ["Amounts", "LossCalls", "class_amount", "leaves_of"]
-
 _Arguments = Mapping[str, Any]
 _Amount = Callable[[], float]
 

@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, leaves_of
 from pipedream.runtime.results.losses import LossWeight, loss_of_output
 
-__all__ = ["probe_weight"]
-
 
 def probe_weight(
     evaluate: Callable[[Any], Any],

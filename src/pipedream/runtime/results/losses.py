@@ -24,8 +24,6 @@ from torch.nn import _reduction as _Reduction
 from pipedream.core.errors import PipelineError
 from pipedream.runtime.results.loss_calls import Amounts, LossCalls, class_amount
 
-__all__ = ["Loss", "LossWeight", "Metric", "is_torch_loss", "loss_of_output", "metric_scores"]
-
 Metric = Callable[[Any, Any], Any]
 """(output, batch) -> a mean over samples, or (sum, weight)."""
 

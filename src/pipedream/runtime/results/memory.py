@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["MemoryMeter", "Peak", "keep_freed_memory", "tensor_bytes"]
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _FIRST_OPS = 32  # whose peak does not count if there are more: modules are imported, kernels set up
 _FIRST_READS_S, _READING_SHARE = 0.01, 0.003  # what reading may take of a phase, in CPU time

@@ -13,8 +13,6 @@ import torch
 from pipedream.core.schedule.timeline import WORK, GradientVersions, Span
 from pipedream.runtime.results.memory import MemoryMeter, Peak
 
-__all__ = ["GpuMoment", "GpuTimer", "Moment", "Recorder"]
-
 _MOST_KEPT = 1 << 16
 """Spans, and gradient versions; the oldest are dropped first."""
 

@@ -21,8 +21,6 @@ from pipedream.runtime.comm.channel import Receiver, Sender, Waiting, wait_for
 from pipedream.runtime.comm.message import ENDS_EPOCH, Message
 from pipedream.runtime.comm.values import unflatten
 
-__all__ = ["NOT_FINITE_ADVICE", "Done", "MinibatchSums", "Output", "Results", "Score"]
-
 NOT_FINITE_ADVICE = (
     "lower the learning rate, clip the gradients (clip_grad_norm=...), check that minibatch's data, or continue "
     "regardless with on_nan='continue'"

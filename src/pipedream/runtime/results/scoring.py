@@ -16,8 +16,6 @@ from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.results.losses import Loss, Metric, metric_scores
 from pipedream.runtime.results.results import Results, Score
 
-__all__ = ["Scorer", "Targets", "needs_weights"]
-
 
 class Targets(NamedTuple):
     """What the loss is given besides the output.

@@ -14,8 +14,6 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import handle_torch_function, has_torch_function
 
-__all__ = ["auxiliary", "auxiliary_scale"]
-
 _scale = 1.0  # not a context variable: autograd runs a GPU's backwards on threads of its own, which would not see it
 
 

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from pipedream.core.plan.cost import FIRST_BUCKET_BYTES
-from pipedream.core.plan.plan import Stage
-
-__all__ = ["EmulatedOptimizer", "EmulatedStage", "emulated_batch", "emulated_model", "emulated_optimizer"]
+from pipedream.core.plan.stage import Stage
 
 _ITEM_BYTES = 4
 _MOST_PIECES = 32

@@ -15,8 +15,6 @@ from torch.overrides import has_torch_function
 
 from pipedream.core.seeds import layer_seed
 
-__all__ = ["LayerGenerators", "never_draws"]
-
 _NEVER_DRAW = frozenset(
     [
         *(nn.Linear, nn.Bilinear, nn.Identity, nn.Flatten, nn.Unflatten, nn.Embedding, nn.EmbeddingBag),

@@ -19,8 +19,6 @@ from pipedream.runtime.stage.velocity import add_velocity, check_velocity
 from pipedream.runtime.stage.versions import Versions, WeightSet
 from pipedream.runtime.update.optimizer import Optimizer
 
-__all__ = ["WeightPredictions"]
-
 
 class WeightPredictions:
     """The weight predictions of one stage.

@@ -31,8 +31,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 
-__all__ = ["ForwardFunction", "Recomputation", "without_graph"]
-
 
 class ForwardFunction(Protocol):
     """A stage's forward, from the received message to the next one; fills in the `SavedForward`."""

@@ -22,8 +22,6 @@ from pipedream.runtime.stage.recompute import ForwardFunction, without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
 
-__all__ = ["RemoteForward", "WeightPacket"]
-
 
 class WeightPacket:
     """The format in which a stage's tensors are sent, as uint8[n]; the module may be on the meta device."""

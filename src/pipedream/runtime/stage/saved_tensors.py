@@ -33,8 +33,6 @@ from pipedream.runtime.stage.versions import WeightSet
 from pipedream.sharding.at_rest import WithReferences
 from pipedream.sharding.parts import like_part, local_part, spec_of
 
-__all__ = ["SavedTensorHooks"]
-
 _PACKING = {"aten::_cudnn_rnn": -1}
 """Operations that copy their weights internally: name -> index of the output that is the copy."""
 

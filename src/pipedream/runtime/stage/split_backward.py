@@ -29,8 +29,6 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["Deferred", "saved_by", "split_backward"]
-
 _WHOLE = frozenset({"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"})
 
 _Gradients = tuple[torch.Tensor | None, ...]  # one for each output of a node

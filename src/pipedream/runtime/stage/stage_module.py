@@ -37,8 +37,6 @@ from pipedream.runtime.stage.split_backward import Deferred, split_backward
 from pipedream.runtime.stage.versions import WeightSet
 from pipedream.sharding.stage import StageSharding
 
-__all__ = ["SavedForward", "StageModule", "low_precision_weights"]
-
 # Layers whose weights autocast casts before each use (torch.amp's op lists). Norms and embeddings stay in full
 # precision.
 _CAST_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)

@@ -15,8 +15,6 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 
-__all__ = ["add_velocity", "check_velocity"]
-
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 

@@ -31,8 +31,6 @@ import torch
 
 from pipedream.core.errors import CaptureError
 
-__all__ = ["Versions", "WeightSet"]
-
 
 class WeightSet:
     """One version of a stage's weights.

@@ -20,8 +20,6 @@ from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
 
-__all__ = ["predicted_collectives", "without_data"]
-
 
 def without_data(message: Message) -> Message:
     """Returns a message with tensors on the meta device."""

@@ -21,8 +21,6 @@ from pipedream.core.errors import PlanError
 from pipedream.core.plan.cost import BUCKET_BYTES, FIRST_BUCKET_BYTES, GPU_BUCKET_BYTES
 from pipedream.runtime.comm.channel import Group, Pending, Waiting, wait_for
 
-__all__ = ["GradientAllReduce", "all_reduce_many", "buckets_of"]
-
 
 def buckets_of(
     handles: Sequence[torch.Tensor], first_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int | None = None

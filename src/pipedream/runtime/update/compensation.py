@@ -19,8 +19,6 @@ import torch
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import Compensation, ErrorFeedback, GapAware, OfVelocity
 
-__all__ = ["Compensator", "check_optimizer"]
-
 _COUPLED = (
     torch.optim.SGD,
     torch.optim.ASGD,

@@ -17,8 +17,6 @@ import torch
 
 from pipedream.core.errors import ScheduleError
 
-__all__ = ["LossScale", "LossScaleOptions"]
-
 _SKIPPED_IN_A_ROW = 8
 """Consecutive skipped updates after which a constant scale causes a warning."""
 

@@ -23,8 +23,6 @@ from pipedream.runtime.update.compensation import Compensator
 from pipedream.runtime.update.loss_scale import LossScale
 from pipedream.sharding.stage import StageSharding
 
-__all__ = ["Gradients", "Optimizer", "ReducedGradients"]
-
 
 class Gradients:
     """The gradients of the coming update, in the order of the handles.

@@ -21,8 +21,6 @@ from pipedream.core.plan.tied import TiedWeights
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import all_reduce_many
 
-__all__ = ["TiedGradientSum", "broadcast_tied", "copies_of_tied", "find_tied_weights"]
-
 
 def find_tied_weights(model: nn.Module, graph: LayerGraph, stages: Sequence[Stage]) -> tuple[TiedWeights, ...]:
     """Returns the trained weights that more than one stage holds, by the names that the graph's layers list.

@@ -17,8 +17,6 @@ from pipedream.schedules.asynchronous.pipedream import STASHING, stashing
 from pipedream.schedules.asynchronous.two_bw import double_buffered
 from pipedream.schedules.kit import VELOCITY, Method, MethodProperties, Plan, Schedule
 
-__all__ = ["METHODS", "ftpipe_ga", "ftpipe_msnag", "nesterov_async", "one_step_ef", "pb_lwp_sc", "pipedream_lr"]
-
 RESCHEDULED_FOR = 7_000
 """K of `pipedream_lr`, in updates: 7 times 1,000 in the code released with Nesterov-async."""
 

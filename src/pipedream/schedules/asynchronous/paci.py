@@ -29,8 +29,6 @@ from pipedream.schedules.kit import (
     with_backward_rule,
 )
 
-__all__ = ["METHODS", "paci"]
-
 
 def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
     """Returns PACI, at the plan's depth.

@@ -24,8 +24,6 @@ from pipedream.schedules.kit import (
     latest_weights,
 )
 
-__all__ = ["METHODS", "pb_lwp", "predicting"]
-
 
 def pb_lwp(
     plan: Plan,

@@ -24,8 +24,6 @@ from pipedream.schedules.kit import (
     warmup_forwards,
 )
 
-__all__ = ["METHODS", "STASHING", "pipedream", "pipedream_vertical_sync", "stashing"]
-
 STASHING = MethodProperties(
     flushes=False, same_updates=False, splits_minibatch=False, uses_depth=True, delays_updates=True
 )

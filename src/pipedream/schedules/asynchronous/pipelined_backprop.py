@@ -27,8 +27,6 @@ from pipedream.schedules.kit import (
     with_backward_rule,
 )
 
-__all__ = ["METHODS", "concurrent", "one_set", "pipelined_backprop"]
-
 
 def pipelined_backprop(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
     """Returns pipelined backpropagation: stage s is 2(p-1-s) updates late.

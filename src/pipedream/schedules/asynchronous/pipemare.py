@@ -32,8 +32,6 @@ from pipedream.schedules.kit import (
     with_backward_rule,
 )
 
-__all__ = ["METHODS", "pipemare"]
-
 
 def pipemare(
     plan: Plan,

@@ -24,8 +24,6 @@ from pipedream.schedules.kit import (
     with_backward_rule,
 )
 
-__all__ = ["METHODS", "pipeoptim"]
-
 
 def pipeoptim(
     plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph"

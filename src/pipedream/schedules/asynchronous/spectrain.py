@@ -25,8 +25,6 @@ from pipedream.schedules.kit import (
     with_backward_rule,
 )
 
-__all__ = ["METHODS", "spectrain", "spectrain_v2"]
-
 _PROPERTIES = MethodProperties(
     flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False, uses_depth=True
 )

@@ -44,8 +44,6 @@ from pipedream.schedules.kit import (
     with_backward_rule,
 )
 
-__all__ = ["METHODS", "nf1b", "timeprest", "v_timeprest"]
-
 
 def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
     """Returns TiMePReSt, with vertical sync but no horizontal stash: a microbatch's forwards read the version that it

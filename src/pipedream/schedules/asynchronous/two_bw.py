@@ -23,8 +23,6 @@ from pipedream.schedules.kit import (
     warmup_forwards,
 )
 
-__all__ = ["METHODS", "double_buffered", "pipedream_2bw"]
-
 
 def pipedream_2bw(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns PipeDream-2BW; by default as many microbatches as the input stage holds in flight.

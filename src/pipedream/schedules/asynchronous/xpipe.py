@@ -28,8 +28,6 @@ from pipedream.schedules.kit import (
     with_backward_rule,
 )
 
-__all__ = ["METHODS", "xpipe"]
-
 
 def xpipe(plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph") -> Schedule:
     """Returns XPipe, at the plan's depth; by default as many microbatches as the input stage holds in flight.

@@ -26,8 +26,6 @@ from pipedream.schedules.kit import (
     minibatch_by_minibatch,
 )
 
-__all__ = ["METHODS", "breadth_first"]
-
 
 def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns the breadth-first order, on a `looped` plan; by default m = 4 p, and with m < p workers wait."""

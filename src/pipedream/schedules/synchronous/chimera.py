@@ -31,8 +31,6 @@ from pipedream.schedules.kit import (
     update,
 )
 
-__all__ = ["METHODS", "both_directions", "chimera"]
-
 
 def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns Chimera, on a `mirrored` plan; m is a multiple of p, by default p."""

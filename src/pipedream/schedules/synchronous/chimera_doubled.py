@@ -28,8 +28,6 @@ from pipedream.schedules.kit import (
 )
 from pipedream.schedules.synchronous.chimera import both_directions
 
-__all__ = ["METHODS", "chimera_doubled"]
-
 
 def chimera_doubled(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns Chimera with forward doubling, on a `mirrored` plan; m is a multiple of 2p, by default 2p."""

@@ -33,8 +33,6 @@ from pipedream.schedules.kit import (
     wave,
 )
 
-__all__ = ["METHODS", "dualpipev"]
-
 
 def dualpipev(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns DualPipeV, on a `wave` of 2p stages; m is at least 2p, by default 4 p."""

@@ -27,8 +27,6 @@ from pipedream.schedules.kit import (
     one_stage_per_rank,
 )
 
-__all__ = ["METHODS", "gpipe"]
-
 
 def gpipe(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns GPipe; by default 4 microbatches per stage (m >= 4 p makes the bubble negligible)."""

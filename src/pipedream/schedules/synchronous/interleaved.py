@@ -26,8 +26,6 @@ from pipedream.schedules.kit import (
     minibatch_by_minibatch,
 )
 
-__all__ = ["METHODS", "interleaved_1f1b"]
-
 
 def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns interleaved 1F1B, on a `looped` plan; m is a multiple of p, by default 4 p."""

@@ -26,8 +26,6 @@ from pipedream.schedules.kit import (
     one_stage_per_rank,
 )
 
-__all__ = ["METHODS", "naive"]
-
 
 def naive(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns naive model parallelism; by default a minibatch is not split."""

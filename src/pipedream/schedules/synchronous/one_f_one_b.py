@@ -26,8 +26,6 @@ from pipedream.schedules.kit import (
     one_stage_per_rank,
 )
 
-__all__ = ["METHODS", "one_f_one_b"]
-
 
 def one_f_one_b(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns 1F1B with a flush, at the plan's depth; by default 4 microbatches per stage."""

@@ -29,8 +29,6 @@ from pipedream.schedules.kit import (
     one_stage_per_rank,
 )
 
-__all__ = ["METHODS", "zb_h1"]
-
 
 def zb_h1(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns ZB-H1, at the plan's depth; by default 4 microbatches per stage."""

@@ -33,8 +33,6 @@ from pipedream.schedules.kit import (
     raise_to_legal,
 )
 
-__all__ = ["METHODS", "zb_h2"]
-
 
 def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns ZB-H2, with twice the warm-up of the plan's depth; by default 4 microbatches per stage."""

@@ -32,8 +32,6 @@ from pipedream.schedules.kit import (
     wave,
 )
 
-__all__ = ["METHODS", "zbv"]
-
 
 def zbv(plan: Plan, microbatches: int | None = None) -> Schedule:
     """Returns ZB-V, on a `wave` of 2p stages; by default m = 4 p, and with m < 2p workers wait."""

@@ -13,8 +13,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.planner.dynamic_program.recurrence import tie_break_key
 from pipedream.planner.tables.search_space import SearchSpace
 
-__all__ = ["every_plan", "exhaustive", "fits", "peak_bytes", "ranked"]
-
 
 def every_plan(
     space: SearchSpace, *, orders: Iterable[tuple[int, ...]] = (), recompute: str = "never"
