@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from every_plan import ranked
+
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import SearchSpace
-from pipedream.planner.dynamic_program.oracle import ranked
 
 
 def best_plans(space: SearchSpace, **how: Any) -> tuple[Plan | None, Plan | None]:
@@ -14,7 +15,7 @@ def best_plans(space: SearchSpace, **how: Any) -> tuple[Plan | None, Plan | None
 
     Args:
         space: whose plans.
-        how: see `pipedream.planner.exhaustive.ranked`.
+        how: see `every_plan.ranked`.
     """
     plans = ranked(space, **how)
     fitting = (full for plan in plans if (full := space.with_bytes(plan)).overfull is None)

@@ -60,7 +60,7 @@ def periods(profile: Profile, cluster: Cluster, names: tuple[str, ...]) -> dict[
     """Returns the simulated seconds of every way that `choose` may take."""
     workers = cluster.workers
     equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
-    found = {}
+    seconds = {}
     for way in product(names, (1, 2, 4), ("any", "data-parallel", "1", *equal), ("noam", "auto"), (0, 1)):
         name, m, shape, depth, update_delay = way
         if m > profile.batch:
@@ -71,10 +71,10 @@ def periods(profile: Profile, cluster: Cluster, names: tuple[str, ...]) -> dict[
             )
             if update_delay and name not in ("pipedream", "pipedream_vertical_sync"):
                 continue
-            found[way] = score(plan).period_s
+            seconds[way] = score(plan).period_s
         except PipelineError:
             continue
-    return found
+    return seconds
 
 
 @pytest.mark.slow
@@ -92,16 +92,18 @@ def test_no_way_is_faster(
         with pytest.raises(PlanError, match="no method works"):
             planning.choose(profile, cluster, allow_asynchronous=allow_asynchronous)
         return
-    found = planning.choose(profile, cluster, allow_asynchronous=allow_asynchronous)
-    best = found.candidates[0]
+    comparison = planning.choose(profile, cluster, allow_asynchronous=allow_asynchronous)
+    best = comparison.candidates[0]
     assert best.period_s == pytest.approx(min(every.values()))
-    assert score(found.plan).period_s == best.period_s
-    assert (found.plan.schedule, found.plan.microbatches) == (best.schedule, best.microbatches)
-    assert memory is None or max(stage.peak_bytes for stage in found.plan.stages) <= memory
-    simulated = [one.period_s for one in found.candidates if one.period_s is not None]
+    assert score(comparison.plan).period_s == best.period_s
+    assert (comparison.plan.schedule, comparison.plan.microbatches) == (best.schedule, best.microbatches)
+    assert memory is None or max(stage.peak_bytes for stage in comparison.plan.stages) <= memory
+    simulated = [candidate.period_s for candidate in comparison.candidates if candidate.period_s is not None]
     assert min(simulated) == pytest.approx(simulated[0])
-    for one in found.candidates:
-        assert one.period_s is None or one.period_s >= one.bound_s * (1 - 1e-9), "a bound that is none"
+    for candidate in comparison.candidates:
+        assert candidate.period_s is None or candidate.period_s >= candidate.bound_s * (1 - 1e-9), (
+            "a bound that is none"
+        )
 
 
 def test_the_score_is_the_papers_bubble() -> None:
@@ -128,12 +130,12 @@ CHAIN = Profile.of_chain((LAYER,) * 6, batch=8)
 
 
 def test_a_late_method_is_taken_only_if_allowed() -> None:
-    one = pd.plan(CHAIN, Cluster.flat(3), schedule="auto")
+    plan = pd.plan(CHAIN, Cluster.flat(3), schedule="auto")
     two = pd.plan(CHAIN, Cluster.flat(3, 500.0), schedule="auto", allow_asynchronous=True)
-    assert schedules.build(one.schedule, one).flushes
+    assert schedules.build(plan.schedule, plan).flushes
     assert not schedules.build(two.schedule, two).flushes
     assert "learn differently" in two.note
-    assert "learn differently" not in one.note
+    assert "learn differently" not in plan.note
 
 
 def test_what_the_runtime_costs_makes_for_fewer_microbatches() -> None:
@@ -159,10 +161,10 @@ def test_memory_decides_between_methods() -> None:
 @pytest.mark.parametrize("rate", [1e-3, 300.0, 1000.0, 3000.0])
 def test_never_slower_than_one_worker(rate: float) -> None:
     """Minibatches of one sample cannot be split, and a flush leaves all workers but one idle."""
-    found = pd.plan(replace(CHAIN, batch=1), Cluster.flat(4, rate), schedule="auto")
-    assert score(found).period_s <= CHAIN.forward_s + CHAIN.backward_s + CHAIN.update_s + CHAIN.loss_s + 1e-9
-    assert found.workers == 1
-    assert "a minibatch of one sample cannot be split" in found.note
+    plan = pd.plan(replace(CHAIN, batch=1), Cluster.flat(4, rate), schedule="auto")
+    assert score(plan).period_s <= CHAIN.forward_s + CHAIN.backward_s + CHAIN.update_s + CHAIN.loss_s + 1e-9
+    assert plan.workers == 1
+    assert "a minibatch of one sample cannot be split" in plan.note
     assert "cannot be split" not in pd.plan(CHAIN, Cluster.flat(4, rate), schedule="auto").note
 
 
@@ -180,9 +182,9 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(tmp_path / "profile.json"), "--workers", "2", "--bandwidth", "500", "--schedule", "auto"]
     plan = tmp_path / "plan.json"
     assert cli.main([*command, "--json", "-o", str(plan)]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert (found["schedule"], found["microbatches"]) == ("1f1b", 8)
-    assert found["candidates"][0]["schedule"] == "1f1b"
+    output = json.loads(capfd.readouterr().out)
+    assert (output["schedule"], output["microbatches"]) == ("1f1b", 8)
+    assert output["candidates"][0]["schedule"] == "1f1b"
     assert cli.main([*command, "--explain"]) == 0
     printed = capfd.readouterr().out
     assert printed.startswith("verdict: use a straight pipeline of 2 stages with 1f1b: ")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from every_plan import fits
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
@@ -17,7 +18,6 @@ from pipedream.planner import DynamicProgram, SearchSpace, pipeline_search, plan
 from pipedream.planner.bisection.bisection import TOLERANCE, Bisection
 from pipedream.planner.bisection.feasibility import StageNeeds
 from pipedream.planner.bisection.lower_bounds import RelaxedLine, period_s
-from pipedream.planner.dynamic_program.oracle import fits
 from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, replicated_states
 from pipedream.planner.workers.worker_line import WorkerLine
 
@@ -47,7 +47,7 @@ def random_chain(draw: random.Random, layers: int) -> Profile:
 
 
 def random_space(draw: random.Random, cluster: Cluster) -> SearchSpace:
-    versions: Any = draw.choice([stash, lambda held, update_delay: 2, lambda held, update_delay: 1])
+    versions: Any = draw.choice([stash, lambda in_flight, update_delay: 2, lambda in_flight, update_delay: 1])
     profile = random_chain(draw, draw.randint(2, 14))
     return SearchSpace.of(
         profile, cluster, versions=versions, microbatches=draw.choice([1, 2]), update_delay=draw.choice([0, 1])
@@ -66,7 +66,7 @@ def both(draw: random.Random, cluster: Cluster, whole: bool) -> tuple[float, Any
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
 def test_is_optimal_on_one_level_without_latency(seed: int) -> None:
     draw = random.Random(seed)
-    found = refused = limited = 0
+    planned = refused = limited = 0
     for _ in range(25):
         memory = draw.choice([None, None, 10**8, 3 * 10**8, 10**9])
         cluster = Cluster.flat(draw.randint(2, 12), draw.choice([1e8, 1e9, 1e10]), 0.0, memory)
@@ -75,10 +75,10 @@ def test_is_optimal_on_one_level_without_latency(seed: int) -> None:
             refused += 1
             assert got is None
             continue
-        found += 1
+        planned += 1
         limited += memory is not None
         assert got.bound_s <= best <= got.slowest_stage_s <= best * (1 + 2 * TOLERANCE)
-    assert found > 10
+    assert planned > 10
     assert min(refused, limited) > 0
 
 
@@ -165,8 +165,8 @@ def test_many_layers_on_three_levels_in_seconds(count: int, widths: tuple[int, .
     rates = (1e11, 1e10, 2.5e9)
     cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=True)))
     start = time.process_time()
-    found = plan(Profile.of_chain(layers), cluster)
+    best = plan(Profile.of_chain(layers), cluster)
     assert time.process_time() - start < limit_s
-    assert found.workers <= cluster.workers
-    assert found.gap is not None
-    assert found.gap < 0.02
+    assert best.workers <= cluster.workers
+    assert best.gap is not None
+    assert best.gap < 0.02

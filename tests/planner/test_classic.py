@@ -45,7 +45,7 @@ def slow_cuts(graph: GraphText) -> dict[Cut, Cut]:
         return state | extra
 
     first = frozenset({next(i for i in nodes if all(b != i for _, b in edges))})
-    found, queue = {first: augmented(first)}, [first]
+    states, queue = {first: augmented(first)}, [first]
     for state in queue:
         for node in augmented(state):
             for target in {b for a, b in edges if a == node} - state:
@@ -53,10 +53,10 @@ def slow_cuts(graph: GraphText) -> dict[Cut, Cut]:
                     continue
                 moved = augmented(state) - {node} | {target}
                 after = frozenset(x for x in moved if not any(x in past(y) for y in moved))
-                if after not in found:
-                    found[after] = augmented(after)
+                if after not in states:
+                    states[after] = augmented(after)
                     queue.append(after)
-    return {state.union(*(past(node) for node in state)): crossing for state, crossing in found.items()}
+    return {state.union(*(past(node) for node in state)): crossing for state, crossing in states.items()}
 
 
 def slow_seconds(graph: GraphText, levels: tuple[Level, ...], order: list[Cut], *, straight: bool = False) -> float:
@@ -65,11 +65,11 @@ def slow_seconds(graph: GraphText, levels: tuple[Level, ...], order: list[Cut], 
     assert set(order) == set(cuts)
     count = len(order)
     total = [sum((graph.nodes[n].forward_ms + graph.nodes[n].backward_ms) / 1000 for n in cut) for cut in order]
-    held = [sum(graph.nodes[n].parameter_bytes for n in cut) for cut in order]
+    weight_bytes = [sum(graph.nodes[n].parameter_bytes for n in cut) for cut in order]
     sends = [sum(graph.nodes[n].output_bytes for n in cuts[cut]) for cut in order]
 
     def parameters(i: int, j: int) -> float:
-        return held[j] - (held[i - 1] if i else 0.0)
+        return weight_bytes[j] - (weight_bytes[i - 1] if i else 0.0)
 
     cost = {(i, j): total[j] - (total[i - 1] if i else 0.0) for i in range(count) for j in range(i, count)}
     below, last = 1, count - 1
@@ -120,9 +120,9 @@ def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[Leve
     states = CutStates.of(graph)
     order = runs(states)
     assert all(list(before) == [i for i in range(j) if order[i] < order[j]] for j, before in enumerate(states.before))
-    wanted = slow_seconds(graph, tuple(network), order, straight=straight)
-    found = solve(states, tuple(network), straight=straight)[-1].seconds(0, len(states) - 1, network[-1].width)
-    assert found == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+    expected = slow_seconds(graph, tuple(network), order, straight=straight)
+    seconds = solve(states, tuple(network), straight=straight)[-1].seconds(0, len(states) - 1, network[-1].width)
+    assert seconds == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("block", [1, 2])
@@ -147,16 +147,16 @@ def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[Level]) 
         with pytest.raises(PlanError, match="layers take no time"):
             planner.classic(graph, Cluster(tuple(network)))
         return
-    found = planner.classic(graph, Cluster(tuple(network)))
-    names = [name for stage in found.plan.stages for name in stage.names]
+    answer = planner.classic(graph, Cluster(tuple(network)))
+    names = [name for stage in answer.plan.stages for name in stage.names]
     layers = graph.profile().graph.layers
     assert sorted(names) == sorted(layer.name for layer in layers)
-    owner = {name: s for s, stage in enumerate(found.plan.stages) for name in stage.names}
+    owner = {name: s for s, stage in enumerate(answer.plan.stages) for name in stage.names}
     for a, b in graph.edges:
         ends = graph.nodes[a].name, graph.nodes[b].name
         assert ends[0] not in owner or owner[ends[0]] <= owner[ends[1]]
-    if "seconds are of no plan" not in found.plan.note:
-        assert found.plan.workers == math.prod(level.width for level in network)
+    if "seconds are of no plan" not in answer.plan.note:
+        assert answer.plan.workers == math.prod(level.width for level in network)
 
 
 @settings(max_examples=60)
@@ -165,17 +165,17 @@ def test_a_chain_takes_what_its_slowest_stage_takes(rows: list[tuple[int, int, i
     """On one level the plan's own stages, priced by the equations, give the predicted seconds."""
     costs = tuple(LayerProfile(a / 1e3, 0.0, b * 1000, c * 1000) for a, b, c in rows)
     level = network[0]
-    found = planner.classic(pd.Profile.of_chain(costs), Cluster((level,)))
-    stages, seconds, rate = found.plan.stages, [], level.bandwidth_bytes_per_s
+    answer = planner.classic(pd.Profile.of_chain(costs), Cluster((level,)))
+    stages, seconds, rate = answer.plan.stages, [], level.bandwidth_bytes_per_s
     for s, stage in enumerate(stages):
         r, sends = stage.replicas, [other.output_bytes for other in stages[max(s - 1, 0) : s + 1]]
         sync = 4 * (r - 1) * stage.parameter_bytes / (rate * r)
         charged = [] if s == 0 else sends[:-1] if s == len(stages) - 1 else sends  # the first sends for nothing
         waits = [2 * sent / (rate * r) for sent in charged]
         seconds.append(max((stage.forward_s + stage.backward_s + sync) / r, *waits, 0.0))
-    assert found.slowest_stage_s == pytest.approx(max(seconds), rel=1e-9)
-    assert found.one_worker_s == pytest.approx(sum(a for a, _, _ in rows) / 1e3)
-    assert found.data_parallel_s >= found.slowest_stage_s * (1 - 1e-12)
+    assert answer.slowest_stage_s == pytest.approx(max(seconds), rel=1e-9)
+    assert answer.one_worker_s == pytest.approx(sum(a for a, _, _ in rows) / 1e3)
+    assert answer.data_parallel_s >= answer.slowest_stage_s * (1 - 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ def test_published_answers(
     model: str, widths: tuple[int, ...], rates: tuple[float, ...], seconds: float, config: str | None
 ) -> None:
     graph = GraphText.load(published(model))
-    found = planner.classic(graph, Cluster(tuple(map(Level, widths, rates))))
-    assert found.slowest_stage_s == pytest.approx(seconds, abs=1e-9)
-    assert config in (None, found.plan.config)
-    assert found.plan.workers == math.prod(widths)
+    answer = planner.classic(graph, Cluster(tuple(map(Level, widths, rates))))
+    assert answer.slowest_stage_s == pytest.approx(seconds, abs=1e-9)
+    assert config in (None, answer.plan.config)
+    assert answer.plan.workers == math.prod(widths)
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,9 @@ def test_published_straight_answers(
     model: str, widths: tuple[int, ...], rates: tuple[float, ...], seconds: float
 ) -> None:
     graph = GraphText.load(published(model))
-    found = planner.classic(graph, Cluster(tuple(map(Level, widths, rates))), straight=True)
-    assert found.slowest_stage_s == pytest.approx(seconds, abs=1e-9)
-    assert found.plan.config == "-".join(["1"] * math.prod(widths))
+    answer = planner.classic(graph, Cluster(tuple(map(Level, widths, rates))), straight=True)
+    assert answer.slowest_stage_s == pytest.approx(seconds, abs=1e-9)
+    assert answer.plan.config == "-".join(["1"] * math.prod(widths))
 
 
 def test_a_straight_pipeline_has_a_layer_for_each_worker() -> None:
@@ -241,9 +241,9 @@ def test_replicated_pipelines_are_flattened_and_said() -> None:
     """Inside a machine two stages, and two machines that each hold the pipeline."""
     layer = LayerProfile(1.0, 1.0, output_bytes=10, parameter_bytes=1000)
     profile = pd.Profile.of_chain((layer, layer))
-    found = planning.classic(profile, Cluster((Level(2, 100.0), Level(2, 1e9))))
-    assert (found.plan.config, found.slowest_stage_s) == ("2-2", pytest.approx(1.000001, abs=1e-9))
-    assert "stages 0 to 1 are 2 pipelines side by side, written as replicas" in found.plan.note
+    answer = planning.classic(profile, Cluster((Level(2, 100.0), Level(2, 1e9))))
+    assert (answer.plan.config, answer.slowest_stage_s) == ("2-2", pytest.approx(1.000001, abs=1e-9))
+    assert "stages 0 to 1 are 2 pipelines side by side, written as replicas" in answer.plan.note
     alone = planning.classic(pd.Profile.of_chain((layer,)), Cluster((Level(2, 100.0), Level(2, 1e9)))).plan
     assert (alone.config, "side by side" in alone.note) == ("4", False)
 

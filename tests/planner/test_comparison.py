@@ -71,17 +71,17 @@ def clusters(draw: st.DrawFn) -> Cluster:
 def check_never_slower(profile: Profile, cluster: Cluster, schedule: str) -> None:
     """Compares the answer with what every request for a shape gives."""
 
-    def asked(**options: Any) -> float | None:
+    def planned_s(**options: Any) -> float | None:
         try:
             return score(pd.plan(profile, cluster, schedule=schedule, **options)).period_s
         except PipelineError:
             return None
 
-    found_s = asked()
+    found_s = planned_s()
     workers = cluster.workers
     equal = ["-".join([str(workers // stages)] * stages) for stages in range(2, workers + 1)]
-    rivals = {shape: asked(shape=shape) for shape in ("straight", "data-parallel", "1", "pipeline", *equal)}
-    rivals["search"] = asked(strategy="search")
+    rivals = {shape: planned_s(shape=shape) for shape in ("straight", "data-parallel", "1", "pipeline", *equal)}
+    rivals["search"] = planned_s(strategy="search")
     if found_s is None:
         assert not any(rivals.values())
         return
@@ -89,14 +89,17 @@ def check_never_slower(profile: Profile, cluster: Cluster, schedule: str) -> Non
     assert not slower, f"{found_s} s was chosen"
     compared = planning.choose(profile, cluster, schedule=schedule)
     assert compared.candidates[0].period_s == found_s
-    for one in compared.candidates:
-        assert one.period_s is None or found_s <= one.period_s * (1 + 1e-9)
-        assert one.period_s is None or one.bound_s <= one.period_s * (1 + 1e-9), "a bound that does not hold"
-        assert one.period_s or one.bound_s >= found_s or not one.config
+    for candidate in compared.candidates:
+        assert candidate.period_s is None or found_s <= candidate.period_s * (1 + 1e-9)
+        assert candidate.period_s is None or candidate.bound_s <= candidate.period_s * (1 + 1e-9), (
+            "a bound that does not hold"
+        )
+        assert candidate.period_s or candidate.bound_s >= found_s or not candidate.config
     everything = (*compared.candidates, *compared.references)
     for config in {"1", str(workers)}:
-        assert any(one.config == config and one.period_s for one in everything) or any(
-            one.why and not one.config and one.shape in ("1", "data-parallel", config) for one in everything
+        assert any(candidate.config == config and candidate.period_s for candidate in everything) or any(
+            candidate.why and not candidate.config and candidate.shape in ("1", "data-parallel", config)
+            for candidate in everything
         ), f"{config} is not in the list"
 
 
@@ -126,22 +129,22 @@ def test_auto_is_never_slower(profile: Profile, cluster: Cluster) -> None:
 
 def test_the_plan_with_the_fastest_stage_is_not_the_fastest() -> None:
     searched = pd.plan(DIGITS, EIGHT, strategy="search")
-    found = pd.plan(DIGITS, EIGHT)
-    assert searched.slowest_stage_s < found.slowest_stage_s
-    assert score(searched).period_s > 2 * score(found).period_s
-    assert found.config == "8"
-    assert found.bound_s == searched.bound_s
-    assert found.note.startswith("the fastest of ")
-    assert "the pipeline 4-4 takes" in found.note
+    plan = pd.plan(DIGITS, EIGHT)
+    assert searched.slowest_stage_s < plan.slowest_stage_s
+    assert score(searched).period_s > 2 * score(plan).period_s
+    assert plan.config == "8"
+    assert plan.bound_s == searched.bound_s
+    assert plan.note.startswith("the fastest of ")
+    assert "the pipeline 4-4 takes" in plan.note
 
 
 def test_each_row_has_its_samples_per_update() -> None:
     """PipeDream's replicas each train a minibatch of their own; a method that flushes divides one."""
     rows = {
-        (one.schedule, one.config): one.samples_per_update
-        for found in (planning.choose(DIGITS, FOUR, schedule=name) for name in ("pipedream", "1f1b"))
-        for one in (*found.candidates, *found.references)
-        if one.period_s is not None
+        (candidate.schedule, candidate.config): candidate.samples_per_update
+        for comparison in (planning.choose(DIGITS, FOUR, schedule=name) for name in ("pipedream", "1f1b"))
+        for candidate in (*comparison.candidates, *comparison.references)
+        if candidate.period_s is not None
     }
     assert (rows["pipedream", "4"], rows["pipedream", "1-2-1"], rows["pipedream", "1"]) == (4 * 32, 2 * 32, 32)
     assert {samples for (name, _), samples in rows.items() if name != "pipedream"} == {32}
@@ -150,25 +153,25 @@ def test_each_row_has_its_samples_per_update() -> None:
 
 def test_what_is_asked_is_compared_too() -> None:
     """A shape that is asked for is planned, and the verdict says what is faster."""
-    found = planning.choose(DIGITS, EIGHT, shape="straight", schedule="pipedream")
-    assert found.plan.config == "1-1-1-1-1-1-1-1"
-    assert [(one.schedule, one.config) for one in found.references] == [
+    comparison = planning.choose(DIGITS, EIGHT, shape="straight", schedule="pipedream")
+    assert comparison.plan.config == "1-1-1-1-1-1-1-1"
+    assert [(candidate.schedule, candidate.config) for candidate in comparison.references] == [
         ("pipedream", "8"),
         ("1f1b", "8"),
         ("pipedream", "1"),
     ]
-    assert found.verdict.startswith("use DDP on 8 workers: ")
-    assert "; a straight pipeline of 8 stages takes " in found.verdict
+    assert comparison.verdict.startswith("use DDP on 8 workers: ")
+    assert "; a straight pipeline of 8 stages takes " in comparison.verdict
 
 
 def test_a_larger_batch_is_no_reason_to_leave_the_asked_one() -> None:
     """With 128 samples per update data parallelism is faster than any way with 32, and is not named the best."""
-    found = planning.choose(DIGITS, FOUR, microbatches=8, names=("1f1b",))
-    assert {one.samples_per_update for one in found.candidates} == {32, None}
-    parallel = next(one for one in found.references if one.is_data_parallel)
-    assert parallel.period_s < found.candidates[0].period_s
-    assert found.verdict.startswith("use the pipeline 1-2-1 with 1f1b: ")
-    assert "(128 samples per update)" in found.verdict
+    comparison = planning.choose(DIGITS, FOUR, microbatches=8, names=("1f1b",))
+    assert {candidate.samples_per_update for candidate in comparison.candidates} == {32, None}
+    parallel = next(candidate for candidate in comparison.references if candidate.is_data_parallel)
+    assert parallel.period_s < comparison.candidates[0].period_s
+    assert comparison.verdict.startswith("use the pipeline 1-2-1 with 1f1b: ")
+    assert "(128 samples per update)" in comparison.verdict
 
 
 def test_one_worker_is_named() -> None:
@@ -179,10 +182,10 @@ def test_one_worker_is_named() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     heavy = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1000),) * 4, batch=8)
-    found = planning.choose(heavy, Cluster.flat(4, memory_bytes=7000), schedule="1f1b")
-    whys = {one.shape: one.why for one in found.references}
+    comparison = planning.choose(heavy, Cluster.flat(4, memory_bytes=7000), schedule="1f1b")
+    whys = {candidate.shape: candidate.why for candidate in comparison.references}
     assert "fits" in whys["data-parallel"]
-    assert "DDP on 4 workers: none of the data-parallel plans fits" in str(found)
+    assert "DDP on 4 workers: none of the data-parallel plans fits" in str(comparison)
     with pytest.raises(PlanError, match="none of the plans"):
         planning.choose(heavy, Cluster.flat(4, memory_bytes=1000), schedule="1f1b")
 
@@ -197,10 +200,10 @@ def test_the_first_line_is_the_verdict(tmp_path: Path, capfd: pytest.CaptureFixt
     assert head.split()[:2] == ["method", "plan"]
     assert "for comparison:" in rest
     assert cli.main([*command, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert (f"verdict: {found['verdict']}", found["samples_per_update"]) == (verdict, 256)
-    assert found["simulated_s"] == found["candidates"][0]["period_s"]
-    assert {row["samples_per_update"] for row in found["references"]} == {32}
+    output = json.loads(capfd.readouterr().out)
+    assert (f"verdict: {output['verdict']}", output["samples_per_update"]) == (verdict, 256)
+    assert output["simulated_s"] == output["candidates"][0]["period_s"]
+    assert {row["samples_per_update"] for row in output["references"]} == {32}
     assert cli.main([*command, "--strategy", "search"]) == 0
     searched = capfd.readouterr().out.splitlines()
     assert searched[0].startswith("verdict: use DDP on 8 workers: ")

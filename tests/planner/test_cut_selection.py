@@ -43,12 +43,12 @@ def test_none_between_is_crossed_by_fewer_bytes(seed: int) -> None:
         for low, high in product(downsets, downsets):
             if low & ~high:
                 continue
-            between = [held for held in downsets if not low & ~held and not held & ~high]
-            found = min_cut_downset(lattice, low, high, sizes)
-            least = min(crossing[held] for held in between)
-            assert crossing[found] == least
-            assert all(not found & ~held for held in between if crossing[held] == least)
-            several += least > 0 and len({crossing[held] for held in between}) > 2
+            between = [downset for downset in downsets if not low & ~downset and not downset & ~high]
+            narrowest = min_cut_downset(lattice, low, high, sizes)
+            least = min(crossing[downset] for downset in between)
+            assert crossing[narrowest] == least
+            assert all(not narrowest & ~downset for downset in between if crossing[downset] == least)
+            several += least > 0 and len({crossing[downset] for downset in between}) > 2
     assert several
 
 
@@ -59,16 +59,16 @@ def test_narrowest_cuts_are_nested(graph: LayerGraph, data: st.DataObject, count
     costs = data.draw(st.lists(st.integers(1, 9).map(float), min_size=layers, max_size=layers))
     lattice = Lattice.of(graph)
     downsets = lattice.downsets(1 << layers) or []
-    found = narrowest_cuts(lattice, costs, sizes, count)
-    assert set(found) <= set(downsets)
-    assert all(not before & ~behind for before, behind in pairwise(found))
+    cuts = narrowest_cuts(lattice, costs, sizes, count)
+    assert set(cuts) <= set(downsets)
+    assert all(not before & ~behind for before, behind in pairwise(cuts))
     if count == 1:
-        assert found == [0]  # nothing crosses before the first layer
-    done = {held: sum(costs[i] for i in bit_indices(held)) / sum(costs) * count for held in downsets}
+        assert cuts == [0]  # nothing crosses before the first layer
+    done = {downset: sum(costs[i] for i in bit_indices(downset)) / sum(costs) * count for downset in downsets}
     expected = set()
     for share in range(count):
-        low = reduce(and_, (held for held in downsets if done[held] >= share - 1e-9))
-        high = reduce(or_, (held for held in downsets if done[held] <= share + 1 + 1e-9))
+        low = reduce(and_, (downset for downset in downsets if done[downset] >= share - 1e-9))
+        high = reduce(or_, (downset for downset in downsets if done[downset] <= share + 1 + 1e-9))
         if not low & ~high:
             expected.add(min_cut_downset(lattice, low, high, sizes))
-    assert set(found) == expected
+    assert set(cuts) == expected

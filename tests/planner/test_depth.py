@@ -46,9 +46,9 @@ def test_depth_is_applied_and_memory_checked_again() -> None:
 
 def test_auto_is_full_where_there_is_room_and_between_where_there_is_not() -> None:
     roomy, tight = Cluster.flat(4, 100.0), Cluster.flat(4, 100.0, memory_bytes=8_000)
-    found = plan(FOUR, roomy, shape="straight", in_flight="auto")
+    best = plan(FOUR, roomy, shape="straight", in_flight="auto")
     full = plan(FOUR, roomy, shape="straight", in_flight="full")
-    assert (found.depth_mode, found.in_flight, found.stages) == ("auto", full.in_flight, full.stages)
+    assert (best.depth_mode, best.in_flight, best.stages) == ("auto", full.in_flight, full.stages)
     # A version and activations are 1100 bytes for each in flight, beside gradients and messages.
     assert plan(FOUR, tight, shape="straight", in_flight="auto").in_flight == (5, 3, 2, 1)
     least = max(stage.peak_bytes for stage in plan(FOUR, roomy, shape="straight").stages)
@@ -97,15 +97,15 @@ def test_auto_is_legal_and_as_deep_as_fits(case: tuple[SearchSpace, tuple[int, .
         with pytest.raises(PlanError, match="at depth noam stage"):
             space.at_depth(base, "auto")
         return
-    found, full = space.at_depth(base, "auto"), base.with_depth("full")
-    assert all(a <= b <= c for a, b, c in zip(low.in_flight, found.in_flight, full.in_flight, strict=True))
-    depth.check_in_flight(found.in_flight, counts, found.update_delay)
+    deep, full = space.at_depth(base, "auto"), base.with_depth("full")
+    assert all(a <= b <= c for a, b, c in zip(low.in_flight, deep.in_flight, full.in_flight, strict=True))
+    depth.check_in_flight(deep.in_flight, counts, deep.update_delay)
     limit = space.cluster.memory_bytes or 0
-    assert max(stage.peak_bytes for stage in found.stages) <= limit
+    assert max(stage.peak_bytes for stage in deep.stages) <= limit
     try:
-        assert space.at_depth(base, "full").in_flight == found.in_flight, "full fits"
+        assert space.at_depth(base, "full").in_flight == deep.in_flight, "full fits"
     except PlanError:
-        assert found.in_flight != full.in_flight
+        assert deep.in_flight != full.in_flight
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])

@@ -24,23 +24,23 @@ def graphs(draw: st.DrawFn) -> LayerGraph:
 
 def every_downset(graph: LayerGraph) -> set[int]:
     """All subsets, tried by definition."""
-    found = set()
+    downsets = set()
     for row in product([False, True], repeat=len(graph.layers)):
         runs = all(row[a] or not row[b] for a, b in graph.edges)
         if runs and all(len({row[i] for i in group}) == 1 for group in graph.ties):
-            found.add(sum(1 << i for i, inside in enumerate(row) if inside))
-    return found
+            downsets.add(sum(1 << i for i, inside in enumerate(row) if inside))
+    return downsets
 
 
 @given(graphs())
 def test_downsets_are_all_that_there_are(graph: LayerGraph) -> None:
     lattice = Lattice.of(graph)
     expected = every_downset(graph)
-    found = lattice.downsets(len(expected))
-    assert found is not None
-    assert len(found) == len(expected)
-    assert set(found) == expected
-    assert [held.bit_count() for held in found] == sorted(held.bit_count() for held in found)
+    downsets = lattice.downsets(len(expected))
+    assert downsets is not None
+    assert len(downsets) == len(expected)
+    assert set(downsets) == expected
+    assert [downset.bit_count() for downset in downsets] == sorted(downset.bit_count() for downset in downsets)
     assert lattice.downsets(len(expected) - 1) is None
     assert lattice.is_chain == (len(expected) == len(lattice.groups) + 1)
 
@@ -48,25 +48,25 @@ def test_downsets_are_all_that_there_are(graph: LayerGraph) -> None:
 @given(graphs(), st.data())
 def test_what_crosses_counts_once(graph: LayerGraph, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 10**15), min_size=len(graph.layers), max_size=len(graph.layers)))
-    found = sorted(every_downset(graph))
+    downsets = sorted(every_downset(graph))
     expected = [
         sum(
             size
             for i, size in enumerate(sizes)
-            if any(a == i and held >> a & 1 > held >> b & 1 for a, b in graph.edges)
+            if any(a == i and downset >> a & 1 > downset >> b & 1 for a, b in graph.edges)
         )
-        for held in found
+        for downset in downsets
     ]
-    assert Lattice.of(graph).crossing_bytes(found, sizes).tolist() == expected
+    assert Lattice.of(graph).crossing_bytes(downsets, sizes).tolist() == expected
 
 
 @given(graphs(), st.integers(0, 5))
 def test_prefixes_are_one_order(graph: LayerGraph, seed: int) -> None:
     lattice = Lattice.of(graph)
-    found = lattice.prefixes(lambda g: g * seed % 7)
-    assert set(found) <= every_downset(graph)
-    assert (found[0], found[-1]) == (0, lattice.everything)
-    steps = [behind & ~before for before, behind in pairwise(found)]
+    prefixes = lattice.prefixes(lambda g: g * seed % 7)
+    assert set(prefixes) <= every_downset(graph)
+    assert (prefixes[0], prefixes[-1]) == (0, lattice.everything)
+    steps = [behind & ~before for before, behind in pairwise(prefixes)]
     assert sorted(steps) == sorted(lattice.groups)
 
 
@@ -83,11 +83,11 @@ def test_free_layers_run_as_soon_as_they_can(graph: LayerGraph, data: st.DataObj
     left = lattice.downsets(len(everything), free)
     assert left is not None
     sends = dict(zip(everything, lattice.crossing_bytes(everything, sizes).tolist(), strict=True))
-    nearest = {held: min((n for n in left if not held & ~n), key=int.bit_count) for held in everything}
-    for held, instead in nearest.items():
-        assert [i for i in bit_indices(instead & ~held) if costs[i]] == []
-        assert sends[instead] <= sends[held]
-        assert all(not instead & ~nearest[more] for more in everything if not held & ~more)
+    nearest = {downset: min((n for n in left if not downset & ~n), key=int.bit_count) for downset in everything}
+    for downset, instead in nearest.items():
+        assert [i for i in bit_indices(instead & ~downset) if costs[i]] == []
+        assert sends[instead] <= sends[downset]
+        assert all(not instead & ~nearest[more] for more in everything if not downset & ~more)
 
 
 @pytest.mark.parametrize("count", [1, 2, 2000])

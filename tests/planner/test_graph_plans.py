@@ -74,18 +74,18 @@ def least_period(profile: Profile, cluster: Cluster) -> float:
     inside = np.array(downsets)
     best = np.full((cluster.workers + 1, len(downsets)), np.inf)
     best[:, -1] = 0.0
-    i, j = (one.ravel() for one in np.indices((len(downsets),) * 2))
+    i, j = (index.ravel() for index in np.indices((len(downsets),) * 2))
     forms = (~inside[i] | inside[j]).all(axis=1) & (i != j)
     i, j = i[forms], j[forms]
     between = inside[j] & ~inside[i]
-    held = between @ np.array([layer.parameter_bytes for layer in layers])
-    summed_s = np.zeros(len(held))
-    for one in profile.tied:
-        members = between[:, one.layers]
-        held = held + one.parameter_bytes * (members.any(axis=1) & ~between[:, one.layers[0]])
+    weights = between @ np.array([layer.parameter_bytes for layer in layers])
+    summed_s = np.zeros(len(weights))
+    for tied in profile.tied:
+        members = between[:, tied.layers]
+        weights = weights + tied.parameter_bytes * (members.any(axis=1) & ~between[:, tied.layers[0]])
         # At least two holders: two messages there and back, each of half of the bytes.
-        least_s = 2 * (cluster.latency_s + one.parameter_bytes / 2 / cluster.bandwidth_bytes_per_s)
-        summed_s = summed_s + one.trained * least_s * (members.any(axis=1) & ~members.all(axis=1))
+        least_s = 2 * (cluster.latency_s + tied.parameter_bytes / 2 / cluster.bandwidth_bytes_per_s)
+        summed_s = summed_s + tied.trained * least_s * (members.any(axis=1) & ~members.all(axis=1))
     costs = [
         Site.of(
             Cluster.flat(r + 2, cluster.bandwidth_bytes_per_s, cluster.latency_s), range(1, r + 1), 0, r + 1
@@ -93,7 +93,7 @@ def least_period(profile: Profile, cluster: Cluster) -> float:
             between @ np.array([layer.forward_s for layer in layers]),
             between @ np.array([layer.backward_s + loss for layer, loss in zip(layers, losses, strict=True)]),
             summed_s,
-            held,
+            weights,
             np.where(i == 0, 0, np.array(crossing)[i]),
             np.where(j == len(downsets) - 1, 0, np.array(crossing)[j]),
         )
@@ -105,11 +105,11 @@ def least_period(profile: Profile, cluster: Cluster) -> float:
     return float(best[-1][0])
 
 
-def check_stages(found: Plan, profile: Profile) -> None:
+def check_stages(plan: Plan, profile: Profile) -> None:
     """Stages hold each layer once, and nothing reads what runs in a later one."""
-    names = [name for stage in found.stages for name in stage.names]
+    names = [name for stage in plan.stages for name in stage.names]
     assert sorted(names) == sorted(layer.name for layer in profile.graph.layers)
-    owner = {name: s for s, stage in enumerate(found.stages) for name in stage.names}
+    owner = {name: s for s, stage in enumerate(plan.stages) for name in stage.names}
     place = {name: i for i, name in enumerate(names)}
     layers = profile.graph.layers
     for a, b in profile.graph.edges:
@@ -117,7 +117,7 @@ def check_stages(found: Plan, profile: Profile) -> None:
         assert place[layers[a].name] < place[layers[b].name]
     for group in profile.graph.ties:
         assert len({owner[layers[i].name] for i in group}) == 1
-    for stage in found.stages:
+    for stage in plan.stages:
         assert tuple(names[stage.first : stage.last]) == stage.names
 
 
@@ -132,25 +132,25 @@ def test_tied_parameters_count_in_each_of_their_stages(seed: int) -> None:
             continue
         profile = with_tied(draw, profile).parted()
         cluster = Cluster.flat(draw.randint(2, 4), draw.choice([0.3, 4.0, 64.0, 1e9]), draw.choice([0.0, 0.5]))
-        found = plan(profile, cluster, shape=draw.choice(["any", "pipeline"]))
+        best = plan(profile, cluster, shape=draw.choice(["any", "pipeline"]))
         least_s = least_period(profile, cluster)
-        assert found.slowest_stage_s >= least_s * (1 - 1e-12)
-        if found.note.startswith("fastest predicted among"):
-            assert found.slowest_stage_s == pytest.approx(least_s, rel=1e-12)
-        first = {name: s for s, stage in enumerate(found.stages) for name in stage.names}
+        assert best.slowest_stage_s >= least_s * (1 - 1e-12)
+        if best.note.startswith("fastest predicted among"):
+            assert best.slowest_stage_s == pytest.approx(least_s, rel=1e-12)
+        first = {name: s for s, stage in enumerate(best.stages) for name in stage.names}
         names = [layer.name for layer in profile.graph.layers]
-        sizes = [0] * len(found.stages)
+        sizes = [0] * len(best.stages)
         for name, layer in zip(names, profile.layers, strict=True):
             sizes[first[name]] += layer.parameter_bytes
-        holders = [sorted({first[names[i]] for i in one.layers}) for one in profile.tied]
-        for one, stages in zip(profile.tied, holders, strict=True):
-            for s in set(stages) - {first[names[one.layers[0]]]}:
-                sizes[s] += one.parameter_bytes
-        assert [stage.parameter_bytes for stage in found.stages] == sizes
+        holders = [sorted({first[names[i]] for i in tied.layers}) for tied in profile.tied]
+        for tied, stages in zip(profile.tied, holders, strict=True):
+            for s in set(stages) - {first[names[tied.layers[0]]]}:
+                sizes[s] += tied.parameter_bytes
+        assert [stage.parameter_bytes for stage in best.stages] == sizes
         rows = zip(profile.tied, holders, strict=True)
-        wanted = [(one.names, tuple(stages)) for one, stages in rows if one.trained and len(stages) > 1]
-        assert [(one.names, one.stages) for one in found.tied] == wanted
-        parted += bool(wanted)
+        expected = [(tied.names, tuple(stages)) for tied, stages in rows if tied.trained and len(stages) > 1]
+        assert [(tied.names, tied.stages) for tied in best.tied] == expected
+        parted += bool(expected)
     assert parted > 5
 
 
@@ -162,11 +162,11 @@ def test_equals_every_chain_of_downsets(seed: int) -> None:
     for _ in range(100):
         profile = random_graph(draw)
         cluster = Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]), draw.choice([0.0, 0.5]))
-        found = plan(profile, cluster)
-        assert found.slowest_stage_s == least_period(profile, cluster)
-        assert found.bound_s == found.slowest_stage_s
-        check_stages(found, profile)
-        wide += not {stage.first for stage in found.stages[1:]} <= set(profile.graph.cuts())
+        best = plan(profile, cluster)
+        assert best.slowest_stage_s == least_period(profile, cluster)
+        assert best.bound_s == best.slowest_stage_s
+        check_stages(best, profile)
+        wide += not {stage.first for stage in best.stages[1:]} <= set(profile.graph.cuts())
     assert wide > 5
 
 
@@ -179,16 +179,16 @@ def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.Monke
     for _ in range(100):
         profile = random_graph(draw)
         cluster = Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]))
-        found = plan(profile, cluster)
+        planned = plan(profile, cluster)
         least = least_period(profile, cluster)
-        assert found.bound_s <= least <= found.slowest_stage_s
-        check_stages(found, profile)
-        words = "optimal" if found.bound_s == found.slowest_stage_s else "of a proven bound"
-        if "cuts were tried" in found.note:
-            assert words in found.note
+        assert planned.bound_s <= least <= planned.slowest_stage_s
+        check_stages(planned, profile)
+        words = "optimal" if planned.bound_s == planned.slowest_stage_s else "of a proven bound"
+        if "cuts were tried" in planned.note:
+            assert words in planned.note
             told += 1
-        several += len(found.stages) > 1
-        best += found.slowest_stage_s == least
+        several += len(planned.stages) > 1
+        best += planned.slowest_stage_s == least
     assert several > 20
     assert best > 60
     assert told > 20
@@ -218,13 +218,13 @@ def test_memory_is_kept() -> None:
         if best is None or least is None:
             continue
         try:
-            found = plan(profile, space.cluster)
+            planned = plan(profile, space.cluster)
         except PlanError:
             assert best != least
             continue
-        assert max(stage.peak_bytes for stage in found.stages) <= (space.cluster.memory_bytes or 0)
-        assert found.bound_s <= best.slowest_stage_s <= found.slowest_stage_s
+        assert max(stage.peak_bytes for stage in planned.stages) <= (space.cluster.memory_bytes or 0)
+        assert planned.bound_s <= best.slowest_stage_s <= planned.slowest_stage_s
         if best == least:
-            assert found.slowest_stage_s == best.slowest_stage_s
-        limited += found.slowest_stage_s > plan(profile, Cluster.flat(3, 4.0)).slowest_stage_s
+            assert planned.slowest_stage_s == best.slowest_stage_s
+        limited += planned.slowest_stage_s > plan(profile, Cluster.flat(3, 4.0)).slowest_stage_s
     assert limited > 2

@@ -13,7 +13,7 @@ from drawn import meshed_cluster, meshed_profile
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.ranks import profile_of_rank
-from pipedream.planner import MeshSearch, MeshSpace, SearchSpace, StageChoice, fits_on_ranks, mesh_search, plan
+from pipedream.planner import MeshSearch, MeshSpace, SearchSpace, StageChoice, fits_rank_memory, mesh_search, plan
 from pipedream.planner.dynamic_program.mesh_periods import MeshPeriods
 from pipedream.planner.dynamic_program.mesh_program import MESH_PROGRAMS, MeshProgram
 
@@ -36,23 +36,23 @@ def every_choice(space: MeshSpace, recompute: str = "never") -> Iterator[tuple[S
 
 
 def lies(space: MeshSpace, choices: tuple[StageChoice, ...]) -> bool:
-    first = space.cluster.workers - sum(one.ranks for one in choices)
-    for one in choices:
-        if space.site_at(first, one.replicas, one.mesh) is None:
+    first = space.cluster.workers - sum(choice.ranks for choice in choices)
+    for choice in choices:
+        if space.site_at(first, choice.replicas, choice.mesh) is None:
             return False
-        first += one.ranks
+        first += choice.ranks
     return True
 
 
 def exhaustive_s(space: MeshSpace, *, single: bool, all_ranks: bool, recompute: str) -> float:
     """The seconds of the best plan; infinite if none fits."""
-    found = float("inf")
+    least_s = float("inf")
     for choices in every_choice(space, recompute):
-        used = sum(one.ranks for one in choices)
-        asked = (len(choices) > 1 or single) and (used == space.cluster.workers or not all_ranks)
-        if asked and lies(space, choices) and fits_on_ranks(space, choices):
-            found = min(found, space.plan_of(choices).slowest_stage_s)
-    return found
+        used = sum(choice.ranks for choice in choices)
+        is_allowed = (len(choices) > 1 or single) and (used == space.cluster.workers or not all_ranks)
+        if is_allowed and lies(space, choices) and fits_rank_memory(space, choices):
+            least_s = min(least_s, space.plan_of(choices).slowest_stage_s)
+    return least_s
 
 
 SEEDS = [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 200))]
@@ -72,20 +72,20 @@ def test_equals_exhaustive_search(seed: int) -> None:
     best_s = exhaustive_s(space, single=single, all_ranks=all_ranks, recompute=recompute)
     options = {"all_ranks": all_ranks, "allow_single_stage": single, "recompute": recompute}
     programs = [MeshProgram(space, how, **options) for how in MESH_PROGRAMS]  # type: ignore[arg-type]
-    below, exact, above = (float("inf") if (one := program.best()) is None else one[0] for program in programs)
+    below, exact, above = (float("inf") if (best := program.best()) is None else best[0] for program in programs)
     assert exact == pytest.approx(best_s)
     assert below <= best_s * (1 + 1e-9)
     assert above >= best_s * (1 - 1e-9)
     if best_s < float("inf"):
         answer = programs[1].best()
         assert answer is not None
-        assert fits_on_ranks(space, answer[1])
+        assert fits_rank_memory(space, answer[1])
         assert space.plan_of(answer[1]).slowest_stage_s == pytest.approx(best_s)
         search = MeshSearch.of(profile, cluster, meshes, recompute=recompute, all_ranks=all_ranks,
                                update_delay=space.update_delay)  # fmt: skip
-        found = search._search(search.space, "any" if single else "pipeline")
-        assert found.slowest_stage_s == pytest.approx(best_s), "without the meshes that others beat"
-        assert found.ranks == cluster.workers or not all_ranks
+        plan = search._search(search.space, "any" if single else "pipeline")
+        assert plan.slowest_stage_s == pytest.approx(best_s), "without the meshes that others beat"
+        assert plan.ranks == cluster.workers or not all_ranks
 
 
 @pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 200))])
@@ -97,18 +97,18 @@ def test_no_single_mesh_is_faster(seed: int) -> None:
     meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks if Mesh(rank.mesh).size <= cluster.workers)]
     by_hand = []
     for mesh in meshes:
-        own = profile_of_rank(profile, mesh, cluster) if mesh.dimensions else profile
+        of_rank = profile_of_rank(profile, mesh, cluster) if mesh.dimensions else profile
         try:
-            by_hand.append(plan(own, cluster.of_meshes(mesh.size)).slowest_stage_s)
+            by_hand.append(plan(of_rank, cluster.of_meshes(mesh.size)).slowest_stage_s)
         except PlanError:
             continue
     try:
-        found = MeshSearch.of(profile, cluster, meshes).best("any")
+        fastest = MeshSearch.of(profile, cluster, meshes).best("any")
     except PlanError:
         assert not by_hand
         return
-    assert found.slowest_stage_s <= min(by_hand, default=float("inf")) * (1 + 1e-9)
-    assert found.overfull is None
+    assert fastest.slowest_stage_s <= min(by_hand, default=float("inf")) * (1 + 1e-9)
+    assert fastest.overfull is None
 
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 120))])
@@ -122,14 +122,14 @@ def test_large_searches_are_bounded(seed: int, monkeypatch: pytest.MonkeyPatch) 
     search = MeshSearch.of(profile, cluster, meshes, recompute=recompute, all_ranks=all_ranks)
     best_s = exhaustive_s(search.space, single=True, all_ranks=all_ranks, recompute=recompute)
     try:
-        found = search._search(search.space, "any")
+        plan = search._search(search.space, "any")
     except PlanError:
         assert best_s == float("inf")
         return
-    assert fits_on_ranks(search.space, search.space.choices_of(found))
-    assert found.bound_s <= best_s * (1 + 1e-9)
-    assert found.slowest_stage_s >= best_s * (1 - 1e-9)
-    assert found.ranks == cluster.workers or not all_ranks
+    assert fits_rank_memory(search.space, search.space.choices_of(plan))
+    assert plan.bound_s <= best_s * (1 + 1e-9)
+    assert plan.slowest_stage_s >= best_s * (1 - 1e-9)
+    assert plan.ranks == cluster.workers or not all_ranks
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -150,6 +150,6 @@ def test_a_period_is_kept_if_a_plan_can(seed: int) -> None:
         return
     choices = periods.within(best[0] * (1 + 1e-9))
     assert choices is not None
-    assert fits_on_ranks(space, choices)
+    assert fits_rank_memory(space, choices)
     assert space.plan_of(choices).slowest_stage_s == pytest.approx(best[0])
     assert best[0] == 0 or periods.within(best[0] * (1 - 1e-9)) is None

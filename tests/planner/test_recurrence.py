@@ -8,10 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from every_plan import every_plan, exhaustive
+from every_plan import every_plan, exhaustive, peak_bytes
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from pipedream.planner.dynamic_program.oracle import peak_bytes
 
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
@@ -25,8 +24,8 @@ from pipedream.planner.dynamic_program.recurrence import State, replicated_state
 
 RULES: dict[str, VersionsRule] = {
     "stash": stash,
-    "double_buffer": lambda held, update_delay: 2,
-    "flush": lambda held, update_delay: 1,
+    "double_buffer": lambda in_flight, update_delay: 2,
+    "flush": lambda in_flight, update_delay: 1,
 }
 
 
@@ -129,7 +128,7 @@ def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[S
 def test_equals_exhaustive_search(seed: int) -> None:
     """In value and in plan, ties included, over 4,000 chains, 200 of them in the default run."""
     draw = random.Random(seed)
-    found = refused = several = 0
+    planned = refused = several = 0
     for _ in range(200):
         profile, cluster = random_profile(draw, most=6), random_cluster(draw, workers=draw.randint(1, 5))
         versions, microbatches = draw.choice(list(RULES.values())), draw.choice([1, 2, 3])
@@ -144,11 +143,11 @@ def test_equals_exhaustive_search(seed: int) -> None:
             refused += 1
             assert pipelines.best() is None
             continue
-        found += 1
+        planned += 1
         several += max(best.replicas) > 1 and len(best.stages) > 1
         assert pipelines.best() == best
         assert min(pipelines.periods.values()) == best.slowest_stage_s
-    assert found > 60
+    assert planned > 60
     assert refused > 20
     assert several > 5
 
@@ -160,10 +159,10 @@ def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
         space = SearchSpace.of(
             random_profile(draw, most=5), Cluster.flat(4), microbatches=2, update_delay=draw.choice([0, 1])
         )
-        needs = {one: peak_bytes(space, one) for one in every_plan(space)}
+        needs = {candidate: peak_bytes(space, candidate) for candidate in every_plan(space)}
         assert DynamicProgram(space, replicated_states(4)).least_bytes == min(needs.values())
-        for stages in range(1, max(len(one.stages) for one in needs) + 1):
-            of_these = [need for one, need in needs.items() if one.replicas == (1,) * stages]
+        for stages in range(1, max(len(candidate.stages) for candidate in needs) + 1):
+            of_these = [need for candidate, need in needs.items() if candidate.replicas == (1,) * stages]
             assert of_stages(space, stages).least_bytes == min(of_these)
 
 
@@ -174,26 +173,26 @@ def test_many_workers_are_planned_in_seconds() -> None:
         LayerProfile(draw.random(), draw.random(), draw.randrange(10**7), draw.randrange(10**8)) for _ in range(200)
     ]
     start = time.process_time()
-    found = plan(Profile.of_chain(tuple(layers)), Cluster.flat(64, 1e9, 1e-5))
+    best = plan(Profile.of_chain(tuple(layers)), Cluster.flat(64, 1e9, 1e-5))
     assert time.process_time() - start < 30
-    assert found.workers <= 64
-    assert max(found.replicas) > 1
+    assert best.workers <= 64
+    assert max(best.replicas) > 1
 
 
 @given(chains(), st.integers(1, 5), st.floats(1.0, 1e12))
 def test_period_is_the_bottleneck_and_respects_its_bounds(profile: Profile, stages: int, bandwidth: float) -> None:
     assume(stages <= len(profile.layers))
-    found = straight(profile, Cluster.flat(5, bandwidth), stages=stages)
+    best = straight(profile, Cluster.flat(5, bandwidth), stages=stages)
     total = profile.forward_s + profile.backward_s + profile.loss_s
     total += profile.update_s if profile.parameter_bytes else 0.0
     largest = max(layer.forward_s + layer.backward_s for layer in profile.layers)
-    period = found.slowest_stage_s
+    period = best.slowest_stage_s
     assert period >= total / stages * (1 - 1e-12)
     assert period >= largest * (1 - 1e-12)
-    sent = [0, *(stage.output_bytes for stage in found.stages[:-1]), 0]
+    sent = [0, *(stage.output_bytes for stage in best.stages[:-1]), 0]
     ports = [(before + behind) / bandwidth for before, behind in pairwise(sent)]  # of one worker: what comes, what goes
-    assert period == pytest.approx(max(*(stage.compute_s for stage in found.stages), *ports), rel=1e-12)
-    assert sum(stage.compute_s for stage in found.stages) == pytest.approx(total)
+    assert period == pytest.approx(max(*(stage.compute_s for stage in best.stages), *ports), rel=1e-12)
+    assert sum(stage.compute_s for stage in best.stages) == pytest.approx(total)
 
 
 @given(chains(), st.integers(1, 5), st.floats(1.0, 1e12), st.floats(1.0, 100.0), st.floats(0.0, 1.0))
@@ -217,18 +216,18 @@ def test_memory_limit_is_obeyed_to_the_byte(profile: Profile, stages: int, share
         with pytest.raises(PlanError, match=rf"\({least} bytes\)"):
             straight(profile, cluster, stages=stages, versions=RULES[rule])
         return
-    found = straight(profile, cluster, stages=stages, versions=RULES[rule])
-    assert max(stage.peak_bytes for stage in found.stages) <= limit
+    best = straight(profile, cluster, stages=stages, versions=RULES[rule])
+    assert max(stage.peak_bytes for stage in best.stages) <= limit
     unlimited = of_stages(free, stages).best()
     assert unlimited is not None
-    assert found.slowest_stage_s >= unlimited.slowest_stage_s
+    assert best.slowest_stage_s >= unlimited.slowest_stage_s
 
 
 @given(chains(), st.integers(1, 5))
 def test_json_round_trip(profile: Profile, stages: int) -> None:
     assume(stages <= len(profile.layers))
-    found = straight(profile, Cluster.flat(5, memory_bytes=10**15), stages=stages)
-    assert Plan.from_json(found.to_json()) == found
+    best = straight(profile, Cluster.flat(5, memory_bytes=10**15), stages=stages)
+    assert Plan.from_json(best.to_json()) == best
 
 
 def _chain(*rows: tuple[float, int]) -> Profile:

@@ -60,10 +60,10 @@ def test_takes_the_fastest_of_all(
         return
     if best != least:  # a search does not know which messages are in the way
         return
-    found = plan(profile, cluster, microbatches=microbatches)
-    assert (found.stages, found.in_flight, found.depth_mode) == (best.stages, best.in_flight, "noam")
-    assert Plan.from_json(found.to_json()) == found
-    assert "\n" not in found.note
+    planned = plan(profile, cluster, microbatches=microbatches)
+    assert (planned.stages, planned.in_flight, planned.depth_mode) == (best.stages, best.in_flight, "noam")
+    assert Plan.from_json(planned.to_json()) == planned
+    assert "\n" not in planned.note
 
 
 @given(chains(), st.integers(2, 6), st.sampled_from([0.1, 1.0, 10.0]), st.integers(20, 200))
@@ -73,10 +73,10 @@ def test_never_loses_to_replicas_alike_where_memory_is_short(
     cluster = Cluster.flat(workers, bandwidth, 0.0, memory)
     for stages in (count for count in range(2, workers + 1) if workers % count == 0 and count <= len(profile.layers)):
         try:
-            asked = plan(profile, cluster, shape=(workers // stages,) * stages)
+            equal = plan(profile, cluster, shape=(workers // stages,) * stages)
         except PlanError:
             continue
-        assert plan(profile, cluster).slowest_stage_s <= asked.slowest_stage_s * (1 + 1e-9)
+        assert plan(profile, cluster).slowest_stage_s <= equal.slowest_stage_s * (1 + 1e-9)
     try:
         whole = plan(profile, cluster, all_workers=True)
     except PlanError:
@@ -131,10 +131,10 @@ def test_one_worker_when_links_are_useless() -> None:
 def test_a_stage_with_few_weights_is_replicated() -> None:
     """The paper's finding: replicate what computes, and keep what holds the weights on one worker."""
     rows = (LayerProfile(2.0, 4.0, 10, 1000, 100), LayerProfile(1.0, 2.0, 10, 100_000, 100))
-    found = plan(Profile.of_chain(rows), Cluster.flat(3, 10_000.0))
-    assert (found.config, found.in_flight) == ("2-1", (2, 1))
-    assert found.slowest_stage_s == pytest.approx((6.0 + 2 * 1000 / 2 / 10_000) / 2)
-    assert found.note.endswith(
+    best = plan(Profile.of_chain(rows), Cluster.flat(3, 10_000.0))
+    assert (best.config, best.in_flight) == ("2-1", (2, 1))
+    assert best.slowest_stage_s == pytest.approx((6.0 + 2 * 1000 / 2 / 10_000) / 2)
+    assert best.note.endswith(
         "data parallelism on 3 workers is predicted at 7.49 s per minibatch; one worker is predicted at 9.00 s per "
         "minibatch; a straight pipeline of 2 stages is predicted at 6.00 s per minibatch"
     )
@@ -144,9 +144,9 @@ def test_a_model_that_cannot_be_cut() -> None:
     graph = LayerGraph.chain((Layer("a", "L"), Layer("b", "L")), ties=((0, 1),))
     profile = Profile("tied", graph, (LAYER,) * 2, batch=1)
     for shape in ("any", "pipeline"):
-        found = plan(profile, Cluster.flat(2), shape=shape)
-        assert (found.config, len(found.stages)) == ("2", 1)
-        assert found.note == (
+        best = plan(profile, Cluster.flat(2), shape=shape)
+        assert (best.config, len(best.stages)) == ("2", 1)
+        assert best.note == (
             "the model cannot be cut; fastest of its plans of one stage; one worker is predicted at 6.00 s per "
             f"minibatch; {profile.ties_in_words()}"
         )
@@ -172,11 +172,11 @@ def test_kinds_can_be_forced() -> None:
 @pytest.mark.parametrize("shape", ["3-1", (3, 1), [3, 1]])
 def test_counts_can_be_forced(shape: Any) -> None:
     cluster = Cluster.flat(5, 1e9)
-    found = plan(EIGHT, cluster, shape=shape)
+    forced = plan(EIGHT, cluster, shape=shape)
     space = SearchSpace.of(EIGHT, cluster)
-    best = exhaustive(space, lambda one: one.replicas == (3, 1))
-    assert (found.config, found.stages) == ("3-1", space.with_bytes(best).stages)
-    assert found.note.startswith("optimal among plans 3-1; data parallelism on 5 workers is predicted at ")
+    best = exhaustive(space, lambda plan: plan.replicas == (3, 1))
+    assert (forced.config, forced.stages) == ("3-1", space.with_bytes(best).stages)
+    assert forced.note.startswith("optimal among plans 3-1; data parallelism on 5 workers is predicted at ")
     assert plan(EIGHT, cluster, shape="4").config == "4"
 
 
@@ -190,13 +190,13 @@ def test_no_worker_is_left_without_work_if_asked(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", [*SHAPES, "2-1"])
 def test_a_lag_is_for_replicated_stages_of_pipelines(shape: str) -> None:
-    found = plan(EIGHT, Cluster.flat(3, 1e9), shape=shape, update_delay=1)
-    many = len(found.stages) > 1
-    assert found.update_delay == tuple(int(many and stage.replicas > 1) for stage in found.stages)
-    assert Plan.from_json(found.to_json()) == found
+    best = plan(EIGHT, Cluster.flat(3, 1e9), shape=shape, update_delay=1)
+    many = len(best.stages) > 1
+    assert best.update_delay == tuple(int(many and stage.replicas > 1) for stage in best.stages)
+    assert Plan.from_json(best.to_json()) == best
     without = plan(EIGHT, Cluster.flat(3, 1e9), shape=shape)
     assert without.update_delay == (0,) * len(without.stages)
-    for stage, update_delay, before in zip(found.stages, found.update_delay, without.stages, strict=True):
+    for stage, update_delay, before in zip(best.stages, best.update_delay, without.stages, strict=True):
         assert stage.memory.stash_bytes == before.memory.stash_bytes + update_delay * stage.parameter_bytes
 
 
@@ -224,11 +224,11 @@ def test_refuses_shapes_and_lags(options: dict[str, Any], says: str) -> None:
 
 def test_memory_drives_from_data_parallelism_to_a_pipeline() -> None:
     cluster = Cluster.flat(4, 1e9, memory_bytes=15_000)
-    found = plan(EIGHT, cluster, versions=lambda held, update_delay: 1)
-    assert found.config == "1-1-1-1"
-    assert "data parallelism on 4 workers does not fit the memory" in found.note
+    best = plan(EIGHT, cluster, versions=lambda in_flight, update_delay: 1)
+    assert best.config == "1-1-1-1"
+    assert "data parallelism on 4 workers does not fit the memory" in best.note
     with pytest.raises(PlanError, match=r"none of the data-parallel plans fits: .* 23\.1 kB .* a worker has 15\.0 kB"):
-        plan(EIGHT, cluster, versions=lambda held, update_delay: 1, shape="data-parallel")
+        plan(EIGHT, cluster, versions=lambda in_flight, update_delay: 1, shape="data-parallel")
 
 
 def test_fewer_versions_and_more_microbatches_need_less() -> None:
@@ -236,11 +236,11 @@ def test_fewer_versions_and_more_microbatches_need_less() -> None:
     microbatches before."""
     heavy = Profile.of_chain((LayerProfile(1.0, 1.0, 8, 1000, 4000),) * 4)
     peaks = [
-        max(stage.peak_bytes for stage in plan(heavy, Cluster.flat(4), shape="straight", **asked).stages)
-        for asked in (
+        max(stage.peak_bytes for stage in plan(heavy, Cluster.flat(4), shape="straight", **options).stages)
+        for options in (
             {},
-            {"versions": lambda held, update_delay: 2},
-            {"versions": lambda held, update_delay: 2, "microbatches": 4},
+            {"versions": lambda in_flight, update_delay: 2},
+            {"versions": lambda in_flight, update_delay: 2, "microbatches": 4},
         )
     ]
     assert peaks == [4 * 1000 + 4 * 4000 + 3 * 8, 2 * 1000 + 4 * 4000 + 3 * 8, 3 * 1000 + 4 * 1000 + 3 * 2]

@@ -86,12 +86,12 @@ def test_stages_add_up_to_the_model(
     profile = Profile.of_chain(tuple(layers), update_s=update_s, optimizer_bytes=optimizer_bytes, loss_s=loss_s)
     cuts = tuple(sorted(data.draw(st.sets(st.integers(1, len(layers) - 1)))))
     stages = manual_plan(profile, Cluster.flat(12), cuts).stages
-    held = profile.parameter_bytes > 0
+    has_weights = profile.parameter_bytes > 0
     assert sum(stage.forward_s for stage in stages) == pytest.approx(profile.forward_s)
     assert sum(stage.backward_s for stage in stages) == pytest.approx(profile.backward_s + loss_s)
-    assert sum(stage.update_s for stage in stages) == pytest.approx(update_s if held else 0.0)
+    assert sum(stage.update_s for stage in stages) == pytest.approx(update_s if has_weights else 0.0)
     assert sum(stage.parameter_bytes for stage in stages) == profile.parameter_bytes
-    assert sum(stage.optimizer_bytes for stage in stages) == (optimizer_bytes if held else 0)
+    assert sum(stage.optimizer_bytes for stage in stages) == (optimizer_bytes if has_weights else 0)
     for s, (stage, (first, last)) in enumerate(zip(stages, pairwise((0, *cuts, len(layers))), strict=True)):
         inside = layers[first:last]
         in_flight = len(stages) - s
@@ -144,7 +144,7 @@ def test_versions_are_copied_where_one_is_still_read() -> None:
 
     assert copies() == [(1.0 + 2.0, 2.0), (3.0, 0.0)]
     assert copies(update_delay=1) == [(1.0 + 2.0, 2.0), (3.0 + 6.0, 6.0)]
-    assert copies(versions=lambda held, update_delay: 1) == [(1.0, 0.0), (3.0, 0.0)]
+    assert copies(versions=lambda in_flight, update_delay: 1) == [(1.0, 0.0), (3.0, 0.0)]
     assert copies(in_flight=(1, 1)) == [(1.0, 0.0), (3.0, 0.0)]
     assert [stage.copy_s for stage in single_stage_plan(copied, cluster, replicas=3).stages] == [0.0]
 

@@ -94,9 +94,9 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     CHAIN.save(tmp_path / "profile.json")
     command = ["plan", str(tmp_path / "profile.json"), "--workers", "4", "--bandwidth", "20", "--strategy"]
     assert cli.main([*command, "2bw", "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert (found["config"], found["schedule"]) == ("2-2", "pipedream_2bw")
-    assert "PipeDream-2BW's planner" in found["note"]
+    output = json.loads(capfd.readouterr().out)
+    assert (output["config"], output["schedule"]) == ("2-2", "pipedream_2bw")
+    assert "PipeDream-2BW's planner" in output["note"]
     assert cli.main([*command, "3bw"]) == 2
     assert "write simulate, search or 2bw" in capfd.readouterr().err
     assert cli.main([*command, "2bw", "--straight"]) == 2
@@ -107,5 +107,5 @@ def test_counts_of_stages_that_a_graph_cannot_have_are_skipped() -> None:
     """Two layers side by side allow at most two stages, though they have three cuts and an end."""
     graph = LayerGraph((Layer("a", "Linear"), Layer("b", "Linear")), ())
     profile = Profile("net", graph, (LAYER,) * 2, batch=12)
-    found = two_bw(profile, Cluster.flat(3, 1e9), lambda m: occupancy_of("pipedream_2bw", m))
-    assert len(found.stages) == 1
+    best = two_bw(profile, Cluster.flat(3, 1e9), lambda m: occupancy_of("pipedream_2bw", m))
+    assert len(best.stages) == 1

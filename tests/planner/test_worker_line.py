@@ -82,15 +82,15 @@ def random_chain(draw: random.Random, most: int = 5) -> Profile:
 
 def through_the_tree(cluster: Cluster) -> list[tuple[int, ...]]:
     """All orders, found by trying: those that leave no component and come back to it."""
-    found = []
+    sites = []
     for order in permutations(range(cluster.workers)):
         for level in range(1, len(cluster.levels)):
             row = [cluster.component(level, worker) for worker in order]
             if sum(a != b for a, b in pairwise(row)) != len(set(row)) - 1:
                 break
         else:
-            found.append(order)
-    return found
+            sites.append(order)
+    return sites
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
@@ -107,10 +107,10 @@ def test_equals_exhaustive_search_over_levels_often(seed: int) -> None:
 
 
 def check_against_every_plan(draw: random.Random, chains: int) -> None:
-    found = refused = several = unlike = redone = crowded = 0
+    planned = refused = several = unlike = redone = crowded = 0
     for _ in range(chains):
         profile, cluster = random_chain(draw, most=4), random_tree(draw)
-        versions: Any = draw.choice([stash, lambda held, update_delay: 2, lambda held, update_delay: 1])
+        versions: Any = draw.choice([stash, lambda in_flight, update_delay: 2, lambda in_flight, update_delay: 1])
         options: dict[str, Any] = {
             "microbatches": draw.choice([1, 2]),
             "versions": versions,
@@ -144,11 +144,11 @@ def check_against_every_plan(draw: random.Random, chains: int) -> None:
             continue
         assert replace(got, note="", bound_s=0.0) == best
         assert got.bound_s == got.slowest_stage_s
-        found += 1
+        planned += 1
         several += max(got.replicas) > 1 and len(got.stages) > 1
         unlike += bool(cluster.kinds)
         redone += recompute == "auto" and any(stage.recompute for stage in got.stages)
-    assert found > chains // 4
+    assert planned > chains // 4
     assert refused + several + unlike + redone > chains // 4
     assert crowded < chains // 4
 
@@ -189,11 +189,11 @@ def test_sites_of_a_line_are_those_of_its_workers(seed: int) -> None:
 
 def test_orders_are_told_up_to_symmetry() -> None:
     def count(cluster: Cluster, most: int = 1000) -> tuple[int, str]:
-        found = LineOrders.of(cluster, most)
-        assert found.orders[0] == tuple(range(cluster.workers))
-        assert len(set(found.orders)) == len(found.orders)
-        assert all(sorted(order) == list(range(cluster.workers)) for order in found.orders)
-        return len(found.orders), found.kind
+        orders = LineOrders.of(cluster, most)
+        assert orders.orders[0] == tuple(range(cluster.workers))
+        assert len(set(orders.orders)) == len(orders.orders)
+        assert all(sorted(order) == list(range(cluster.workers)) for order in orders.orders)
+        return len(orders.orders), orders.kind
 
     fast, slow = Workers(2, "fast", 2.0), Workers(2, "slow")
     assert count(Cluster((Level(4, 1.0), Level(4, 1.0)))) == (1, "")
@@ -211,27 +211,27 @@ def test_a_large_worker_takes_what_needs_memory() -> None:
     """Stage 0 holds the most in flight, so the one large worker goes there, wherever it stands in the cluster."""
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 10, 1000, 1000),) * 3)
     cluster = Cluster((Level(3, 1e9),), kinds=(Workers(2, "small", memory_bytes=5_500), Workers(1, "large")))
-    found = plan(profile, cluster, shape="straight")
-    assert found.order == (2, 0, 1)
-    assert found.slowest_stage_s == 3.0
-    assert "in any of 3 orders of those that differ" in found.note
+    best = plan(profile, cluster, shape="straight")
+    assert best.order == (2, 0, 1)
+    assert best.slowest_stage_s == 3.0
+    assert "in any of 3 orders of those that differ" in best.note
 
 
 def test_a_fast_worker_takes_more_layers() -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1),) * 6)
     cluster = Cluster((Level(2, 1e9),), kinds=(Workers(1, "slow"), Workers(1, "fast", 2.0)))
-    found = plan(profile, cluster, shape="straight")
-    assert sorted(stage.last - stage.first for stage in found.stages) == [2, 4]
-    assert found.slowest_stage_s == 4.0
+    best = plan(profile, cluster, shape="straight")
+    assert sorted(stage.last - stage.first for stage in best.stages) == [2, 4]
+    assert best.slowest_stage_s == 4.0
 
 
 def test_weights_are_summed_inside_machines() -> None:
     """Four workers on two machines whose link is slow: one stage each, and its sum does not leave it."""
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 10**6),) * 2)
     cluster = Cluster((Level(2, 1e9), Level(2, 1e5)))
-    found = plan(profile, cluster)
-    assert found.config == "2-2"
-    assert found.slowest_stage_s == pytest.approx(1.5, rel=0.01)
+    best = plan(profile, cluster)
+    assert best.config == "2-2"
+    assert best.slowest_stage_s == pytest.approx(1.5, rel=0.01)
 
 
 def test_recomputation_where_memory_is_short() -> None:
@@ -239,11 +239,11 @@ def test_recomputation_where_memory_is_short() -> None:
     tight = Cluster.flat(2, 1e9, memory_bytes=3_000)
     with pytest.raises(PlanError, match="none of the straight pipelines of 2 stages fits"):
         plan(profile, tight, shape="straight")
-    found = plan(profile, tight, shape="straight", recompute="auto")
-    assert [stage.recompute for stage in found.stages] == [True, False]
+    best = plan(profile, tight, shape="straight", recompute="auto")
+    assert [stage.recompute for stage in best.stages] == [True, False]
     # Of two in flight one's activations; three messages behind, two outputs; two before, three gradients on the way.
-    assert [stage.peak_bytes for stage in found.stages] == [2000 + 3 + 2, 2000 + 2 + 3]
-    assert found.slowest_stage_s == 8.0  # 2 + 4, and the forward's 2 again
+    assert [stage.peak_bytes for stage in best.stages] == [2000 + 3 + 2, 2000 + 2 + 3]
+    assert best.slowest_stage_s == 8.0  # 2 + 4, and the forward's 2 again
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])

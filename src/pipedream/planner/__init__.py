@@ -1,10 +1,10 @@
 """Planning: which layers form a stage, on how many workers, and with which method to train."""
 
 from pipedream.planner.auto import choose
-from pipedream.planner.comparison import Candidate, Comparison, Score, fastest, known_of, scored
+from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, fastest, scored
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram, check_recompute
 from pipedream.planner.manual import check_cuts, manual_plan, place_of, single_stage_plan
-from pipedream.planner.mesh_search import MeshSearch, fits_on_ranks
+from pipedream.planner.mesh_search import MeshSearch, fits_rank_memory
 from pipedream.planner.papers.classic import Classic, classic
 from pipedream.planner.papers.two_bw import two_bw, two_bw_s
 from pipedream.planner.search import SHAPES, Finalist, PlanSearch, finalists, parse_counts, plan
@@ -27,14 +27,14 @@ __all__ = [
     "SearchSpace",
     "StageChoice",
     "VersionsRule",
+    "candidate_from_plan",
     "check_cuts",
     "check_recompute",
     "choose",
     "classic",
     "fastest",
     "finalists",
-    "fits_on_ranks",
-    "known_of",
+    "fits_rank_memory",
     "manual_plan",
     "parse_counts",
     "place_of",

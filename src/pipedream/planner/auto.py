@@ -17,7 +17,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.units import format_seconds
-from pipedream.planner.comparison import Candidate, Comparison, Score, fastest, known_of
+from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, fastest
 from pipedream.planner.search import Finalist, PlanSearch, finalists, plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace
@@ -39,7 +39,7 @@ class _Alternatives:
     recompute: str
 
     def all(self) -> Iterator[tuple[Candidate, Finalist, str | tuple[int, ...]]]:
-        splits = _splits(self.profile.batch) if self.microbatches is None else [self.microbatches]
+        splits = _list_splits(self.profile.batch) if self.microbatches is None else [self.microbatches]
         for name, method in self.methods.items():
             depths = [self.in_flight] if self.in_flight != "noam" or not method.uses_depth else ["noam", "auto"]
             delays = (0, 1) if method.delays_updates else (0,)
@@ -56,7 +56,7 @@ class _Alternatives:
         """Raises PlanError if no plan fits, or if it equals that of another candidate."""
         occupancy = self.occupancy(way.schedule, way.microbatches)
         profile = self.profile.parted() if self.methods[way.schedule].same_updates else self.profile
-        free = self._unlimited(profile, finalist, way.update_delay)
+        free = self._plan_unlimited(profile, finalist, way.update_delay)
         if way.update_delay and not any(free.update_delay):
             raise PlanError("no stage delays its updates")
         if self.methods[way.schedule].flushes and max(free.replicas) > way.microbatches:
@@ -69,9 +69,9 @@ class _Alternatives:
             occupancy=occupancy,
         )
         try:
-            found = space.at_depth(replace(free, cluster=self.cluster), "noam")  # the best plan of all fits
+            planned = space.at_depth(replace(free, cluster=self.cluster), "noam")  # the best plan of all fits
         except PlanError:
-            found = plan(
+            planned = plan(
                 profile,
                 self.cluster,
                 occupancy=occupancy,
@@ -81,15 +81,15 @@ class _Alternatives:
                 all_workers=self.all_workers,
                 recompute=self.recompute,
             )
-        noam = found.in_flight
-        found = space.at_depth(found, in_flight)
-        if in_flight == "auto" and self.in_flight == "noam" and found.in_flight == noam:
+        noam = planned.in_flight
+        planned = space.at_depth(planned, in_flight)
+        if in_flight == "auto" and self.in_flight == "noam" and planned.in_flight == noam:
             raise PlanError("no deeper than the paper's depth")
         return replace(
-            found, schedule=way.schedule, microbatches=way.microbatches, bound_s=0.0
+            planned, schedule=way.schedule, microbatches=way.microbatches, bound_s=0.0
         )  # the bound holds for other updates
 
-    def _unlimited(self, profile: Profile, finalist: Finalist, update_delay: int) -> Plan:
+    def _plan_unlimited(self, profile: Profile, finalist: Finalist, update_delay: int) -> Plan:
         key = profile.graph.ties, update_delay
         if key not in self._searches:
             again = "always" if self.recompute == "always" else "never"
@@ -159,15 +159,15 @@ def choose(
     with progress("planning", sum(1 for _ in ways.all())) as advance:
         planned, refused = _plan_all(ways, advance)
     try:
-        found = fastest(planned, score, refused)
+        comparison = fastest(planned, score, refused)
     except PlanError as error:
         raise PlanError(f"no method works with what was asked on {cluster.workers} workers; {error}") from None
-    note = _note([one for one in found.candidates if one.period_s is not None])
-    if not methods[found.candidates[0].schedule].flushes:
+    note = _write_note([candidate for candidate in comparison.candidates if candidate.period_s is not None])
+    if not methods[comparison.candidates[0].schedule].flushes:
         note += "; its gradients are late, so it may learn differently from a single process"
     if profile.batch == 1 and microbatches is None:
         note += "; a minibatch of one sample cannot be split; for a graph.txt, give the minibatch size (--batch)"
-    return replace(found, plan=replace(found.plan, note=note))
+    return replace(comparison, plan=replace(comparison.plan, note=note))
 
 
 def _plan_all(ways: _Alternatives, advance: Callable[[], None]) -> tuple[list[tuple[Candidate, Plan]], list[Candidate]]:
@@ -178,29 +178,29 @@ def _plan_all(ways: _Alternatives, advance: Callable[[], None]) -> tuple[list[tu
     for way, finalist, in_flight in ways.all():
         advance()
         try:
-            found = ways.plan(way, finalist, in_flight)
+            plan = ways.plan(way, finalist, in_flight)
         except PipelineError as error:
             refused.append(replace(way, why=str(error)))
             continue
-        key = (way.schedule, way.microbatches, found.stages, found.in_flight, found.update_delay, found.order)
+        key = (way.schedule, way.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.order)
         if key in seen:
             continue
         seen.add(key)
-        planned.append((known_of(way, found, ways.methods[way.schedule].flushes), found))
+        planned.append((candidate_from_plan(way, plan, ways.methods[way.schedule].flushes), plan))
     return planned, refused
 
 
-def _splits(batch: int) -> list[int]:
+def _list_splits(batch: int) -> list[int]:
     return [1 << power for power in range(min(batch, _MOST_MICROBATCHES).bit_length())]
 
 
-def _note(simulated: Sequence[Candidate]) -> str:
+def _write_note(simulated: Sequence[Candidate]) -> str:
     best, *rest = simulated
     lines = [f"auto: {best}: {format_seconds(best.period_s or 0)} per minibatch simulated, the least of "]
     lines[0] += f"{len(simulated)} ways"
     named = {best.schedule}
-    for one in rest:
-        if one.schedule not in named:
-            named.add(one.schedule)
-            lines.append(f"{one}: {format_seconds(one.period_s or 0)}")
+    for candidate in rest:
+        if candidate.schedule not in named:
+            named.add(candidate.schedule)
+            lines.append(f"{candidate}: {format_seconds(candidate.period_s or 0)}")
     return "; ".join(lines)

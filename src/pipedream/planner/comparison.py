@@ -96,10 +96,10 @@ class Candidate:
     @property
     def kind(self) -> str:
         """One of `KINDS`: stages, replicas, ranks of a mesh, or several of them; '' if there is no plan."""
-        found = [len(self.replicas) > 1, max(self.replicas, default=1) > 1, self.is_meshed]
+        uses = [len(self.replicas) > 1, max(self.replicas, default=1) > 1, self.is_meshed]
         if not self.config:
             return ""
-        return "mixed" if sum(found) > 1 else dict(zip(found, KINDS, strict=False)).get(True, "one rank")
+        return "mixed" if sum(uses) > 1 else dict(zip(uses, KINDS, strict=False)).get(True, "one rank")
 
     @property
     def words(self) -> str:
@@ -148,101 +148,114 @@ class Comparison(Tabular):
         if chosen.period_s is None:
             return f"use {chosen.words} as planned; it was not simulated: {chosen.why}"
         rivals = [
-            one
-            for one in self.references
-            if one.schedule == chosen.schedule or one.samples_per_update == chosen.samples_per_update
+            reference
+            for reference in self.references
+            if reference.schedule == chosen.schedule or reference.samples_per_update == chosen.samples_per_update
         ]
-        best = min((chosen, *rivals), key=_period_s)
-        best = best if _period_s(best) < _period_s(chosen) * (1 - _TIE) else chosen
+        best = min((chosen, *rivals), key=_get_period_s)
+        best = best if _get_period_s(best) < _get_period_s(chosen) * (1 - _TIE) else chosen
         by = "" if len(best.replicas) == 1 else f" with {best.schedule}"
-        return f"use {best.words}{by}: {self._seconds(best)}{self._others(best)}"
+        return f"use {best.words}{by}: {self._format_seconds(best)}{self._describe_others(best)}"
 
     def fastest_in_words(self) -> str:
         """How the plan was chosen."""
         best = self.candidates[0]
-        count = sum(bool(one.config) for one in self.candidates)
-        return f"the fastest of {count} plans by simulation, {self._seconds(best)}{self._others(best)}"
+        count = sum(bool(candidate.config) for candidate in self.candidates)
+        return f"the fastest of {count} plans by simulation, {self._format_seconds(best)}{self._describe_others(best)}"
 
     def kinds(self) -> dict[str, Candidate | None]:
         """Returns the fastest candidate of each of `KINDS`; None if there is none."""
-        return {kind: next((one for one in self.candidates if one.kind == kind), None) for kind in KINDS}
+        return {
+            kind: next((candidate for candidate in self.candidates if candidate.kind == kind), None) for kind in KINDS
+        }
 
     def kinds_in_words(self) -> str:
         """Why the plan is of its kind: what the best of each takes."""
         chosen = self.candidates[0]
         others = "; ".join(
-            f"{kind}: no plan" if one is None else f"{kind}: {one.words}, {_takes(one)}"
-            for kind, one in self.kinds().items()
-            if one is not chosen
+            f"{kind}: no plan" if candidate is None else f"{kind}: {candidate.words}, {_describe_seconds(candidate)}"
+            for kind, candidate in self.kinds().items()
+            if candidate is not chosen
         )
-        return (
-            f"{chosen.kind}, because {chosen.words} is the fastest of all kinds that fit, {_takes(chosen)} ({others})"
-        )
+        fastest = f"{chosen.words} is the fastest of all kinds that fit, {_describe_seconds(chosen)}"
+        return f"{chosen.kind}, because {fastest} ({others})"
 
-    def _seconds(self, one: Candidate) -> str:
+    def _format_seconds(self, candidate: Candidate) -> str:
         samples = f" of {self.plan.batch} samples" if self.plan.batch > 1 else ""
-        return f"{format_seconds(_period_s(one))} per minibatch{samples}{self._update(one)}"
+        return f"{format_seconds(_get_period_s(candidate))} per minibatch{samples}{self._format_update(candidate)}"
 
-    def _update(self, one: Candidate) -> str:
-        return f" ({one.samples_per_update} samples per update)" if self.plan.batch > 1 else ""
+    def _format_update(self, candidate: Candidate) -> str:
+        return f" ({candidate.samples_per_update} samples per update)" if self.plan.batch > 1 else ""
 
-    def _others(self, best: Candidate) -> str:
+    def _describe_others(self, best: Candidate) -> str:
         """What the best of the other kinds take."""
         shown, parts = {(best.config, best.samples_per_update)}, [""]
-        for one in (self.candidates[0], *self._best_of_kinds(), *self.references):
-            if one.period_s is not None and (one.config, one.samples_per_update) not in shown:
-                shown.add((one.config, one.samples_per_update))
-                parts.append(f"{one.words} takes {format_seconds(one.period_s)}{self._update(one)}")
+        for candidate in (self.candidates[0], *self._pick_best_of_kinds(), *self.references):
+            if candidate.period_s is not None and (candidate.config, candidate.samples_per_update) not in shown:
+                shown.add((candidate.config, candidate.samples_per_update))
+                parts.append(
+                    f"{candidate.words} takes {format_seconds(candidate.period_s)}{self._format_update(candidate)}"
+                )
         return "; ".join(parts)
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each candidate, then for each reference."""
-        return [asdict(one) for one in (*self.candidates, *self.references)]
+        return [asdict(candidate) for candidate in (*self.candidates, *self.references)]
 
     def finalists(self) -> Comparison:
         """Returns the best candidates only, with data parallelism and one worker."""
-        kept = {*self.candidates[:1], *self._best_of_kinds()}
-        few = [one for one in self.candidates if one in kept or one.period_s is not None]
-        few = [one for number, one in enumerate(few) if one in kept or number < _FEW_ROWS]
+        kept = {*self.candidates[:1], *self._pick_best_of_kinds()}
+        few = [candidate for candidate in self.candidates if candidate in kept or candidate.period_s is not None]
+        few = [candidate for number, candidate in enumerate(few) if candidate in kept or number < _FEW_ROWS]
         return replace(self, candidates=tuple(few))
 
-    def _best_of_kinds(self) -> list[Candidate]:
+    def _pick_best_of_kinds(self) -> list[Candidate]:
         """The best pipeline, the best data parallelism, and one worker."""
         kinds = [
-            lambda one: len(one.replicas) > 1,
-            lambda one: one.is_data_parallel,
-            lambda one: one.replicas == (1,),
+            lambda candidate: len(candidate.replicas) > 1,
+            lambda candidate: candidate.is_data_parallel,
+            lambda candidate: candidate.replicas == (1,),
         ]
-        found = (next(filter(kind, self.candidates), None) for kind in kinds)
-        return [one for one in found if one is not None]
+        best = (next(filter(kind, self.candidates), None) for kind in kinds)
+        return [candidate for candidate in best if candidate is not None]
 
     def __repr__(self) -> str:
         return f"<Comparison of {len(self.candidates)} candidates, the best is {self.candidates[0]}>"
 
     def __str__(self) -> str:
-        shown = [one for one in (*self.candidates, *self.references) if one.period_s is not None]
-        width = max([12, *(len(_plan_in_table(one)) for one in shown if one.is_meshed)])
+        shown = [candidate for candidate in (*self.candidates, *self.references) if candidate.period_s is not None]
+        width = max([12, *(len(_format_plan(candidate)) for candidate in shown if candidate.is_meshed)])
         head = (
             f"{'method':<24}  {'plan':<{width}}  {'m':>4}  {'depth':<5}  {'delay':>5}  {'minibatch':>10}  "
             f"{'samples/s':>9}  {'samples/update':>14}  {'bubble':>6}  {'peak':>9}"
         )
-        rows = [self._row(one, width) for one in self.candidates if one.period_s is not None]
-        others = [self._row(one, width) for one in self.references if one.period_s is not None]
-        rest = [one for one in self.candidates if one.period_s is None]
-        slow = sum(bool(one.config) for one in rest)
-        asked = {"1": "one worker", "data-parallel": f"DDP on {self.plan.cluster.workers} workers"}
-        tail = [f"{asked[one.shape]}: {one.why}" for one in self.references if one.period_s is None]
+        rows = [self._format_row(candidate, width) for candidate in self.candidates if candidate.period_s is not None]
+        others = [self._format_row(reference, width) for reference in self.references if reference.period_s is not None]
+        rest = [candidate for candidate in self.candidates if candidate.period_s is None]
+        slow = sum(bool(candidate.config) for candidate in rest)
+        names = {"1": "one worker", "data-parallel": f"DDP on {self.plan.cluster.workers} workers"}
+        tail = [
+            f"{names[reference.shape]}: {reference.why}" for reference in self.references if reference.period_s is None
+        ]
         tail += [f"{slow} more cannot be faster than these"] if slow else []
         tail += [f"{len(rest) - slow} more cannot be used (no plan, or too little memory)"] if len(rest) > slow else []
         return "\n".join([head, *rows, *(["for comparison:", *others] if others else []), *tail])
 
-    def _row(self, one: Candidate, width: int) -> str:
-        rate = self.plan.batch / one.period_s if one.period_s else inf
-        return (
-            f"{one.schedule:<24}  {_plan_in_table(one):<{width}}  {one.microbatches:>4}  {one.depth_mode:<5}  "
-            f"{one.update_delay:>5}  {format_seconds(one.period_s or 0.0):>10}  {format_number(rate):>9}  "
-            f"{one.samples_per_update or 0:>14}  {max(one.bubble or 0.0, 0.0):>6.1%}  {format_bytes(one.peak_bytes):>9}"
-        )
+    def _format_row(self, candidate: Candidate, width: int) -> str:
+        rate = self.plan.batch / candidate.period_s if candidate.period_s else inf
+        cells = [
+            f"{candidate.schedule:<24}",
+            f"{_format_plan(candidate):<{width}}",
+            f"{candidate.microbatches:>4}",
+            f"{candidate.depth_mode:<5}",
+            f"{candidate.update_delay:>5}",
+            f"{format_seconds(candidate.period_s or 0.0):>10}",
+            f"{format_number(rate):>9}",
+            f"{candidate.samples_per_update or 0:>14}",
+            f"{max(candidate.bubble or 0.0, 0.0):>6.1%}",
+            f"{format_bytes(candidate.peak_bytes):>9}",
+        ]
+        return "  ".join(cells)
 
 
 def fastest(
@@ -264,18 +277,18 @@ def fastest(
     """
     simulated: list[tuple[float, int, int, Candidate, Plan]] = []
     slower, refused, least = [], list(refused), dict[str, float]()
-    for number, (way, found) in sorted(enumerate(planned), key=lambda row: (row[1][0].bound_s, row[0])):
+    for number, (way, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].bound_s, row[0])):
         kind = way.config if len(way.replicas) == 1 else "pipeline"
         if way.bound_s > least.get(kind, inf) * (1 + _TIE):
             slower.append(replace(way, why=f"cannot take less than {format_seconds(way.bound_s)}"))
             continue
         try:
-            known = score(found)
+            result = score(plan)
         except PipelineError as error:
             refused.append(replace(way, config="", why=str(error)))
             continue
-        least[kind] = min(least.get(kind, inf), known.period_s)
-        simulated.append((known.period_s, way.peak_bytes, number, scored(way, known), found))
+        least[kind] = min(least.get(kind, inf), result.period_s)
+        simulated.append((result.period_s, way.peak_bytes, number, scored(way, result), plan))
     if not simulated:
         raise PlanError(f"{len(refused)} ways were tried, the first, {refused[0]}: {refused[0].why}")
     equal_s = min(least.values()) * (1 + _TIE)
@@ -283,20 +296,20 @@ def fastest(
     return Comparison(simulated[0][4], (*(row[3] for row in simulated), *slower, *refused))
 
 
-def scored(way: Candidate, known: Score) -> Candidate:
+def scored(way: Candidate, score: Score) -> Candidate:
     """Returns the candidate as it was simulated."""
     return replace(
-        way, period_s=known.period_s, bubble=known.bubble, samples_per_update=known.samples_per_update, why=""
+        way, period_s=score.period_s, bubble=score.bubble, samples_per_update=score.samples_per_update, why=""
     )
 
 
-def known_of(way: Candidate, plan: Plan, flushes: bool) -> Candidate:
+def candidate_from_plan(way: Candidate, plan: Plan, flushes: bool) -> Candidate:
     """Returns the candidate with its plan's config, bound and bytes."""
     peak_bytes = max(stage.peak_bytes for stage in plan.stages)
-    return replace(way, config=plan.config, bound_s=_bound_s(plan, flushes), peak_bytes=peak_bytes)
+    return replace(way, config=plan.config, bound_s=_compute_bound_s(plan, flushes), peak_bytes=peak_bytes)
 
 
-def _bound_s(plan: Plan, flushes: bool) -> float:
+def _compute_bound_s(plan: Plan, flushes: bool) -> float:
     """The lower bound of the module docstring."""
     m, stages, sites = plan.microbatches, plan.stages, plan.sites
     if plan.runtime.overlap_device:  # each op then hides another part of what the runtime adds
@@ -315,22 +328,26 @@ def _bound_s(plan: Plan, flushes: bool) -> float:
         for stage, site, tied_s in zip(stages, sites, plan.tied_s, strict=True)
     ]
     shares = [-(-m // r) / m for r in plan.replicas]  # of the minibatch, at the replica with the most microbatches
-    own = [share * seconds for share, seconds in zip(shares, passes, strict=True)]
+    stage_s = [share * seconds for share, seconds in zip(shares, passes, strict=True)]
     ahead = accumulate((seconds / m for seconds in passes[:-1]), initial=0.0)
     added = [share * seconds / site.speed for share, seconds, site in zip(shares, plan.runtime_s, sites, strict=True)]
     updates = [stage.update_s / site.speed for stage, site in zip(stages, sites, strict=True)]
-    alone = [*map(sum, zip(own, ends, strict=True)), *map(sum, zip(own, updates, added, strict=True))]
-    return max(max(a + b for a, b in zip(ahead, own, strict=True)) + ends[0], *alone)
+    alone = [*map(sum, zip(stage_s, ends, strict=True)), *map(sum, zip(stage_s, updates, added, strict=True))]
+    return max(max(a + b for a, b in zip(ahead, stage_s, strict=True)) + ends[0], *alone)
 
 
-def _plan_in_table(one: Candidate) -> str:
-    meshes = list(dict.fromkeys(one.mesh.split("/"))) if one.is_meshed else []
-    return " ".join([shorten(one.config), *([shorten(" ".join(meshes))] if meshes else [])])
+def _format_plan(candidate: Candidate) -> str:
+    meshes = list(dict.fromkeys(candidate.mesh.split("/"))) if candidate.is_meshed else []
+    return " ".join([shorten(candidate.config), *([shorten(" ".join(meshes))] if meshes else [])])
 
 
-def _takes(one: Candidate) -> str:
-    return f"at least {format_seconds(one.bound_s)}" if one.period_s is None else format_seconds(one.period_s)
+def _describe_seconds(candidate: Candidate) -> str:
+    return (
+        f"at least {format_seconds(candidate.bound_s)}"
+        if candidate.period_s is None
+        else format_seconds(candidate.period_s)
+    )
 
 
-def _period_s(one: Candidate) -> float:
-    return inf if one.period_s is None else one.period_s
+def _get_period_s(candidate: Candidate) -> float:
+    return inf if candidate.period_s is None else candidate.period_s

@@ -79,13 +79,13 @@ def manual_plan(
         downsets=(),
     )
     check_recompute(recompute)
-    found = space.plan(places, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
+    plan = space.plan(places, counts, note="cut by hand", recompute=(recompute == "always",) * len(counts))
     if recompute == "auto":
-        needs = (stage.peak_bytes for stage in space.with_bytes(found).stages)
-        limits = (site.memory_bytes for site in found.sites)
+        needs = (stage.peak_bytes for stage in space.with_bytes(plan).stages)
+        limits = (site.memory_bytes for site in plan.sites)
         must = (limit is not None and need > limit for need, limit in zip(needs, limits, strict=True))
-        found = space.plan(places, counts, note="cut by hand", recompute=tuple(must))
-    return space.at_depth(found, in_flight)
+        plan = space.plan(places, counts, note="cut by hand", recompute=tuple(must))
+    return space.at_depth(plan, in_flight)
 
 
 def place_of(graph: LayerGraph, cut: int | str) -> int:
@@ -95,20 +95,20 @@ def place_of(graph: LayerGraph, cut: int | str) -> int:
     names = [layer.name for layer in graph.layers]
     paths = [name.partition("@")[0] for name in names]
     if cut in names:
-        found: int | None = names.index(cut)
+        place: int | None = names.index(cut)
     else:
-        found = next((i for i, path in enumerate(paths) if path == cut or path.startswith(f"{cut}.")), None)
-    if found is None:
-        raise PlanError(f"a cut before layer {cut!r} was asked for, {_why_no_layer(graph, cut, names, paths)}")
-    if not found:
+        place = next((i for i, path in enumerate(paths) if path == cut or path.startswith(f"{cut}.")), None)
+    if place is None:
+        raise PlanError(f"a cut before layer {cut!r} was asked for, {_explain_no_layer(graph, cut, names, paths)}")
+    if not place:
         raise PlanError(
             f"a cut before layer {cut!r} was asked for, which begins with the model's first layer, so that nothing "
-            f"would be left before it; cut before {_some(names[1:]) or 'no layer: the model has only one'}"
+            f"would be left before it; cut before {_list_some(names[1:]) or 'no layer: the model has only one'}"
         )
-    return found
+    return place
 
 
-def _why_no_layer(graph: LayerGraph, cut: str, names: list[str], paths: list[str]) -> str:
+def _explain_no_layer(graph: LayerGraph, cut: str, names: list[str], paths: list[str]) -> str:
     starts = {call.name: call.start for call in graph.calls}
     inside = [call.start for call in graph.calls if f"{call.path}.".startswith(f"{cut}.") or call.name == cut]
     around = [i for i, path in enumerate(paths) if cut.startswith(f"{path}.")]
@@ -121,15 +121,15 @@ def _why_no_layer(graph: LayerGraph, cut: str, names: list[str], paths: list[str
             if graph.calls
             else "one module of a chain; profile with finest=True (--finest) to cut inside of it"
         )
-        return f"which is within layer {names[last]!r}, {why}; or cut before {_some(names[last : last + 2])}"
+        return f"which is within layer {names[last]!r}, {why}; or cut before {_list_some(names[last : last + 2])}"
     if len(names) <= _FEW:
         return f"the model's layers are {', '.join(names)}; name one"
-    known = dict.fromkeys(prefix for path in paths for prefix in accumulate(path.split("."), "{}.{}".format))
-    near = get_close_matches(cut, known, n=4, cutoff=0.5) or names[1:5]
-    return f"but no layer of the model belongs to such a module; cut before {_some(near)}, or another module"
+    modules = dict.fromkeys(prefix for path in paths for prefix in accumulate(path.split("."), "{}.{}".format))
+    near = get_close_matches(cut, modules, n=4, cutoff=0.5) or names[1:5]
+    return f"but no layer of the model belongs to such a module; cut before {_list_some(near)}, or another module"
 
 
-def _some(names: list[str]) -> str:
+def _list_some(names: list[str]) -> str:
     return " or ".join(map(repr, names[:4]))
 
 
@@ -150,12 +150,12 @@ def check_cuts(profile: Profile, cuts: tuple[int, ...]) -> None:
         if not 0 < cut < count:
             reason = f"the model has {count} layers, a cut lies between 1 and {count - 1}"
         else:
-            reason = _reason(profile, cut)
+            reason = _explain_cut(profile, cut)
         near = sorted(sorted(allowed, key=lambda i: abs(i - cut))[:_FEW])
         raise PlanError(f"a cut before layer {cut} was asked for: {reason}; cut at one of {near}")
 
 
-def _reason(profile: Profile, cut: int) -> str:
+def _explain_cut(profile: Profile, cut: int) -> str:
     graph = profile.graph
     group = next(group for group in (*graph.whole, *graph.ties) if min(group) < cut <= max(group))
     names = ", ".join(graph.layers[i].name for i in sorted(group))

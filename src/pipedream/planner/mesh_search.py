@@ -67,7 +67,7 @@ class MeshSearch:
         base = SearchSpace.of(profile, cluster, **space)
         if cuts is not None:
             base = replace(base, positions=(0, *cuts, len(profile.layers)))
-        return cls(_without_beaten(MeshSpace.over(base, meshes), all_ranks), recompute, all_ranks, cuts)
+        return cls(_drop_beaten(MeshSpace.over(base, meshes), all_ranks), recompute, all_ranks, cuts)
 
     def best(
         self, shape: str | tuple[int, ...], in_flight: str | tuple[int, ...] = "noam", slower: float = 1.0
@@ -89,13 +89,13 @@ class MeshSearch:
                 self.space.plan_of(choices, f"as if links were {slower:g} times slower"), in_flight
             )
         try:
-            found = fitting_plan(self.space, search, ())
+            plan = fitting_plan(self.space, search, ())
         except ShortageError as error:
             more = sufficient_memory(self.space, (search,), error.need_bytes)
             raise ShortageError(f"{error}{more}", error.need_bytes) from None
-        return self.space.at_depth(found, in_flight)
+        return self.space.at_depth(plan, in_flight)
 
-    def _program(self, space: MeshSpace, how: str, shape: str | tuple[int, ...]) -> MeshProgram:
+    def _make_program(self, space: MeshSpace, how: str, shape: str | tuple[int, ...]) -> MeshProgram:
         counts = None if shape in ("any", "pipeline") else parse_counts(shape)
         return MeshProgram(
             space,
@@ -108,56 +108,56 @@ class MeshSearch:
         )
 
     def _search(self, space: MeshSpace, shape: str | tuple[int, ...]) -> Plan:
-        program = partial(self._program, space, shape=shape)
+        program = partial(self._make_program, space, shape=shape)
         names = ", ".join(str(mesh) for mesh in space.meshes)
         kinds = f"plans whose stages have replicas and meshes ({names}) of their own, on consecutive ranks"
         # The bound where memory for messages is not counted yet, if the exact program is too large.
-        known = space.kept.setdefault(f"bounds, with {space.cluster.memories}", {})
-        if space.spare_bytes and shape in known:
-            return self._large(space, shape, kinds, known[shape], [])
+        bounds = space.kept.setdefault(f"bounds, with {space.cluster.memories}", {})
+        if space.spare_bytes and shape in bounds:
+            return self._search_large(space, shape, kinds, bounds[shape], [])
         below = program(how="below")
-        found = below.best()
-        if found is None:
-            refuse(_shortage(below, kinds), kinds)
-        bound_s, choices = found
+        relaxed = below.best()
+        if relaxed is None:
+            refuse(_find_shortage(below, kinds), kinds)
+        bound_s, choices = relaxed
         plan = space.plan_of(choices)
-        if fits_on_ranks(space, choices) and plan.slowest_stage_s <= bound_s * _EQUAL:
-            return _noted(plan, kinds, plan.slowest_stage_s, is_exact=not space.spare_bytes)
+        if fits_rank_memory(space, choices) and plan.slowest_stage_s <= bound_s * _EQUAL:
+            return _add_note(plan, kinds, plan.slowest_stage_s, is_exact=not space.spare_bytes)
         exact = program(how="exact")
         if exact.work <= _MOST_WORK:
             answer = exact.best()
             if answer is None:
-                refuse(_shortage(exact, kinds), kinds)
-            return _noted(space.plan_of(answer[1]), kinds, answer[0], is_exact=not space.spare_bytes)
+                refuse(_find_shortage(exact, kinds), kinds)
+            return _add_note(space.plan_of(answer[1]), kinds, answer[0], is_exact=not space.spare_bytes)
         if space.cluster.is_limited and not space.spare_bytes:
-            known[shape] = bound_s
-        return self._large(space, shape, kinds, bound_s, [plan] if fits_on_ranks(space, choices) else [])
+            bounds[shape] = bound_s
+        return self._search_large(space, shape, kinds, bound_s, [plan] if fits_rank_memory(space, choices) else [])
 
-    def _large(
+    def _search_large(
         self, space: MeshSpace, shape: str | tuple[int, ...], kinds: str, bound_s: float, plans: list[Plan]
     ) -> Plan:
         """The best plan that is found where the exact program is too large."""
-        program = partial(self._program, space, shape=shape)
+        program = partial(self._make_program, space, shape=shape)
         # One that fits with more memory kept free.
         fitting = space.kept.setdefault(f"plans, with {space.cluster.memories}", {}).setdefault(shape, {})
-        plans = [*plans, *(one for spare_bytes, one in fitting.items() if spare_bytes >= space.spare_bytes)]
+        plans = [*plans, *(plan for spare_bytes, plan in fitting.items() if spare_bytes >= space.spare_bytes)]
         if shape in ("any", "pipeline") and space.cluster.is_limited:
-            bound_s, more = self._bisected(space, shape, bound_s, plans)
+            bound_s, more = self._bisect(space, shape, bound_s, plans)
             plans = [*plans, *more]
         elif (above := program(how="above").best()) is not None:
             plans.append(space.plan_of(above[1]))
         if not plans:
-            refuse(_shortage(program(how="above"), kinds), kinds)
-        best = fitting[space.spare_bytes] = min(plans, key=lambda one: one.slowest_stage_s)
-        return _noted(best, kinds, min(bound_s, best.slowest_stage_s), is_exact=False)
+            refuse(_find_shortage(program(how="above"), kinds), kinds)
+        best = fitting[space.spare_bytes] = min(plans, key=lambda plan: plan.slowest_stage_s)
+        return _add_note(best, kinds, min(bound_s, best.slowest_stage_s), is_exact=False)
 
-    def _bisected(
-        self, space: MeshSpace, shape: str | tuple[int, ...], bound_s: float, known: list[Plan]
+    def _bisect(
+        self, space: MeshSpace, shape: str | tuple[int, ...], bound_s: float, plans: list[Plan]
     ) -> tuple[float, list[Plan]]:
         """A higher bound, and plans between it and the best that is known."""
-        program = self._program(space, "below", shape)
-        periods = MeshPeriods(**{one.name: getattr(program, one.name) for one in fields(program)})
-        high_s, found = min((plan.slowest_stage_s for plan in known), default=np.inf), list[Plan]()
+        program = self._make_program(space, "below", shape)
+        periods = MeshPeriods(**{field.name: getattr(program, field.name) for field in fields(program)})
+        high_s, nearer = min((plan.slowest_stage_s for plan in plans), default=np.inf), list[Plan]()
         for _ in range(_STEPS):
             if high_s <= bound_s * (_COARSE if space.spare_bytes else _CLOSE):
                 break
@@ -166,38 +166,40 @@ class MeshSearch:
             if choices is None:
                 bound_s = middle_s
             else:
-                found.append(space.plan_of(choices))
+                nearer.append(space.plan_of(choices))
                 high_s = middle_s
-        if not known and not found and (choices := periods.within(np.inf)) is not None:
-            found.append(space.plan_of(choices))
-        return bound_s, found
+        if not plans and not nearer and (choices := periods.within(np.inf)) is not None:
+            nearer.append(space.plan_of(choices))
+        return bound_s, nearer
 
 
-def _noted(plan: Plan, kinds: str, bound_s: float, *, is_exact: bool) -> Plan:
+def _add_note(plan: Plan, kinds: str, bound_s: float, *, is_exact: bool) -> Plan:
     note = f"{'optimal' if is_exact else 'best found'} among {kinds}"
     return replace(plan, note=note, bound_s=min(bound_s, plan.slowest_stage_s))
 
 
-def fits_on_ranks(space: MeshSpace, choices: Sequence[StageChoice]) -> bool:
+def fits_rank_memory(space: MeshSpace, choices: Sequence[StageChoice]) -> bool:
     """Returns whether each stage fits its smallest rank, with the fewest possible messages."""
-    return all(limit is None or need <= limit for need, limit in _needs(space, choices))
+    return all(limit is None or need <= limit for need, limit in _compute_needs(space, choices))
 
 
-def _needs(space: MeshSpace, choices: Sequence[StageChoice]) -> list[tuple[int, int | None]]:
+def _compute_needs(space: MeshSpace, choices: Sequence[StageChoice]) -> list[tuple[int, int | None]]:
     """The need and the memory of a rank of each stage."""
     plan = space.plan_of(choices)
     after = [*accumulate(reversed(plan.replicas))][::-1]
-    found = []
-    for one, workers, delay, own, site in zip(
+    needs = []
+    for choice, workers, delay, rank_space, site in zip(
         choices, after, plan.update_delay, space.of_stages(plan), plan.sites, strict=True
     ):
-        held = (workers - 1) // one.replicas + 1
-        need = int(own.need_bytes(one.first, one.last, held, delay, one.recompute, one.replicas))
-        found.append((need + (space.spare_bytes if len(choices) > 1 else 0), site.memory_bytes))
-    return found
+        in_flight = (workers - 1) // choice.replicas + 1
+        need = int(
+            rank_space.need_bytes(choice.first, choice.last, in_flight, delay, choice.recompute, choice.replicas)
+        )
+        needs.append((need + (space.spare_bytes if len(choices) > 1 else 0), site.memory_bytes))
+    return needs
 
 
-def _shortage(program: MeshProgram, kinds: str) -> Shortage:
+def _find_shortage(program: MeshProgram, kinds: str) -> Shortage:
     """Of the plan whose fullest rank needs least. Raises a `PlanError` if no plan has the shape."""
     least = program.least_bytes()
     if least is None:
@@ -207,43 +209,43 @@ def _shortage(program: MeshProgram, kinds: str) -> Shortage:
             f"model's layers can be cut at {len(space.positions) - 2} places, and the cluster has "
             f"{space.cluster.workers} ranks; ask for fewer stages or give more ranks"
         )
-    needs = _needs(program.space, least[1])
+    needs = _compute_needs(program.space, least[1])
     fullest = max(range(len(needs)), key=lambda s: needs[s][0])
     first, last = (program.space.downsets[at].bit_count() for at in least[1][fullest][:2])
     limits = [limit for _, limit in needs if limit is not None]
     return Shortage(max(int(least[0]), needs[fullest][0]), min(limits, default=0), first, last)
 
 
-def _without_beaten(space: MeshSpace, all_ranks: bool) -> MeshSpace:
+def _drop_beaten(space: MeshSpace, all_ranks: bool) -> MeshSpace:
     """Returns the space without the meshes that another one beats, or equals, in the seconds and bytes of every stage.
 
     A mesh of fewer ranks beats one of more only where ranks are alike and may be idle. This is exact.
     """
     may_be_smaller = space.cluster.is_flat and not all_ranks
-    known = {mesh: _costs(space, mesh) for mesh in space.meshes}
+    costs = {mesh: _compute_costs(space, mesh) for mesh in space.meshes}
 
-    def beats(one: Mesh, other: Mesh) -> bool:
-        if one.size > other.size or (one.size < other.size and not may_be_smaller):
+    def beats(mesh: Mesh, other: Mesh) -> bool:
+        if mesh.size > other.size or (mesh.size < other.size and not may_be_smaller):
             return False
-        return all(bool((a <= b).all()) for a, b in zip(known[one], known[other], strict=True))
+        return all(bool((a <= b).all()) for a, b in zip(costs[mesh], costs[other], strict=True))
 
     kept: list[Mesh] = []
     for mesh in sorted(space.meshes, key=lambda mesh: mesh.size):
-        if not any(beats(one, mesh) for one in kept):
-            kept = [one for one in kept if not beats(mesh, one)] + [mesh]
+        if not any(beats(other, mesh) for other in kept):
+            kept = [other for other in kept if not beats(mesh, other)] + [mesh]
     return replace(space, meshes=tuple(mesh for mesh in space.meshes if mesh in kept))
 
 
-def _costs(space: MeshSpace, mesh: Mesh) -> list[Any]:
+def _compute_costs(space: MeshSpace, mesh: Mesh) -> list[Any]:
     """Arrays over all stages that seconds and bytes of a plan grow with."""
-    own, places = space.of_rank(mesh), np.array(space.positions)
+    rank_space, places = space.of_rank(mesh), np.array(space.positions)
     chosen = np.nonzero(space.precedes)
     first, last = places[chosen[0]], places[chosen[1]]
     none = np.zeros(first.shape, dtype=int)
-    edges = own.bytes_of(first, last)
-    sizes = own.sizes(first, last)
-    updates = [own.update_s(first, last, delay, (none, none)) for delay in (0, 1)]
-    held = [
+    edges = rank_space.bytes_of(first, last)
+    sizes = rank_space.sizes(first, last)
+    updates = [rank_space.update_s(first, last, delay, (none, none)) for delay in (0, 1)]
+    kept_bytes = [
         sizes.parameter_bytes,
         sizes.optimizer_bytes,
         sizes.activation_bytes,
@@ -255,5 +257,5 @@ def _costs(space: MeshSpace, mesh: Mesh) -> list[Any]:
         sizes.update_working_bytes,
     ]
     # A boundary between two meshes depends on the bytes of all their ranks, too.
-    crossing = own.crossing[places]
-    return [*own.passes_s(first, last), *updates, *edges, crossing, crossing * mesh.size, *held]
+    crossing = rank_space.crossing[places]
+    return [*rank_space.passes_s(first, last), *updates, *edges, crossing, crossing * mesh.size, *kept_bytes]

@@ -49,7 +49,7 @@ class PipelineSearch:
 
     @classmethod
     def of(cls, space: SearchSpace, recompute: str = "never") -> PipelineSearch:
-        orders = LineOrders.of(space.cluster, int(min(max(_MOST_WORK // _work(space), 1), _MOST_ORDERS)))
+        orders = LineOrders.of(space.cluster, int(min(max(_MOST_WORK // _estimate_work(space), 1), _MOST_ORDERS)))
         return cls(space, recompute, tuple(WorkerLine.of(space.cluster, order) for order in orders.orders), orders.kind)
 
     @property
@@ -59,7 +59,7 @@ class PipelineSearch:
     @property
     def is_large(self) -> bool:
         """Whether the dynamic program would have too many states."""
-        return _work(self.space) > _MOST_STATES
+        return _estimate_work(self.space) > _MOST_STATES
 
     @property
     def optimality(self) -> str:
@@ -98,10 +98,10 @@ class PipelineSearch:
         """Returns the best pipeline of at least two stages; in large searches the best that bisection finds."""
         if self.is_large:
             tried = (Bisection(self.space, line, self.recompute, all_workers).best() for line in self.lines)
-            found = [plan for plan in tried if plan is not None]
-            best = min(found, key=tie_break_key, default=None)
-            return None if best is None else replace(best, bound_s=min(plan.bound_s for plan in found))
-        return self._best(*self._states(all_workers), allow_single_stage=False)
+            plans = [plan for plan in tried if plan is not None]
+            best = min(plans, key=tie_break_key, default=None)
+            return None if best is None else replace(best, bound_s=min(plan.bound_s for plan in plans))
+        return self._find_best(*self._list_states(all_workers), allow_single_stage=False)
 
     def best_straight(self) -> Plan | None:
         """Returns the fastest straight pipeline of at least two stages; None also in large searches, to save time."""
@@ -111,30 +111,30 @@ class PipelineSearch:
     def _straight(self) -> Plan | None:
         longest = min(len(self.space.positions) - 1, self.workers)
         return (
-            self._best(straight_states(longest), None, allow_single_stage=False)
+            self._find_best(straight_states(longest), None, allow_single_stage=False)
             if longest > 1 and not self.is_large
             else None
         )
 
     def best_with_counts(self, counts: tuple[int, ...]) -> Plan | None:
-        return self._best(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
+        return self._find_best(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
 
     def shortage_of_pipelines(self, all_workers: bool) -> Shortage:
         """Returns the shortage of `best_pipeline`; in large searches that of straight ones."""
         if self.is_large:
-            return self._shortage(
+            return self._find_shortage(
                 straight_states(min(len(self.space.positions) - 1, self.workers)), None, allow_single_stage=False
             )
-        return self._shortage(*self._states(all_workers), allow_single_stage=False)
+        return self._find_shortage(*self._list_states(all_workers), allow_single_stage=False)
 
     def shortage_of_counts(self, counts: tuple[int, ...]) -> Shortage:
-        return self._shortage(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
+        return self._find_shortage(states_of_counts(counts), ((sum(counts), counts[0]),), allow_single_stage=True)
 
-    def _states(self, all_workers: bool) -> tuple[tuple[State, ...], tuple[State, ...] | None]:
+    def _list_states(self, all_workers: bool) -> tuple[tuple[State, ...], tuple[State, ...] | None]:
         states = replicated_states(self.workers)
         return states, tuple(state for state in states if state[0] == self.workers) if all_workers else None
 
-    def _programs(
+    def _build_programs(
         self, states: tuple[State, ...], starts: tuple[State, ...] | None, allow_single_stage: bool
     ) -> Iterable[DynamicProgram]:
         return (
@@ -142,21 +142,25 @@ class PipelineSearch:
             for line in self.lines
         )
 
-    def _best(
+    def _find_best(
         self, states: tuple[State, ...], starts: tuple[State, ...] | None, *, allow_single_stage: bool
     ) -> Plan | None:
-        found = [plan for one in self._programs(states, starts, allow_single_stage) if (plan := one.best()) is not None]
-        best = min(found, key=tie_break_key, default=None)  # ties go to the first line
+        plans = [
+            plan
+            for program in self._build_programs(states, starts, allow_single_stage)
+            if (plan := program.best()) is not None
+        ]
+        best = min(plans, key=tie_break_key, default=None)  # ties go to the first line
         return None if best is None else replace(best, bound_s=best.slowest_stage_s)
 
-    def _shortage(
+    def _find_shortage(
         self, states: tuple[State, ...], starts: tuple[State, ...] | None, *, allow_single_stage: bool
     ) -> Shortage:
         return min(
-            (one.shortage for one in self._programs(states, starts, allow_single_stage)),
+            (program.shortage for program in self._build_programs(states, starts, allow_single_stage)),
             key=lambda short: short.missing_bytes,
         )
 
 
-def _work(space: SearchSpace) -> float:
+def _estimate_work(space: SearchSpace) -> float:
     return space.cluster.workers**2 / 2 * len(space.positions) ** 2

@@ -117,56 +117,56 @@ class PlanSearch:
             PlanError: see `plan`.
         """
         if slower != 1:
-            found = self._with_slower_links(slower).best(shape)
-            return self.space.at_depth(replace(found, cluster=self.space.cluster, bound_s=0.0), in_flight)
+            plan = self._with_slower_links(slower).best(shape)
+            return self.space.at_depth(replace(plan, cluster=self.space.cluster, bound_s=0.0), in_flight)
         space, profile = self.space, self.space.profile
         workers, longest = space.cluster.workers, len(space.positions) - 1
         others: list[Callable[[SearchSpace], Plan]] = []
         if shape in ("any", "pipeline"):
             sizes = (stages for stages in range(2, min(longest, workers) + 1) if workers % stages == 0)
-            others = [partial(self._equal_replicas, counts=(workers // stages,) * stages) for stages in sizes]
-            others += [] if self.all_workers else [self._straight]
+            others = [partial(self._plan_equal_replicas, counts=(workers // stages,) * stages) for stages in sizes]
+            others += [] if self.all_workers else [self._plan_straight]
         search = partial(self._search, shape=shape)
         try:
-            found = fitting_plan(space, search, others)
+            plan = fitting_plan(space, search, others)
             if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
-                found = replace(found, note=f"{found.note}; {together}")
+                plan = replace(plan, note=f"{plan.note}; {together}")
         except ShortageError as error:
             more = sufficient_memory(space, (search, *others), error.need_bytes)
             raise ShortageError(f"{error}{more}", error.need_bytes) from None
-        return space.at_depth(found, in_flight)
+        return space.at_depth(plan, in_flight)
 
     def _with_slower_links(self, factor: float) -> PlanSearch:
         return replace(self, space=replace(self.space, cluster=self.space.cluster.slowed(factor)))
 
     @cached_property
-    def _own_searches(self) -> PipelineSearch:
+    def _base_searches(self) -> PipelineSearch:
         return PipelineSearch.of(self.space, self.recompute)
 
-    def _searches(self, space: SearchSpace) -> PipelineSearch:
-        return self._own_searches if space is self.space else PipelineSearch.of(space, self.recompute)
+    def _get_searches(self, space: SearchSpace) -> PipelineSearch:
+        return self._base_searches if space is self.space else PipelineSearch.of(space, self.recompute)
 
-    def _equal_replicas(self, space: SearchSpace, counts: tuple[int, ...]) -> Plan:
-        return _with_bound(_plan_with_counts(self._searches(space), counts), space)
+    def _plan_equal_replicas(self, space: SearchSpace, counts: tuple[int, ...]) -> Plan:
+        return _add_bound(_plan_with_counts(self._get_searches(space), counts), space)
 
-    def _straight(self, space: SearchSpace) -> Plan:
-        found = self._searches(space).best_straight()
-        if found is None:
+    def _plan_straight(self, space: SearchSpace) -> Plan:
+        plan = self._get_searches(space).best_straight()
+        if plan is None:
             raise PlanError("no straight pipeline fits")
         best = "best found" if space.spare_bytes else "optimal"
-        return _with_bound(replace(found, note=f"{best} among straight pipelines"), space)
+        return _add_bound(replace(plan, note=f"{best} among straight pipelines"), space)
 
     def _search(self, space: SearchSpace, shape: str | tuple[int, ...]) -> Plan:
-        searches = self._searches(space)
+        searches = self._get_searches(space)
         if shape in ("any", "pipeline"):
-            found = _fastest(searches, shape == "pipeline", self.all_workers)
+            plan = _find_fastest(searches, shape == "pipeline", self.all_workers)
         elif shape == "data-parallel":
-            found = _data_parallel(searches)
+            plan = _plan_data_parallel(searches)
         elif shape == "straight":
-            found = _plan_with_counts(searches, (1,) * space.cluster.workers)
+            plan = _plan_with_counts(searches, (1,) * space.cluster.workers)
         else:
-            found = _plan_with_counts(searches, parse_counts(shape))
-        return _with_bound(found, space)
+            plan = _plan_with_counts(searches, parse_counts(shape))
+        return _add_bound(plan, space)
 
 
 class Finalist(NamedTuple):
@@ -194,30 +194,30 @@ def finalists(
     these, for a search may take seconds.
     """
     if shape not in ("any", "pipeline"):
-        return [Finalist(shape if isinstance(shape, str) else _config(parse_counts(shape)))]
+        return [Finalist(shape if isinstance(shape, str) else _join_counts(parse_counts(shape)))]
     is_large = (len(profile.layers) * workers) ** 2 > _LARGE
     every = workers <= _FEW_WORKERS and not all_workers
     powers = [] if all_workers or is_large else [1 << power for power in range(1, (workers - 1).bit_length())]
     stages = [count for count in range(2, workers + 1) if every or workers % count == 0]
     counts = [(workers // count,) * count for count in stages] + [(1,) * count for count in powers]
-    counts += _partitions(workers) if workers <= _VERY_FEW_WORKERS else []
+    counts += _list_partitions(workers) if workers <= _VERY_FEW_WORKERS else []
     single = ["data-parallel", *([] if all_workers or workers == 1 else ["1", *map(str, powers)])]
     shapes = [
         str(shape),
         "pipeline",
         *(single if shape == "any" else []),
-        *(_config(row) for row in counts if len(row) > 1),
+        *(_join_counts(row) for row in counts if len(row) > 1),
     ]
     slower = [] if is_large else [Finalist("pipeline", factor) for factor in _SLOWER]
     return [*map(Finalist, dict.fromkeys(shapes)), *slower]
 
 
-def _partitions(workers: int) -> list[tuple[int, ...]]:
+def _list_partitions(workers: int) -> list[tuple[int, ...]]:
     """All replica counts of all workers."""
     return [
         (first, *rest)
         for first in range(1, workers + 1)
-        for rest in (_partitions(workers - first) if workers > first else [()])
+        for rest in (_list_partitions(workers - first) if workers > first else [()])
     ]
 
 
@@ -228,15 +228,15 @@ def sufficient_memory(space: _Space, searches: Iterable[Callable[[_Space], Plan]
         return None if memory_bytes is None else max(memory_bytes, need_bytes)
 
     larger = replace(space, cluster=space.cluster.with_memory(enlarged))
-    found: list[tuple[int, Plan]] = []
+    rows: list[tuple[int, Plan]] = []
     for search in searches:
         with suppress(PlanError):
             plan = larger.with_bytes(search(larger))
             sites = zip(plan.stages, plan.sites, strict=True)
-            found.append((max(stage.peak_bytes for stage, site in sites if site.memory_bytes is not None), plan))
-    if not found:
+            rows.append((max(stage.peak_bytes for stage, site in sites if site.memory_bytes is not None), plan))
+    if not rows:
         return ""
-    most, plan = min(found, key=lambda row: row[0])
+    most, plan = min(rows, key=lambda row: row[0])
     return f"; the plan {_short(plan.config)} would fit {format_bytes(most)} ({most} bytes)"
 
 
@@ -249,49 +249,49 @@ def fitting_plan(space: _Space, search: Callable[[_Space], Plan], others: Sequen
     least = space.with_bytes(search(space))
     if least.overfull is None:
         return least
-    found = [*_with_spare_memory(space, search, least)]
-    found += [plan for how in others for plan in _with_spare_memory(space, how)]
-    fitting = [plan for plan in found if plan.overfull is None]
+    plans = [*_spare_memory(space, search, least)]
+    plans += [plan for how in others for plan in _spare_memory(space, how)]
+    fitting = [plan for plan in plans if plan.overfull is None]
     if not fitting:  # the caller refuses it, naming what it needs
-        return min((least, *found), key=lambda plan: _missing_bytes(space, plan))
+        return min((least, *plans), key=lambda plan: _count_missing_bytes(space, plan))
     best = min(fitting, key=lambda plan: (plan.period_s, plan.slowest_stage_s))
     return replace(best, bound_s=min(least.bound_s, best.slowest_stage_s))
 
 
-def _with_spare_memory(space: _Space, search: Callable[[_Space], Plan], first: Plan | None = None) -> Iterator[Plan]:
+def _spare_memory(space: _Space, search: Callable[[_Space], Plan], first: Plan | None = None) -> Iterator[Plan]:
     """Yields plans with more and more memory kept free for messages until one fits, then less.
 
     Args:
         first: without any, if it is known.
     """
 
-    def tried(spare_bytes: int) -> Plan | None:
+    def search_sparing(spare_bytes: int) -> Plan | None:
         try:
-            found = space.with_bytes(search(replace(space, spare_bytes=spare_bytes)))
+            plan = space.with_bytes(search(replace(space, spare_bytes=spare_bytes)))
         except PlanError:
             return None
         free = f"; {format_bytes(spare_bytes)} of a worker's memory were kept free for messages"
-        return replace(found, note=f"{found.note}{free if spare_bytes else ''}")
+        return replace(plan, note=f"{plan.note}{free if spare_bytes else ''}")
 
-    too_little, enough, found = 0, 0, first or tried(0)
-    while found is not None and found.overfull is not None:
-        yield found
-        too_little, enough = enough, enough + max(enough, _missing_bytes(space, found))
-        found = tried(enough)
-    if found is not None:
-        yield found
+    too_little, enough, plan = 0, 0, first or search_sparing(0)
+    while plan is not None and plan.overfull is not None:
+        yield plan
+        too_little, enough = enough, enough + max(enough, _count_missing_bytes(space, plan))
+        plan = search_sparing(enough)
+    if plan is not None:
+        yield plan
     for _ in range(_SPARE_STEPS if enough else 0):
         middle = (too_little + enough) // 2
-        found = tried(middle)
-        if found is not None:
-            yield found
-        if found is not None and found.overfull is not None:
+        plan = search_sparing(middle)
+        if plan is not None:
+            yield plan
+        if plan is not None and plan.overfull is not None:
             too_little = middle
         else:
             enough = middle
 
 
-def _missing_bytes(space: SearchSpace, plan: Plan) -> int:
+def _count_missing_bytes(space: SearchSpace, plan: Plan) -> int:
     limits = [space.memory_bytes(plan, s) for s in range(len(plan.stages))]
     return max(stage.peak_bytes - (limit or stage.peak_bytes) for stage, limit in zip(plan.stages, limits, strict=True))
 
@@ -307,49 +307,51 @@ def parse_counts(shape: str | tuple[int, ...]) -> tuple[int, ...]:
     return counts
 
 
-def _data_parallel(searches: PipelineSearch) -> Plan:
+def _plan_data_parallel(searches: PipelineSearch) -> Plan:
     workers = searches.workers
-    found = searches.best_single_stage((workers,)) or refuse(
+    plan = searches.best_single_stage((workers,)) or refuse(
         searches.shortage_of_counts((workers,)), "data-parallel plans"
     )
-    return replace(found, note=f"data parallelism was asked for{_comparison(found, searches, (1,))}")
+    return replace(plan, note=f"data parallelism was asked for{_describe_rivals(plan, searches, (1,))}")
 
 
 def _plan_with_counts(searches: PipelineSearch, counts: tuple[int, ...]) -> Plan:
     is_straight = max(counts) == 1
-    kind, sizes = ("straight pipeline", f" of {len(counts)} stages") if is_straight else ("plan", f" {_config(counts)}")
+    kind, sizes = (
+        ("straight pipeline", f" of {len(counts)} stages") if is_straight else ("plan", f" {_join_counts(counts)}")
+    )
     _check_counts(searches.space, counts, f"a {kind}{sizes}")
-    found = searches.best_with_counts(counts) or refuse(searches.shortage_of_counts(counts), f"{kind}s{sizes}")
+    plan = searches.best_with_counts(counts) or refuse(searches.shortage_of_counts(counts), f"{kind}s{sizes}")
     rivals = [] if is_straight else [searches.best_straight()]
     kinds = f"{kind}s{sizes}{searches.order_note}"
     best = "best found" if searches.space.spare_bytes else "optimal"
-    return replace(found, note=f"{best} among {kinds}{_comparison(found, searches, (searches.workers,), rivals)}")
+    return replace(plan, note=f"{best} among {kinds}{_describe_rivals(plan, searches, (searches.workers,), rivals)}")
 
 
-def _fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> Plan:
+def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> Plan:
     """Returns the fastest plan.
 
     With `as_pipeline` it has at least two stages, unless the model cannot be cut or there is only one worker.
     """
     workers = searches.workers
-    one = searches.best_single_stage((workers,) if all_workers else range(1, workers + 1))
+    single = searches.best_single_stage((workers,) if all_workers else range(1, workers + 1))
     longest = min(len(searches.space.positions) - 1, workers)
     if longest < 2:
-        found = one or refuse(searches.shortage_of_counts((workers,)), "plans of one stage")
+        plan = single or refuse(searches.shortage_of_counts((workers,)), "plans of one stage")
         if workers == 1:
-            return replace(found, note="one worker")
-        note = f"the model cannot be cut; fastest of its plans of one stage{_comparison(found, searches, (workers, 1))}"
-        return replace(found, note=note)
+            return replace(plan, note="one worker")
+        rivals = _describe_rivals(plan, searches, (workers, 1))
+        return replace(plan, note=f"the model cannot be cut; fastest of its plans of one stage{rivals}")
 
     pipeline, straight = searches.best_pipeline(all_workers), searches.best_straight()
     sizes = "2" if longest == 2 else f"2 to {longest}"
     kinds = f"pipelines of {sizes} stages{f' on {workers} workers' if all_workers else ''}"
     if as_pipeline:
-        found = pipeline or refuse(searches.shortage_of_pipelines(all_workers), kinds)
+        plan = pipeline or refuse(searches.shortage_of_pipelines(all_workers), kinds)
         best = f"{searches.optimality} among {kinds}{searches.order_note}"
-        return replace(found, note=f"{best}{_comparison(found, searches, (workers,), [straight])}")
+        return replace(plan, note=f"{best}{_describe_rivals(plan, searches, (workers,), [straight])}")
     # A single stage sends nothing to another, so it comes first and wins ties.
-    best_of_all = min((found for found in (one, pipeline) if found is not None), key=_seconds, default=None)
+    best_of_all = min((plan for plan in (single, pipeline) if plan is not None), key=_seconds, default=None)
     kinds = f"{'' if all_workers else 'one worker, '}data parallelism and {kinds}"
     if best_of_all is None:
         short = min(
@@ -358,10 +360,10 @@ def _fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool) -> 
             key=lambda shortage: shortage.missing_bytes,
         )
         refuse(short, f"plans ({kinds})")
-    bounds = [found.bound_s for found in (one, pipeline) if found is not None]
-    found = replace(best_of_all, bound_s=min(bounds))
-    others = _comparison(found, searches, (workers, 1), [pipeline, straight])
-    return replace(found, note=f"fastest predicted among {kinds}{searches.order_note}{others}")
+    bounds = [plan.bound_s for plan in (single, pipeline) if plan is not None]
+    plan = replace(best_of_all, bound_s=min(bounds))
+    others = _describe_rivals(plan, searches, (workers, 1), [pipeline, straight])
+    return replace(plan, note=f"fastest predicted among {kinds}{searches.order_note}{others}")
 
 
 def _check_counts(space: SearchSpace, counts: tuple[int, ...], what: str) -> None:
@@ -384,11 +386,11 @@ def _seconds(plan: Plan) -> float:
     return plan.slowest_stage_s
 
 
-def _config(counts: tuple[int, ...]) -> str:
+def _join_counts(counts: tuple[int, ...]) -> str:
     return "-".join(map(str, counts))
 
 
-def _comparison(
+def _describe_rivals(
     best: Plan, searches: PipelineSearch, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()
 ) -> str:
     """What the alternatives would take, in words."""
@@ -413,7 +415,7 @@ def _short(config: str) -> str:
     return config if len(config) <= 60 else f"{config[:57]}..."
 
 
-def _with_bound(plan: Plan, space: SearchSpace) -> Plan:
+def _add_bound(plan: Plan, space: SearchSpace) -> Plan:
     """Returns the plan with a note on its bound: optimal, or how far from optimal it may be.
 
     If the search space is not complete, the bound is `least_period_s`.

@@ -208,7 +208,7 @@ def _mixed(
     rows: list[planner.Comparison] = []
     for made, asked in found.values():
         way = planner.Candidate(made.schedule, made.microbatches, made.depth_mode, max(made.update_delay), asked)
-        way = planner.known_of(replace(way, mesh=_mesh_text(made)), made, method.flushes)
+        way = planner.candidate_from_plan(replace(way, mesh=_mesh_text(made)), made, method.flushes)
         least = min((_order(one)[0] for one in (*rows, *([best] if best else []))), default=inf)
         if simulates and way.bound_s >= least:
             way = replace(way, why=f"cannot take less than {format_seconds(way.bound_s)}")

@@ -430,7 +430,7 @@ def _candidate(plan: Plan, shape: str | tuple[int, ...]) -> planner.Candidate:
     asked = shape if isinstance(shape, str) else "-".join(map(str, shape))
     flushes = schedules.properties_of(plan.schedule or "pipedream").flushes
     known = planner.Candidate(plan.schedule, plan.microbatches, plan.depth_mode, max(plan.update_delay), asked)
-    return planner.known_of(known, plan, flushes)
+    return planner.candidate_from_plan(known, plan, flushes)
 
 
 def _only(plan: Plan, shape: str | tuple[int, ...]) -> planner.Comparison:

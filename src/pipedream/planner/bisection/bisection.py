@@ -55,15 +55,15 @@ class Bisection:
             return None
         least_s = needs.work_s / sum(self.line.cluster.speeds) * (1 - 1e-12)
         low, high = self._bracket(needs.for_period(least_s))
-        found: Plan | None = None
+        best: Plan | None = None
         for tolerance in (_COARSE, TOLERANCE):  # if no plan comes near the bound, a coarse one is enough
-            low, high = self._narrowed(low, high, tolerance)
+            low, high = self._narrow(low, high, tolerance)
             nearer = self._plan(high)
-            found = nearer or found
+            best = nearer or best
             if nearer is None:
                 break
-        found = found or self._nearest(high)
-        return None if found is None else replace(found, bound_s=min(low.period, found.slowest_stage_s))
+        best = best or self._search_above(high)
+        return None if best is None else replace(best, bound_s=min(low.period, best.slowest_stage_s))
 
     def _bracket(self, low: PeriodNeeds) -> tuple[PeriodNeeds, PeriodNeeds]:
         """A shorter and a longer period; the needs of the longer one can be met."""
@@ -74,7 +74,7 @@ class Bisection:
                 return low, high
             low, factor = high, min(factor**2, 4.0)
 
-    def _narrowed(self, low: PeriodNeeds, high: PeriodNeeds, tolerance: float) -> tuple[PeriodNeeds, PeriodNeeds]:
+    def _narrow(self, low: PeriodNeeds, high: PeriodNeeds, tolerance: float) -> tuple[PeriodNeeds, PeriodNeeds]:
         needs = low.needs
         while high.period - low.period > tolerance * high.period:
             middle = needs.for_period((low.period + high.period) / 2, low, high)
@@ -84,7 +84,7 @@ class Bisection:
                 low = middle
         return low, high
 
-    def _nearest(self, bound: PeriodNeeds) -> Plan | None:
+    def _search_above(self, bound: PeriodNeeds) -> Plan | None:
         needs = bound.needs
         low, excess, best = bound, _FIRST_EXCESS, None
         while best is None:
@@ -95,11 +95,11 @@ class Bisection:
             low = low if best is not None else high
         for _ in range(_STEPS):
             middle = needs.for_period((low.period + best.slowest_stage_s) / 2, low, high)
-            found = self._plan(middle)
-            if found is None:
+            candidate = self._plan(middle)
+            if candidate is None:
                 low = middle
             else:
-                high, best = middle, min(best, found, key=lambda plan: plan.slowest_stage_s)
+                high, best = middle, min(best, candidate, key=lambda plan: plan.slowest_stage_s)
         return best
 
     def _plan(self, period: PeriodNeeds) -> Plan | None:

@@ -105,12 +105,12 @@ class StageNeeds:
         low, high = np.zeros(len(first), dtype=int), most + 1  # it fits at `low`, and not at `high`
         while len(open_ := np.flatnonzero(high - low > 1)):
             middle = (low[open_] + high[open_]) // 2
-            for held in np.unique(middle):
-                some = open_[middle == held]
-                need = self.space.need_bytes(first[some], last[some], int(held), update_delay, recompute, replicas)
+            for count in np.unique(middle):
+                some = open_[middle == count]
+                need = self.space.need_bytes(first[some], last[some], int(count), update_delay, recompute, replicas)
                 fits = need + self.space.spare_bytes <= memory_bytes
-                low[some[fits]] = held
-                high[some[~fits]] = held
+                low[some[fits]] = count
+                high[some[~fits]] = count
         return low
 
 
@@ -141,8 +141,8 @@ class PeriodNeeds:
         needs, workers = self.needs, self.needs.workers
         memory = needs.line.memory_bytes
         far = self._far
-        found = np.full(len(needs.places), far)
-        found[-1] = 0
+        fewest = np.full(len(needs.places), far)
+        fewest[-1] = 0
         tables = []
         for recompute in needs.costs:
             rows = [
@@ -155,20 +155,20 @@ class PeriodNeeds:
                 if memory is not None
                 else []
             )
-            tables.append([self._square(row) for row in (*rows, *fitting)])
-        for i in range(len(found) - 2, -1, -1):
-            after = found[i + 1 :]
+            tables.append([self._tabulate(row) for row in (*rows, *fitting)])
+        for i in range(len(fewest) - 2, -1, -1):
+            after = fewest[i + 1 :]
             best = far
-            for one, many, *fitting in tables:
-                counts = one[i, i + 1 :]
+            for single, many, *fitting in tables:
+                counts = single[i, i + 1 :]
                 if fitting:
                     counts = np.where(after + 1 <= fitting[0][i, i + 1 :], counts, far)
                     room = fitting[1][i, i + 1 :]
                     shared = np.maximum(many[i, i + 1 :], np.maximum(after - 1, 0) // np.maximum(room - 1, 1) + 1)
                     counts = np.minimum(counts, np.where((room >= 2) | ((after == 0) & (room >= 1)), shared, far))
                 best = min(best, int((counts + after).min()))
-            found[i] = min(best, far)
-        return found
+            fewest[i] = min(best, far)
+        return fewest
 
     def fewest_before(self) -> IntArray:
         """Returns the fewest workers that run the layers before each place, ignoring memory."""
@@ -181,19 +181,19 @@ class PeriodNeeds:
             )
             for recompute in self.needs.costs
         ]
-        table = self._square(np.minimum.reduce(ways))
-        found = np.full(len(self.needs.places), far)
-        found[0] = 0
-        for j in range(1, len(found)):
-            found[j] = min(far, int((found[:j] + table[:j, j]).min()))
-        return found
+        table = self._tabulate(np.minimum.reduce(ways))
+        fewest = np.full(len(self.needs.places), far)
+        fewest[0] = 0
+        for j in range(1, len(fewest)):
+            fewest[j] = min(far, int((fewest[:j] + table[:j, j]).min()))
+        return fewest
 
     @property
     def _far(self) -> int:
         """More workers than exist, even if added up."""
         return 4 * self.needs.workers + 4
 
-    def _square(self, row: IntArray) -> IntArray:
+    def _tabulate(self, row: IntArray) -> IntArray:
         """As a table [from, to]."""
         table = np.append(row, self._far if row.dtype != bool else False)
         return table[self.needs.index]

@@ -33,24 +33,26 @@ class PlacedStage:
     suffix: int = 0
 
 
-def latest_start_pipeline(known: PeriodNeeds, all_workers: bool) -> list[PlacedStage] | None:
+def latest_start_pipeline(period_needs: PeriodNeeds, all_workers: bool) -> list[PlacedStage] | None:
     """Returns the stages of a pipeline within a period (up to rounding), or None if none is found.
 
     Several suffixes are kept for each place: the one that begins last, and, for each level, the one that begins last at
     the start of a component.
     """
-    needs, period = known.needs, known.period * (1 + 1e-12)
+    needs, period = period_needs.needs, period_needs.period * (1 + 1e-12)
     levels = len(needs.line.cluster.levels)
     end = len(needs.places) - 1
     starts = np.full((levels, end + 1), -1)  # the first worker of each suffix; -1: no suffix
     starts[:, end] = needs.workers
-    needed_before = known.fewest_before()
+    needed_before = period_needs.fewest_before()
     stages: list[list[PlacedStage | None]] = [[None] * (end + 1) for _ in range(levels)]
     for i in range(end - 1, -1, -1):
-        candidates = _StageCandidates.before_suffixes(known, starts, i, int(needed_before[i]), all_workers and i == 0)
-        for level, found in enumerate(candidates.best(needs, period)):
-            if found is not None:
-                starts[level, i], stages[level][i] = found.worker, found
+        candidates = _StageCandidates.before_suffixes(
+            period_needs, starts, i, int(needed_before[i]), all_workers and i == 0
+        )
+        for level, candidate in enumerate(candidates.best(needs, period)):
+            if candidate is not None:
+                starts[level, i], stages[level][i] = candidate.worker, candidate
     if starts[0, 0] < 0:
         return None
     chain: list[PlacedStage] = []
@@ -76,22 +78,22 @@ class _StageCandidates:
 
     @classmethod
     def before_suffixes(
-        cls, known: PeriodNeeds, starts: IntArray, i: int, needed_before: int, exact: bool
+        cls, period_needs: PeriodNeeds, starts: IntArray, i: int, needed_before: int, exact: bool
     ) -> _StageCandidates:
         """Those of place i that leave `needed_before` workers; if `exact`, they begin at the first one."""
-        needs = known.needs
+        needs = period_needs.needs
         ends = np.flatnonzero((needs.index[i] >= 0) & (starts.max(axis=0) > needed_before))
         stages = needs.index[i, ends]
-        feasible = known.feasible[stages]
+        feasible = period_needs.feasible[stages]
         ends, stages = ends[feasible], stages[feasible]
         rows: list[list[IntArray]] = []
         for suffix, row in enumerate(starts):
             fronts = row[ends]
             distinct = (fronts > needed_before) & ((suffix == 0) | (fronts != starts[0][ends]))
             for recompute in needs.costs:
-                for chosen, counts in _counts(known, recompute, stages, fronts):
+                for chosen, counts in _count_workers(period_needs, recompute, stages, fronts):
                     some = np.flatnonzero(distinct & chosen)
-                    for replicas in _options(needs, fronts[some], counts[some], exact):
+                    for replicas in _list_counts(needs, fronts[some], counts[some], exact):
                         suffixes, redoes = np.full(len(some), suffix), np.full(len(some), int(recompute))
                         rows.append([ends[some], suffixes, fronts[some] - replicas, replicas, redoes])
         columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
@@ -119,7 +121,7 @@ class _StageCandidates:
         worker, replicas, recompute = self.worker[part], self.replicas[part], self.recompute[part].astype(bool)
         stage = needs.index[self.place, self.last[part]]
         sites = needs.line.site_arrays(worker, replicas)
-        held = (needs.workers - worker - 1) // replicas + 1
+        in_flight = (needs.workers - worker - 1) // replicas + 1
         fits = np.zeros(len(worker), dtype=bool)
         for redoes, costs in needs.costs.items():
             some = np.flatnonzero(recompute == redoes)
@@ -133,29 +135,29 @@ class _StageCandidates:
                     if alike.any() and not np.isinf(memory):
                         room[alike] = needs.most_in_flight(memory, 1 + many, redoes)[stage[some][alike]]
             seconds = period_s(costs[stage[some]], here, needs.line.cluster.sums)
-            fits[some] = (seconds <= period) & (held[some] <= room)
+            fits[some] = (seconds <= period) & (in_flight[some] <= room)
         return fits
 
 
-def _counts(
-    known: PeriodNeeds, recompute: bool, stages: IntArray, fronts: IntArray
+def _count_workers(
+    period_needs: PeriodNeeds, recompute: bool, stages: IntArray, fronts: IntArray
 ) -> Iterator[tuple[BoolArray, IntArray]]:
     """Yields which stages may precede suffixes (from `fronts` on), and the fewest workers: one, then several."""
-    needs = known.needs
+    needs = period_needs.needs
     memory = needs.line.memory_bytes
     after = needs.workers - fronts
-    one, many = np.ones(len(stages), dtype=int), known.several[recompute][stages]
-    fits_one, fits_many = known.alone[recompute][stages], np.ones(len(stages), dtype=bool)
+    single, many = np.ones(len(stages), dtype=int), period_needs.several[recompute][stages]
+    fits_one, fits_many = period_needs.alone[recompute][stages], np.ones(len(stages), dtype=bool)
     if memory is not None:
         fits_one &= after + 1 <= needs.most_in_flight(memory, 1, recompute)[stages]
         room = needs.most_in_flight(memory, 2, recompute)[stages]
         fits_many = (room >= 2) | ((after == 0) & (room >= 1))
         many = np.maximum(many, np.maximum(after - 1, 0) // np.maximum(room - 1, 1) + 1)
-    yield fits_one, one
+    yield fits_one, single
     yield fits_many & (many <= fronts), many
 
 
-def _options(needs: StageNeeds, fronts: IntArray, counts: IntArray, exact: bool) -> list[IntArray]:
+def _list_counts(needs: StageNeeds, fronts: IntArray, counts: IntArray, exact: bool) -> list[IntArray]:
     if exact:
         return [np.where(fronts >= counts, fronts, 0)]
     options = [counts]

@@ -106,7 +106,7 @@ class RelaxedLine:
 
     @cached_property
     def _sites(self) -> SiteArrays:
-        rows = list(self._best())
+        rows = list(self._find_best())
         table = np.array([rows[0], *rows])  # index 0 is not used
         levels = len(self.line.cluster.levels)
         ports = [list(table[:, 4 + k * levels : 4 + (k + 1) * levels].T) for k in range(3)]
@@ -122,24 +122,24 @@ class RelaxedLine:
         speed, memory, bandwidth, latency = (table[:, k].copy() for k in range(4))
         return SiteArrays(np.arange(self.workers + 1), speed, memory, bandwidth, latency, *ports)
 
-    def _best(self) -> Iterator[list[float]]:
+    def _find_best(self) -> Iterator[list[float]]:
         for count in range(1, self.workers + 1):
             first = np.arange(self.workers - count + 1)
             sites = self.line.site_arrays(first, np.full(len(first), count))
             most = [sites.speed.max(), sites.memory_bytes.max(), sites.sum_bytes_per_s.max()]
-            ports = [row.min() for port in self._one_each(sites) for row in port]
+            ports = [row.min() for port in self._pick_ports(sites) for row in port]
             yield [*most, sites.sum_latency_s.min(), *ports]
 
     @staticmethod
-    def _one_each(sites: SiteArrays) -> tuple[list[FloatArray], list[FloatArray], list[FloatArray]]:
+    def _pick_ports(sites: SiteArrays) -> tuple[list[FloatArray], list[FloatArray], list[FloatArray]]:
         """The port of each level that most of a run's messages cross."""
-        found: tuple[list[FloatArray], list[FloatArray], list[FloatArray]] = ([], [], [])
+        busiest: tuple[list[FloatArray], list[FloatArray], list[FloatArray]] = ([], [], [])
         for begin, end in pairwise((0, *range(1, len(sites.before) + 1, 3))):
             rows = [np.stack(port[begin:end]) for port in (sites.before, sites.after, sites.weights)]
             chosen = (rows[0] + rows[1]).argmax(axis=0)[None]
-            for kind, row in zip(found, rows, strict=True):
+            for kind, row in zip(busiest, rows, strict=True):
                 kind.append(np.take_along_axis(row, chosen, axis=0)[0])
-        return found
+        return busiest
 
     def fewest_workers(
         self, costs: StageCosts, period: float, low: IntArray, high: IntArray, useful: IntArray
@@ -149,21 +149,23 @@ class RelaxedLine:
         One more than the line has if no count is enough, or only one above `useful`, the most that each stage may have.
         `low` and `high` are known bounds, included.
         """
-        found = np.where(high <= useful, high, self.workers + 1)
-        left = np.flatnonzero((low < found) & (low <= useful))
+        fewest = np.where(high <= useful, high, self.workers + 1)
+        left = np.flatnonzero((low < fewest) & (low <= useful))
         for begin in range(0, len(left), _AT_ONCE):
             some = left[begin : begin + _AT_ONCE]
-            found[some] = self._fewest(costs[some], period, low[some], found[some], useful[some])
-        return found
+            fewest[some] = self._find_fewest(costs[some], period, low[some], fewest[some], useful[some])
+        return fewest
 
-    def _fewest(self, costs: StageCosts, period: float, low: IntArray, high: IntArray, useful: IntArray) -> IntArray:
-        found, how = high.copy(), self.line.cluster.sums
+    def _find_fewest(
+        self, costs: StageCosts, period: float, low: IntArray, high: IntArray, useful: IntArray
+    ) -> IntArray:
+        fewest, how = high.copy(), self.line.cluster.sums
         left = np.arange(len(low))
         for begin, end in self.spans:
             if begin < 2 or not len(left):
                 continue
             few, many = np.maximum(begin, low[left]), np.minimum(end, useful[left])
-            tried = (few <= many) & (few < found[left])
+            tried = (few <= many) & (few < fewest[left])
             some, few, many = left[tried], few[tried] - 1, many[tried]
             if not len(some):
                 continue
@@ -174,6 +176,6 @@ class RelaxedLine:
                 good = period_s(costs[some[open_]], self.sites(middle), how) <= period
                 many[open_[good]] = middle[good]
                 few[open_[~good]] = middle[~good]
-            found[some] = np.minimum(found[some], many)
-            left = left[(found[left] > end) & (useful[left] > end)]
-        return found
+            fewest[some] = np.minimum(fewest[some], many)
+            left = left[(fewest[left] > end) & (useful[left] > end)]
+        return fewest

@@ -30,16 +30,16 @@ def searched_downsets(lattice: Lattice, profile: Profile, cluster: Cluster) -> t
     """
     if lattice.is_chain:
         return lattice.downsets(len(lattice.groups) + 1) or [], True
-    if cluster.is_limited and (found := lattice.downsets(MOST_DOWNSETS)) is not None:
-        return found, True
+    if cluster.is_limited and (downsets := lattice.downsets(MOST_DOWNSETS)) is not None:
+        return downsets, True
     loss_at = len(profile.layers) - 1 if profile.loss_s else -1
     costs = [bool(layer.forward_s + layer.backward_s + layer.parameter_bytes) for layer in profile.layers]
     costs[loss_at] |= loss_at >= 0
-    for layer in {layer for one in profile.tied for layer in one.layers}:
+    for layer in {layer for tied in profile.tied for layer in tied.layers}:
         costs[layer] = True
-    found = lattice.downsets(MOST_DOWNSETS, lattice.free(costs, [layer.output_bytes for layer in profile.layers]))
-    if found is not None:
-        return found, not cluster.is_limited
+    downsets = lattice.downsets(MOST_DOWNSETS, lattice.free(costs, [layer.output_bytes for layer in profile.layers]))
+    if downsets is not None:
+        return downsets, not cluster.is_limited
     return heuristic_downsets(lattice, profile), False
 
 
@@ -65,11 +65,11 @@ def heuristic_downsets(lattice: Lattice, profile: Profile) -> list[int]:
 def narrowest_cuts(lattice: Lattice, costs_s: Sequence[float], output_bytes: Sequence[int], count: int) -> list[int]:
     """Returns, each contained in the next, the narrowest downsets for each of `count` shares of the compute."""
     layers = len(lattice.graph.layers)
-    own = bool_rows(lattice.groups, layers) @ costs_s
-    before = bool_rows(lattice.past, layers) @ costs_s + own
-    after = bool_rows(lattice.future, layers) @ costs_s + own
-    total = float(sum(own))
-    found = []
+    group_s = bool_rows(lattice.groups, layers) @ costs_s
+    before = bool_rows(lattice.past, layers) @ costs_s + group_s
+    after = bool_rows(lattice.future, layers) @ costs_s + group_s
+    total = float(sum(group_s))
+    downsets = []
     for share in range(count):
         # A group is in if leaving it and its future out would leave too little; it is out if its past needs too much.
         inside = total - after < total * share / count * (1 - 1e-12)
@@ -77,8 +77,8 @@ def narrowest_cuts(lattice: Lattice, costs_s: Sequence[float], output_bytes: Seq
         if not (inside & outside).any():
             low = sum(group for group, is_in in zip(lattice.groups, inside, strict=True) if is_in)
             high = sum(group for group, is_out in zip(lattice.groups, outside, strict=True) if not is_out)
-            found.append(min_cut_downset(lattice, low, high, output_bytes))
-    return sorted(set(found), key=int.bit_count)
+            downsets.append(min_cut_downset(lattice, low, high, output_bytes))
+    return sorted(set(downsets), key=int.bit_count)
 
 
 def min_cut_downset(lattice: Lattice, low: int, high: int, output_bytes: Sequence[int]) -> int:

@@ -46,9 +46,9 @@ class Lattice:
         while changed:
             changed = False
             for source, target in reversed(joined):
-                found = reached[source] | reached[target] | 1 << target
-                changed |= found != reached[source]
-                reached[source] = found
+                reach = reached[source] | reached[target] | 1 << target
+                changed |= reach != reached[source]
+                reached[source] = reach
         groups = []
         for i in range(count):
             group = 1 << i | sum(1 << j for j in bit_indices(reached[i]) if reached[j] >> i & 1 and j != i)
@@ -64,27 +64,27 @@ class Lattice:
 
     @cached_property
     def reads(self) -> tuple[int, ...]:
-        found = [0] * len(self.groups)
+        reads = [0] * len(self.groups)
         for source, target in self.graph.edges:
-            found[self.owner[target]] |= 1 << source
-        return tuple(read & ~group for read, group in zip(found, self.groups, strict=True))
+            reads[self.owner[target]] |= 1 << source
+        return tuple(read & ~group for read, group in zip(reads, self.groups, strict=True))
 
     @cached_property
     def past(self) -> tuple[int, ...]:
-        found: list[int] = []
+        pasts: list[int] = []
         for read in self.reads:
             past = read
             for g in {self.owner[i] for i in bit_indices(read)}:
-                past |= found[g] | self.groups[g]
-            found.append(past)
-        return tuple(found)
+                past |= pasts[g] | self.groups[g]
+            pasts.append(past)
+        return tuple(pasts)
 
     @cached_property
     def consumers(self) -> tuple[int, ...]:
-        found = [0] * len(self.graph.layers)
+        consumers = [0] * len(self.graph.layers)
         for source, target in self.graph.edges:
-            found[source] |= 1 << target
-        return tuple(found)
+            consumers[source] |= 1 << target
+        return tuple(consumers)
 
     def downsets(self, most: int, free: Collection[int] = ()) -> list[int] | None:
         """Returns all downsets, smaller ones first, or None if there are more than `most`. Linear time for a chain.
@@ -97,16 +97,16 @@ class Lattice:
         done = 0
         for g, (group, read, meets) in enumerate(zip(self.groups, self.reads, self._meets, strict=True)):
             if g in free:
-                active = [found | group if found & read == read else found for found in active]
+                active = [downset | group if downset & read == read else downset for downset in active]
             elif meets:
                 passed += active
                 active = [done | group]
             else:
-                active += [found | group for found in active if found & read == read]
+                active += [downset | group for downset in active if downset & read == read]
             done |= group
             if len(passed) + len(active) > most:
                 return None
-        return sorted(passed + active, key=lambda found: (found.bit_count(), found))
+        return sorted(passed + active, key=lambda downset: (downset.bit_count(), downset))
 
     @property
     def is_chain(self) -> bool:
@@ -121,12 +121,12 @@ class Lattice:
 
     @cached_property
     def future(self) -> tuple[int, ...]:
-        found = [0] * len(self.groups)
+        futures = [0] * len(self.groups)
         for g in reversed(range(len(self.groups))):
-            onward = found[g] | self.groups[g]
+            onward = futures[g] | self.groups[g]
             for before in {self.owner[i] for i in bit_indices(self.reads[g])}:
-                found[before] |= onward
-        return tuple(found)
+                futures[before] |= onward
+        return tuple(futures)
 
     @cached_property
     def owner(self) -> dict[int, int]:
@@ -141,14 +141,14 @@ class Lattice:
         Args:
             costs: whether each layer takes time or holds parameters.
         """
-        found = set()
+        free_groups = set()
         for g, (group, read) in enumerate(zip(self.groups, self.reads, strict=True)):
             if any(costs[i] for i in bit_indices(group)):
                 continue
             sent = sum(output_bytes[i] for i in bit_indices(group) if self.consumers[i] & ~group)
             if sent <= sum(output_bytes[i] for i in bit_indices(read) if not self.consumers[i] & ~group):
-                found.add(g)
-        return found
+                free_groups.add(g)
+        return free_groups
 
     def prefixes(self, key: Callable[[int], Any]) -> list[int]:
         """Returns the downsets of one order: of the groups that can run, the one with the smallest key is next."""
@@ -177,5 +177,5 @@ def bit_indices(members: int) -> Iterator[int]:
 def bool_rows(sets: Iterable[int], width: int) -> BoolArray:
     """Returns bit sets of indices below `width` as rows of booleans."""
     size = (width + 7) // 8
-    raw = np.frombuffer(b"".join(held.to_bytes(size, "little") for held in sets), dtype=np.uint8)
+    raw = np.frombuffer(b"".join(members.to_bytes(size, "little") for members in sets), dtype=np.uint8)
     return np.unpackbits(raw.reshape(-1, size), axis=1, count=width, bitorder="little").astype(bool)

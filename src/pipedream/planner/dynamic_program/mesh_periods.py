@@ -32,14 +32,16 @@ class MeshPeriods(MeshProgram):
     def within(self, period_s: float) -> tuple[StageChoice, ...] | None:
         """Returns the stages of a plan whose stages all keep the period, with the fewest workers; None if none does."""
         fewest = {0: self._end}
-        for state, replicas, lies in self._stages(self._after):
+        for state, replicas, lies in self._iterate_stages(self._after):
             rest = fewest[state.ranks - replicas * self.space.meshes[state.mesh].size]
-            found = np.where(self._may(state, replicas, lies, rest, period_s), rest + replicas, _FAR).min(axis=1)
-            fewest[state.ranks] = np.minimum(fewest.get(state.ranks, _FAR), found)
+            workers = np.where(self._find_possible(state, replicas, lies, rest, period_s), rest + replicas, _FAR).min(
+                axis=1
+            )
+            fewest[state.ranks] = np.minimum(fewest.get(state.ranks, _FAR), workers)
         total = self._total
         starts = [total] if self.all_ranks else range(1, total + 1)
         ranks = min((n for n in starts if n in fewest), key=lambda n: fewest[n][0], default=0)
-        return None if not ranks or fewest[ranks][0] >= _FAR else tuple(self._choices(fewest, ranks, period_s))
+        return None if not ranks or fewest[ranks][0] >= _FAR else tuple(self._iterate_choices(fewest, ranks, period_s))
 
     @cached_property
     def _end(self) -> FloatArray:
@@ -47,14 +49,16 @@ class MeshPeriods(MeshProgram):
         end[-1] = 0.0
         return end
 
-    def _choices(self, fewest: dict[int, FloatArray], ranks: int, period_s: float) -> Iterator[StageChoice]:
+    def _iterate_choices(self, fewest: dict[int, FloatArray], ranks: int, period_s: float) -> Iterator[StageChoice]:
         place = 0
         while ranks:
-            choice, place = self._next(fewest, ranks, place, period_s)
+            choice, place = self._find_next(fewest, ranks, place, period_s)
             ranks -= choice.ranks
             yield choice
 
-    def _next(self, fewest: dict[int, FloatArray], ranks: int, place: int, period_s: float) -> tuple[StageChoice, int]:
+    def _find_next(
+        self, fewest: dict[int, FloatArray], ranks: int, place: int, period_s: float
+    ) -> tuple[StageChoice, int]:
         for number, mesh in enumerate(self.space.meshes):
             for replicas in range(1, ranks // mesh.size + 1):
                 lies = self.space.site_at(self._total - ranks, replicas, mesh)
@@ -62,32 +66,34 @@ class MeshPeriods(MeshProgram):
                 if lies is None or rest is None:
                     continue
                 state = MeshState(ranks, 0, number)
-                may = self._may(state, replicas, lies, rest, period_s)[place]
+                may = self._find_possible(state, replicas, lies, rest, period_s)[place]
                 ends = np.flatnonzero(may & (rest + replicas == fewest[ranks][place]))
                 if len(ends):
                     end = int(ends[0])
-                    held = self._held(rest, replicas)[end]
+                    in_flight = self._count_in_flight(rest, replicas)[end]
                     again = self.recompute == "always" or bool(
-                        held > self._most(state, replicas, lies, False)[place, end]
+                        in_flight > self._find_room(state, replicas, lies, False)[place, end]
                     )
                     span = int(self._places[place]), int(self._places[end])
                     return StageChoice(*span, replicas, mesh, again), end
         raise AssertionError("the tables have no such stage")
 
-    def _may(self, state: MeshState, replicas: int, lies: MeshSite, rest: FloatArray, period_s: float) -> BoolArray:
+    def _find_possible(
+        self, state: MeshState, replicas: int, lies: MeshSite, rest: FloatArray, period_s: float
+    ) -> BoolArray:
         """Which stages [from, to] keep the period and fit, with so many workers after each end."""
-        held = self._held(rest, replicas)
-        found: BoolArray = np.zeros((len(self._places), len(self._places)), dtype=bool)
+        in_flight = self._count_in_flight(rest, replicas)
+        possible: BoolArray = np.zeros((len(self._places), len(self._places)), dtype=bool)
         for recompute in {"never": (False,), "auto": (False, True), "always": (True,)}[self.recompute]:
-            costs = self._cost(state.mesh, lies, recompute)
-            found |= (costs <= period_s) & (held <= self._most(state, replicas, lies, recompute))
-        return found & (rest < _FAR)
+            costs = self._compute_cost(state.mesh, lies, recompute)
+            possible |= (costs <= period_s) & (in_flight <= self._find_room(state, replicas, lies, recompute))
+        return possible & (rest < _FAR)
 
     @staticmethod
-    def _held(rest: FloatArray, replicas: int) -> FloatArray:
+    def _count_in_flight(rest: FloatArray, replicas: int) -> FloatArray:
         return np.floor((rest + replicas - 1) / replicas) + 1
 
-    def _most(self, state: MeshState, replicas: int, lies: MeshSite, recompute: bool) -> IntArray:
+    def _find_room(self, state: MeshState, replicas: int, lies: MeshSite, recompute: bool) -> IntArray:
         """The most in flight for which each stage has memory."""
         limit, share = lies.site.memory_bytes, -(-self.space.microbatches // replicas)
         key = state.mesh, limit, share, replicas > 1, recompute
@@ -96,9 +102,9 @@ class MeshPeriods(MeshProgram):
             high = np.full(self._allowed.shape, self._total + 2 if limit is None else self._total + 1)
             while limit is not None and (high - low > 1).any():
                 middle = (low + high) // 2
-                for held in np.unique(middle[high - low > 1]):
-                    need = self._need_in_flight(state.mesh, lies, int(held), replicas, recompute)
-                    here = (middle == held) & (high - low > 1)
+                for in_flight in np.unique(middle[high - low > 1]):
+                    need = self._compute_need_in_flight(state.mesh, lies, int(in_flight), replicas, recompute)
+                    here = (middle == in_flight) & (high - low > 1)
                     low = np.where(here & (need <= limit), middle, low)
                     high = np.where(here & (need > limit), middle, high)
             self._rooms[key] = low if limit is not None else high

@@ -65,14 +65,14 @@ class MeshProgram:
 
     def best(self) -> tuple[float, tuple[StageChoice, ...]] | None:
         """Returns the least seconds of a slowest stage, with its stages; None if nothing fits."""
-        return self._best(self._seconds)
+        return self._find_best(self._compute_seconds)
 
     def least_bytes(self) -> tuple[float, tuple[StageChoice, ...]] | None:
         """Returns the least need of a fullest rank, with its stages; None if no plan has this shape."""
-        return self._best(self._need_of)
+        return self._find_best(self._compute_least_need)
 
-    def _best(self, cost: Callable[..., FloatArray]) -> tuple[float, tuple[StageChoice, ...]] | None:
-        tables = self._tables(cost, None)
+    def _find_best(self, cost: Callable[..., FloatArray]) -> tuple[float, tuple[StageChoice, ...]] | None:
+        tables = self._fill_tables(cost, None)
         least = min((float(tables[state][0, 0]) for state in self._starts(tables)), default=np.inf)
         if np.isinf(least):
             return None
@@ -82,7 +82,7 @@ class MeshProgram:
     def work(self) -> float:
         """Comparisons of costs."""
         pairs = len(self._before) * (len(self.space.meshes) if self.how == "exact" else 1)
-        return float(sum(1 for _ in self._stages(self._after)) * pairs * len(self._places) ** 2)
+        return float(sum(1 for _ in self._iterate_stages(self._after)) * pairs * len(self._places) ** 2)
 
     @property
     def _total(self) -> int:
@@ -110,11 +110,11 @@ class MeshProgram:
         return order
 
     @cached_property
-    def _asked(self) -> frozenset[tuple[int, int]] | None:
+    def _requested(self) -> frozenset[tuple[int, int]] | None:
         """The pairs (workers up to the output, replicas) of `counts`."""
         return None if self.counts is None else frozenset(states_of_counts(self.counts))
 
-    def _stages(self, after: dict[int, set[int]]) -> Iterator[tuple[MeshState, int, MeshSite]]:
+    def _iterate_stages(self, after: dict[int, set[int]]) -> Iterator[tuple[MeshState, int, MeshSite]]:
         """Yields each state with the replicas and the site of its stage, by increasing ranks.
 
         `after` says for each number of ranks how many workers they may be; it is filled for those that are reached.
@@ -126,8 +126,8 @@ class MeshProgram:
                     lies = self.space.site_at(self._total - ranks, replicas, mesh) if later else None
                     if lies is None or later is None:
                         continue
-                    for workers in sorted({one + replicas if self._counts_workers else 0 for one in later}):
-                        if self._asked is None or (workers, replicas) in self._asked:
+                    for workers in sorted({rest + replicas if self._counts_workers else 0 for rest in later}):
+                        if self._requested is None or (workers, replicas) in self._requested:
                             after.setdefault(ranks, set()).add(workers)
                             yield MeshState(ranks, workers, number), replicas, lies
 
@@ -143,22 +143,22 @@ class MeshProgram:
             if (not self.all_ranks or state.ranks == self._total) and whole in (None, state.workers)
         ]
 
-    def _tables(self, cost: Callable[..., FloatArray], limit: float | None) -> dict[MeshState, FloatArray]:
+    def _fill_tables(self, cost: Callable[..., FloatArray], limit: float | None) -> dict[MeshState, FloatArray]:
         """For each state, as [mesh before, place]: the least maximum of the costs from there on; with a limit that all
         of them keep, the fewest stages."""
         tables: dict[MeshState, FloatArray] = {}
         self._merged.clear()
-        for state, replicas, lies in self._stages(self._after):
+        for state, replicas, lies in self._iterate_stages(self._after):
             rows = []
             for before in self._before:
-                found = np.full(len(self._places), np.inf)
-                for after, rest in self._followers(tables, state, replicas):
+                least = np.full(len(self._places), np.inf)
+                for after, rest in self._iterate_followers(tables, state, replicas):
                     costs = cost(state, replicas, lies, before, after)
                     joined = np.maximum(costs, rest) if limit is None else np.where(costs <= limit, rest + 1, np.inf)
-                    np.minimum(found, joined.min(axis=1), out=found)
-                rows.append(found)
-            made = np.stack(rows)
-            tables[state] = np.minimum(tables[state], made) if state in tables else made
+                    np.minimum(least, joined.min(axis=1), out=least)
+                rows.append(least)
+            table = np.stack(rows)
+            tables[state] = np.minimum(tables[state], table) if state in tables else table
             key = state.ranks, state.workers
             self._merged[key] = np.minimum(self._merged.get(key, np.inf), tables[state])
         return tables
@@ -168,7 +168,7 @@ class MeshProgram:
         """The least over the meshes of the first stage."""
         return {}
 
-    def _followers(
+    def _iterate_followers(
         self, tables: dict[MeshState, FloatArray], state: MeshState, replicas: int
     ) -> Iterator[tuple[int | None, FloatArray]]:
         """Yields the mesh after a stage, where it matters, with the table of what follows."""
@@ -186,16 +186,16 @@ class MeshProgram:
                     yield number, after[state.mesh]
 
     def _walk(self, cost: Callable[..., FloatArray], limit: float) -> tuple[StageChoice, ...]:
-        tables = self._tables(cost, limit)
+        tables = self._fill_tables(cost, limit)
         starts = self._starts(tables)
         fewest = min(float(tables[state][0, 0]) for state in starts)
-        state = min(one for one in starts if tables[one][0, 0] == fewest)
+        state = min(start for start in starts if tables[start][0, 0] == fewest)
         choices: list[StageChoice] = []
-        place, before, wanted = 0, 0, fewest
+        place, before, stages_left = 0, 0, fewest
         while True:
-            choice, after, place = self._step(cost, limit, tables, state, before, place, wanted)
+            choice, after, place = self._step(cost, limit, tables, state, before, place, stages_left)
             choices.append(choice)
-            wanted -= 1
+            stages_left -= 1
             ranks = state.ranks - choice.ranks
             if not ranks:
                 return tuple(choices)
@@ -203,7 +203,11 @@ class MeshProgram:
             before = state.mesh if self.how == "exact" else 0
             numbers = range(len(self.space.meshes)) if after is None else (after,)
             nexts = (MeshState(ranks, workers, number) for number in numbers)
-            state = next(one for one in nexts if one in tables and tables[one][before, place] == wanted)
+            state = next(
+                candidate
+                for candidate in nexts
+                if candidate in tables and tables[candidate][before, place] == stages_left
+            )
 
     def _step(
         self,
@@ -213,74 +217,78 @@ class MeshProgram:
         state: MeshState,
         before: int,
         place: int,
-        wanted: float,
+        stages_left: float,
     ) -> tuple[StageChoice, int | None, int]:
         """Returns the stage of a state from a place on, the mesh after it, and the index of its end."""
         mesh = self.space.meshes[state.mesh]
         for replicas in range(1, state.ranks // mesh.size + 1):
             ranks, workers = state.ranks - replicas * mesh.size, state.workers - replicas if self._counts_workers else 0
-            known = ranks == 0 == workers or any(
+            has_rest = ranks == 0 == workers or any(
                 MeshState(ranks, workers, o) in tables for o in range(len(self.space.meshes))
             )
             lies = self.space.site_at(self._total - state.ranks, replicas, mesh)
-            if not known or lies is None or (self._asked is not None and (state.workers, replicas) not in self._asked):
+            if (
+                not has_rest
+                or lies is None
+                or (self._requested is not None and (state.workers, replicas) not in self._requested)
+            ):
                 continue
-            for after, rest in self._followers(tables, state, replicas):
+            for after, rest in self._iterate_followers(tables, state, replicas):
                 costs = cost(state, replicas, lies, self._before[before], after)[place]
-                ends = np.flatnonzero((costs <= limit) & (rest + 1 == wanted))
+                ends = np.flatnonzero((costs <= limit) & (rest + 1 == stages_left))
                 if len(ends):
                     first, end = int(self._places[place]), int(self._places[ends[0]])
-                    again = self._recomputes(state, replicas, lies, place, int(ends[0]))
+                    again = self._must_recompute(state, replicas, lies, place, int(ends[0]))
                     return StageChoice(first, end, replicas, mesh, again), after, int(ends[0])
         raise AssertionError("the tables have no such stage")
 
-    def _recomputes(self, state: MeshState, replicas: int, lies: MeshSite, place: int, end: int) -> bool:
+    def _must_recompute(self, state: MeshState, replicas: int, lies: MeshSite, place: int, end: int) -> bool:
         most = lies.site.memory_bytes
-        must = most is not None and self._need(state, replicas, lies, False)[place, end] > most
+        must = most is not None and self._compute_need(state, replicas, lies, False)[place, end] > most
         return self.recompute == "always" or (self.recompute == "auto" and bool(must))
 
-    def _shared(self, name: str) -> dict[Any, Any]:
+    def _get_shared(self, name: str) -> dict[Any, Any]:
         """What programs with the same places and stages have in common, whatever the memory."""
-        asked = name, self.how, self.allow_single_stage, self.every_cut, self.space.positions, self.space.meshes
-        return self.space.kept.setdefault(str(asked), {})
+        key = name, self.how, self.allow_single_stage, self.every_cut, self.space.positions, self.space.meshes
+        return self.space.kept.setdefault(str(key), {})
 
     # -- costs of all stages [from, to] on a site ---------------------------------------------------------
 
-    def _seconds(
+    def _compute_seconds(
         self, state: MeshState, replicas: int, lies: MeshSite, before: int | None, after: int | None
     ) -> FloatArray:
         """Seconds; infinite where a stage is not allowed, or does not fit."""
         site, always = lies.site, self.recompute == "always"
 
         def cost(recompute: bool) -> FloatArray:
-            return self._cost(state.mesh, lies, recompute, before, after)
+            return self._compute_cost(state.mesh, lies, recompute, before, after)
 
         if site.memory_bytes is None:
             return cost(always)
-        fits = self._need(state, replicas, lies, always) <= site.memory_bytes
+        fits = self._compute_need(state, replicas, lies, always) <= site.memory_bytes
         if self.recompute != "auto" or fits.all():
             return np.where(fits, cost(always), np.inf)
-        fits_then = self._need(state, replicas, lies, True) <= site.memory_bytes
+        fits_then = self._compute_need(state, replicas, lies, True) <= site.memory_bytes
         return np.where(fits, cost(False), np.where(fits_then, cost(True), np.inf))
 
-    def _need_of(
+    def _compute_least_need(
         self, state: MeshState, replicas: int, lies: MeshSite, before: int | None, after: int | None
     ) -> FloatArray:
-        need = self._need(state, replicas, lies, self.recompute == "always")
+        need = self._compute_need(state, replicas, lies, self.recompute == "always")
         if self.recompute == "auto":
-            need = np.minimum(need, self._need(state, replicas, lies, True))
+            need = np.minimum(need, self._compute_need(state, replicas, lies, True))
         return np.where(self._allowed, need, np.inf)
 
-    def _cost(
+    def _compute_cost(
         self, mesh: int, lies: MeshSite, recompute: bool, before: int | None = None, after: int | None = None
     ) -> FloatArray:
         """Seconds, whatever the memory."""
         key = mesh, lies.number, recompute, before, after
         if key in self._costs:
             return self._costs[key]
-        space, first, last = self._ends(mesh, lies.reach)
-        forward, backward = self._passes(space, mesh, lies.reach)
-        received, sent = self._crossing(mesh, before, after)
+        space, first, last = self._select_ends(mesh, lies.reach)
+        forward, backward = self._compute_passes(space, mesh, lies.reach)
+        received, sent = self._compute_crossing(mesh, before, after)
         edges = np.where(first == 0, 0, received[:, None]), np.where(last == last[0, -1], 0, sent[None, :])
         delay = self.space.update_delay if lies.site.replicas > 1 else 0
         update = np.array(np.broadcast_to(space.update_s(first, last, delay, edges), forward.shape), dtype=float)
@@ -288,45 +296,47 @@ class MeshProgram:
             update[0, -1] = space.update_s(0, int(last[0, -1]), 0, (0, 0))
         weights = np.asarray(space.parameter_bytes(first, last))
         backward = backward + forward if recompute else backward
-        made = np.where(self._allowed, lies.site.period_s(forward, backward, update, weights, *edges), np.inf)
-        if len(self._costs) * made.nbytes < _CACHE_BYTES:
-            self._costs[key] = made
-        return made
+        costs = np.where(self._allowed, lies.site.period_s(forward, backward, update, weights, *edges), np.inf)
+        if len(self._costs) * costs.nbytes < _CACHE_BYTES:
+            self._costs[key] = costs
+        return costs
 
     @cached_property
     def _costs(self) -> dict[tuple[int, int, bool, int | None, int | None], FloatArray]:
-        return self._shared("costs")
+        return self._get_shared("costs")
 
-    def _ends(self, mesh: int, reach: tuple[int, ...]) -> tuple[SearchSpace, IntArray, IntArray]:
+    def _select_ends(self, mesh: int, reach: tuple[int, ...]) -> tuple[SearchSpace, IntArray, IntArray]:
         return self.space.of_rank(self.space.meshes[mesh], reach), self._places[:, None], self._places[None, :]
 
-    def _passes(self, space: SearchSpace, mesh: int, reach: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
-        if (mesh, reach) not in self._known_passes:
+    def _compute_passes(self, space: SearchSpace, mesh: int, reach: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
+        if (mesh, reach) not in self._all_passes:
             forward, backward = space.passes_s(self._places[:, None], self._places[None, :])
-            self._known_passes[mesh, reach] = np.asarray(forward, dtype=float), np.asarray(backward, dtype=float)
-        return self._known_passes[mesh, reach]
+            self._all_passes[mesh, reach] = np.asarray(forward, dtype=float), np.asarray(backward, dtype=float)
+        return self._all_passes[mesh, reach]
 
     @cached_property
-    def _known_passes(self) -> dict[tuple[int, tuple[int, ...]], tuple[FloatArray, FloatArray]]:
-        return self._shared("known_passes")
+    def _all_passes(self) -> dict[tuple[int, tuple[int, ...]], tuple[FloatArray, FloatArray]]:
+        return self._get_shared("all_passes")
 
-    def _crossing(self, mesh: int, before: int | None, after: int | None) -> tuple[IntArray, IntArray]:
+    def _compute_crossing(self, mesh: int, before: int | None, after: int | None) -> tuple[IntArray, IntArray]:
         """Bytes at each place, to a stage that begins there and from one that ends there."""
-        if (mesh, before, after) not in self._known_bytes:
-            every, own = self.space.meshes, self.space.meshes[mesh]
-            unknown = every if self.how == "above" else (own,)
+        if (mesh, before, after) not in self._all_bytes:
+            every, stage_mesh = self.space.meshes, self.space.meshes[mesh]
+            unknown = every if self.how == "above" else (stage_mesh,)
             senders = unknown if before is None else (every[before],)
             receivers = unknown if after is None else (every[after],)
-            received = np.maximum.reduce([self.space.boundary(one, own) for one in senders])[self._places]
-            sent = np.maximum.reduce([self.space.boundary(own, one) for one in receivers])[self._places]
-            self._known_bytes[mesh, before, after] = received, sent
-        return self._known_bytes[mesh, before, after]
+            received = np.maximum.reduce([self.space.boundary(sender, stage_mesh) for sender in senders])[self._places]
+            sent = np.maximum.reduce([self.space.boundary(stage_mesh, receiver) for receiver in receivers])[
+                self._places
+            ]
+            self._all_bytes[mesh, before, after] = received, sent
+        return self._all_bytes[mesh, before, after]
 
     @cached_property
-    def _known_bytes(self) -> dict[tuple[int, int | None, int | None], tuple[IntArray, IntArray]]:
-        return self._shared("known_bytes")
+    def _all_bytes(self) -> dict[tuple[int, int | None, int | None], tuple[IntArray, IntArray]]:
+        return self._get_shared("all_bytes")
 
-    def _in_flight(self, state: MeshState, replicas: int) -> int:
+    def _estimate_in_flight(self, state: MeshState, replicas: int) -> int:
         """What the stage has in flight; if later workers are not counted, the least or the most that is possible."""
         workers = state.workers
         if not self._counts_workers:
@@ -335,29 +345,31 @@ class MeshProgram:
             workers = replicas + (left // min(sizes) if self.how == "above" else -(-left // max(sizes)))
         return (workers - 1) // replicas + 1
 
-    def _need(self, state: MeshState, replicas: int, lies: MeshSite, recompute: bool) -> IntArray:
-        held = self._in_flight(state, replicas)
+    def _compute_need(self, state: MeshState, replicas: int, lies: MeshSite, recompute: bool) -> IntArray:
+        in_flight = self._estimate_in_flight(state, replicas)
         share = -(-self.space.microbatches // replicas)
-        key = state.mesh, held, share, replicas > 1, recompute
+        key = state.mesh, in_flight, share, replicas > 1, recompute
         if key not in self._needs:
-            self._needs[key] = self._need_in_flight(state.mesh, lies, held, replicas, recompute)
+            self._needs[key] = self._compute_need_in_flight(state.mesh, lies, in_flight, replicas, recompute)
         return self._needs[key]
 
-    def _need_in_flight(self, mesh: int, lies: MeshSite, held: int, replicas: int, recompute: bool) -> IntArray:
-        space, first, last = self._ends(mesh, lies.reach)
+    def _compute_need_in_flight(
+        self, mesh: int, lies: MeshSite, in_flight: int, replicas: int, recompute: bool
+    ) -> IntArray:
+        space, first, last = self._select_ends(mesh, lies.reach)
         delay = self.space.update_delay if replicas > 1 else 0
         if mesh not in self._sizes:
             self._sizes[mesh] = space.sizes(first, last)
         need: IntArray = np.asarray(
-            space.need_bytes(first, last, held, delay, recompute, replicas, sizes=self._sizes[mesh])
+            space.need_bytes(first, last, in_flight, delay, recompute, replicas, sizes=self._sizes[mesh])
         )
         need = need + self.space.spare_bytes
-        need[0, -1] = space.need_bytes(0, int(self._places[-1]), held, 0, recompute, replicas)
+        need[0, -1] = space.need_bytes(0, int(self._places[-1]), in_flight, 0, recompute, replicas)
         return need
 
     @cached_property
     def _sizes(self) -> dict[int, StageSizes]:
-        return self._shared("sizes")
+        return self._get_shared("sizes")
 
     @cached_property
     def _needs(self) -> dict[tuple[int, int, int, bool, bool], IntArray]:

@@ -35,11 +35,11 @@ def prune_places(pipelines: DynamicProgram, *, enough: int = _ENOUGH, first: int
     workers = max(w for w, _ in pipelines.states)
     if len(space.positions) <= enough or workers > _MOST_WORKERS or not space.cluster.is_flat:
         return pipelines
-    found = replace(pipelines, space=replace(space, positions=_thinned(space, first))).best()
-    if found is None:
+    first_plan = replace(pipelines, space=replace(space, positions=_thin_out(space, first))).best()
+    if first_plan is None:
         return pipelines
     counts = sorted({count for _, count in pipelines.states})
-    low, high = 0.0, found.slowest_stage_s
+    low, high = 0.0, first_plan.slowest_stage_s
     before, after = fewest_workers(space, high, counts, workers)
     kept = before + after <= workers
     # Bisection finds faster periods, provided that memory is unlimited and all counted plans are allowed.
@@ -59,7 +59,7 @@ def prune_places(pipelines: DynamicProgram, *, enough: int = _ENOUGH, first: int
     left = replace(pipelines, space=replace(space, positions=positions))
     if not space.is_complete and len(positions) > _MOST:
         # Still fewer places will do if they have as good a plan.
-        few = replace(pipelines, space=replace(space, positions=_thinned(left.space, _MOST)))
+        few = replace(pipelines, space=replace(space, positions=_thin_out(left.space, _MOST)))
         if min(few.periods.values()) <= high * (1 + _CLOSE):
             return few
     return left
@@ -72,7 +72,7 @@ def fewest_workers(
 
     On a cluster of identical workers, with increasing `counts` of replicas; `workers` + 1 means more.
     """
-    least = _least_replicas(space, period_s * (1 + _SLACK), counts, workers)
+    least = _find_least_replicas(space, period_s * (1 + _SLACK), counts, workers)
     if not allow_single_stage:
         least[0, -1] = workers + 1
     count = len(space.positions)
@@ -85,7 +85,7 @@ def fewest_workers(
     return before, after
 
 
-def _least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], workers: int) -> NDArray[np.int16]:
+def _find_least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], workers: int) -> NDArray[np.int16]:
     """As [from, to]; `workers` + 1 if no count is enough."""
     places = np.array(space.positions)
     forward, backward = (np.asarray(part, dtype=float) for part in (space.forward[places], space.backward[places]))
@@ -107,8 +107,12 @@ def _least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], 
         i, j, left, needs = i[open_now], j[open_now], left[open_now], needs[open_now]
         tried = np.flatnonzero(needs <= count)
         # An all-reduce never overlaps with forwards, which quickly rules out most pairs.
-        site, held = space.site(count), parameters[j[tried]] - parameters[i[tried]]
-        seen_s = all_reduce_s(held, count, site.sum_bytes_per_s, how=site.sums) + forward[j[tried]] - forward[i[tried]]
+        site, weight_bytes = space.site(count), parameters[j[tried]] - parameters[i[tried]]
+        seen_s = (
+            all_reduce_s(weight_bytes, count, site.sum_bytes_per_s, how=site.sums)
+            + forward[j[tried]]
+            - forward[i[tried]]
+        )
         tried = tried[seen_s <= count * period_s]
         a, b = i[tried], j[tried]
         passes_s = np.maximum(forward[b] - forward[a], 0.0), np.maximum(backward[b] - backward[a], 0.0)
@@ -118,7 +122,7 @@ def _least_replicas(space: SearchSpace, period_s: float, counts: Iterable[int], 
     return least
 
 
-def _thinned(space: SearchSpace, count: int) -> tuple[int, ...]:
+def _thin_out(space: SearchSpace, count: int) -> tuple[int, ...]:
     """The place that the fewest bytes cross, of each group with about the same compute before them."""
     places = np.array(space.positions)
     done_s = np.asarray((space.forward + space.backward)[places] / space.scale, dtype=float)

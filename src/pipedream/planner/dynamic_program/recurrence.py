@@ -104,7 +104,7 @@ class DynamicProgram:
     @property
     def least_bytes(self) -> int:
         """The least memory, equal on all workers, with which some plan fits; there must be a plan."""
-        suffixes = self._bottlenecks(self._least)
+        suffixes = self._find_bottlenecks(self._compute_least_bytes)
         return int(min(suffixes[start][0] for start in self._starts))
 
     @property
@@ -114,24 +114,24 @@ class DynamicProgram:
         Raises:
             PlanError: no chain of cuts is long enough.
         """
-        suffixes = self._bottlenecks(self._missing)
+        suffixes = self._find_bottlenecks(self._compute_missing_bytes)
         most = min(suffixes[start][0] for start in self._starts)
         if most == np.inf:
             raise PlanError("the layers of this graph cannot be cut into that many stages; ask for fewer stages")
         place, choices = 0, [start for start in self._starts if suffixes[start][0] <= most]
         while True:
             for state in choices:
-                rest = self._rest(suffixes, state, np.inf)
-                missing = self._missing(state)[place]
+                rest = self._find_rest(suffixes, state, np.inf)
+                missing = self._compute_missing_bytes(state)[place]
                 ends = np.flatnonzero(np.maximum(missing, rest) <= most)
                 if len(ends):
                     break
             end = int(ends[0])
             if missing[end] == most:
-                memory = self._site(state).memory_bytes or 0
+                memory = self._sites[state].memory_bytes or 0
                 first, last = (self.space.downsets[self._places[at]].bit_count() for at in (place, end))
                 return Shortage(int(most) + memory, memory, first, last)
-            place, choices = end, self._followers(state)
+            place, choices = end, self._list_followers(state)
 
     @property
     def _starts(self) -> tuple[State, ...]:
@@ -146,9 +146,6 @@ class DynamicProgram:
         workers, replicas = np.array(self.states).T
         sites = self._line.site_list(len(self._line.order) - workers, replicas)
         return dict(zip(self.states, sites, strict=True))
-
-    def _site(self, state: State) -> Site:
-        return self._sites[state]
 
     @cached_property
     def _places(self) -> IntArray:
@@ -190,11 +187,11 @@ class DynamicProgram:
     def _needs(self) -> dict[tuple[StageOccupancy, StageOccupancy, int, bool, bool], IntArray]:
         return {}
 
-    def _cost(self, site: Site, recompute: bool) -> FloatArray:
-        held, before, after = self._bytes
+    def _compute_cost(self, site: Site, recompute: bool) -> FloatArray:
+        weights, before, after = self._bytes
         bare = replace(site, ports=(), memory_bytes=None)
-        compute_s = self._cached((bare, recompute), lambda: self._compute_s(site, recompute))
-        port_s = self._cached(site.ports, lambda: np.asarray(site.port_s(held, before, after)))
+        compute_s = self._get_cached((bare, recompute), lambda: self._compute_s(site, recompute))
+        port_s = self._get_cached(site.ports, lambda: np.asarray(site.port_s(weights, before, after)))
         return np.maximum(compute_s, port_s)
 
     def _compute_s(self, site: Site, recompute: bool) -> FloatArray:
@@ -206,30 +203,30 @@ class DynamicProgram:
                 np.asarray(self._bytes[0]),
             )
             self._rows[recompute, update_delay] = tuple(row[self._allowed] for row in rows)
-        found = np.full(self._allowed.shape, np.inf)
-        found[self._allowed] = site.compute_s(*self._rows[recompute, update_delay])
-        return found
+        seconds = np.full(self._allowed.shape, np.inf)
+        seconds[self._allowed] = site.compute_s(*self._rows[recompute, update_delay])
+        return seconds
 
     @cached_property
     def _rows(self) -> dict[tuple[bool, int], tuple[FloatArray | IntArray, ...]]:
         """The arguments of `Site.compute_s` as flat arrays."""
         return {}
 
-    def _cached(self, key: _CostKey, make: Callable[[], FloatArray]) -> FloatArray:
+    def _get_cached(self, key: _CostKey, make: Callable[[], FloatArray]) -> FloatArray:
         if key in self._costs:
             return self._costs[key]
-        made = make()
+        cost = make()
         if len(self._costs) * 8 * len(self._places) ** 2 < _CACHE_BYTES:
-            self._costs[key] = made
-        return made
+            self._costs[key] = cost
+        return cost
 
-    def _need(self, state: State, recompute: bool) -> IntArray:
+    def _compute_need(self, state: State, recompute: bool) -> IntArray:
         workers, replicas = state
-        held, update_delay = (workers - 1) // replicas + 1, self.space.update_delay if replicas > 1 else 0
+        in_flight, update_delay = (workers - 1) // replicas + 1, self.space.update_delay if replicas > 1 else 0
         share = -(-self.space.microbatches // replicas)
         key = (
-            self.space.stage_occupancy(held, update_delay, replicas),
-            self.space.stage_occupancy(held, 0, replicas),
+            self.space.stage_occupancy(in_flight, update_delay, replicas),
+            self.space.stage_occupancy(in_flight, 0, replicas),
             share,
             replicas > 1,
             recompute,
@@ -237,9 +234,9 @@ class DynamicProgram:
         if key not in self._needs:
             ends, sizes = self._sizes
             whole, all_sizes = self._sizes_of_one_stage
-            need = np.asarray(self.space.need_bytes(*ends, held, update_delay, recompute, replicas, sizes))
+            need = np.asarray(self.space.need_bytes(*ends, in_flight, update_delay, recompute, replicas, sizes))
             need = need + self.space.spare_bytes
-            need[0, -1] = self.space.need_bytes(*whole, held, 0, recompute, replicas, all_sizes)
+            need[0, -1] = self.space.need_bytes(*whole, in_flight, 0, recompute, replicas, all_sizes)
             self._needs[key] = need
         return self._needs[key]
 
@@ -253,42 +250,44 @@ class DynamicProgram:
         whole = 0, int(self._places[-1])
         return whole, self.space.sizes(*whole)
 
-    def _seconds(self, state: State) -> FloatArray:
-        site, always = self._site(state), self.recompute == "always"
-        cost = self._cost(site, always)
+    def _compute_seconds(self, state: State) -> FloatArray:
+        site, always = self._sites[state], self.recompute == "always"
+        cost = self._compute_cost(site, always)
         if site.memory_bytes is None:
             return cost
-        fits = self._need(state, always) <= site.memory_bytes
+        fits = self._compute_need(state, always) <= site.memory_bytes
         if self.recompute != "auto" or fits.all():
             return np.where(fits, cost, np.inf)
-        fits_then = self._need(state, True) <= site.memory_bytes
-        return np.where(fits, cost, np.where(fits_then, self._cost(site, True), np.inf))
+        fits_then = self._compute_need(state, True) <= site.memory_bytes
+        return np.where(fits, cost, np.where(fits_then, self._compute_cost(site, True), np.inf))
 
-    def _least(self, state: State) -> FloatArray:
-        need = self._need(state, self.recompute == "always")
+    def _compute_least_bytes(self, state: State) -> FloatArray:
+        need = self._compute_need(state, self.recompute == "always")
         if self.recompute == "auto":
-            need = np.minimum(need, self._need(state, True))
+            need = np.minimum(need, self._compute_need(state, True))
         return np.where(self._allowed, need, np.inf)
 
-    def _missing(self, state: State) -> FloatArray:
-        memory = self._site(state).memory_bytes
-        return np.where(self._allowed, -np.inf if memory is None else self._least(state) - (memory or 0), np.inf)
+    def _compute_missing_bytes(self, state: State) -> FloatArray:
+        memory = self._sites[state].memory_bytes
+        return np.where(
+            self._allowed, -np.inf if memory is None else self._compute_least_bytes(state) - (memory or 0), np.inf
+        )
 
-    def _followers(self, state: State) -> list[State]:
+    def _list_followers(self, state: State) -> list[State]:
         return self._by_workers.get(state[0] - state[1], [])
 
     @cached_property
     def _by_workers(self) -> dict[int, list[State]]:
-        found: dict[int, list[State]] = {}
+        by_workers: dict[int, list[State]] = {}
         for state in self.states:
-            found.setdefault(state[0], []).append(state)
-        return found
+            by_workers.setdefault(state[0], []).append(state)
+        return by_workers
 
     @cached_property
     def _suffixes(self) -> dict[State, FloatArray]:
-        return self._bottlenecks(self._seconds)
+        return self._find_bottlenecks(self._compute_seconds)
 
-    def _bottlenecks(self, cost: Callable[[State], FloatArray]) -> dict[State, FloatArray]:
+    def _find_bottlenecks(self, cost: Callable[[State], FloatArray]) -> dict[State, FloatArray]:
         """For each state and place, the smallest possible maximum of the costs from there on."""
         suffixes: dict[State, FloatArray] = {}
         best: dict[int, FloatArray] = {}
@@ -303,9 +302,9 @@ class DynamicProgram:
             best[workers] = np.minimum(best.get(workers, np.inf), suffixes[state])
         return suffixes
 
-    def _rest(self, tables: dict[State, FloatArray], state: State, none: float) -> FloatArray:
+    def _find_rest(self, tables: dict[State, FloatArray], state: State, none: float) -> FloatArray:
         rest = np.full(len(self._places), none)
-        for after in self._followers(state):
+        for after in self._list_followers(state):
             if after in tables:
                 np.minimum(rest, tables[after], out=rest)
         if state[0] == state[1]:
@@ -331,30 +330,30 @@ class DynamicProgram:
             if workers == count:
                 rest[-1] = 0
             rests[state] = rest
-            keys[state] = np.where(self._seconds(state) <= period, rest[None, :] + 1, none).min(axis=1)
+            keys[state] = np.where(self._compute_seconds(state) <= period, rest[None, :] + 1, none).min(axis=1)
             best[workers] = np.minimum(best.get(workers, none), keys[state])
 
         place = 0
         cuts: list[int] = []
         counts: list[int] = []
-        wanted = min(int(keys[start][0]) for start in self._starts if start in keys)
-        choices = [start for start in self._starts if start in keys and keys[start][0] == wanted]
+        key = min(int(keys[start][0]) for start in self._starts if start in keys)
+        choices = [start for start in self._starts if start in keys and keys[start][0] == key]
         choices = [start for start in choices if start[0] == choices[0][0]]
         while True:
             ends = [
                 (int(np.flatnonzero(here)[0]), choice[1], choice)
                 for choice in choices
                 if choice in keys
-                and (here := (self._seconds(choice)[place] <= period) & (rests[choice] + 1 == wanted)).any()
+                and (here := (self._compute_seconds(choice)[place] <= period) & (rests[choice] + 1 == key)).any()
             ]
             place, count, state = min(ends)
             counts.append(count)
-            wanted -= 1
+            key -= 1
             if place == len(self._places) - 1:
                 return tuple(cuts), tuple(counts)
             cuts.append(int(self._places[place]))
-            wanted -= int(sends[place])
-            choices = self._followers(state)
+            key -= int(sends[place])
+            choices = self._list_followers(state)
 
     def _plan(self, cuts: tuple[int, ...], counts: tuple[int, ...], note: str) -> Plan:
         workers = sum(counts)
@@ -362,8 +361,10 @@ class DynamicProgram:
         indices = {int(place): index for index, place in enumerate(self._places)}
         left = workers
         for (first, last), count in zip(pairwise((0, *cuts, int(self._places[-1]))), counts, strict=True):
-            memory = self._site((left, count)).memory_bytes
-            must = memory is not None and self._need((left, count), False)[indices[first], indices[last]] > memory
+            memory = self._sites[left, count].memory_bytes
+            must = (
+                memory is not None and self._compute_need((left, count), False)[indices[first], indices[last]] > memory
+            )
             recompute.append(self.recompute == "always" or (self.recompute == "auto" and bool(must)))
             left -= count
         taken = self._line.taken(workers)

@@ -83,20 +83,20 @@ def classic(
             f"the classic cost model was asked for a straight pipeline of {cluster.workers} stages, but this graph "
             "cannot be cut into as many; use fewer workers, or leave the shape out"
         )
-    stages = _flat(tables, 0, end, 1)
+    stages = _flatten(tables, 0, end, 1)
     if seconds <= 0:
         raise PlanError(
             "the classic cost model was asked for a graph whose layers take no time; give a profile with measured "
             "seconds"
         )
-    note = f"classic cost model: {format_seconds(seconds)} per minibatch{_nests(stages)}"
+    note = f"classic cost model: {format_seconds(seconds)} per minibatch{_describe_nests(stages)}"
     if any(states.done[a.last] & ~states.done[b.last] for a, b in pairwise(stages)):
         note += "; it leaves a branch and later returns to it, so these seconds are of no plan"
     if cluster.latency_s:
         note += "; latency does not count"
     plan = _plan(graph, text, cluster, states, stages, versions, in_flight)
-    total, held = float(states.compute_s[-1]), float(states.parameter_bytes[-1])
-    return Classic(replace(plan, note=note), seconds, total, _data_parallel_s(total, held, cluster))
+    total, weight_bytes = float(states.compute_s[-1]), float(states.parameter_bytes[-1])
+    return Classic(replace(plan, note=note), seconds, total, _compute_data_parallel_s(total, weight_bytes, cluster))
 
 
 @dataclass(frozen=True)
@@ -109,28 +109,28 @@ class _ClassicStage:
     nest: tuple[int, int] | None = None
 
 
-def _flat(tables: list[LevelTable], i: int, j: int, outer: int) -> list[_ClassicStage]:
+def _flatten(tables: list[LevelTable], i: int, j: int, outer: int) -> list[_ClassicStage]:
     """The stages of states i to j on all components of the outermost level, `outer` copies of each."""
-    found: list[_ClassicStage] = []
+    stages: list[_ClassicStage] = []
     *inner, table = tables
     for first, last, components in table.stages(i, j):
         copies = outer * components
-        within = _flat(inner, first, last, copies) if inner else [_ClassicStage(first, last, copies)]
+        within = _flatten(inner, first, last, copies) if inner else [_ClassicStage(first, last, copies)]
         if components > 1 and len(within) > 1:
             within = [replace(stage, nest=(first, components)) for stage in within]
-        found += within
-    return found
+        stages += within
+    return stages
 
 
-def _nests(stages: list[_ClassicStage]) -> str:
+def _describe_nests(stages: list[_ClassicStage]) -> str:
     """Names copies of a whole pipeline, which a list of stages cannot show."""
     nests: dict[tuple[int, int], list[int]] = {}
     for s, stage in enumerate(stages):
         if stage.nest is not None:
             nests.setdefault(stage.nest, []).append(s)
     return "".join(
-        f"; stages {held[0]} to {held[-1]} are {copies} pipelines side by side, written as replicas"
-        for (_, copies), held in nests.items()
+        f"; stages {members[0]} to {members[-1]} are {copies} pipelines side by side, written as replicas"
+        for (_, copies), members in nests.items()
     )
 
 
@@ -144,7 +144,7 @@ def _plan(
     in_flight: str | tuple[int, ...],
 ) -> Plan:
     """Nodes are ordered by stage, so that they can run in this order."""
-    owner = _owners(text, [states.done[stage.last] for stage in stages])
+    owner = _assign_owners(text, [states.done[stage.last] for stage in stages])
     order = in_order(len(owner), text.edges, key=lambda i: owner[i])
     places = {node: place for place, node in enumerate(order)}
     if isinstance(graph, Profile) and order == list(range(len(order))):
@@ -164,7 +164,7 @@ def _plan(
     return space.at_depth(space.plan(cuts, tuple(stage.replicas for stage in stages)), in_flight)
 
 
-def _owners(text: GraphText, done: list[int]) -> list[int]:
+def _assign_owners(text: GraphText, done: list[int]) -> list[int]:
     """A node that no state contains goes to the last stage that it reads from."""
     owner = [0] * len(text.nodes)
     producers: list[list[int]] = [[] for _ in text.nodes]
@@ -176,9 +176,9 @@ def _owners(text: GraphText, done: list[int]) -> list[int]:
     return owner
 
 
-def _data_parallel_s(seconds: float, held: float, cluster: Cluster) -> float:
+def _compute_data_parallel_s(seconds: float, weight_bytes: float, cluster: Cluster) -> float:
     below = 1
     for level in cluster.levels:
-        seconds = float(alone_s(seconds, held, level.width, level, below))
+        seconds = float(alone_s(seconds, weight_bytes, level.width, level, below))
         below = level.width
     return seconds

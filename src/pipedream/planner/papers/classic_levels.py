@@ -70,24 +70,24 @@ class LevelTable:
 
     def stages(self, i: int, j: int) -> list[tuple[int, int, int]]:
         """Returns the best stages from state i to j on all components, as (first state, last state, components)."""
-        found = []
+        stages = []
         m, end = self.level.width, j
         while (split := self._split(i, end, m)) is not None:
             k, q = split
-            found.append((k + 1, end, q))
+            stages.append((k + 1, end, q))
             end, m = k, m - q
-        return [(i, end, m), *reversed(found)]
+        return [(i, end, m), *reversed(stages)]
 
     def _split(self, i: int, j: int, m: int) -> tuple[int, int] | None:
         row = self.rows[i]
         value = self.table[m - 1, j, row]
-        if m == 1 or value == _alone(self, j)[m - 1, row]:
+        if m == 1 or value == _compute_alone(self, j)[m - 1, row]:
             return None
         before = self.states.before[j]
         before = before[before >= i]
         most = 1 if self.straight else m - 1  # of the last stage
         reached = self.table[m - 2 :: -1, before, row][:most]
-        best = np.maximum(reached, _last(self, j, before)[:most])
+        best = np.maximum(reached, _compute_last(self, j, before)[:most])
         k, q = np.argwhere((best == value).T)[0]
         return int(before[k]), int(q) + 1
 
@@ -97,7 +97,7 @@ def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = Fals
     count = len(states)
     ahead = np.concatenate([[0.0], states.compute_s[:-1]])
     cost = states.compute_s[None, :] - ahead[:, None]
-    found: list[LevelTable] = []
+    tables: list[LevelTable] = []
     below = 1
     for number, level in enumerate(levels):
         starts = np.argsort(ahead, kind="stable") if number < len(levels) - 1 else np.array([0])
@@ -107,11 +107,11 @@ def solve(states: CutStates, levels: tuple[Level, ...], *, straight: bool = Fals
                 f"{count} states; its tables would not fit the memory; give fewer, or plan with --cost-model pipedream"
             )
         table = np.full((level.width, count, len(starts)), np.inf)
-        found.append(LevelTable(states, level, below, cost, starts, table, straight))
-        _fill(found[-1])
-        cost = table[-1][:, found[-1].rows].T
+        tables.append(LevelTable(states, level, below, cost, starts, table, straight))
+        _fill(tables[-1])
+        cost = table[-1][:, tables[-1].rows].T
         below = level.width
-    return found
+    return tables
 
 
 def alone_s(cost_s: Seconds, held_bytes: Seconds, components: int | IntArray, level: Level, below: int) -> Seconds:
@@ -120,29 +120,34 @@ def alone_s(cost_s: Seconds, held_bytes: Seconds, components: int | IntArray, le
     return (cost_s + sync) / components
 
 
-def _alone(found: LevelTable, j: int) -> FloatArray:
+def _compute_alone(level_table: LevelTable, j: int) -> FloatArray:
     """alone(i, j, m) as [m - 1, row of i], for all i; meaningless where j < i."""
-    m = np.arange(1, found.level.width + 1)[:, None]
-    held = found.states.parameter_bytes[j] - np.concatenate([[0.0], found.states.parameter_bytes[:-1]])[found.starts]
-    seconds = np.asarray(alone_s(found.cost[found.starts, j], held, m, found.level, found.below))
-    return np.where(m == 1, seconds, np.inf) if found.straight else seconds
+    m = np.arange(1, level_table.level.width + 1)[:, None]
+    weight_bytes = (
+        level_table.states.parameter_bytes[j]
+        - np.concatenate([[0.0], level_table.states.parameter_bytes[:-1]])[level_table.starts]
+    )
+    seconds = np.asarray(
+        alone_s(level_table.cost[level_table.starts, j], weight_bytes, m, level_table.level, level_table.below)
+    )
+    return np.where(m == 1, seconds, np.inf) if level_table.straight else seconds
 
 
-def _last(found: LevelTable, j: int, before: IntArray) -> FloatArray:
+def _compute_last(level_table: LevelTable, j: int, before: IntArray) -> FloatArray:
     """last(k, j, q) as [q - 1, position of k in `before`], for all q below the width."""
-    states, rate = found.states, found.level.bandwidth_bytes_per_s
-    q = np.arange(1, found.level.width)[:, None]
-    held = states.parameter_bytes[j] - states.parameter_bytes[before]
-    seconds: FloatArray = (found.cost[before + 1, j] + (4 * (q - 1) * held) / (rate * q)) / q
+    states, rate = level_table.states, level_table.level.bandwidth_bytes_per_s
+    q = np.arange(1, level_table.level.width)[:, None]
+    weight_bytes = states.parameter_bytes[j] - states.parameter_bytes[before]
+    seconds: FloatArray = (level_table.cost[before + 1, j] + (4 * (q - 1) * weight_bytes) / (rate * q)) / q
     seconds = np.maximum(seconds, 2.0 * states.output_bytes[before] / (rate * q))
     if j < len(states) - 1:
         seconds = np.maximum(seconds, 2.0 * states.output_bytes[j] / (rate * q))
     return seconds
 
 
-def _blocks(found: LevelTable) -> list[slice]:
+def _divide_blocks(level_table: LevelTable) -> list[slice]:
     """A block ends early where the compute before its starts changes: uniform blocks have good bounds."""
-    first = found.cost[found.starts, -1]
+    first = level_table.cost[level_table.starts, -1]
     blocks, begin, rows = [], 0, len(first)
     for row in range(1, rows + 1):
         size = row - begin
@@ -152,24 +157,24 @@ def _blocks(found: LevelTable) -> list[slice]:
     return blocks
 
 
-def _fill(found: LevelTable) -> None:
-    table, width = found.table, found.level.width
+def _fill(level_table: LevelTable) -> None:
+    table, width = level_table.table, level_table.level.width
     _, count, rows = table.shape
     flat = table.reshape(width * count, rows)
-    blocks = _blocks(found)
-    earliest = [int(found.starts[block].min()) for block in blocks]
+    blocks = _divide_blocks(level_table)
+    earliest = [int(level_table.starts[block].min()) for block in blocks]
     least = np.full((len(blocks), width * count), np.inf)
-    pairs = [(m, q) for m in range(2, width + 1) for q in range(1, 2 if found.straight else m)]
+    pairs = [(m, q) for m in range(2, width + 1) for q in range(1, 2 if level_table.straight else m)]
     wide = np.array([m - 1 for m, _ in pairs], dtype=np.intp)
     last = np.array([q - 1 for _, q in pairs], dtype=np.intp)
     rest = (wide - last - 1) * count
     for j in range(count):
-        before = found.states.before[j]
-        alone = np.where(found.starts <= j, _alone(found, j), np.inf)
+        before = level_table.states.before[j]
+        alone = np.where(level_table.starts <= j, _compute_alone(level_table, j), np.inf)
         if width > 1 and len(before):
-            split = found.starts <= before[-1]
+            split = level_table.starts <= before[-1]
             best = np.where(split, alone, -np.inf)  # rows that cannot be split do not decide what to evaluate
-            seconds = _last(found, j, before)
+            seconds = _compute_last(level_table, j, before)
             pair, place = np.nonzero(seconds[last] < best.max(axis=1)[wide][:, None])
             groups = np.searchsorted(wide[pair], np.arange(1, width + 1))
             choices = _Choices(wide[pair], rest[pair] + before[place], seconds[last[pair], place], groups)
@@ -213,5 +218,5 @@ class _Choices:
             np.maximum(rows, self.seconds[part, None], out=rows)
             borders = np.searchsorted(part, self.groups)
             used = np.flatnonzero(borders[1:] > borders[:-1])
-            found = np.minimum.reduceat(rows, borders[used], axis=0)
-            best[used + 1] = np.minimum(best[used + 1], found)
+            lowest = np.minimum.reduceat(rows, borders[used], axis=0)
+            best[used + 1] = np.minimum(best[used + 1], lowest)

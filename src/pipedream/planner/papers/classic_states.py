@@ -35,7 +35,7 @@ class CutStates:
     Attributes:
         done: for each state the nodes that have run, as a bit set.
         before: for each state the indices of the states before it, increasing.
-        output_bytes: sums over the augmented state.
+        output_bytes: sums over the augment state.
     """
 
     graph: GraphText
@@ -48,8 +48,8 @@ class CutStates:
     @classmethod
     def of(cls, graph: GraphText) -> CutStates:
         """Raises PlanError for a graph of inputs only, or one with more than `MOST_STATES` states."""
-        cuts = _Cuts(*_reduced(graph))
-        order, followers = cuts.ordered()
+        cuts = _Cuts(*_reduce(graph))
+        order, followers = cuts.order_states()
         before: list[int] = [0] * len(order)
         for i in range(len(order)):
             for j in followers[i]:
@@ -63,9 +63,9 @@ class CutStates:
             graph,
             done,
             tuple(np.flatnonzero(row) for row in bool_rows(before, len(order))),
-            _sums(ran, seconds),
-            _sums(ran, parameters),
-            _sums(bool_rows([cuts.augmented(state) for state in order], len(graph.nodes)), outputs),
+            _sum_rows(ran, seconds),
+            _sum_rows(ran, parameters),
+            _sum_rows(bool_rows([cuts.augment(state) for state in order], len(graph.nodes)), outputs),
         )
 
     def __len__(self) -> int:
@@ -101,39 +101,39 @@ class _Cuts:
         }
 
     def done(self, state: tuple[int, ...]) -> int:
-        found = 0
+        nodes = 0
         for node in state:
-            found |= self._past[node] | 1 << node
-        return found
+            nodes |= self._past[node] | 1 << node
+        return nodes
 
-    def augmented(self, state: tuple[int, ...]) -> int:
-        found = 0
+    def augment(self, state: tuple[int, ...]) -> int:
+        nodes = 0
         for node in state:
-            found |= self._needed[node] | 1 << node
-        return found
+            nodes |= self._needed[node] | 1 << node
+        return nodes
 
-    def _next(self, state: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        held, wide = sum(1 << node for node in state), self.augmented(state)
-        crossing = [*bit_indices(wide & ~held), *state]
+    def _iterate_next(self, state: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        members, wide = sum(1 << node for node in state), self.augment(state)
+        crossing = [*bit_indices(wide & ~members), *state]
         for node in crossing:
             for target in self._consumers[node]:
-                if held >> target & 1 or self._future[target] & wide:
+                if members >> target & 1 or self._future[target] & wide:
                     continue
                 moved = dict.fromkeys(target if other == node else other for other in crossing)
                 everything = sum(1 << other for other in moved)
                 yield tuple(other for other in moved if not self._future[other] & everything)
 
-    def ordered(self) -> tuple[list[tuple[int, ...]], list[list[int]]]:
+    def order_states(self) -> tuple[list[tuple[int, ...]], list[list[int]]]:
         """All states, each before its followers, and their indices."""
         targets = {target for node in self._nodes for target in self._consumers[node]}
         first: tuple[int, ...] = (next(node for node in self._nodes if node not in targets),)
-        numbers = {_key(first): 0}
+        numbers = {_encode(first): 0}
         states, followers = [first], []
         queue = deque([first])
         while queue:
-            found = []
-            for state in self._next(queue.popleft()):
-                key = _key(state)
+            next_numbers = []
+            for state in self._iterate_next(queue.popleft()):
+                key = _encode(state)
                 if key not in numbers:
                     if len(states) == MOST_STATES:
                         raise PlanError(
@@ -144,14 +144,14 @@ class _Cuts:
                     numbers[key] = len(states)
                     states.append(state)
                     queue.append(state)
-                found.append(numbers[key])
-            followers.append(list(dict.fromkeys(found)))
-        order = _depth_first(followers)
+                next_numbers.append(numbers[key])
+            followers.append(list(dict.fromkeys(next_numbers)))
+        order = _order_depth_first(followers)
         places = {number: place for place, number in enumerate(order)}
         return [states[i] for i in order], [[places[j] for j in followers[i]] for i in order]
 
 
-def _reduced(graph: GraphText) -> tuple[list[int], list[tuple[int, int]]]:
+def _reduce(graph: GraphText) -> tuple[list[int], list[tuple[int, int]]]:
     """Without loaders and unread outputs (one pass each)."""
     targets = {target for _, target in graph.edges}
     nodes = [i for i, node in enumerate(graph.nodes) if i in targets or not node.is_input]
@@ -164,7 +164,7 @@ def _reduced(graph: GraphText) -> tuple[list[int], list[tuple[int, int]]]:
     return nodes, [edge for edge in edges if edge[1] in kept]
 
 
-def _depth_first(followers: list[list[int]]) -> list[int]:
+def _order_depth_first(followers: list[list[int]]) -> list[int]:
     """The reverse of the order in which a depth-first walk leaves the states, as in the original."""
     left: list[int] = []
     seen = {0}
@@ -181,10 +181,10 @@ def _depth_first(followers: list[list[int]]) -> list[int]:
     return left[::-1]
 
 
-def _key(state: tuple[int, ...]) -> int:
+def _encode(state: tuple[int, ...]) -> int:
     return sum(1 << node for node in state)
 
 
-def _sums(rows: BoolArray, values: FloatArray) -> FloatArray:
+def _sum_rows(rows: BoolArray, values: FloatArray) -> FloatArray:
     """In the order of the file."""
     return np.array([sum(values[row].tolist()) for row in rows])

@@ -30,23 +30,23 @@ from pipedream.planner.tables.method_occupancy import MethodOccupancy
 from pipedream.planner.tables.search_space import SearchSpace
 
 
-def two_bw_s(found: Plan, microbatches: int) -> float:
+def two_bw_s(plan: Plan, microbatches: int) -> float:
     """Returns the paper's seconds of a minibatch, t m(b), for a plan of equal replicas.
 
     Args:
         microbatches: of a minibatch, over all replicas: w m(b).
     """
-    per_replica = microbatches / found.replicas[0]
+    per_replica = microbatches / plan.replicas[0]
     slots = []
     links = [
-        found.cluster.link(found.cluster.reach(*found.workers_of(s), *found.workers_of(s + 1)))
-        for s in range(len(found.stages) - 1)
+        plan.cluster.link(plan.cluster.reach(*plan.workers_of(s), *plan.workers_of(s + 1)))
+        for s in range(len(plan.stages) - 1)
     ]
     sends = [
-        transfer_s(stage.output_bytes / microbatches, *link) for stage, link in zip(found.stages, links, strict=False)
+        transfer_s(stage.output_bytes / microbatches, *link) for stage, link in zip(plan.stages, links, strict=False)
     ]
     for stage, site, sum_s, before_s, after_s in zip(
-        found.stages, found.sites, found.sync_s, [0.0, *sends], [*sends, 0.0], strict=True
+        plan.stages, plan.sites, plan.sync_s, [0.0, *sends], [*sends, 0.0], strict=True
     ):
         forward_s, backward_s = stage.split_s(microbatches)
         compute_s = (forward_s * (2 if stage.recompute else 1) + backward_s) / site.speed
@@ -75,7 +75,7 @@ def two_bw(
         PlanError: no plan fits the memory, or none can have this number of microbatches.
     """
     workers, most = cluster.workers, max(profile.batch, cluster.workers)
-    found: list[tuple[tuple[float, bool, int, int], Plan]] = []
+    candidates: list[tuple[tuple[float, bool, int, int], Plan]] = []
     least_bytes: list[int] = []
     for stages in (count for count in range(1, workers + 1) if workers % count == 0):
         w = workers // stages
@@ -92,24 +92,24 @@ def two_bw(
             space = SearchSpace.of(profile, cluster, microbatches=m, occupancy=occupancy(m))
             for redoes in (False, True) if recompute is None else (recompute,):
                 rows = tuple(replace(stage, recompute=redoes) for stage in base.stages)
-                made = space.with_bytes(replace(base, stages=rows, microbatches=m))
-                if made.overfull is None:
-                    found.append(((two_bw_s(made, m), redoes, stages, m), made))
+                candidate = space.with_bytes(replace(base, stages=rows, microbatches=m))
+                if candidate.overfull is None:
+                    candidates.append(((two_bw_s(candidate, m), redoes, stages, m), candidate))
                 else:
-                    least_bytes.append(max(stage.peak_bytes for stage in made.stages))
-    if not found and least_bytes:
+                    least_bytes.append(max(stage.peak_bytes for stage in candidate.stages))
+    if not candidates and least_bytes:
         raise PlanError(
             f"no plan of PipeDream-2BW's planner fits: the least that any needs on its fullest worker is "
             f"{format_bytes(min(least_bytes))}; give more memory or workers, more microbatches, or let it recompute"
         )
-    if not found:
+    if not candidates:
         raise PlanError(
             f"PipeDream-2BW's planner was asked for {microbatches} microbatches on {workers} workers; replicas need "
             "equal shares, of at least as many as there are stages; ask for a multiple of the workers"
         )
-    (seconds, *_), best = min(found, key=lambda row: row[0])
+    (seconds, *_), best = min(candidates, key=lambda row: row[0])
     note = (
         f"PipeDream-2BW's planner: {format_seconds(seconds)} per minibatch in {best.microbatches} microbatches by its "
-        f"own cost model, the least of {len(found)} ways with equal replicas"
+        f"own cost model, the least of {len(candidates)} ways with equal replicas"
     )
     return replace(best, note=note, bound_s=0.0)  # nothing is proved by that model

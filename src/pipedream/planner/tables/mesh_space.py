@@ -67,8 +67,8 @@ class MeshSpace(SearchSpace):
 
     @classmethod
     def over(cls, space: SearchSpace, meshes: Sequence[Mesh]) -> Self:
-        known = {one.name: getattr(space, one.name) for one in fields(SearchSpace)}
-        return cls(**known, meshes=tuple(meshes))
+        base = {column.name: getattr(space, column.name) for column in fields(SearchSpace)}
+        return cls(**base, meshes=tuple(meshes))
 
     def of_rank(self, mesh: Mesh, reach: tuple[int, ...] | None = None) -> SearchSpace:
         """Returns the space of one rank of a mesh.
@@ -104,8 +104,8 @@ class MeshSpace(SearchSpace):
         sent, received = (self.of_rank(mesh).crossing for mesh in (sender, receiver))
         if sender == receiver:
             return sent
-        found: IntArray = np.asarray(boundary_bytes(sender.size, sent, receiver.size, received)).astype(np.int64)
-        return found
+        crossing: IntArray = np.asarray(boundary_bytes(sender.size, sent, receiver.size, received)).astype(np.int64)
+        return crossing
 
     def site_at(self, first: int, replicas: int, mesh: Mesh) -> MeshSite | None:
         """Returns where a stage from a rank on lies, as `Plan.sites` does; None if its workers may not lie there."""
@@ -123,15 +123,15 @@ class MeshSpace(SearchSpace):
         if cluster.is_flat:
             wide = replace(cluster, levels=(replace(cluster.levels[0], width=replicas + 2),))
             site = Site.of(wide, range(1, replicas + 1), 0, replicas + 1)
-            return self._numbered(site, (0,) * len(mesh.dimensions))
+            return self._number_site(site, (0,) * len(mesh.dimensions))
         starts = range(first, end, mesh.size)
         if not all(_may_hold(cluster, start, start + mesh.size) for start in starts):
             return None
         before, after = first - 1 if first else None, end if end < cluster.workers else None
         reaches = [reach_of(mesh, cluster, start) for start in starts]
-        return self._numbered(Site.of(cluster, starts, before, after), tuple(map(max, zip(*reaches, strict=True))))
+        return self._number_site(Site.of(cluster, starts, before, after), tuple(map(max, zip(*reaches, strict=True))))
 
-    def _numbered(self, site: Site, reach: tuple[int, ...]) -> MeshSite:
+    def _number_site(self, site: Site, reach: tuple[int, ...]) -> MeshSite:
         number = self._numbers.setdefault((replace(site, memory_bytes=None), reach), len(self._numbers))
         return MeshSite(site, reach, number)
 
@@ -141,17 +141,17 @@ class MeshSpace(SearchSpace):
 
     def plan_of(self, choices: Sequence[StageChoice], note: str = "") -> Plan:
         """Returns the plan of these stages at the paper's depth, without its peak memory; it takes the last ranks."""
-        counts, meshes = tuple(one.replicas for one in choices), [one.mesh for one in choices]
+        counts, meshes = tuple(choice.replicas for choice in choices), [choice.mesh for choice in choices]
         delays = tuple(self.update_delay if count > 1 and len(choices) > 1 else 0 for count in counts)
-        idle = self.cluster.workers - sum(one.ranks for one in choices)
+        idle = self.cluster.workers - sum(choice.ranks for choice in choices)
         sizes = [mesh.size for mesh, count in zip(meshes, counts, strict=True) for _ in range(count)]
-        spaces = self._spaces_at(counts, meshes)
+        spaces = self._select_spaces(counts, meshes)
         stages = []
-        for s, (one, space, delay) in enumerate(zip(choices, spaces, delays, strict=True)):
-            stage = space.stage(one.first, one.last, one.replicas, one.recompute, delay)
-            after = meshes[s + 1] if s + 1 < len(meshes) else one.mesh
-            sent = int(self.boundary(one.mesh, after)[one.last])
-            stages.append(replace(stage, mesh=one.mesh.text, output_bytes=sent))
+        for s, (choice, space, delay) in enumerate(zip(choices, spaces, delays, strict=True)):
+            stage = space.stage(choice.first, choice.last, choice.replicas, choice.recompute, delay)
+            after = meshes[s + 1] if s + 1 < len(meshes) else choice.mesh
+            sent = int(self.boundary(choice.mesh, after)[choice.last])
+            stages.append(replace(stage, mesh=choice.mesh.text, output_bytes=sent))
         workers = range(idle, idle + len(sizes))
         return Plan(
             tuple(stages),
@@ -169,19 +169,19 @@ class MeshSpace(SearchSpace):
     def choices_of(self, plan: Plan) -> tuple[StageChoice, ...]:
         """Returns what `plan_of` made a plan of."""
         rows = zip(self.ends(plan), plan.stages, plan.meshes, strict=True)
-        return tuple(StageChoice(*ends, one.replicas, mesh, one.recompute) for ends, one, mesh in rows)
+        return tuple(StageChoice(*ends, stage.replicas, mesh, stage.recompute) for ends, stage, mesh in rows)
 
     def of_stages(self, plan: Plan) -> Sequence[SearchSpace]:
-        return self._spaces_at(plan.replicas, plan.meshes)
+        return self._select_spaces(plan.replicas, plan.meshes)
 
-    def _spaces_at(self, counts: Sequence[int], meshes: Sequence[Mesh]) -> list[SearchSpace]:
+    def _select_spaces(self, counts: Sequence[int], meshes: Sequence[Mesh]) -> list[SearchSpace]:
         ranks = [count * mesh.size for count, mesh in zip(counts, meshes, strict=True)]
         starts = accumulate(ranks, initial=self.cluster.workers - sum(ranks))
-        found = []
+        spaces = []
         for first, count, mesh in zip(starts, counts, meshes, strict=False):
             lies = self.site_at(first, count, mesh)
-            found.append(self.of_rank(mesh, None if lies is None else lies.reach))
-        return found
+            spaces.append(self.of_rank(mesh, None if lies is None else lies.reach))
+        return spaces
 
 
 def _may_hold(cluster: Cluster, first: int, last: int) -> bool:

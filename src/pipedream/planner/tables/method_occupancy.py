@@ -48,15 +48,15 @@ class OccupancyRule:
             return StageOccupancy(in_flight, self.versions(in_flight, update_delay))
         share = -(-self.microbatches // replicas)  # replicas matter only through their share of a minibatch
         key = in_flight, update_delay, max(-(-self.microbatches // share), 1 + update_delay)
-        if key not in self._known:
+        if key not in self._occupancies:
             small = replace(
                 Plan.uniform(2, replicas=(key[2], 1)), in_flight=(in_flight, 1), update_delay=(update_delay, 0)
             )
-            found = self.method.of_plan(small)[0]
+            occupancy = self.method.of_plan(small)[0]
             if self.method.versions_grow_with_stages:
-                found = replace(found, versions=min(found.versions, 2))
-            self._known[key] = found
-        return self._known[key]
+                occupancy = replace(occupancy, versions=min(occupancy.versions, 2))
+            self._occupancies[key] = occupancy
+        return self._occupancies[key]
 
     def of_plan(self, plan: Plan) -> tuple[StageOccupancy, ...]:
         if self.method is not None:
@@ -64,5 +64,5 @@ class OccupancyRule:
         return tuple(self.of_stage(*row, 1) for row in zip(plan.in_flight, plan.update_delay, strict=True))
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int, int], StageOccupancy]:
+    def _occupancies(self) -> dict[tuple[int, int, int], StageOccupancy]:
         return {}

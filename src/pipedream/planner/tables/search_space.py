@@ -117,26 +117,26 @@ class SearchSpace:
         if downsets is None:
             downsets, is_complete = searched_downsets(lattice, profile, cluster)
         prefixes = {(1 << i) - 1: i for i in range(count + 1)}
-        others = [found for found in sorted(downsets, key=_downset_order) if found not in prefixes]
-        known = prefixes | {found: i for i, found in enumerate(others, count + 1)}
-        positions = tuple(known[found] for found in sorted({0, *downsets, lattice.everything}, key=_downset_order))
+        others = [downset for downset in sorted(downsets, key=_order_by_size) if downset not in prefixes]
+        places = prefixes | {downset: i for i, downset in enumerate(others, count + 1)}
+        positions = tuple(places[downset] for downset in sorted({0, *downsets, lattice.everything}, key=_order_by_size))
 
         steps = [
-            (list(bit_indices(found & ~before)), list(bit_indices(before & ~found)))
-            for before, found in pairwise([0, *others])
+            (list(bit_indices(after & ~before)), list(bit_indices(before & ~after)))
+            for before, after in pairwise([0, *others])
         ]
         forward = [layer.forward_s.as_integer_ratio() for layer in layers]
         backward = [layer.backward_s.as_integer_ratio() for layer in layers]
         launch = [(layer.forward_launch_s + layer.backward_launch_s).as_integer_ratio() for layer in layers]
         loss = profile.loss_s.as_integer_ratio()
         scale = max(below for _, below in (*forward, *backward, *launch, loss))
-        backward_parts = _scaled(backward, scale)
+        backward_parts = _scale(backward, scale)
         backward_parts[-1] += loss[0] * (scale // loss[1])
-        parameters = _prefix_sums([layer.parameter_bytes for layer in layers], steps)
-        crossing = lattice.crossing_bytes(tuple(known), [layer.output_bytes for layer in layers])
-        crossing[0] = _input_bytes(profile)
+        parameters = _sum_prefixes([layer.parameter_bytes for layer in layers], steps)
+        crossing = lattice.crossing_bytes(tuple(places), [layer.output_bytes for layer in layers])
+        crossing[0] = _count_input_bytes(profile)
         crossing[count] = sum(layers[i].output_bytes for i in range(count) if not lattice.consumers[i])
-        activations = _prefix_sums([layer.activation_bytes for layer in layers], steps)
+        activations = _sum_prefixes([layer.activation_bytes for layer in layers], steps)
         place_bytes = PlaceBytes(np.array(activations), np.array(parameters), crossing)
         # Rounding the running share, and not each layer's, makes the stages of any cut add up to the total.
         optimizer = [profile.optimizer_bytes * before // max(parameters[count], 1) for before in parameters]
@@ -147,14 +147,14 @@ class SearchSpace:
             update_delay=update_delay,
             microbatches=microbatches,
             scale=scale,
-            forward=np.array(_prefix_sums(_scaled(forward, scale), steps), dtype=object),
-            backward=np.array(_prefix_sums(backward_parts, steps), dtype=object),
-            launch=np.array(_prefix_sums(_scaled(launch, scale), steps), dtype=object),
+            forward=np.array(_sum_prefixes(_scale(forward, scale), steps), dtype=object),
+            backward=np.array(_sum_prefixes(backward_parts, steps), dtype=object),
+            launch=np.array(_sum_prefixes(_scale(launch, scale), steps), dtype=object),
             parameters=np.array(parameters),
             optimizer=np.array(optimizer),
-            peaks=StagePeaks.of(profile, tuple(known), place_bytes),
+            peaks=StagePeaks.of(profile, tuple(places), place_bytes),
             crossing=crossing,
-            downsets=tuple(known),
+            downsets=tuple(places),
             positions=positions,
             is_complete=is_complete,
             occupancy=occupancy,
@@ -176,24 +176,24 @@ class SearchSpace:
 
     def parameter_bytes(self, first: Place, last: Place) -> Bytes:
         """Returns the bytes of a stage's parameters: with its copies of tied ones that an earlier stage also uses."""
-        held: Bytes = self.parameters[last] - self.parameters[first]
-        for (count, is_first), one in zip(self._tied, self.profile.tied, strict=True):
+        total: Bytes = self.parameters[last] - self.parameters[first]
+        for (count, is_first), tied in zip(self._tied, self.profile.tied, strict=True):
             copies = (count[last] > count[first]) & (is_first[last] == is_first[first])
-            held = held + copies * one.parameter_bytes
-        return held
+            total = total + copies * tied.parameter_bytes
+        return total
 
     def optimizer_bytes(self, first: Place, last: Place) -> Bytes:
-        held: Bytes = self.optimizer[last] - self.optimizer[first]
+        total: Bytes = self.optimizer[last] - self.optimizer[first]
         copies = self.parameter_bytes(first, last) - (self.parameters[last] - self.parameters[first])
-        return held + self.profile.optimizer_bytes * copies // self._all_bytes if self._tied else held
+        return total + self.profile.optimizer_bytes * copies // self._all_bytes if self._tied else total
 
     def tied_s(self, first: Place, last: Place) -> Seconds:
         """Returns the seconds by which sums over the holders of tied weights at least delay an update of a stage."""
         seconds: Seconds = 0.0
-        for (count, _), one in zip(self._tied, self.profile.tied, strict=True):
-            held = count[last] - count[first]
-            is_parted = (held > 0) & (held < len(one.layers))
-            seconds = seconds + (is_parted & one.trained) * least_sum_s(self.cluster, one.parameter_bytes)
+        for (count, _), tied in zip(self._tied, self.profile.tied, strict=True):
+            members = count[last] - count[first]
+            is_parted = (members > 0) & (members < len(tied.layers))
+            seconds = seconds + (is_parted & tied.trained) * least_sum_s(self.cluster, tied.parameter_bytes)
         return seconds
 
     @cached_property
@@ -201,10 +201,10 @@ class SearchSpace:
         """Of each of the profile's tied parameters: how many of its layers, and whether the first, are before each
         place."""
         rows = []
-        for one in self.profile.tied:
-            members = sum(1 << layer for layer in one.layers)
-            count = np.array([(found & members).bit_count() for found in self.downsets])
-            rows.append((count, np.array([found >> min(one.layers) & 1 for found in self.downsets])))
+        for tied in self.profile.tied:
+            members = sum(1 << layer for layer in tied.layers)
+            count = np.array([(downset & members).bit_count() for downset in self.downsets])
+            rows.append((count, np.array([downset >> min(tied.layers) & 1 for downset in self.downsets])))
         return rows
 
     @property
@@ -224,7 +224,7 @@ class SearchSpace:
         Args:
             edges: bytes received and sent on, if not those of `bytes_of`.
         """
-        copy_s = self._copies(last, update_delay) * self._share(self.profile.copy_s, first, last)
+        copy_s = self._needs_copies(last, update_delay) * self._share(self.profile.copy_s, first, last)
         update_s: Seconds = self._step_s(first, last) + copy_s
         added_s: Seconds = self.tied_s(first, last) if self._tied else 0.0
         if self.profile.runtime or self._launches:
@@ -246,7 +246,7 @@ class SearchSpace:
     def _launches(self) -> bool:
         return bool(self.launch[len(self.profile.layers)])
 
-    def _copies(self, last: Place, update_delay: int) -> bool | BoolArray:
+    def _needs_copies(self, last: Place, update_delay: int) -> bool | BoolArray:
         is_output = np.asarray(last) == len(self.profile.layers)
         copies: bool | BoolArray = (self.stage_occupancy(2).versions > 1) & (bool(update_delay) | ~is_output)
         return copies
@@ -298,10 +298,10 @@ class SearchSpace:
         Args:
             sizes: of the stages, if they are known.
         """
-        held = self.stage_occupancy(in_flight, update_delay, replicas)
+        occupancy = self.stage_occupancy(in_flight, update_delay, replicas)
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
         peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
-        how = self._memory_options(held, update_delay, recompute, replicas)
+        how = self._get_memory_options(occupancy, update_delay, recompute, replicas)
         need: Bytes = stage_bytes(sizes or self.sizes(first, last), peers=peers, **how)
         return need
 
@@ -309,13 +309,13 @@ class SearchSpace:
         self,
         first: int,
         last: int,
-        held: StageOccupancy,
+        occupancy: StageOccupancy,
         peers: Peers,
         update_delay: int = 0,
         recompute: bool = False,
         replicas: int = 1,
     ) -> StageMemory:
-        how = self._memory_options(held, update_delay, recompute, replicas)
+        how = self._get_memory_options(occupancy, update_delay, recompute, replicas)
         return stage_memory(self.sizes(first, last), peers=peers, **how)
 
     def sizes(self, first: Place, last: Place) -> StageSizes:
@@ -337,18 +337,18 @@ class SearchSpace:
             update_working_bytes=self.peaks.update_working_bytes(first, last, self.parameter_bytes(first, last)),
         )
 
-    def _memory_options(
-        self, held: StageOccupancy, update_delay: int, recompute: bool, replicas: int
+    def _get_memory_options(
+        self, occupancy: StageOccupancy, update_delay: int, recompute: bool, replicas: int
     ) -> dict[str, Any]:
         return {
-            "versions": held.versions,
-            "in_flight": held.in_flight,
-            "deferred": held.deferred,
+            "versions": occupancy.versions,
+            "in_flight": occupancy.in_flight,
+            "deferred": occupancy.deferred,
             "per_update": -(-self.microbatches // replicas),
-            "flushes": held.versions == 1,
+            "flushes": occupancy.versions == 1,
             "update_delay": update_delay,
             "recompute": recompute,
-            "kept_tensors": held.kept_tensors,
+            "kept_tensors": occupancy.kept_tensors,
         }
 
     def stage_occupancy(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
@@ -361,11 +361,11 @@ class SearchSpace:
     def stage(self, first: int, last: int, replicas: int = 1, recompute: bool = False, update_delay: int = 0) -> Stage:
         key = first, last
         if key not in self._stages:
-            self._stages[key] = self._stage(first, last)
+            self._stages[key] = self._build_stage(first, last)
         stage = replace(self._stages[key], replicas=replicas, recompute=recompute)
-        return self._with_update(stage, first, last, bool(self._copies(last, update_delay)))
+        return self._add_update(stage, first, last, bool(self._needs_copies(last, update_delay)))
 
-    def _with_update(self, stage: Stage, first: int, last: int, copies: bool) -> Stage:
+    def _add_update(self, stage: Stage, first: int, last: int, copies: bool) -> Stage:
         copy_s = float(self._share(self.profile.copy_s, first, last)) if copies else 0.0
         return replace(stage, update_s=float(self._step_s(first, last)) + copy_s, copy_s=copy_s)
 
@@ -373,7 +373,7 @@ class SearchSpace:
     def _stages(self) -> dict[tuple[int, int], Stage]:
         return {}
 
-    def _stage(self, first: int, last: int) -> Stage:
+    def _build_stage(self, first: int, last: int) -> Stage:
         before, after = self.downsets[first], self.downsets[last]
         inside = [self.profile.layers[i] for i in bit_indices(after & ~before)]
         return Stage(
@@ -434,12 +434,12 @@ class SearchSpace:
 
     def tied_weights(self, spans: Sequence[tuple[int, int]]) -> tuple[TiedWeights, ...]:
         """Returns the weights that several stages hold, for stages between these places."""
-        found = []
-        for (count, _), one in zip(self._tied, self.profile.tied, strict=True):
+        weights = []
+        for (count, _), tied in zip(self._tied, self.profile.tied, strict=True):
             holders = tuple(s for s, (first, last) in enumerate(spans) if count[last] > count[first])
-            if len(holders) > 1 and one.trained:
-                found.append(TiedWeights(one.names, holders, one.parameter_bytes))
-        return tuple(found)
+            if len(holders) > 1 and tied.trained:
+                weights.append(TiedWeights(tied.names, holders, tied.parameter_bytes))
+        return tuple(weights)
 
     def at_depth(self, plan: Plan, in_flight: str | tuple[int, ...]) -> Plan:
         """Returns the plan at a depth ('auto': as deep as memory allows), with its peak bytes.
@@ -449,19 +449,19 @@ class SearchSpace:
         """
         if in_flight == "auto":
             low, high = self.at_depth(plan, "noam"), plan.with_depth("full")
-            most = [self._most_in_flight(high, s) for s in range(len(high.stages))]
+            most = [self._find_most_in_flight(high, s) for s in range(len(high.stages))]
             while True:
-                found = depths.fitting(low.in_flight, high.in_flight, tuple(most), plan.replicas)
-                deep = self.with_bytes(plan.with_depth(found))
-                if found == low.in_flight or deep.overfull is None:
+                depth = depths.fitting(low.in_flight, high.in_flight, tuple(most), plan.replicas)
+                deep = self.with_bytes(plan.with_depth(depth))
+                if depth == low.in_flight or deep.overfull is None:
                     return replace(deep, depth_mode="auto")
-                most[0] = found[0] - 1  # a deeper neighbour may send too many messages
+                most[0] = depth[0] - 1  # a deeper neighbour may send too many messages
         deep = self.with_bytes(plan.with_depth(in_flight))
         if (s := deep.overfull) is not None:
-            stage, held, limit = deep.stages[s], deep.in_flight[s], self.memory_bytes(deep, s) or 0
+            stage, admitted, limit = deep.stages[s], deep.in_flight[s], self.memory_bytes(deep, s) or 0
             less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
             raise PlanError(
-                f"at depth {deep.depth_mode} stage {s} (layers {stage.first} to {stage.last - 1}) holds {held} "
+                f"at depth {deep.depth_mode} stage {s} (layers {stage.first} to {stage.last - 1}) holds {admitted} "
                 f"in flight and needs {format_bytes(stage.peak_bytes)}, a worker has {format_bytes(limit)}; ask for "
                 f"{less}, cut it further, split minibatches into more microbatches or choose a schedule that holds "
                 "fewer versions"
@@ -471,15 +471,15 @@ class SearchSpace:
     def with_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with its peak bytes and the seconds of its weight copies."""
         occupancies = self._rule.of_plan(plan)
-        peers = peers_of(plan.replicas, [held.in_flight for held in occupancies])
+        peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in occupancies])
         stages = []
-        for space, span, stage, held, one, update_delay in zip(
+        for space, span, stage, occupancy, neighbours, update_delay in zip(
             self.of_stages(plan), self.ends(plan), plan.stages, occupancies, peers, plan.update_delay, strict=True
         ):
-            memory = space.memory(*span, held, one, update_delay, stage.recompute, stage.replicas)
-            copies = held.versions > 1 and held.in_flight + update_delay > 1
+            memory = space.memory(*span, occupancy, neighbours, update_delay, stage.recompute, stage.replicas)
+            copies = occupancy.versions > 1 and occupancy.in_flight + update_delay > 1
             stages.append(
-                replace(space._with_update(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory)
+                replace(space._add_update(stage, *span, copies), peak_bytes=memory.total_bytes, memory=memory)
             )
         return replace(plan, stages=tuple(stages))
 
@@ -488,37 +488,37 @@ class SearchSpace:
         return (self,) * len(plan.stages)
 
     def ends(self, plan: Plan) -> list[tuple[int, int]]:
-        known = {found: place for place, found in enumerate(self.downsets)}
+        places = {downset: place for place, downset in enumerate(self.downsets)}
         numbers = {layer.name: i for i, layer in enumerate(self.profile.graph.layers)}
         stages = (sum(1 << numbers[name] for name in stage.names) for stage in plan.stages)
-        return list(pairwise(known[found] for found in (0, *accumulate(stages))))
+        return list(pairwise(places[downset] for downset in (0, *accumulate(stages))))
 
-    def _most_in_flight(self, plan: Plan, s: int) -> int:
+    def _find_most_in_flight(self, plan: Plan, s: int) -> int:
         recompute, limit = plan.stages[s].recompute, self.memory_bytes(plan, s)
-        ends, held, count = self.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
-        peers = peers_of(plan.replicas, [one.in_flight for one in self._rule.of_plan(plan)])[s]
-        while limit is not None and held > 1:
-            occupancy = self.stage_occupancy(held, plan.update_delay[s], count)
+        ends, admitted, count = self.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
+        peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in self._rule.of_plan(plan)])[s]
+        while limit is not None and admitted > 1:
+            occupancy = self.stage_occupancy(admitted, plan.update_delay[s], count)
             memory = self.of_stages(plan)[s].memory(*ends, occupancy, peers, plan.update_delay[s], recompute, count)
             if memory.total_bytes <= limit:
                 break
-            held -= 1
-        return held
+            admitted -= 1
+        return admitted
 
     def memory_bytes(self, plan: Plan, s: int) -> int | None:
         return plan.sites[s].memory_bytes
 
 
-def _downset_order(downset: int) -> tuple[int, int]:
+def _order_by_size(downset: int) -> tuple[int, int]:
     return downset.bit_count(), downset
 
 
-def _scaled(ratios: Iterable[tuple[int, int]], scale: int) -> list[int]:
+def _scale(ratios: Iterable[tuple[int, int]], scale: int) -> list[int]:
     """Fractions, whose denominators divide `scale`, as integers over it."""
     return [above * (scale // below) for above, below in ratios]
 
 
-def _prefix_sums(values: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+def _sum_prefixes(values: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> list[int]:
     """Sums over the layers before each index, then over those of each further downset.
 
     Args:
@@ -528,7 +528,7 @@ def _prefix_sums(values: list[int], steps: Sequence[tuple[list[int], list[int]]]
     return [0, *accumulate(values), *islice(accumulate(changes, initial=0), 1, None)]
 
 
-def _input_bytes(profile: Profile) -> int:
+def _count_input_bytes(profile: Profile) -> int:
     """The profile has only one dtype, which inputs of another are counted as."""
     bits = re.search(r"\d+", profile.dtype)
     return sum(prod(shape) for shape in profile.input_shapes) * (int(bits[0]) // 8 if bits else 4)

@@ -96,7 +96,7 @@ class StagePeaks:
         backward = np.array([layer.backward_bytes for layer in layers])
         leaving = np.array([layer.leaving_bytes for layer in layers])
         # The loss runs after the last layer, whose backward begins when the loss is done.
-        last = np.array([found >> (count - 1) & 1 for found in downsets])
+        last = np.array([downset >> (count - 1) & 1 for downset in downsets])
         kept += last * profile.loss_bytes
         leaving[-1] = 0
         working[-1] = max(working[-1] - profile.loss_bytes, profile.loss_working_bytes)
@@ -106,8 +106,8 @@ class StagePeaks:
         arriving = np.array([layer.arriving_bytes for layer in layers])
         return cls(
             count,
-            np.array([(~found & (found + 1)).bit_length() - 1 for found in downsets]),
-            np.array([found.bit_length() for found in downsets]),
+            np.array([(~downset & (downset + 1)).bit_length() - 1 for downset in downsets]),
+            np.array([downset.bit_length() for downset in downsets]),
             kept,
             places.parameters,
             np.concatenate([arriving, arriving[-1:], others]),
@@ -117,7 +117,7 @@ class StagePeaks:
             RangeMaximum.of([layer.largest_parameter_bytes for layer in layers]),
             RangeMaximum.of(working),
             RangeMaximum.of([layer.gathered_bytes for layer in layers]),
-            _update_working(profile),
+            _rate_update_working(profile),
         )
 
     def activation_bytes(self, first: Place, last: Place) -> Bytes:
@@ -156,7 +156,7 @@ class StagePeaks:
         return np.minimum(first, self.count), np.minimum(last, self.count)
 
 
-def _update_working(profile: Profile) -> tuple[float, float]:
+def _rate_update_working(profile: Profile) -> tuple[float, float]:
     """The bytes of a step per byte of the largest parameter, and of all: one is 0.
 
     An optimizer updates its parameters one by one, or all at once, which needs the temporaries of several.

@@ -29,18 +29,18 @@ class LineOrders:
     @classmethod
     def of(cls, cluster: Cluster, most: int) -> LineOrders:
         """Returns all orders if there are at most `most`; else those that keep like parts adjacent; else only one."""
-        root = _tree(cluster)
+        root = _build_tree(cluster)
         count = root.count(apart=True)
         if count == 1:
             return cls((tuple(range(cluster.workers)),))
         if count <= most:
             return cls(tuple(root.orders(apart=True)), f"in any of {count} orders of those that differ")
         count = root.count(apart=False)
-        own = tuple(range(cluster.workers))
+        plain = tuple(range(cluster.workers))
         if count < most:
-            others = [order for order in root.orders(apart=False) if order != own]
-            return cls((own, *others), f"in the cluster's order or any of {count} that keep like ones adjacent")
-        return cls((own,), "in the cluster's order only")
+            others = [order for order in root.orders(apart=False) if order != plain]
+            return cls((plain, *others), f"in the cluster's order or any of {count} that keep like ones adjacent")
+        return cls((plain,), "in the cluster's order only")
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ class _Node:
             alike.setdefault(part.likeness, []).append(part)
         names = list(alike)
         if apart:
-            own = tuple(names.index(part.likeness) for part in self.parts)
-            rows = [own, *(row for row in _arranged([len(alike[name]) for name in names]) if row != own)]
+            original = tuple(names.index(part.likeness) for part in self.parts)
+            rows = [original, *(row for row in _arrange([len(alike[name]) for name in names]) if row != original)]
         else:
-            blocks = _arranged([1] * len(names))
+            blocks = _arrange([1] * len(names))
             rows = [tuple(kind for kind in row for _ in alike[names[kind]]) for row in blocks]
         for row in rows:
-            yield from self._inside(row, [alike[name] for name in names], apart)
+            yield from self._expand(row, [alike[name] for name in names], apart)
 
-    def _inside(self, row: tuple[int, ...], alike: list[list[_Node]], apart: bool) -> Iterator[tuple[int, ...]]:
+    def _expand(self, row: tuple[int, ...], alike: list[list[_Node]], apart: bool) -> Iterator[tuple[int, ...]]:
         taken = [0] * len(alike)
         parts = []
         for kind in row:
@@ -92,7 +92,7 @@ class _Node:
                 yield tuple(worker for inside in choice for worker in inside)
             return
         lists = {kind: [list(part.orders(apart=False)) for part in alike[kind]] for kind in set(row)}
-        for numbers in product(*(range(len(found[0])) for found in lists.values())):
+        for numbers in product(*(range(len(orders[0])) for orders in lists.values())):
             chosen = dict(zip(lists, numbers, strict=True))
             taken = [0] * len(alike)
             order: list[int] = []
@@ -102,11 +102,11 @@ class _Node:
             yield tuple(order)
 
 
-def _tree(cluster: Cluster) -> _Node:
-    known: dict[tuple[object, ...], int] = {}  # a number for each likeness
+def _build_tree(cluster: Cluster) -> _Node:
+    numbers: dict[tuple[object, ...], int] = {}  # a number for each likeness
 
     def number(likeness: tuple[object, ...]) -> int:
-        return known.setdefault(likeness, len(known))
+        return numbers.setdefault(likeness, len(numbers))
 
     alike = zip(cluster.speeds, cluster.memories, strict=True)
     nodes = [_Node(number(likeness), worker) for worker, likeness in enumerate(alike)]
@@ -121,7 +121,7 @@ def _tree(cluster: Cluster) -> _Node:
     return nodes[0]
 
 
-def _arranged(counts: list[int]) -> Iterator[tuple[int, ...]]:
+def _arrange(counts: list[int]) -> Iterator[tuple[int, ...]]:
     """Yields each arrangement of `counts[k]` items of each kind k, in lexicographic order."""
     if not any(counts):
         yield ()
@@ -129,5 +129,5 @@ def _arranged(counts: list[int]) -> Iterator[tuple[int, ...]]:
     for kind, count in enumerate(counts):
         if count:
             rest = [left - (other == kind) for other, left in enumerate(counts)]
-            for row in _arranged(rest):
+            for row in _arrange(rest):
                 yield (kind, *row)

@@ -71,26 +71,26 @@ class WorkerLine:
 
     def site_list(self, first: IntArray, replicas: IntArray) -> list[Site]:
         """Returns the sites as `Site.of` does for stages between neighbours on the line."""
-        found = self.site_arrays(first, replicas)
-        known: dict[tuple[float, ...], Site] = {}
+        arrays = self.site_arrays(first, replicas)
+        distinct: dict[tuple[float, ...], Site] = {}
         sites = []
-        numbers = [found.replicas, found.speed, found.memory_bytes, found.sum_bytes_per_s, found.sum_latency_s]
-        rows = np.stack([*map(np.asarray, numbers), *found.before, *found.after, *found.weights], axis=-1)
-        kinds = len(found.before)
+        numbers = [arrays.replicas, arrays.speed, arrays.memory_bytes, arrays.sum_bytes_per_s, arrays.sum_latency_s]
+        rows = np.stack([*map(np.asarray, numbers), *arrays.before, *arrays.after, *arrays.weights], axis=-1)
+        kinds = len(arrays.before)
         for row in map(tuple, rows.tolist()):
-            if row not in known:
+            if row not in distinct:
                 count, speed, memory, rate, latency_s, *ports = row
                 each = zip(ports[:kinds], ports[kinds : 2 * kinds], ports[2 * kinds :], strict=True)
-                known[row] = Site(
+                distinct[row] = Site(
                     int(count),
                     speed,
                     None if memory == np.inf else int(memory),
                     rate,
                     latency_s,
                     self.cluster.sums,
-                    busiest_ports(PortLoad(*one) for one in each),
+                    busiest_ports(PortLoad(*port) for port in each),
                 )
-            sites.append(known[row])
+            sites.append(distinct[row])
         return sites
 
     def site_arrays(self, first: IntArray, replicas: IntArray) -> SiteArrays:
@@ -155,8 +155,10 @@ class WorkerLine:
 
     @cached_property
     def _memories(self) -> _Extremes:
-        known = [self.cluster.memories[worker] for worker in self.order]
-        return _Extremes.of(np.array([np.inf if one is None else one for one in known], dtype=float), np.minimum)
+        memories = [self.cluster.memories[worker] for worker in self.order]
+        return _Extremes.of(
+            np.array([np.inf if memory is None else memory for memory in memories], dtype=float), np.minimum
+        )
 
 
 @dataclass(frozen=True, eq=False)
