@@ -2,7 +2,7 @@
 # make demo     compares DDP with pipelines over slow links, in three minutes; draws the picture of the README
 # make test     the default tests: no root, no GPU, no browser, a few minutes on two cores
 # make test-all all tests that this machine can run, and what is missing for each skipped one
-# make check    format, lint, types, and the direction of imports
+# make check    format, lint, types, the direction of imports, and the rules for words and sizes
 # make docs     writes the gallery from the code, then builds the site in build/site; fails on a dead link or reference
 # make bench    runs the benchmarks in turn
 # make gpu      checks a CUDA card, nine minutes at most; says so if there is none
@@ -39,6 +39,7 @@ check: $(STAMP)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python scripts/check_style.py
 
 docs: $(STAMP) .venv/docs-installed
 	@$(BIN)/python scripts/make_docs.py
