@@ -582,8 +582,8 @@ BREAKS = (
     Break(
         "profiler: parameters that are alike are updated once",
         "profiler/update.py",
-        "state_bytes += len(same) * _state_bytes(",
-        "state_bytes += _state_bytes(",
+        "state_bytes += len(same) * _count_state_bytes(",
+        "state_bytes += _count_state_bytes(",
         ("profiler/test_estimate.py",),
     ),
     Break(
@@ -738,13 +738,13 @@ BREAKS = (
 )
 
 
-def occurrences(one: Break) -> int:
+def occurrences(case: Break) -> int:
     """Returns how often the text to be replaced occurs; 0 if the file does not exist."""
-    path = ROOT / "src" / "pipedream" / one.file
-    return path.read_text(encoding="utf-8").count(one.old) if path.exists() else 0
+    path = ROOT / "src" / "pipedream" / case.file
+    return path.read_text(encoding="utf-8").count(case.old) if path.exists() else 0
 
 
-def _copies(folder: Path, count: int) -> Iterator[Path]:
+def _make_copies(folder: Path, count: int) -> Iterator[Path]:
     for number in range(count):
         copy = folder / str(number)
         copy.mkdir()
@@ -760,7 +760,7 @@ def _copies(folder: Path, count: int) -> Iterator[Path]:
         yield copy
 
 
-def _fails(copy: Path, *arguments: str) -> str | None:
+def _run_tests(copy: Path, *arguments: str) -> str | None:
     """Runs pytest in a copy; returns which test failed first, or None if all passed.
 
     Raises:
@@ -777,28 +777,28 @@ def _fails(copy: Path, *arguments: str) -> str | None:
         return f"nothing, but it did not end within {TIMEOUT_S:g} s"
     if done.returncode == 0:
         return None
-    found = [line for line in done.stdout.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
-    if done.returncode not in (1, 2) or not found:
+    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
+    if done.returncode not in (1, 2) or not failures:
         raise RuntimeError(f"pytest {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    return found[0].split(" ", 1)[1].split(" - ")[0]
+    return failures[0].split(" ", 1)[1].split(" - ")[0]
 
 
-def _try(one: Break, copies: Queue[Path]) -> bool:
+def _try(case: Break, copies: Queue[Path]) -> bool:
     """Applies a break to a free copy, runs the tests, and prints whether they notice; returns that."""
     copy = copies.get()
-    path = copy / "src" / "pipedream" / one.file
+    path = copy / "src" / "pipedream" / case.file
     before = path.read_text(encoding="utf-8")
     start = time.monotonic()
     try:
-        path.write_text(before.replace(one.old, one.new), encoding="utf-8")
-        failed = _fails(copy, *(f"tests/{test}" for test in one.tests))
+        path.write_text(before.replace(case.old, case.new), encoding="utf-8")
+        failed = _run_tests(copy, *(f"tests/{test}" for test in case.tests))
         late = "" if failed else "; the tests that are named with it passed"
-        failed = failed or _fails(copy, "-n", "2")
+        failed = failed or _run_tests(copy, "-n", "2")
     finally:
         path.write_text(before, encoding="utf-8")
         copies.put(copy)
     seconds = f"{time.monotonic() - start:.0f} s"
-    print(f"noticed     {one.name}: {failed} ({seconds}{late})" if failed else f"NOT NOTICED {one.name} ({seconds})")
+    print(f"noticed     {case.name}: {failed} ({seconds}{late})" if failed else f"NOT NOTICED {case.name} ({seconds})")
     sys.stdout.flush()
     return failed is not None
 
@@ -809,26 +809,28 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="words of the names of the breaks to try [default: all]")
     parser.add_argument("--list", action="store_true", help="print the breaks and exit")
     parser.add_argument("--jobs", type=int, default=2, help="breaks that are tried at a time [default: 2]")
-    asked = parser.parse_args()
-    chosen = [one for one in BREAKS if not asked.names or any(word in one.name for word in asked.names)]
+    options = parser.parse_args()
+    chosen = [case for case in BREAKS if not options.names or any(word in case.name for word in options.names)]
     if not chosen:
         parser.error("no break has a name with one of these words; --list prints them")
-    if asked.list:
-        for one in chosen:
-            print(f"{one.name}\n    {one.file}: {one.old.strip()} -> {one.new.strip()}")
+    if options.list:
+        for case in chosen:
+            print(f"{case.name}\n    {case.file}: {case.old.strip()} -> {case.new.strip()}")
         return 0
-    stale = [one for one in chosen if occurrences(one) != 1]
-    for one in stale:
-        print(f"STALE       {one.name}: its text occurs {occurrences(one)} times in src/pipedream/{one.file}, not once")
+    stale = [case for case in chosen if occurrences(case) != 1]
+    for case in stale:
+        print(
+            f"STALE       {case.name}: its text occurs {occurrences(case)} times in src/pipedream/{case.file}, not once"
+        )
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pipedream-breaks-") as folder:
         copies: Queue[Path] = Queue()
-        for copy in _copies(Path(folder), asked.jobs):
+        for copy in _make_copies(Path(folder), options.jobs):
             copies.put(copy)
-            if (error := _fails(copy, "--collect-only")) is not None:
+            if (error := _run_tests(copy, "--collect-only")) is not None:
                 raise RuntimeError(f"{error} cannot be collected before anything is broken")
-        with ThreadPoolExecutor(asked.jobs) as pool:
-            noticed = list(pool.map(lambda one: _try(one, copies), [one for one in chosen if one not in stale]))
+        with ThreadPoolExecutor(options.jobs) as pool:
+            noticed = list(pool.map(lambda case: _try(case, copies), [case for case in chosen if case not in stale]))
     minutes = (time.monotonic() - start) / 60
     print(f"{sum(noticed)} of {len(chosen)} breaks were noticed, {len(stale)} are stale, in {minutes:.1f} minutes")
     return 0 if len(noticed) == len(chosen) and all(noticed) else 1

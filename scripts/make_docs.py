@@ -48,13 +48,13 @@ def about(name: str) -> str:
 
 def compensated() -> list[tuple[Schedule, str, str]]:
     """Returns the methods that are another one plus a compensation, what they are, and when to choose them."""
-    found = []
+    rows = []
     for name, factory in COMPENSATED.items():
         text = (inspect.getdoc(factory) or "").removeprefix("Returns ")
         plan = uniform(name, STAGES)
         splits = not build(name, plan).updates.mean_of_rounds
-        found.append((build(name, plan, MICROBATCHES if splits else None), text, METHODS[name].choose))
-    return found
+        rows.append((build(name, plan, MICROBATCHES if splits else None), text, METHODS[name].choose))
+    return rows
 
 
 def pages() -> dict[Path, str]:
@@ -99,7 +99,7 @@ def tour() -> dict[Path, str]:
                 continue
             printed = "".join(output.get("text", "")) or data.get("text/plain", "")
             parts.append(f"```text\n{printed.rstrip()}\n```")
-            parts += [as_file(found) for found in re.finditer(r"<svg .*?</svg>", shown, re.S)]
+            parts += [as_file(match) for match in re.finditer(r"<svg .*?</svg>", shown, re.S)]
             parts += re.findall(r"<table>.*?</table>", shown, re.S)  # not those of pandas, whose text is a table
     head = "<!-- written by `make docs` from examples/tour.ipynb -->"
     files[DOCS / "tour.md"] = "\n\n".join([head, *parts]) + "\n"

@@ -534,7 +534,7 @@ def test_a_thread_of_its_own_is_one_layer() -> None:
 
 
 def test_a_lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipedream.capture.slice_forward._alias", lambda received: received.detach().clone())
+    monkeypatch.setattr("pipedream.capture.slice_forward._make_alias", lambda received: received.detach().clone())
     text = text_of(lambda: capture(made(Base), torch.randn(4, 4)), CaptureError)
     has(text, "the layers of Base lose the gradient of the parameter 'head.", "(Linear, linear.py:", "Usually")
 

@@ -42,8 +42,8 @@ def test_an_interruption_spoils_the_rate_of_no_other_size(seconds: list[float]) 
         return sums[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_module, "_op_s", op_s)
-        patch.setattr(device_module, "_many", lambda shape, dtype, place: [torch.ones(1)])
+        patch.setattr(device_module, "_time_op", op_s)
+        patch.setattr(device_module, "_make_cold_tensors", lambda shape, dtype, place: [torch.ones(1)])
         found = measure_device()
     sizes = device_module._SUMS_BYTES
     measured = [2 * size / spent_s for size, spent_s in zip(sizes, seconds[4:], strict=False)]

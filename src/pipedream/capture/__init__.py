@@ -52,11 +52,11 @@ def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
     check_model(model)
     if type(sample) is tuple and not finest:
         try:
-            found = capture_chain(model, sample)
+            chain = capture_chain(model, sample)
         except CaptureError:
-            found = None
-        if found is not None and (len(found.layers) > 1 or not list(found.layers[0].children())):
-            return found
+            chain = None
+        if chain is not None and (len(chain.layers) > 1 or not list(chain.layers[0].children())):
+            return chain
     if any(parameter.is_meta for parameter in model.parameters()):
         with stand_ins(model, sample) as empty:
             graph, refused = split(model, empty, (), compares=False)
@@ -79,10 +79,10 @@ def capture_with_values(model: nn.Module, batch: Any, *, finest: bool = False) -
         CaptureError: the model does not run on the batch, or its layers do not give what it gives.
     """
     inputs = batch if isinstance(batch, (tuple, Mapping)) else (batch,)
-    found = capture(model, inputs, finest=finest)
-    if found.graph.calls or not isinstance(inputs, tuple):
-        return found
-    return replace(found, graph=replace(found.graph, values=chain_values(found, inputs)))
+    captured = capture(model, inputs, finest=finest)
+    if captured.graph.calls or not isinstance(inputs, tuple):
+        return captured
+    return replace(captured, graph=replace(captured.graph, values=chain_values(captured, inputs)))
 
 
 class _Callable(ModuleType):

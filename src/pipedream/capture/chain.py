@@ -41,7 +41,7 @@ def capture_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured:
         sample = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, sample)
     devices = cuda_devices(model, sample)
     names = {id(module): name or kind for name, module in model.named_modules()}
-    reasons = {id(module): reason for module in model.modules() if (reason := _own_reason(module))}
+    reasons = {id(module): reason for module in model.modules() if (reason := _explain_keeping_whole(module))}
     orders = []
     calls = [_trace_in_mode(model, sample, training, devices) for training in (True, False)]
     for call in calls:
@@ -75,13 +75,13 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
                 "plan again from this model's profile"
             )
         layers.append(modules.get(path, model))
-    own = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
-    return Captured(LayerGraph.chain(_describe(model, layers, own), *tied_layers(layers)), tuple(layers))
+    paths = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
+    return Captured(LayerGraph.chain(_describe(model, layers, paths), *tied_layers(layers)), tuple(layers))
 
 
 def chain_values(captured: Captured, sample: tuple[Any, ...]) -> tuple[Value, ...]:
     """Returns what crosses the cuts of a chain: what each layer returns. Moments are the layers' indices."""
-    found = []
+    values = []
     with preserve_state(captured.layers, cuda_devices(nn.ModuleList(captured.layers), sample)), torch.enable_grad():
         passed = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
         for i, layer in enumerate(captured.layers[:-1]):
@@ -89,8 +89,8 @@ def chain_values(captured: Captured, sample: tuple[Any, ...]) -> tuple[Value, ..
             name = captured.graph.layers[i].name
             for path, leaf in walk(passed):
                 if isinstance(leaf, torch.Tensor):
-                    found.append(Value(leaf.nbytes, leaf.requires_grad, i, i + 1, (ValueSite(name, "out", path, i),)))
-    return tuple(found)
+                    values.append(Value(leaf.nbytes, leaf.requires_grad, i, i + 1, (ValueSite(name, "out", path, i),)))
+    return tuple(values)
 
 
 def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
@@ -104,7 +104,7 @@ def tied_layers(layers: Sequence[nn.Module]) -> tuple[tuple[tuple[int, ...], ...
     views: dict[int, set[int]] = {}
     moving: dict[int, set[int]] = {}
     for index, layer in enumerate(layers):
-        for parameter in (one for one in layer.parameters() if one.requires_grad):
+        for parameter in (p for p in layer.parameters() if p.requires_grad):
             storage = parameter.untyped_storage()._cdata
             users.setdefault(storage, set()).add(index)
             views.setdefault(storage, set()).add(id(parameter))
@@ -151,18 +151,18 @@ def _is_compiled(module: nn.Module) -> bool:
 def cuda_devices(model: nn.Module, sample: Any) -> list[int]:
     """Returns the indices of the devices on which the model or the sample has tensors."""
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
-    found = {t.device.index for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    return sorted(index for index in found if index is not None)
+    indices = {t.device.index for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    return sorted(index for index in indices if index is not None)
 
 
-def _own_reason(module: nn.Module) -> str:
+def _explain_keeping_whole(module: nn.Module) -> str:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if any(hooks):
         return "it has hooks of its own, which its children do not run"
     for word, slots in (("parameter", module._parameters), ("buffer", module._buffers)):
-        own = [name for name, tensor in slots.items() if tensor is not None]
-        if own:
-            return f"it holds the {word} {own[0]!r} itself, outside any of its modules"
+        names = [name for name, tensor in slots.items() if tensor is not None]
+        if names:
+            return f"it holds the {word} {names[0]!r} itself, outside any of its modules"
     return ""
 
 
@@ -245,23 +245,23 @@ def _check_equal_to_model(model: nn.Module, captured: Captured, sample: tuple[An
     kind = type(model).__name__
     for training in (True, False):
         mode = "training" if training else "evaluation"
-        wanted, wanted_buffers = _run_copy(model, model, sample, training, devices)
+        expected, wanted_buffers = _run_copy(model, model, sample, training, devices)
         try:
-            found, found_buffers = _run_copy(model, run_layers, sample, training, devices)
+            actual, found_buffers = _run_copy(model, run_layers, sample, training, devices)
         except Exception as error:
             raise CaptureError(
                 f"the layers of {kind}, run one after the other, should give what the model gives, but in {mode} mode "
                 f"they raised {type(error).__name__}: {error}; the forward does something besides calling its "
                 "modules: put it into a module"
             ) from error
-        if not _equal(wanted, found):
+        if not _is_equal(expected, actual):
             raise CaptureError(
                 f"the layers of {kind}, run one after the other, should give what the model gives, but in {mode} mode "
                 "their output differs; the forward changes tensors or modules in a way that cannot be seen from "
                 "outside (writes through .data, sets attributes, draws random numbers): put it into a module"
             )
         for (name, a), (_, b) in zip(wanted_buffers, found_buffers, strict=True):
-            if not _equal(a, b):
+            if not _is_equal(a, b):
                 raise CaptureError(
                     f"the layers of {kind}, run one after the other, should leave the buffers that the model leaves, "
                     f"but in {mode} mode {name!r} differs; the forward writes it outside the module that "
@@ -279,13 +279,13 @@ def _run_copy(
         return forward(*inputs), list(model.named_buffers())
 
 
-def _equal(wanted: Any, found: Any) -> bool:
-    a, spec_a = tree_flatten(wanted)
-    b, spec_b = tree_flatten(found)
-    return spec_a == spec_b and all(_equal_leaf(x, y) for x, y in zip(a, b, strict=True))
+def _is_equal(expected: Any, actual: Any) -> bool:
+    a, spec_a = tree_flatten(expected)
+    b, spec_b = tree_flatten(actual)
+    return spec_a == spec_b and all(_is_equal_leaf(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _equal_leaf(a: Any, b: Any) -> bool:
+def _is_equal_leaf(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor):
         return isinstance(b, type(a)) and bool(a == b)
     if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:

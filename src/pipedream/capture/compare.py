@@ -47,7 +47,7 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
         return graph, refused
     attributes = recording.attributes
     rounds = 2 if attributes else 1  # what it keeps from one batch to the next is read in the second
-    both_modes = partial(_both_modes, model, inputs=inputs, devices=devices, compares=compares, rounds=rounds)
+    both_modes = partial(_run_both_modes, model, inputs=inputs, devices=devices, compares=compares, rounds=rounds)
     while True:
         try:
             parts = both_modes(graph, range(len(graph.layers) + 1))
@@ -78,7 +78,7 @@ class _LayerFailed(Exception):
 def _record(model: nn.Module, inputs: Any, devices: Sequence[int], moving: frozenset[str] = frozenset()) -> Recording:
     with preserve_state([model], devices), preserve_weights(model), torch.enable_grad():
         _set_mode(model, True)
-        args, kwargs = arguments_of(_fresh(inputs))
+        args, kwargs = arguments_of(_copy_inputs(inputs))
         try:
             return record(model, args, kwargs, moving)
         except Exception as error:
@@ -90,7 +90,7 @@ Measured = tuple[Numbers, Numbers, Numbers]
 """Fingerprints of outputs, gradients and buffers, so that no second set of gradients needs memory."""
 
 
-def _both_modes(
+def _run_both_modes(
     model: nn.Module,
     graph: LayerGraph,
     ends: Sequence[int],
@@ -101,13 +101,13 @@ def _both_modes(
     rounds: int,
 ) -> list[Measured]:
     """Runs slices one after the other in training and in evaluation mode. Raises _LayerFailed."""
-    found = []
+    measurements = []
     for training in (True, False):
         with (
             preserve_state([model], devices),
             preserve_weights(model),
             torch.enable_grad(),
-            _gradients(model) as gradients,
+            _collecting_gradients(model) as gradients,
         ):
             _set_mode(model, training)
             tables = SliceTables(model, graph)
@@ -121,12 +121,12 @@ def _both_modes(
                 output.clear()
                 output = _run(model, graph, parts, inputs, training, before, kept, keeps=following > 0)
             if compares:
-                found.append(_measured(model, output, training, gradients))
+                measurements.append(_fingerprint_all(model, output, training, gradients))
             del output
         if any(parameter.nbytes >= _LARGE for parameter in model.parameters()):
             gc.collect()  # modules' outputs may refer to each other
             _return_memory()
-    return found
+    return measurements
 
 
 def _run(
@@ -145,7 +145,7 @@ def _run(
         before: the modules' attributes before any forward.
         kept: those of each slice after the batch before; filled in if this one `keeps` them.
     """
-    value = _fresh(inputs)
+    value = _copy_inputs(inputs)
     for number, (first, part) in enumerate(parts):
         if number in kept:
             kept[number].restore()
@@ -160,20 +160,22 @@ def _run(
         if keeps:
             kept[number] = Attributes([model])
         before.restore()  # a stage does not see what another one keeps in its modules
-    found = {path: leaf for path, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
+    outputs = {path: leaf for path, leaf in walk(value) if isinstance(leaf, torch.Tensor)}
     if training:
-        return found
+        return outputs
     # What a model returns in evaluation only may be made by an earlier stage, and is not sent.
-    return {path: leaf for path, leaf in found.items() if not isinstance(leaf, Placeholder)}
+    return {path: leaf for path, leaf in outputs.items() if not isinstance(leaf, Placeholder)}
 
 
-def _measured(model: nn.Module, outputs: dict[str, torch.Tensor], training: bool, gradients: Numbers) -> Measured:
-    found: Numbers = {path: fingerprint(leaf) for path, leaf in outputs.items()}
+def _fingerprint_all(
+    model: nn.Module, outputs: dict[str, torch.Tensor], training: bool, gradients: Numbers
+) -> Measured:
+    numbers: Numbers = {path: fingerprint(leaf) for path, leaf in outputs.items()}
     floats = [leaf for leaf in outputs.values() if leaf.requires_grad] if training else []
     outputs.clear()
     if floats:
-        torch.autograd.backward(floats, [_weights_like(leaf) for leaf in floats])
-    return found, gradients, {name: fingerprint(buffer) for name, buffer in model.named_buffers()}
+        torch.autograd.backward(floats, [_make_weights_like(leaf) for leaf in floats])
+    return numbers, gradients, {name: fingerprint(buffer) for name, buffer in model.named_buffers()}
 
 
 def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measured], attributes: Sequence[str]) -> None:
@@ -186,22 +188,22 @@ def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measur
             f"set and read it in one module without modules inside, or reset it for each batch; or else {cause}"
         )
     for mode, *both in zip(("training", "evaluation"), whole, parts, strict=True):
-        for what, wanted, found in zip(("output", "gradient", "buffer"), *both, strict=True):
-            unsent = set(wanted) - set(found) if (what, mode) == ("output", "evaluation") else set()
-            for name in dict.fromkeys([*wanted, *found]):  # gradients: the last layers come first
+        for what, expected, actual in zip(("output", "gradient", "buffer"), *both, strict=True):
+            unsent = set(expected) - set(actual) if (what, mode) == ("output", "evaluation") else set()
+            for name in dict.fromkeys([*expected, *actual]):  # gradients: the last layers come first
                 if name in unsent:
                     continue
-                if what == "gradient" and wanted.get(name) is not None and found.get(name) is None:
-                    raise CaptureError(_lost_gradient(model, name))
-                if not _close(wanted.get(name), found.get(name)):
+                if what == "gradient" and expected.get(name) is not None and actual.get(name) is None:
+                    raise CaptureError(_describe_lost_gradient(model, name))
+                if not _close(expected.get(name), actual.get(name)):
                     raise CaptureError(
                         f"the layers of {kind}, run one after the other, should give what the model gives, but in "
-                        f"{mode} mode the {what} {name!r} differs ({_text(wanted.get(name))} in the model, "
-                        f"{_text(found.get(name))} in its layers); {cause}"
+                        f"{mode} mode the {what} {name!r} differs ({_format_sum(expected.get(name))} in the model, "
+                        f"{_format_sum(actual.get(name))} in its layers); {cause}"
                     )
 
 
-def _lost_gradient(model: nn.Module, name: str) -> str:
+def _describe_lost_gradient(model: nn.Module, name: str) -> str:
     path = name.rpartition(".")[0]
     module = model.get_submodule(path)
     place = source_of(type(module).forward)
@@ -215,15 +217,15 @@ def _lost_gradient(model: nn.Module, name: str) -> str:
 
 
 @contextmanager
-def _gradients(model: nn.Module) -> Iterator[Numbers]:
+def _collecting_gradients(model: nn.Module) -> Iterator[Numbers]:
     """Collects the fingerprint of each gradient, and frees it."""
-    found: Numbers = {}
+    numbers: Numbers = {}
     saved = [(parameter, parameter.grad) for parameter in model.parameters()]
 
     def collect(name: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            found[name] = fingerprint(parameter.grad)
+            numbers[name] = fingerprint(parameter.grad)
             parameter.grad = None
             if parameter.nbytes >= _LARGE:
                 _return_memory()  # of the activations
@@ -237,12 +239,12 @@ def _gradients(model: nn.Module) -> Iterator[Numbers]:
             watch: Any = parameter.register_post_accumulate_grad_hook
             handles.append(watch(collect(name)))
     try:
-        yield found
+        yield numbers
     finally:
         for handle in handles:
             handle.remove()
-        for parameter, own in saved:
-            parameter.grad = own
+        for parameter, gradient in saved:
+            parameter.grad = gradient
 
 
 def _return_memory() -> None:
@@ -261,23 +263,25 @@ def fingerprint(tensor: torch.Tensor) -> tuple[float, ...]:
         rows = flat.numel() // _ROW
         whole, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
         # No copies: a gradient may be a good part of the model.
-        weighted = (whole @ _weights(_ROW, flat)) @ _weights(rows, flat) + rest @ _weights(rest.numel(), flat)
+        weighted = (whole @ _get_weights(_ROW, flat)) @ _get_weights(rows, flat) + rest @ _get_weights(
+            rest.numel(), flat
+        )
         return float(flat.sum()), float(weighted), float(torch.linalg.vector_norm(flat, 1))
 
 
-def _weights(count: int, like: torch.Tensor) -> torch.Tensor:
-    return _numbers(count, like.dtype, like.device)
+def _get_weights(count: int, like: torch.Tensor) -> torch.Tensor:
+    return _spread_numbers(count, like.dtype, like.device)
 
 
 @lru_cache(maxsize=8)
-def _numbers(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _spread_numbers(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Numbers that differ from place to place, without a random generator."""
     numbers = torch.arange(count, device=device, dtype=torch.float64)
     return numbers.mul_(0.7548776662).frac_().add_(0.5).to(dtype)
 
 
-def _weights_like(tensor: torch.Tensor) -> torch.Tensor:
-    return _numbers.__wrapped__(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape)
+def _make_weights_like(tensor: torch.Tensor) -> torch.Tensor:
+    return _spread_numbers.__wrapped__(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape)
 
 
 def _close(a: tuple[float, ...] | None, b: tuple[float, ...] | None) -> bool:
@@ -287,7 +291,7 @@ def _close(a: tuple[float, ...] | None, b: tuple[float, ...] | None) -> bool:
     return all(x == y or abs(x - y) <= _TOLERANCE * scale or (x != x and y != y) for x, y in zip(a, b, strict=True))
 
 
-def _text(numbers: tuple[float, ...] | None) -> str:
+def _format_sum(numbers: tuple[float, ...] | None) -> str:
     return "none" if numbers is None else f"sum {numbers[0]:.6g}"
 
 
@@ -300,7 +304,7 @@ def _set_mode(model: nn.Module, training: bool) -> None:
         module.training = training
 
 
-def _fresh(inputs: Any) -> Any:
+def _copy_inputs(inputs: Any) -> Any:
     return map_leaves(lambda _, leaf: _clone(leaf), inputs)
 
 

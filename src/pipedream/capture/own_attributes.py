@@ -32,16 +32,16 @@ class OwnAttributes:
         """Context of a forward. What it sets is taken away again, or may remain until the next one, for the loss."""
         _take_back(_LEFT.pop(self._model, []))
         before = [dict(module.__dict__) for module, _ in self._own]
-        for module, own in self._own:
-            module.__dict__.update(own)
+        for module, attributes in self._own:
+            module.__dict__.update(attributes)
         try:
             yield
         finally:
             changes: list[_Change] = []
-            for (module, own), was in zip(self._own, before, strict=True):
+            for (module, attributes), was in zip(self._own, before, strict=True):
                 for name, value in module.__dict__.items():
                     if was.get(name, _ABSENT) is not value and name != _SHARED:
-                        own[name] = value
+                        attributes[name] = value
                         changes.append((module, name, was.get(name, _ABSENT), value))
             if remain:
                 _LEFT[self._model] = changes

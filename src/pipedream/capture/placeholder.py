@@ -70,10 +70,10 @@ class Placeholder(torch.Tensor):
             return reported(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") == "__get__":
-                return _placed(func(*args), args[0])
+                return _keep_place(func(*args), args[0])
             grad = torch.is_grad_enabled()
             with torch.no_grad():
-                return _evaluated(func, args, kwargs or {}, grad)
+                return _evaluate(func, args, kwargs or {}, grad)
 
 
 class MissingOutput(Placeholder):
@@ -91,9 +91,9 @@ class MissingOutput(Placeholder):
     ) -> Any:
         if getattr(func, "__name__", "") in ("__get__", "__repr__", "size", "dim"):
             return super().__torch_function__(func, types, args, kwargs)
-        one = next(leaf for _, leaf in walk([list(args), kwargs or {}]) if isinstance(leaf, MissingOutput))
+        missing = next(leaf for _, leaf in walk([list(args), kwargs or {}]) if isinstance(leaf, MissingOutput))
         line = user_line()
-        raise CaptureError(one.reason + f" (it is used at {line})" * bool(line))
+        raise CaptureError(missing.reason + f" (it is used at {line})" * bool(line))
 
 
 def mark_missing(output: Any, reason: Callable[[str], str]) -> None:
@@ -109,43 +109,43 @@ def mark_missing(output: Any, reason: Callable[[str], str]) -> None:
 
 
 _REPORTED: dict[Any, Callable[[Placeholder], Any]] = {
-    T.device.__get__: lambda one: one.place,
-    T.requires_grad.__get__: lambda one: one.wants,
-    T.is_cpu.__get__: lambda one: one.place.type == "cpu",
-    T.is_cuda.__get__: lambda one: one.place.type == "cuda",
-    T.is_meta.__get__: lambda one: False,
-    T.cpu: lambda one: _moved(one, "cpu"),
-    T.cuda: lambda one: _moved(one, "cuda"),
+    T.device.__get__: lambda placeholder: placeholder.place,
+    T.requires_grad.__get__: lambda placeholder: placeholder.wants,
+    T.is_cpu.__get__: lambda placeholder: placeholder.place.type == "cpu",
+    T.is_cuda.__get__: lambda placeholder: placeholder.place.type == "cuda",
+    T.is_meta.__get__: lambda placeholder: False,
+    T.cpu: lambda placeholder: _move(placeholder, "cpu"),
+    T.cuda: lambda placeholder: _move(placeholder, "cuda"),
 }
 
 
-def _moved(one: Placeholder, kind: str) -> Placeholder:
-    if one.place.type == kind:
-        return one
-    return placeholder_like(torch.empty_like(plain_meta(one)), torch.device(kind), one.wants)
+def _move(placeholder: Placeholder, kind: str) -> Placeholder:
+    if placeholder.place.type == kind:
+        return placeholder
+    return placeholder_like(torch.empty_like(plain_meta(placeholder)), torch.device(kind), placeholder.wants)
 
 
 def placeholder_like(tensor: torch.Tensor, place: torch.device, wants: bool) -> Placeholder:
     """Returns a placeholder of the shape, strides and dtype of a tensor, of which a meta tensor is taken as it is."""
-    found = torch.Tensor._make_subclass(Placeholder, tensor if tensor.is_meta else _empty_meta(tensor))
-    found.place, found.wants = place, wants
-    return found
+    placeholder = torch.Tensor._make_subclass(Placeholder, tensor if tensor.is_meta else _make_empty_meta(tensor))
+    placeholder.place, placeholder.wants = place, wants
+    return placeholder
 
 
 def meta_like(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a meta tensor with the shape, strides, dtype and requires_grad of a tensor."""
-    made = _empty_meta(tensor)
-    return made.requires_grad_() if tensor.requires_grad else made
+    empty = _make_empty_meta(tensor)
+    return empty.requires_grad_() if tensor.requires_grad else empty
 
 
-def _empty_meta(tensor: torch.Tensor) -> torch.Tensor:
+def _make_empty_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
+def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
     if func in _UNARY:
         like = args[0] if args else None
-        if isinstance(like, Placeholder) and (func is not torch.nn.functional.dropout or _drops(args, kwargs)):
+        if isinstance(like, Placeholder) and (func is not torch.nn.functional.dropout or _is_dropping(args, kwargs)):
             wants = like.wants and func is not T.detach and grad
             return placeholder_like(torch.empty_like(plain_meta(like)), like.place, wants)
     originals: dict[int, torch.Tensor] = {}
@@ -161,9 +161,9 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: b
             first.append(leaf)
             return leaf
         if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.ndim:
-            made = _empty_meta(leaf)
-            originals[id(made)] = leaf
-            return made
+            empty = _make_empty_meta(leaf)
+            originals[id(empty)] = leaf
+            return empty
         if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.split(":")[0] in ("cpu", "cuda")):
             places.append(torch.device(leaf))
             return torch.device("meta")
@@ -173,15 +173,15 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: b
     arguments = [converted(argument) for argument in args]
     keywords = {name: converted(argument) for name, argument in kwargs.items()}
     like = first[0]
-    wants = grad and any(one.wants for one in first)
+    wants = grad and any(placeholder.wants for placeholder in first)
     if func in _BINARY and len(args) == 2 and not kwargs:
         a, b = arguments
         if isinstance(a, torch.Tensor) and isinstance(b, (torch.Tensor, int, float)):
             shape = _broadcast(a.shape, b.shape) if isinstance(b, torch.Tensor) else a.shape
             kind = torch.result_type(a, b)
             if kind.is_floating_point:
-                made = torch.empty(shape, dtype=kind, device="meta")
-                return placeholder_like(made, like.place, wants)
+                empty = torch.empty(shape, dtype=kind, device="meta")
+                return placeholder_like(empty, like.place, wants)
     name = getattr(func, "__name__", str(func))
     try:
         result = func(*arguments, **keywords)
@@ -197,7 +197,7 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: b
         raised = NumbersNeeded(name, text, cause)
         RAISED.append(raised)
         raise raised from error
-    if args and id(arguments[0]) in originals and (name == "__setitem__" or _in_place(name)):
+    if args and id(arguments[0]) in originals and (name == "__setitem__" or _is_in_place(name)):
         swap_tensors(args[0], placeholder_like(arguments[0], args[0].device, wants))
         return None if name == "__setitem__" else args[0]
     place = places[0] if places else like.place
@@ -218,20 +218,20 @@ def _evaluated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: b
     return map_leaves(wrapped, result)
 
 
-def plain_meta(one: Placeholder) -> torch.Tensor:
+def plain_meta(placeholder: Placeholder) -> torch.Tensor:
     """Returns an ordinary meta tensor of the same storage."""
     with torch._C.DisableTorchFunctionSubclass():
-        return one.as_subclass(torch.Tensor).detach()
+        return placeholder.as_subclass(torch.Tensor).detach()
 
 
-def _placed(found: Any, like: Placeholder) -> Any:
+def _keep_place(value: Any, like: Placeholder) -> Any:
     """The result of reading an attribute."""
-    if isinstance(found, torch.Tensor) and not isinstance(found, Placeholder):
-        return placeholder_like(found, like.place, False)
-    return found
+    if isinstance(value, torch.Tensor) and not isinstance(value, Placeholder):
+        return placeholder_like(value, like.place, False)
+    return value
 
 
-def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_dropping(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether F.dropout returns a new tensor rather than its argument."""
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", args[2] if len(args) > 2 else True)
@@ -239,5 +239,5 @@ def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(p) and bool(training) and not inplace
 
 
-def _in_place(name: str) -> bool:
+def _is_in_place(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))

@@ -50,15 +50,15 @@ class PlainModel:
         Raises:
             CaptureError: the forward calls other layers than those of the pipeline, or draws between them.
         """
-        self._seeded = self._generators()
+        self._seeded = self._get_generators()
         graph = self._captured.graph
         if self._captured.model is None:
-            return self._chain(inputs, reseed)
+            return self._run_chain(inputs, reseed)
 
         def seeded(name: str) -> None:
             self._note_draws()
             reseed(name)
-            self._seeded = self._generators()
+            self._seeded = self._get_generators()
             self._in_seeded = True
 
         def enter(path: str, *_: Any) -> None:
@@ -84,32 +84,32 @@ class PlainModel:
         self.draws |= drawn
         self.draws_unseeded |= drawn and not self._in_seeded
 
-    def _generators(self) -> list[torch.Tensor]:
+    def _get_generators(self) -> list[torch.Tensor]:
         return [torch.default_generator.get_state(), *(torch.cuda.get_rng_state(index) for index in self._devices)]
 
     def _has_drawn(self) -> bool:
         """Returns whether a generator has drawn since the last call, or since it was seeded."""
-        before, self._seeded = self._seeded, self._generators()
+        before, self._seeded = self._seeded, self._get_generators()
         return not all(map(torch.equal, before, self._seeded))
 
-    def _chain(self, inputs: Any, reseed: Callable[[str], None]) -> Any:
-        wanted = [layer.name for layer in self._captured.graph.layers]
+    def _run_chain(self, inputs: Any, reseed: Callable[[str], None]) -> Any:
+        expected = [layer.name for layer in self._captured.graph.layers]
         ran: list[str] = []
         names: dict[int, list[str]] = {}
-        for name, layer in zip(wanted, self._captured.layers, strict=True):
+        for name, layer in zip(expected, self._captured.layers, strict=True):
             names.setdefault(id(layer), []).append(name)
-        calls = {key: iter(own) for key, own in names.items()}
+        calls = {key: iter(calls_of_layer) for key, calls_of_layer in names.items()}
         open_layers: list[nn.Module] = []
         is_model = id(self.model) in names
 
         def enter(layer: nn.Module, _: Any) -> None:
             if not open_layers:
                 if not is_model and self._has_drawn():
-                    raise CaptureError(self._drawn_outside(ran))
+                    raise CaptureError(self._describe_draw_outside(ran))
                 # After the forward, a checkpoint repeats calls.
                 ran.append(next(calls[id(layer)], names[id(layer)][-1]))
                 reseed(ran[-1])
-                self._seeded = self._generators()
+                self._seeded = self._get_generators()
             open_layers.append(layer)
 
         def leave(layer: nn.Module, *_: Any) -> None:
@@ -124,17 +124,17 @@ class PlainModel:
         self._hooks += [layer.register_forward_hook(leave) for layer in layers]  # `untouched` removes the last ones
         several = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)  # as a stage calls its layers
         output = self.model(*inputs) if several else self.model(inputs)
-        if ran != wanted and not is_model:
+        if ran != expected and not is_model:
             raise CaptureError(
-                f"the forward of {type(self.model).__name__} runs the layers {_listed(ran, wanted)} where the pipeline "
-                f"runs {_listed(wanted, ran)}: it decides so at each call, or it was changed after the plan was made; "
-                "put the decision into the module that it concerns, or profile and plan again"
+                f"the forward of {type(self.model).__name__} runs the layers {_list_from(ran, expected)} where the "
+                f"pipeline runs {_list_from(expected, ran)}: it decides so at each call, or it was changed after the "
+                "plan was made; put the decision into the module that it concerns, or profile and plan again"
             )
         if not is_model and self._has_drawn():
-            raise CaptureError(self._drawn_outside(ran))
+            raise CaptureError(self._describe_draw_outside(ran))
         return output
 
-    def _drawn_outside(self, ran: list[str]) -> str:
+    def _describe_draw_outside(self, ran: list[str]) -> str:
         where = f"after its layer {ran[-1]!r}" if ran else "before its first layer"
         return (
             f"the forward of {type(self.model).__name__} draws random numbers {where}, outside of all layers, where a "
@@ -150,7 +150,7 @@ class PlainModel:
             others: objects besides the model that may change, such as a loss.
         """
         others = list(others)
-        modules = [self.model, *(one for one in others if isinstance(one, nn.Module))]
+        modules = [self.model, *(other for other in others if isinstance(other, nn.Module))]
         every = list({id(m): m for root in modules for m in root.modules()}.values())
         devices = self._devices = sorted({p.device.index for m in every for p in m.parameters(False) if p.is_cuda})
         tensors = {id(p): p for m in every for p in m._parameters.values() if p is not None and not p.is_meta}
@@ -186,16 +186,16 @@ class PlainModel:
         return lambda: python_generators() != before
 
 
-def _listed(names: list[str], others: list[str]) -> str:
+def _list_from(names: list[str], others: list[str]) -> str:
     """The names from the first that differs on."""
     at = next((i for i, (a, b) in enumerate(zip(names, others, strict=False)) if a != b), min(len(names), len(others)))
-    found = [*names[at : at + 3], *["..."] * (len(names) > at + 3)]
-    return ", ".join(map(repr, found)).replace("'...'", "...") or "(no more)"
+    shown = [*names[at : at + 3], *["..."] * (len(names) > at + 3)]
+    return ", ".join(map(repr, shown)).replace("'...'", "...") or "(no more)"
 
 
 def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Puts values into the slots of meta tensors, and of a rank's parts; the context restores the slots."""
-    made: dict[int, torch.Tensor] = {}
+    replacements: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slots in both:
@@ -203,7 +203,7 @@ def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
                 value = values.get(f"{path}.{name}" if path else name)
                 if tensor is None or value is None or not (tensor.is_meta or tensor.shape != value.shape):
                     continue
-                if id(value) not in made:
+                if id(value) not in replacements:
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(value)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-                slots[name] = made[id(value)]
+                    replacements[id(value)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                slots[name] = replacements[id(value)]

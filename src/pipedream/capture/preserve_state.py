@@ -38,9 +38,9 @@ class Attributes:
             for name in module.__dict__.keys() - attributes.keys():
                 del module.__dict__[name]
             module.__dict__.update(attributes)
-        for slot, own in self._hooks:
+        for slot, hooks in self._hooks:
             slot.clear()
-            slot.update(own)
+            slot.update(hooks)
 
 
 class _Objects:
@@ -81,7 +81,7 @@ class _Objects:
             self._restore.append(partial(_refill_list, value, inner))
         elif isinstance(value, (MutableMapping, MutableSet)):
             inner = list(value.values()) if isinstance(value, MutableMapping) else ()
-            self._restore.append(partial(_refill, value, _shallow(value)))
+            self._restore.append(partial(_refill, value, _copy_shallow(value)))
         elif isinstance(value, tuple):
             inner = value
         elif isinstance(value, FunctionType):
@@ -95,7 +95,7 @@ class _Objects:
             self._note(item, depth - 1)
 
 
-def _shallow(value: Any) -> Any:
+def _copy_shallow(value: Any) -> Any:
     return dict(value) if isinstance(value, MutableMapping) else set(value)
 
 
@@ -130,8 +130,8 @@ def preserve_state(
     devices, modules = list(devices), list(modules)
     attributes = Attributes(modules)
     every = {id(module): module for root in modules for module in root.modules()}.values()
-    own = [value for m in every for name, value in m.__dict__.items() if name not in _OF_MODULES]
-    objects = _Objects([*own, *others])
+    attribute_values = [value for m in every for name, value in m.__dict__.items() if name not in _OF_MODULES]
+    objects = _Objects([*attribute_values, *others])
     owners = {id(module): module for root in modules for module in root.modules()}.values()
     saved = [(module._buffers, dict(module._buffers)) for module in owners]
     copies: dict[int, torch.Tensor] = {}
@@ -155,13 +155,13 @@ def preserve_state(
 @contextmanager
 def preserve_weights(model: nn.Module) -> Iterator[None]:
     """A context after which parameters that a forward has written are as before; only these are copied."""
-    own = [
+    parameters = [
         parameter for parameter in model.parameters() if type(parameter.data) is torch.Tensor and not parameter.is_meta
     ]
-    storages = [(p, p.data) for p in own]
-    writes = _Writes(own)
+    storages = [(p, p.data) for p in parameters]
+    writes = _Writes(parameters)
     try:
-        with writes if own else nullcontext():
+        with writes if parameters else nullcontext():
             yield
     finally:
         for parameter, storage in storages:

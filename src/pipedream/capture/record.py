@@ -131,11 +131,11 @@ class _Recorder(TorchFunctionMode):
         self.stack = [self.root]
         self.thread = get_ident()
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._state(name, parameter, depends=True)
+            self._add_state(name, parameter, depends=True)
         for name, buffer in model.named_buffers(remove_duplicate=False):
-            self._state(name, buffer, depends=name in moving)
+            self._add_state(name, buffer, depends=name in moving)
 
-    def _state(self, name: str, tensor: torch.Tensor, depends: bool) -> None:
+    def _add_state(self, name: str, tensor: torch.Tensor, depends: bool) -> None:
         if id(tensor) not in self.records:
             sources = frozenset() if depends else frozenset([f":{name}"])
             self.records[id(tensor)] = TensorRecord(tensor, -1, depends, sources, state=name)
@@ -143,70 +143,70 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        before = self._generator()
+        before = self._read_generator()
         result = func(*args, **kwargs)
         if name in _METADATA or (name == "__get__" and not isinstance(result, torch.Tensor)):
             return result
-        self._note(name, args, kwargs, result, self._draws(name, args, kwargs, result, before))
+        self._note(name, args, kwargs, result, self._has_drawn(name, args, kwargs, result, before))
         return result
 
-    def _generator(self) -> bytes:
+    def _read_generator(self) -> bytes:
         # The first words hold seed and position; comparing all 5 KB is as good and simple.
         return torch.default_generator.get_state().numpy().tobytes()
 
-    def _draws(self, name: str, args: Any, kwargs: Any, result: Any, before: bytes) -> bool:
+    def _has_drawn(self, name: str, args: Any, kwargs: Any, result: Any, before: bytes) -> bool:
         """Whether a function has drawn random numbers. Only for numbers on the CPU a generator shows that."""
-        made = [leaf for _, leaf in walk(result) if isinstance(leaf, torch.Tensor)]
-        if any(is_stand_in(leaf) or not leaf.is_cpu for leaf in made):
+        results = [leaf for _, leaf in walk(result) if isinstance(leaf, torch.Tensor)]
+        if any(is_stand_in(leaf) or not leaf.is_cpu for leaf in results):
             if name in _RECURRENT:
                 return any(type(argument) is float and argument > 0 for argument in args)
             if name == "scaled_dot_product_attention":
                 return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-            return name in _RANDOM or ("dropout" in name and not any(leaf is args[0] for leaf in made))
-        return before != self._generator()
+            return name in _RANDOM or ("dropout" in name and not any(leaf is args[0] for leaf in results))
+        return before != self._read_generator()
 
     def _note(self, name: str, args: Any, kwargs: Any, result: Any, random: bool) -> None:
         self.moment += 1
         arguments = [self.record_of(leaf) for _, leaf in walk([list(args), kwargs]) if isinstance(leaf, torch.Tensor)]
-        made = [leaf for _, leaf in walk(result) if isinstance(leaf, torch.Tensor)]
-        depends = random or any(one.depends for one in arguments)
+        results = [leaf for _, leaf in walk(result) if isinstance(leaf, torch.Tensor)]
+        depends = random or any(argument.depends for argument in arguments)
         if random:
             self.draws.append(self.moment)
-        if depends and not made and name in _READS_NUMBERS:
+        if depends and not results and name in _READS_NUMBERS:
             depends = False
-        sources = frozenset().union(*(one.sources for one in arguments)) if not depends else frozenset()
-        written = self._written(name, args, kwargs)
+        sources = frozenset().union(*(argument.sources for argument in arguments)) if not depends else frozenset()
+        written = self._list_written(name, args, kwargs)
         if depends:
             for call in self.stack:
                 call.depending += 1
-        for one in arguments:
-            one.last = self.moment
-            if not one.depends and (depends or name in _READS_NUMBERS):
-                one.uses.append(END if name in _READS_NUMBERS else self.moment)
-            if one.state:
-                one.reads.append((self.moment, self.stack[-1]))
-        for tensor in made:
+        for argument in arguments:
+            argument.last = self.moment
+            if not argument.depends and (depends or name in _READS_NUMBERS):
+                argument.uses.append(END if name in _READS_NUMBERS else self.moment)
+            if argument.state:
+                argument.reads.append((self.moment, self.stack[-1]))
+        for tensor in results:
             if id(tensor) not in self.records:
                 self.records[id(tensor)] = TensorRecord(
                     tensor, self.moment, depends, sources, self.moment, made_by=name
                 )
         for tensor in written:
-            found = self.record_of(tensor)
-            self.writes.setdefault(_storage(tensor), []).append(self.moment)
-            if depends and not found.depends:
-                found.depends, found.born, found.made_by = True, self.moment, name
+            target = self.record_of(tensor)
+            self.writes.setdefault(_get_storage(tensor), []).append(self.moment)
+            if depends and not target.depends:
+                target.depends, target.born, target.made_by = True, self.moment, name
             elif not depends:
-                found.sources |= sources
+                target.sources |= sources
 
-    def _written(self, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def _list_written(self, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
         out = kwargs.get("out")
-        found = [out] if isinstance(out, torch.Tensor) else []
+        written = [out] if isinstance(out, torch.Tensor) else []
         in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
         if (in_place and name != "__index__" and name != "__int__" and name != "__invert__") or name == "__setitem__":
-            found += [args[0]] if args and isinstance(args[0], torch.Tensor) else []
+            written += [args[0]] if args and isinstance(args[0], torch.Tensor) else []
         if kwargs.get("inplace") is True and args and isinstance(args[0], torch.Tensor):
-            found.append(args[0])
-        return found
+            written.append(args[0])
+        return written
 
     def record_of(self, tensor: torch.Tensor) -> TensorRecord:
         if id(tensor) not in self.records:  # made where no function was seen
@@ -234,34 +234,34 @@ class _Recorder(TorchFunctionMode):
         path = self.names[id(module)]
         count = self.counts[path] = self.counts.get(path, 0) + 1
         name = path if count == 1 else f"{path}@{count}"
-        call = CallRecord(name, path, module, self.stack[-1], self.moment, whole=self._whole())
+        call = CallRecord(name, path, module, self.stack[-1], self.moment, whole=self._explain_whole())
         self.stack[-1].inner.append(call)
         self.stack.append(call)
-        for where, leaf in _of_call(args, kwargs):
+        for where, leaf in _walk_arguments(args, kwargs):
             if isinstance(leaf, torch.Tensor):
                 self.record_of(leaf).sites.append(ValueSite(name, "in", where, self.moment))
         return call
 
-    def _whole(self) -> str:
+    def _explain_whole(self) -> str:
         """Returns why the present call must not be cut inside, or ""."""
         if get_ident() != self.thread:
             return "in a thread of its own, and stages begin and end in that of the forward"
-        return _inside_whole()
+        return _explain_frames()
 
     def _leave(self, call: CallRecord, args: Any, kwargs: Any, output: Any) -> None:
         self.moment += 1
         while self.stack.pop() is not call:
             pass
         call.end = self.moment
-        arguments = [leaf for _, leaf in _of_call(args, kwargs)]
+        arguments = [leaf for _, leaf in _walk_arguments(args, kwargs)]
         for where, leaf in walk(output):
             if isinstance(leaf, torch.Tensor):
-                found = self.record_of(leaf)
-                found.sites.append(ValueSite(call.name, "out", where, self.moment))
-                call.outputs.append(found)
-                if call.depending and call.path and found.born > call.start:
-                    found.depends = True  # a stage that skips this call does not compute it
-            elif not isinstance(leaf, PLAIN) and not any(leaf is one for one in arguments):
+                record = self.record_of(leaf)
+                record.sites.append(ValueSite(call.name, "out", where, self.moment))
+                call.outputs.append(record)
+                if call.depending and call.path and record.born > call.start:
+                    record.depends = True  # a stage that skips this call does not compute it
+            elif not isinstance(leaf, PLAIN) and not any(leaf is argument for argument in arguments):
                 call.opaque = type(leaf).__name__
 
 
@@ -276,27 +276,29 @@ def record(
     recorder = _Recorder(model, moving)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    inputs = list(_of_call(args, kwargs))
+    inputs = list(_walk_arguments(args, kwargs))
     for where, leaf in inputs:
         if isinstance(leaf, torch.Tensor) and id(leaf) not in recorder.records:
-            made = TensorRecord(leaf, -1, False, frozenset([where]))
-            made.sites.append(ValueSite("", "in", where, -1))
-            recorder.records[id(leaf)] = made
+            record = TensorRecord(leaf, -1, False, frozenset([where]))
+            record.sites.append(ValueSite("", "in", where, -1))
+            recorder.records[id(leaf)] = record
     generators = python_generators()
-    with _wrapping(model, recorder), recorder:
+    with _wrapping_modules(model, recorder), recorder:
         output = model(*args, **kwargs)
     draws_in_python = python_generators() != generators
     root = recorder.root.inner[0] if recorder.root.inner else recorder.root
     for where, leaf in walk(output):
         if isinstance(leaf, torch.Tensor):
-            found = recorder.record_of(leaf)
-            found.last = END
-            found.sites.append(ValueSite("", "out", where, END))
-            if not found.depends:
-                found.uses.append(END)
+            record = recorder.record_of(leaf)
+            record.last = END
+            record.sites.append(ValueSite("", "out", where, END))
+            if not record.depends:
+                record.uses.append(END)
     after = dict(model.named_buffers(remove_duplicate=False))
     changed = {
-        name for name, own in buffers.items() if _storage(own) in recorder.writes or after.get(name, own) is not own
+        name
+        for name, buffer in buffers.items()
+        if _get_storage(buffer) in recorder.writes or after.get(name, buffer) is not buffer
     }
     set_here = tuple(
         f"{name}.{attribute}" if name else attribute
@@ -304,17 +306,17 @@ def record(
         for attribute, value in module.__dict__.items()
         if attributes.get(name, {}).get(attribute, recorder) is not value
     )
-    found_all = list(recorder.records.values())
-    for one in found_all:
-        one.storage = _storage(one.tensor)
-    for one in found_all:
-        if not one.state and one.tensor.layout is torch.strided:
-            one.tensor = meta_like(one.tensor)  # frees its memory
-    return Recording(root, found_all, recorder.writes, recorder.draws, frozenset(changed), set_here, draws_in_python)
+    records = list(recorder.records.values())
+    for record in records:
+        record.storage = _get_storage(record.tensor)
+    for record in records:
+        if not record.state and record.tensor.layout is torch.strided:
+            record.tensor = meta_like(record.tensor)  # frees its memory
+    return Recording(root, records, recorder.writes, recorder.draws, frozenset(changed), set_here, draws_in_python)
 
 
 @contextmanager
-def _wrapping(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+def _wrapping_modules(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     saved = []
     try:
         for module in dict.fromkeys(model.modules()):
@@ -323,31 +325,31 @@ def _wrapping(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
             module.__dict__[slot] = recorder.wrapped(module, getattr(module, slot))
         yield
     finally:
-        for attributes, slot, own in saved:
-            if own is None:
+        for attributes, slot, value in saved:
+            if value is None:
                 del attributes[slot]
             else:
-                attributes[slot] = own
+                attributes[slot] = value
 
 
-def _of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _walk_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from walk(list(args))
     yield from walk(kwargs)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _get_storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
-def _inside_whole() -> str:
+def _explain_frames() -> str:
     """Returns why the present call must not be cut inside, or ""."""
-    found = ""
+    reason = ""
     frame = sys._getframe(3)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.endswith("torch/utils/checkpoint.py") and not found:
-            found = "checkpointed"
-        if code.co_filename.endswith("torch/autograd/function.py") and code.co_name == "apply" and not found:
-            found = "inside a custom autograd function"
+        if code.co_filename.endswith("torch/utils/checkpoint.py") and not reason:
+            reason = "checkpointed"
+        if code.co_filename.endswith("torch/autograd/function.py") and code.co_name == "apply" and not reason:
+            reason = "inside a custom autograd function"
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return reason

@@ -29,10 +29,10 @@ class SliceTables:
     def __init__(self, model: nn.Module, graph: LayerGraph) -> None:
         calls = graph.calls
         self.starts = {call.name: call.start for call in calls}
-        self.leaves = [one for one, after in zip_longest(calls, calls[1:]) if after is None or after.start > one.end]
+        self.leaves = [call for call, after in zip_longest(calls, calls[1:]) if after is None or after.start > call.end]
         self.inside: dict[str, list[str]] = {}
         for number, call in enumerate(calls):
-            within = takewhile(partial(_begins_within, call), islice(calls, number + 1, None))
+            within = takewhile(partial(_is_within, call), islice(calls, number + 1, None))
             self.inside[call.name] = [inner.path for inner in within]
         self.every = list(model.modules())
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -73,14 +73,14 @@ class ModelSlice(SliceCalls):
         self._attributes = OwnAttributes(model, [model, *(modules[path] for path in sorted(around))])
         self.open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
         self.described = () if self.is_last else tuple(call.name for call in skipped_calls(graph.calls, stop))
-        self.received = [] if self.is_first else _crossing(graph, begin)
-        self.sent = [] if self.is_last else _crossing(graph, stop)
+        self.received = [] if self.is_first else _list_crossing(graph, begin)
+        self.sent = [] if self.is_last else _list_crossing(graph, stop)
         visible, received = skipped | open_calls, set(self.received)
-        arrive = _sites(self.received, lambda site: site.call in visible and site.moment <= begin)
+        arrive = _select_sites(self.received, lambda site: site.call in visible and site.moment <= begin)
         made_here = [value for value in self.sent if value not in received]
-        leave = _sites(made_here, lambda site: begin <= site.moment <= stop)
-        self.arrive_in, self.arrive_out = _by_call(arrive, "in"), _by_call(arrive, "out")
-        self.leave_in, self.leave_out = _by_call(leave, "in"), _by_call(leave, "out")
+        leave = _select_sites(made_here, lambda site: begin <= site.moment <= stop)
+        self.arrive_in, self.arrive_out = _group_by_call(arrive, "in"), _group_by_call(arrive, "out")
+        self.leave_in, self.leave_out = _group_by_call(leave, "in"), _group_by_call(leave, "out")
         watched = (
             skipped
             | {call.name for call in seeded}
@@ -102,12 +102,12 @@ class ModelSlice(SliceCalls):
             for name, inside in tables.inside.items()
             if name in skipped
         }
-        held = {id(tensors[name]) for name in self.names}
-        self.foreign_glue = [name for name in graph.glue if id(tensors[name]) not in held]
-        own = {id(m) for call in own_calls for m in modules[call.path].modules()}
+        owned = {id(tensors[name]) for name in self.names}
+        self.foreign_glue = [name for name in graph.glue if id(tensors[name]) not in owned]
+        module_ids = {id(m) for call in own_calls for m in modules[call.path].modules()}
         self._owners = [(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in self.names]
-        own |= {id(owner) for _, owner, _ in self._owners}
-        self._modules_here = [m for m in tables.every if id(m) in own or id(m) not in tables.in_leaves]
+        module_ids |= {id(owner) for _, owner, _ in self._owners}
+        self._modules_here = [m for m in tables.every if id(m) in module_ids or id(m) not in tables.in_leaves]
 
     def compile_inside(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Compiles the outermost modules that lie within the slice, which are then seeded at their entry only.
@@ -129,7 +129,9 @@ class ModelSlice(SliceCalls):
             if not any(modules[name.partition("@")[0]] in submodules for name in self._watched_calls - hidden - {""}):
                 inside[call.name], end = hidden, call.end
         hidden = {name for names in inside.values() for name in names}
-        seeded = {name for name, names in inside.items() if any(one.partition("@")[0] in self.seeded for one in names)}
+        seeded = {
+            name for name, names in inside.items() if any(inner.partition("@")[0] in self.seeded for inner in names)
+        }
         self.seeded |= {name.partition("@")[0] for name in seeded}
         self._watched_calls = (self._watched_calls - hidden) | inside.keys()
         paths = dict.fromkeys(name.partition("@")[0] for name in sorted(self._watched_calls - {""}))
@@ -142,14 +144,14 @@ class ModelSlice(SliceCalls):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self._owned("_parameters", remove_duplicate)
+        yield from self._iterate_owned("_parameters", remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._owned("_buffers", remove_duplicate)
+        yield from self._iterate_owned("_buffers", remove_duplicate)
 
-    def _owned(self, slots: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+    def _iterate_owned(self, slots: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
         for name, owner, slot in self._owners:
             tensor = getattr(owner, slots).get(slot)
@@ -187,21 +189,21 @@ def _is_single(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and not list(module.children())
 
 
-def _crossing(graph: LayerGraph, moment: int) -> list[Value]:
+def _list_crossing(graph: LayerGraph, moment: int) -> list[Value]:
     return [value for value in graph.values if value.crosses(moment)]
 
 
-def _sites(values: Sequence[Value], wanted: Callable[[ValueSite], bool]) -> list[tuple[ValueSite, Value]]:
-    return [(site, value) for value in values for site in value.sites if wanted(site)]
+def _select_sites(values: Sequence[Value], condition: Callable[[ValueSite], bool]) -> list[tuple[ValueSite, Value]]:
+    return [(site, value) for value in values for site in value.sites if condition(site)]
 
 
-def _by_call(sites: Sequence[tuple[ValueSite, Value]], end: str) -> dict[str, list[tuple[Value, str]]]:
-    found: dict[str, list[tuple[Value, str]]] = {}
+def _group_by_call(sites: Sequence[tuple[ValueSite, Value]], end: str) -> dict[str, list[tuple[Value, str]]]:
+    places: dict[str, list[tuple[Value, str]]] = {}
     for site, value in sites:
         if site.end == end:
-            found.setdefault(site.call, []).append((value, site.path))
-    return found
+            places.setdefault(site.call, []).append((value, site.path))
+    return places
 
 
-def _begins_within(outer: Call, call: Call) -> bool:
+def _is_within(outer: Call, call: Call) -> bool:
     return call.start < outer.end

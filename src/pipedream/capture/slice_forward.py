@@ -95,11 +95,11 @@ def _wrap(
 
 
 def _unwrap(saved: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
-    for attributes, slot, own in reversed(saved):
-        if own is None:
+    for attributes, slot, value in reversed(saved):
+        if value is None:
             del attributes[slot]
         else:
-            attributes[slot] = own
+            attributes[slot] = value
 
 
 class SliceCalls(nn.Module):
@@ -155,7 +155,7 @@ class SliceCalls(nn.Module):
             counts: how often each module was called before.
         """
         saved: list[tuple[dict[str, Any], str, Any]] = []
-        own = torch.get_rng_state(), torch.cuda.get_rng_state(place) if place.type == "cuda" else None
+        states = torch.get_rng_state(), torch.cuda.get_rng_state(place) if place.type == "cuda" else None
 
         def call(path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             count = counts[path] = counts.get(path, 0) + 1
@@ -170,9 +170,9 @@ class SliceCalls(nn.Module):
             yield
         finally:
             _unwrap(saved)
-            torch.set_rng_state(own[0])
-            if own[1] is not None:
-                torch.cuda.set_rng_state(own[1], place)
+            torch.set_rng_state(states[0])
+            if states[1] is not None:
+                torch.cuda.set_rng_state(states[1], place)
 
 
 class SliceForward:
@@ -205,13 +205,13 @@ class SliceForward:
 
     def result(self) -> Any:
         part = self.part
-        self.entered = args, kwargs = self.inputs if part.is_first else self._received_inputs()
+        self.entered = args, kwargs = self.inputs if part.is_first else self._restore_inputs()
         if part.reseed is not None:
             part.reseed("")
         if part.is_first and part.on_begin is not None:
             part.on_begin()
         if part.is_first and part.is_last:
-            with self._python_generators(), self._wrapping(), self._checkpoints():
+            with self._seeding_python(), self._wrapping_calls(), self._replacing_checkpoints():
                 return part.model(*args, **kwargs)
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the modules inside
@@ -219,93 +219,94 @@ class SliceForward:
         output = None
         try:
             with (
-                self._python_generators(),
-                self._wrapping(),
-                self._checkpoints(),
+                self._seeding_python(),
+                self._wrapping_calls(),
+                self._replacing_checkpoints(),
                 _Functions(self) if part.graph.replayed else nullcontext(),
             ):
                 output = part.model(*args, **kwargs)
         except _Left:
             if not RAISED:
-                return self._bundle()
+                return self._make_bundle()
         except NumbersNeeded as error:
-            raise self._numbers_needed(error) from error
+            raise self._report_numbers_needed(error) from error
         except Exception as error:
             if self.left:
-                raise self._caught_leaving() from error
+                raise self._report_caught_leaving() from error
             note_module(error, part.model.named_modules())
             raise
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
         if RAISED:
-            raise self._numbers_needed(RAISED[0]) from RAISED[0]
+            raise self._report_numbers_needed(RAISED[0]) from RAISED[0]
         if self.left:
-            raise self._caught_leaving()
+            raise self._report_caught_leaving()
         if not part.is_last or not self.begun:
             missed = (part.stop_at if self.begun else part.begin_at) or ""
-            raise self._other_path(missed, f"it ended without calling {missed!r}")
-        mark_missing(output, self._unsent_part)
+            raise self._report_other_path(missed, f"it ended without calling {missed!r}")
+        mark_missing(output, self._explain_unsent)
         return output
 
     # -- what can go wrong ----------------------------------------------------------------------------
 
-    def _other_path(self, call: str, found: str) -> CutFailed:
+    def _report_other_path(self, call: str, difference: str) -> CutFailed:
         last = f" after the call of {self.last_call!r}" if self.last_call else ""
         return CutFailed(
             call,
-            f"the forward of {self._around(call)}, took another path than when the model was captured: {found}{last}. "
-            "A branch on the data, on the mode (training or evaluation) or on random numbers decides so. Capture with "
-            f"a sample that takes the usual path, put the branch into one module, or do not cut before {call!r}",
+            f"the forward of {self._locate_around(call)}, took another path than when the model was captured: "
+            f"{difference}{last}. A branch on the data, on the mode (training or evaluation) or on random numbers "
+            "decides so. Capture with a sample that takes the usual path, put the branch into one module, or do not "
+            f"cut before {call!r}",
         )
 
-    def _around(self, call: str) -> str:
+    def _locate_around(self, call: str) -> str:
         """The model and the module inside it whose forwards lead to a call, with their places in the user's files."""
         start = next((each.start for each in self.part.graph.calls if each.name == call), 0)
         paths = [each.path for each in self.part.graph.calls if each.start < start < each.end]
-        return ", or inside it that of ".join(map(self._named, ["", *paths[-1:]]))
+        return ", or inside it that of ".join(map(self._locate, ["", *paths[-1:]]))
 
-    def _named(self, path: str) -> str:
+    def _locate(self, path: str) -> str:
         module = self.part.model.get_submodule(path)
         place = source_of(type(module).forward)
         return type(module).__name__ + f" {path!r}" * bool(path) + f" ({place})" * bool(place)
 
-    def _caught_leaving(self) -> CutFailed:
+    def _report_caught_leaving(self) -> CutFailed:
         call = self.part.stop_at or ""
         return CutFailed(
             call,
-            f"a stage ends before the call of {call!r} by an exception, which the forward of {self._around(call)}, "
-            "has caught: by a bare `except:`, `except BaseException`, or `return`, `break` or `continue` in `finally`. "
-            f"Write `except Exception:` there, or do not cut before {call!r}",
+            f"a stage ends before the call of {call!r} by an exception, which the forward of "
+            f"{self._locate_around(call)}, has caught: by a bare `except:`, `except BaseException`, or `return`, "
+            f"`break` or `continue` in `finally`. Write `except Exception:` there, or do not cut before {call!r}",
         )
 
-    def _numbers_needed(self, error: NumbersNeeded) -> NumbersNeeded:
+    def _report_numbers_needed(self, error: NumbersNeeded) -> NumbersNeeded:
         line = user_line(error)
         return NumbersNeeded(
             error.function,
-            f"{line or 'the forward'} needs the numbers of a tensor that another stage computes "
-            f"and does not send ({error.function}, {self._frame()}; {error.cause}). Put that line and the modules that "
-            f"depend on it into one module, or cut elsewhere than before {self.part.begin_at!r}; if the sample takes "
-            "another path, capture with one that takes this",
+            f"{line or 'the forward'} needs the numbers of a tensor that another stage computes and does not send "
+            f"({error.function}, {self._name_frame()}; {error.cause}). Put that line and the modules that depend on "
+            f"it into one module, or cut elsewhere than before {self.part.begin_at!r}; if the sample takes another "
+            "path, capture with one that takes this",
             error.cause,
         )
 
-    def _missing_input(self, path: str, found: Any) -> CaptureError:
+    def _report_missing_input(self, path: str, value: Any) -> CaptureError:
         args, kwargs = self.inputs
-        given = [*map(str, range(len(args))), *map(repr, kwargs)]
-        is_none = found is None and (path in kwargs or (path.isdigit() and int(path) < len(args)))
-        what = "it is None in" if is_none else "it is missing in" if found is None else "it is not a tensor in"
+        names = [*map(str, range(len(args))), *map(repr, kwargs)]
+        is_none = value is None and (path in kwargs or (path.isdigit() and int(path) < len(args)))
+        what = "it is None in" if is_none else "it is missing in" if value is None else "it is not a tensor in"
         return CaptureError(
-            f"a later stage of {self._named('')} reads the input {path!r}, which was a tensor on the sample, but "
-            f"{what} this batch (its inputs: {', '.join(given)}). Give it in each batch, or profile and plan with a "
+            f"a later stage of {self._locate('')} reads the input {path!r}, which was a tensor on the sample, but "
+            f"{what} this batch (its inputs: {', '.join(names)}). Give it in each batch, or profile and plan with a "
             "sample without it"
         )
 
-    def _frame(self) -> str:
+    def _name_frame(self) -> str:
         return f"in the forward of {self.frames[-1] or type(self.part.model).__name__!r}"
 
-    def _unsent_part(self, what: str) -> str:
-        given = (path for path, leaf in _leaves_of(*self.entered) if isinstance(leaf, torch.Tensor))
-        new = [path for path in given if path not in self.part.graph.inputs]
+    def _explain_unsent(self, what: str) -> str:
+        paths = (path for path, leaf in _walk_call(*self.entered) if isinstance(leaf, torch.Tensor))
+        new = [path for path in paths if path not in self.part.graph.inputs]
         cause = (
             f"The sample lacked the input {new[0]!r}: profile and plan with a sample that has it"
             if new
@@ -313,33 +314,33 @@ class SliceForward:
             "with a sample and a mode that take this path, or put the modules that depend on this into one"
         )
         return (
-            f"{what} of {self._named('')} depends on a tensor that another stage has and does not send, because on "
+            f"{what} of {self._locate('')} depends on a tensor that another stage has and does not send, because on "
             f"the sample it did not depend on it. {cause}"
         )
 
-    def _received_inputs(self) -> Any:
+    def _restore_inputs(self) -> Any:
         """The model's inputs: those that a later layer reads were received, the others are placeholders."""
         real = {value.sites[0].path: tensor for value, tensor in self.values.items() if value.born < 0}
         args, kwargs = self.inputs
-        restored = partial(self._input, real)
+        restored = partial(self._restore_input, real)
         return map_leaves(restored, list(args)), map_leaves(restored, kwargs)
 
-    def _input(self, real: Mapping[str, torch.Tensor], path: str, leaf: Any) -> Any:
-        return real[path] if path in real else self._placeholder(path, leaf)
+    def _restore_input(self, real: Mapping[str, torch.Tensor], path: str, leaf: Any) -> Any:
+        return real[path] if path in real else self._restore_placeholder(path, leaf)
 
-    def _placeholder(self, path: str, leaf: Any) -> Any:
+    def _restore_placeholder(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
             return placeholder_like(leaf.detach(), self.place, leaf.requires_grad)
         return leaf
 
-    def _python_generators(self) -> AbstractContextManager[None]:
+    def _seeding_python(self) -> AbstractContextManager[None]:
         """Seeds the generators of Python and NumPy as torch's is at the beginning of the forward, if they are used."""
         if not self.part.graph.draws_in_python:
             return nullcontext()
         return python_generators_seeded(torch.default_generator.initial_seed())
 
     @contextmanager
-    def _checkpoints(self) -> Iterator[None]:
+    def _replacing_checkpoints(self) -> Iterator[None]:
         """Makes the calls in checkpointed functions the same way when they are repeated.
 
         With placeholders among the arguments, which a checkpoint would save, the function runs without one. Of a
@@ -357,14 +358,14 @@ class SliceForward:
         def passing(run: Any, /, *args: Any, **kwargs: Any) -> Any:
             if _has_placeholder(args, kwargs):
                 return nothing()
-            return generator(self._repeatable(run, repeats=True), *args, **kwargs)  # the checkpoint calls it first
+            return generator(self._make_repeatable(run, repeats=True), *args, **kwargs)  # the checkpoint calls it first
 
         class Passing:
             @staticmethod
             def apply(run: Any, preserve: bool, *args: Any) -> Any:
                 if _has_placeholder(args, {}):
                     return run(*args)
-                return function.apply(self._repeatable(run, repeats=False), preserve, *args)
+                return function.apply(self._make_repeatable(run, repeats=False), preserve, *args)
 
         setattr(module, name, passing)
         module.CheckpointFunction = Passing
@@ -374,7 +375,7 @@ class SliceForward:
             setattr(module, name, generator)
             module.CheckpointFunction = function
 
-    def _repeatable(self, run: Callable[..., Any], repeats: bool) -> Callable[..., Any]:
+    def _make_repeatable(self, run: Callable[..., Any], repeats: bool) -> Callable[..., Any]:
         """Returns a function that makes its calls as this forward does now: the first time only if it `repeats`."""
         part, reseed, counts, place = self.part, self.part.reseed, dict(self.counts), self.place
 
@@ -387,7 +388,7 @@ class SliceForward:
         return repeatable
 
     @contextmanager
-    def _wrapping(self) -> Iterator[None]:
+    def _wrapping_calls(self) -> Iterator[None]:
         part = self.part
         saved: list[tuple[dict[str, Any], str, Any]] = []
         try:
@@ -422,9 +423,9 @@ class SliceForward:
             elif name in self.outputs:
                 return self._skip(name, args, kwargs)
             else:
-                self._find(_arguments_at(part.arrive_in.get(name, ()), args, kwargs))
+                self._find(_find_arguments(part.arrive_in.get(name, ()), args, kwargs))
         if self.begun:
-            self.values.update(_arguments_at(part.leave_in.get(name, ()), args, kwargs))
+            self.values.update(_find_arguments(part.leave_in.get(name, ()), args, kwargs))
             if name == part.stop_at:
                 self.left = True
                 raise _Left
@@ -436,7 +437,7 @@ class SliceForward:
         finally:
             self.frames.pop()
         if self.begun:
-            self.values.update(_outputs_at(part.leave_out.get(name, ()), output))
+            self.values.update(_find_outputs(part.leave_out.get(name, ()), output))
             if name in part.described:
                 self._describe(name, args, kwargs, output)
         return output
@@ -445,15 +446,15 @@ class SliceForward:
         part = self.part
         for path, count in part.calls_inside[name].items():
             self.counts[path] = self.counts.get(path, 0) + count
-        self._find(_arguments_at(part.arrive_in.get(name, ()), args, kwargs))
+        self._find(_find_arguments(part.arrive_in.get(name, ()), args, kwargs))
 
         def restored(path: str, leaf: Any) -> Any:
             if isinstance(leaf, SameAs):
-                return _argument(leaf.path, args, kwargs)
-            return self._placeholder(path, leaf)
+                return _find_argument(leaf.path, args, kwargs)
+            return self._restore_placeholder(path, leaf)
 
         output = map_leaves(restored, self.outputs[name])
-        self._find(_outputs_at(part.arrive_out.get(name, ()), output))
+        self._find(_find_outputs(part.arrive_out.get(name, ()), output))
         return output
 
     def _find(self, placeholders: Iterator[tuple[Value, torch.Tensor]]) -> None:
@@ -463,24 +464,24 @@ class SliceForward:
     def _begin(self, name: str, args: Any, kwargs: Any) -> None:
         """Puts the received tensors into the places of their placeholders."""
         part = self.part
-        self._find(_arguments_at(part.arrive_in.get(name, ()), args, kwargs))
+        self._find(_find_arguments(part.arrive_in.get(name, ()), args, kwargs))
         for value, received in list(self.values.items()):
             if value.born < 0:
                 continue
             places = list({id(leaf): leaf for leaf in self.found.get(value, ())}.values())
             if not places:
-                raise self._other_path(name, f"it did not use the {value.name!r} that was received,")
+                raise self._report_other_path(name, f"it did not use the {value.name!r} that was received,")
             for place in places:
                 if place is received:
                     continue
-                swap_tensors(place, _alias(received))
+                swap_tensors(place, _make_alias(received))
                 self.values[value] = place
         self.begun = True
         if part.on_begin is not None:
             part.on_begin()
 
     def _describe(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        arguments = {id(leaf): path for path, leaf in _leaves_of(args, kwargs) if not isinstance(leaf, PLAIN)}
+        arguments = {id(leaf): path for path, leaf in _walk_call(args, kwargs) if not isinstance(leaf, PLAIN)}
 
         def described(_: str, leaf: Any) -> Any:
             if id(leaf) in arguments:
@@ -492,28 +493,28 @@ class SliceForward:
 
         self.described[name] = map_leaves(described, output)
 
-    def _bundle(self) -> dict[str, Any]:
+    def _make_bundle(self) -> dict[str, Any]:
         part = self.part
         for value in part.sent if part.is_first else ():
             if value.born < 0:
                 path = value.sites[0].path
-                found = _argument(path, *self.inputs)
-                if not isinstance(found, torch.Tensor):
-                    raise self._missing_input(path, found)
-                self.values[value] = found
+                value_here = _find_argument(path, *self.inputs)
+                if not isinstance(value_here, torch.Tensor):
+                    raise self._report_missing_input(path, value_here)
+                self.values[value] = value_here
         lacking = [value for value in part.sent if value not in self.values]
         if lacking:
-            raise self._other_path(
+            raise self._report_other_path(
                 part.stop_at or "", f"it did not make the {lacking[0].name!r}, which a later stage needs,"
             )
         unsent = [value for value in part.sent if isinstance(self.values[value], Placeholder)]
         if unsent and self.begun:
-            raise CutFailed(part.begin_at or "", self._unsent_part(f"the value {unsent[0].name!r}"))
+            raise CutFailed(part.begin_at or "", self._explain_unsent(f"the value {unsent[0].name!r}"))
         outputs = {**self.outputs, **self.described}
 
         results = {name: each for name, each in self.results.items() if name.rpartition("/")[0] in part.open_at_stop}
         return {
-            "inputs": Unsent([map_leaves(lambda _, leaf: _unsent(leaf), each) for each in self.inputs]),
+            "inputs": Unsent([map_leaves(lambda _, leaf: _strip_numbers(leaf), each) for each in self.inputs]),
             "outputs": Unsent({name: outputs[name] for name in part.described if name in outputs}),
             "values": [self.values[value] for value in part.sent],
             "results": Unsent(results),
@@ -531,10 +532,10 @@ class SliceForward:
         count = self.frame_counts[name] = self.frame_counts.get(name, 0) + 1
         name = f"{name}@{count}"
         if not self.begun and name in self.results:
-            return map_leaves(self._placeholder, self.results[name])
+            return map_leaves(self._restore_placeholder, self.results[name])
         result = function(*args, **kwargs)
         if self.begun and self.frames[-1] in self.part.open_at_stop:
-            self.results[name] = map_leaves(lambda _, leaf: _unsent(leaf), result)
+            self.results[name] = map_leaves(lambda _, leaf: _strip_numbers(leaf), result)
         return result
 
 
@@ -552,37 +553,37 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _alias(received: torch.Tensor) -> torch.Tensor:
+def _make_alias(received: torch.Tensor) -> torch.Tensor:
     """A tensor of its own: a graph may refer to the received one itself, which then cannot be swapped."""
-    made = received.view_as(received)
+    alias = received.view_as(received)
     # Of a stand-in torch keeps a reference when the shape is new to it, and then cannot swap it either.
-    return made.view_as(received) if weakref.getweakrefs(made) else made
+    return alias.view_as(received) if weakref.getweakrefs(alias) else alias
 
 
 def _has_placeholder(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(leaf, Placeholder) for _, leaf in _leaves_of(args, kwargs))
+    return any(isinstance(leaf, Placeholder) for _, leaf in _walk_call(args, kwargs))
 
 
-def _unsent(leaf: Any) -> Any:
+def _strip_numbers(leaf: Any) -> Any:
     if isinstance(leaf, Placeholder):
         return meta_like(plain_meta(leaf)).requires_grad_(leaf.wants)
     return meta_like(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
 
 
-def _argument(path: str, args: Any, kwargs: Any) -> Any:
+def _find_argument(path: str, args: Any, kwargs: Any) -> Any:
     return leaf_at(args if path.partition("/")[0].isdigit() else kwargs, path)
 
 
-def _arguments_at(sites: Sequence[tuple[Value, str]], args: Any, kwargs: Any) -> Iterator[tuple[Value, torch.Tensor]]:
-    found = ((value, _argument(path, args, kwargs)) for value, path in sites)
-    return ((value, leaf) for value, leaf in found if isinstance(leaf, torch.Tensor))
+def _find_arguments(sites: Sequence[tuple[Value, str]], args: Any, kwargs: Any) -> Iterator[tuple[Value, torch.Tensor]]:
+    leaves = ((value, _find_argument(path, args, kwargs)) for value, path in sites)
+    return ((value, leaf) for value, leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _outputs_at(sites: Sequence[tuple[Value, str]], output: Any) -> Iterator[tuple[Value, torch.Tensor]]:
-    found = ((value, leaf_at(output, path)) for value, path in sites)
-    return ((value, leaf) for value, leaf in found if isinstance(leaf, torch.Tensor))
+def _find_outputs(sites: Sequence[tuple[Value, str]], output: Any) -> Iterator[tuple[Value, torch.Tensor]]:
+    leaves = ((value, leaf_at(output, path)) for value, path in sites)
+    return ((value, leaf) for value, leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _leaves_of(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+def _walk_call(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     yield from walk(list(args))
     yield from walk(kwargs)

@@ -28,26 +28,27 @@ def graph_of(
     model: nn.Module, recording: Recording, refused: Refused, replayed: Sequence[str] = ()
 ) -> tuple[LayerGraph, Refused]:
     """Returns the finest graph without the cuts that are refused already, and all refused cuts."""
-    leaves = list(_leaves(recording.root))
+    leaves = list(_iterate_leaves(recording.root))
     if len(leaves) < 2:
-        return LayerGraph((Layer(type(model).__name__, type(model).__name__, _every_name(model)),), ()), {}
-    values = [one for one in recording.tensors if one.depends and not one.state]
-    state = [one for one in recording.tensors if one.state]
-    refused = _refused(recording, leaves, values) | refused
-    calls = _calls(recording, leaves, values)
+        return LayerGraph((Layer(type(model).__name__, type(model).__name__, _list_names(model)),), ()), {}
+    values = [record for record in recording.tensors if record.depends and not record.state]
+    state = [record for record in recording.tensors if record.state]
+    refused = _refuse_cuts(recording, leaves, values) | refused
+    calls = _list_calls(recording, leaves, values)
     for leaf in leaves[1:]:
-        hidden = [one for one in skipped_calls(calls, leaf.start) if one.hides]
+        hidden = [call for call in skipped_calls(calls, leaf.start) if call.hides]
         if hidden:
-            refused.setdefault(leaf.name, _unsendable(recording, hidden[0].name))
+            refused.setdefault(leaf.name, _explain_unsendable(recording, hidden[0].name))
     starts = [leaf for number, leaf in enumerate(leaves) if not number or leaf.name not in refused]
     moments = [-1, *(leaf.start for leaf in starts[1:])]
     cuts = moments[1:]
-    names = _names_of_layers(model, recording, leaves, moments, state)
+    tensor_names = _assign_tensors(model, recording, leaves, moments, state)
     layers = tuple(
-        Layer(leaf.name, type(leaf.module).__name__, tuple(own)) for leaf, own in zip(starts, names, strict=True)
+        Layer(leaf.name, type(leaf.module).__name__, tuple(parameters))
+        for leaf, parameters in zip(starts, tensor_names, strict=True)
     )
-    ties, whole = _ties(model, leaves, moments, names)
-    crossing = [_value(one, cuts) for one in (*values, *_inputs(recording))]
+    ties, whole = _find_ties(model, leaves, moments, tensor_names)
+    crossing = [_make_value(record, cuts) for record in (*values, *_list_inputs(recording))]
     graph = LayerGraph(
         layers,
         tuple((i, i + 1) for i in range(len(layers) - 1)),
@@ -55,16 +56,18 @@ def graph_of(
         whole,
         calls=calls,
         values=tuple(value for value in crossing if value is not None),
-        glue=_glue(state, leaves),
+        glue=_list_glue(state, leaves),
         replayed=tuple(replayed),
-        seeded=_seeded(recording, leaves),
+        seeded=_list_seeded(recording, leaves),
         draws_in_python=recording.draws_in_python,
-        inputs=tuple(one.sites[0].path for one in recording.tensors if one.sites and one.sites[0].moment == -1),
+        inputs=tuple(
+            record.sites[0].path for record in recording.tensors if record.sites and record.sites[0].moment == -1
+        ),
     )
     return graph, refused
 
 
-def _unsendable(recording: Recording, name: str) -> str:
+def _explain_unsendable(recording: Recording, name: str) -> str:
     call = next(call for call in recording.root.every() if call.name == name)
     place = source_of(type(call.module).forward)
     advice = "let it return tensors in tuples, lists, dicts or dataclasses"
@@ -81,7 +84,7 @@ def skipped_calls(calls: Sequence[Call], moment: int) -> list[Call]:
 
     Of a call that hides something the calls inside are skipped; a leaf that hides is returned.
     """
-    found: list[Call] = []
+    skipped: list[Call] = []
     until = -2
     for number, call in enumerate(calls):
         if call.start >= moment:
@@ -90,39 +93,48 @@ def skipped_calls(calls: Sequence[Call], moment: int) -> list[Call]:
             continue
         inner = number + 1 < len(calls) and calls[number + 1].start < call.end
         if not (call.hides and inner):
-            found.append(call)
+            skipped.append(call)
             until = call.end
-    return found
+    return skipped
 
 
-def _leaves(call: CallRecord) -> Iterable[CallRecord]:
+def _iterate_leaves(call: CallRecord) -> Iterable[CallRecord]:
     for inner in call.inner:
         if inner.free:
             continue
-        if inner.whole or all(one.free for one in inner.inner):
+        if inner.whole or all(call.free for call in inner.inner):
             yield inner
         else:
-            yield from _leaves(inner)
+            yield from _iterate_leaves(inner)
 
 
-def _refused(recording: Recording, leaves: Sequence[CallRecord], values: Sequence[TensorRecord]) -> Refused:
+def _refuse_cuts(recording: Recording, leaves: Sequence[CallRecord], values: Sequence[TensorRecord]) -> Refused:
     refused: Refused = {}
     for leaf in leaves[1:]:
         if leaf.whole and leaf.whole != "checkpointed":
             refused[leaf.name] = f"it runs {leaf.whole}"
-        if same := _same_storage(recording, values, leaf.start):
+        if same := _find_written_alias(recording, values, leaf.start):
             refused[leaf.name] = f"a tensor made by {same.made_by} is written later through another tensor"
-        lost = next((one for one in values if _crosses(one, leaf.start) and not _site_until(one, leaf.start)), None)
+        lost = next(
+            (
+                record
+                for record in values
+                if _is_read_across(record, leaf.start) and not _has_site_until(record, leaf.start)
+            ),
+            None,
+        )
         if lost is not None:
             refused[leaf.name] = (
                 f"a tensor of shape {list(lost.tensor.shape)} made by {lost.made_by} is read later, and no module has "
                 "taken or returned it"
             )
-    for one in recording.tensors:
-        if one.state in recording.moving and one.reads:
+    for record in recording.tensors:
+        if record.state in recording.moving and record.reads:
             for leaf in leaves:
-                if one.reads[0][0] < leaf.start <= one.reads[-1][0]:
-                    refused.setdefault(leaf.name, f"the buffer {one.state}, which is written, is used before and after")
+                if record.reads[0][0] < leaf.start <= record.reads[-1][0]:
+                    refused.setdefault(
+                        leaf.name, f"the buffer {record.state}, which is written, is used before and after"
+                    )
     for call in recording.root.every():
         if call.whole:
             continue
@@ -138,48 +150,50 @@ def _refused(recording: Recording, leaves: Sequence[CallRecord], values: Sequenc
     return refused
 
 
-def _crosses(one: TensorRecord, moment: int) -> bool:
-    return one.born < moment <= one.last
+def _is_read_across(record: TensorRecord, moment: int) -> bool:
+    return record.born < moment <= record.last
 
 
-def _site_until(one: TensorRecord, moment: int) -> bool:
-    return bool(one.sites) and one.sites[0].moment <= moment
+def _has_site_until(record: TensorRecord, moment: int) -> bool:
+    return bool(record.sites) and record.sites[0].moment <= moment
 
 
-def _same_storage(recording: Recording, values: Sequence[TensorRecord], moment: int) -> TensorRecord | None:
+def _find_written_alias(recording: Recording, values: Sequence[TensorRecord], moment: int) -> TensorRecord | None:
     seen: set[int] = set()
-    for one in values:
-        if _crosses(one, moment) and recording.writes:
-            if one.storage in seen and any(written >= moment for written in recording.writes.get(one.storage, ())):
-                return one
-            seen.add(one.storage)
+    for record in values:
+        if _is_read_across(record, moment) and recording.writes:
+            if record.storage in seen and any(
+                written >= moment for written in recording.writes.get(record.storage, ())
+            ):
+                return record
+            seen.add(record.storage)
     return None
 
 
-def _calls(recording: Recording, leaves: Sequence[CallRecord], values: Sequence[TensorRecord]) -> tuple[Call, ...]:
+def _list_calls(recording: Recording, leaves: Sequence[CallRecord], values: Sequence[TensorRecord]) -> tuple[Call, ...]:
     """The calls that stages may skip or begin with, without those inside leaves."""
-    found = []
+    calls = []
     ends = {id(leaf): leaf for leaf in leaves}
 
     def hides(call: CallRecord) -> bool:
         return bool(call.opaque) or any(
-            call.start < one.born <= call.end < one.last and all(site.moment != call.end for site in one.sites)
-            for one in values
+            call.start < record.born <= call.end < record.last and all(site.moment != call.end for site in record.sites)
+            for record in values
         )
 
     def visit(call: CallRecord) -> None:
         for inner in call.inner:
             if not inner.free:
                 is_leaf = id(inner) in ends
-                found.append(Call(inner.name, inner.start, inner.end, bool(inner.opaque) if is_leaf else hides(inner)))
+                calls.append(Call(inner.name, inner.start, inner.end, bool(inner.opaque) if is_leaf else hides(inner)))
                 if not is_leaf:
                     visit(inner)
 
     visit(recording.root)
-    return tuple(found)
+    return tuple(calls)
 
 
-def _names_of_layers(
+def _assign_tensors(
     model: nn.Module,
     recording: Recording,
     leaves: Sequence[CallRecord],
@@ -193,46 +207,46 @@ def _names_of_layers(
         return max(bisect_right(moments, moment) - 1, 0)
 
     for leaf in leaves:
-        own = names[layer_at(leaf.start)]
+        layer_names = names[layer_at(leaf.start)]
         prefix = f"{leaf.path}." if leaf.path else ""
         for tensors in (leaf.module.named_parameters, leaf.module.named_buffers):
-            own.update({prefix + name: None for name, _ in tensors(remove_duplicate=False)})
-    for one in state:
-        for moment, _ in one.reads if one.depends else ():
-            names[layer_at(moment)][one.state] = None
-    for one in recording.tensors:
-        for source in one.sources:
-            for moment in one.uses if source.startswith(":") else ():
+            layer_names.update({prefix + name: None for name, _ in tensors(remove_duplicate=False)})
+    for record in state:
+        for moment, _ in record.reads if record.depends else ():
+            names[layer_at(moment)][record.state] = None
+    for record in recording.tensors:
+        for source in record.sources:
+            for moment in record.uses if source.startswith(":") else ():
                 at = range(len(names)) if moment == END else [layer_at(moment)]
                 for layer in at:
                     names[layer][source[1:]] = None
-    listed = {name for own in names for name in own}
-    known = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    seen = {id(known[name]) for name in listed}
-    names[0].update({name: None for name, tensor in known.items() if id(tensor) not in seen})
-    return [list(own) for own in names]
+    listed = {name for layer_names in names for name in layer_names}
+    all_tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    seen = {id(all_tensors[name]) for name in listed}
+    names[0].update({name: None for name, tensor in all_tensors.items() if id(tensor) not in seen})
+    return [list(layer_names) for layer_names in names]
 
 
-def _seeded(recording: Recording, leaves: Sequence[CallRecord]) -> tuple[str, ...]:
+def _list_seeded(recording: Recording, leaves: Sequence[CallRecord]) -> tuple[str, ...]:
     """The paths of calls that draw random numbers, or after which glue code does."""
     starts = [leaf.start for leaf in leaves]
-    found = (leaves[max(bisect_right(starts, moment) - 1, 0)].path for moment in recording.draws)
-    return tuple(dict.fromkeys(found))
+    paths = (leaves[max(bisect_right(starts, moment) - 1, 0)].path for moment in recording.draws)
+    return tuple(dict.fromkeys(paths))
 
 
-def _every_name(model: nn.Module) -> tuple[str, ...]:
+def _list_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict([*model.named_parameters(), *model.named_buffers()]))
 
 
-def _ties(
+def _find_ties(
     model: nn.Module, leaves: Sequence[CallRecord], moments: Sequence[int], names: Sequence[Sequence[str]]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     users: dict[int, set[int]] = defaultdict(set)
     moving: dict[int, set[int]] = defaultdict(set)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     views: dict[int, set[int]] = defaultdict(set)  # storage -> its parameters
-    for layer, own in enumerate(names):
-        for name in own:
+    for layer, layer_names in enumerate(names):
+        for name in layer_names:
             if name in parameters and parameters[name].requires_grad:
                 storage = parameters[name].untyped_storage()._cdata
                 users[storage].add(layer)
@@ -248,41 +262,47 @@ def _ties(
     return tuple(sorted(groups)), tuple(sorted(whole))
 
 
-def _inputs(recording: Recording) -> list[TensorRecord]:
+def _list_inputs(recording: Recording) -> list[TensorRecord]:
     """The model's inputs; their last use is that of anything computed from them alone."""
     last: dict[str, int] = {}
-    for one in recording.tensors:
-        for source in one.sources:
-            last[source] = max([last.get(source, -1), *one.uses])
-    found = []
-    for one in recording.tensors:
-        if one.sites and one.sites[0].call == "" and one.sites[0].end == "in" and one.born == -1 and not one.state:
-            (source,) = one.sources or ("",)
-            one.last = last.get(source, -1)
-            found.append(one)
-    return found
+    for record in recording.tensors:
+        for source in record.sources:
+            last[source] = max([last.get(source, -1), *record.uses])
+    inputs = []
+    for record in recording.tensors:
+        if (
+            record.sites
+            and record.sites[0].call == ""
+            and record.sites[0].end == "in"
+            and record.born == -1
+            and not record.state
+        ):
+            (source,) = record.sources or ("",)
+            record.last = last.get(source, -1)
+            inputs.append(record)
+    return inputs
 
 
-def _value(one: TensorRecord, cuts: Sequence[int]) -> Value | None:
-    crossed = [cut for cut in cuts if _crosses(one, cut)]
+def _make_value(record: TensorRecord, cuts: Sequence[int]) -> Value | None:
+    crossed = [cut for cut in cuts if _is_read_across(record, cut)]
     if not crossed:
         return None
-    sites = tuple(site for site in one.sites if site.moment <= crossed[-1])
-    return Value(one.tensor.nbytes, one.tensor.requires_grad, one.born, one.last, sites)
+    sites = tuple(site for site in record.sites if site.moment <= crossed[-1])
+    return Value(record.tensor.nbytes, record.tensor.requires_grad, record.born, record.last, sites)
 
 
-def _glue(state: Sequence[TensorRecord], leaves: Sequence[CallRecord]) -> tuple[str, ...]:
+def _list_glue(state: Sequence[TensorRecord], leaves: Sequence[CallRecord]) -> tuple[str, ...]:
     """Parameters and buffers that are read outside leaf calls of the modules that hold them, or not at all.
 
     Where they are not owned they are placeholders, so that a batch that reads them on another stage is an error.
     """
     called = {id(tensor) for leaf in leaves for tensor in (*leaf.module.parameters(), *leaf.module.buffers())}
-    found = [one.state for one in state if not one.reads and id(one.tensor) not in called]
-    for one in state:
-        for _, call in one.reads:
+    names = [record.state for record in state if not record.reads and id(record.tensor) not in called]
+    for record in state:
+        for _, call in record.reads:
             inner = any(not each.free for each in call.inner)
-            held = any(one.tensor is tensor for tensor in [*call.module.parameters(), *call.module.buffers()])
-            if inner or not held or call.free:
-                found.append(one.state)
+            holds_it = any(record.tensor is tensor for tensor in [*call.module.parameters(), *call.module.buffers()])
+            if inner or not holds_it or call.free:
+                names.append(record.state)
                 break
-    return tuple(found)
+    return tuple(names)

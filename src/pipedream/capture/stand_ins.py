@@ -25,17 +25,21 @@ def stand_ins(model: nn.Module, sample: Any, dtype: torch.dtype | None = None) -
         model: restored afterwards.
         dtype: of all floating-point tensors; None: their own.
     """
-    made: dict[Any, torch.Tensor] = {}
+    replacements: dict[Any, torch.Tensor] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def replaced(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         with torch.no_grad():
-            return _number(leaf, made) if _has_numbers(leaf) else _stand_in(leaf, dtype, made, mode)
+            return (
+                _copy_number(leaf, replacements)
+                if _has_numbers(leaf)
+                else _make_stand_in(leaf, dtype, replacements, mode)
+            )
 
     modules = {id(module): module for module in model.modules()}.values()
-    saved = [(m, dict(m._parameters), dict(m._buffers), _tensor_attributes(m)) for m in modules]
+    saved = [(m, dict(m._parameters), dict(m._buffers), _select_tensor_attributes(m)) for m in modules]
     try:
         for module, parameters, buffers, attributes in saved:
             module._parameters.update({name: replaced(p) for name, p in parameters.items()})
@@ -56,7 +60,7 @@ def is_stand_in(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_meta or isinstance(leaf, FakeTensor))
 
 
-def _tensor_attributes(module: nn.Module) -> dict[str, Any]:
+def _select_tensor_attributes(module: nn.Module) -> dict[str, Any]:
     """The plain attributes that are or contain tensors, such as a recurrent module's list of weights."""
     return {
         name: value
@@ -72,29 +76,29 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
     return not (kept or tensor.is_meta or tensor.layout is not torch.strided)
 
 
-def _number(tensor: torch.Tensor, made: dict[Any, torch.Tensor]) -> torch.Tensor:
+def _copy_number(tensor: torch.Tensor, replacements: dict[Any, torch.Tensor]) -> torch.Tensor:
     """A copy, which the model may write into."""
-    return made.setdefault(id(tensor), tensor.detach().to("cpu", copy=True))
+    return replacements.setdefault(id(tensor), tensor.detach().to("cpu", copy=True))
 
 
-def _stand_in(
-    tensor: torch.Tensor, dtype: torch.dtype | None, made: dict[Any, torch.Tensor], mode: FakeTensorMode
+def _make_stand_in(
+    tensor: torch.Tensor, dtype: torch.dtype | None, replacements: dict[Any, torch.Tensor], mode: FakeTensorMode
 ) -> torch.Tensor:
-    if id(tensor) in made:
-        return made[id(tensor)]
+    if id(tensor) in replacements:
+        return replacements[id(tensor)]
     kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode:
         if tensor.layout is not torch.strided:
-            found = torch.empty(tensor.shape, dtype=kind)
+            stand_in = torch.empty(tensor.shape, dtype=kind)
         else:
             storage = tensor.untyped_storage()
             key = ("storage", storage._cdata, tensor.dtype)
-            if key not in made:
-                made[key] = torch.empty(storage.nbytes() // tensor.itemsize, dtype=kind)
-            found = made[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+            if key not in replacements:
+                replacements[key] = torch.empty(storage.nbytes() // tensor.itemsize, dtype=kind)
+            stand_in = replacements[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
     if isinstance(tensor, nn.Parameter):
-        found = nn.Parameter(found, requires_grad=tensor.requires_grad)
+        stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
     elif tensor.requires_grad and kind.is_floating_point:
-        found.requires_grad_()
-    made[id(tensor)] = found
-    return found
+        stand_in.requires_grad_()
+    replacements[id(tensor)] = stand_in
+    return stand_in

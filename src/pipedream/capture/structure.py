@@ -26,7 +26,7 @@ def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     prefix = f"{path}/" if path else ""
-    for name, part in _parts(value):
+    for name, part in _iterate_parts(value):
         if type(part) in _OFTEN:
             yield f"{prefix}{name}", part
         else:
@@ -49,15 +49,17 @@ def map_leaves(change: Callable[[str, Any], Any], value: Any, path: str = "") ->
     """Returns a value of the same containers with changed leaves; of a mapping that cannot be made so, a dict."""
     if not _is_container(value):
         return change(path, value)
-    found = {name: map_leaves(change, part, f"{path}/{name}" if path else str(name)) for name, part in _parts(value)}
+    parts = {
+        name: map_leaves(change, part, f"{path}/{name}" if path else str(name)) for name, part in _iterate_parts(value)
+    }
     if isinstance(value, Mapping):
-        return type(value)(**found) if is_dataclass(value) else found
+        return type(value)(**parts) if is_dataclass(value) else parts
     if hasattr(value, "_make"):  # a named tuple; PackedSequence's constructor would read the numbers
-        return value._make(found.values())
+        return value._make(parts.values())
     if isinstance(value, (tuple, list)):
-        made = list(found.values())
-        return made if type(value) is list else type(value)(made)
-    return replace(value, **found)
+        items = list(parts.values())
+        return items if type(value) is list else type(value)(items)
+    return replace(value, **parts)
 
 
 def _is_container(value: Any) -> bool:
@@ -67,7 +69,7 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, (tuple, list, Mapping)) or (is_dataclass(kind) and not isinstance(value, (type, SameAs)))
 
 
-def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+def _iterate_parts(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, (tuple, list)):

@@ -93,12 +93,12 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> TracedCall:
     """Runs the model once, with gradients on, and returns the tree of calls."""
     top = TracedCall(model, Values.of(sample), False, ())
     stack = [top]
-    drawn = _generators()
+    drawn = _get_generators()
     kept: dict[int, Any] = {}
 
     def note_draws() -> None:
         nonlocal drawn
-        before, drawn = drawn, _generators()
+        before, drawn = drawn, _get_generators()
         with torch._C.DisableTorchFunction():  # which is not the model's
             same = before[1:] == drawn[1:] and torch.equal(before[0], drawn[0])
         if not same:
@@ -106,8 +106,8 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> TracedCall:
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         note_draws()
-        kept.setdefault(id(module), _attributes(module))
-        call = TracedCall(module, Values.of(args), bool(kwargs), _context())
+        kept.setdefault(id(module), _read_attributes(module))
+        call = TracedCall(module, Values.of(args), bool(kwargs), _read_context())
         stack[-1].calls.append(call)
         stack.append(call)
 
@@ -116,7 +116,7 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> TracedCall:
         while stack[-1].module is not module:
             stack.pop()
         note_draws()
-        if stack[-1].calls and kept[id(module)] != _attributes(module):
+        if stack[-1].calls and kept[id(module)] != _read_attributes(module):
             stack[-1].decides = "it sets an attribute of its own, perhaps to decide by it at the next call"
         stack.pop().output = Values.of((output,))
 
@@ -142,7 +142,7 @@ def why_not_a_chain(call: TracedCall, names: dict[int, str]) -> str:
     if call.keywords:
         return "it is called with keyword arguments"
     if not first.inputs.same(call.inputs):
-        return f"before {names[id(first.module)]!r} something happens to the input{_made_by(first.inputs)}"
+        return f"before {names[id(first.module)]!r} something happens to the input{_describe_maker(first.inputs)}"
     before: TracedCall | None = None
     for child in call.calls:
         name = names[id(child.module)]
@@ -153,31 +153,31 @@ def why_not_a_chain(call: TracedCall, names: dict[int, str]) -> str:
         if before is not None and not child.inputs.same(before.output):
             return (
                 f"between {names[id(before.module)]!r} and {name!r} something else happens to the "
-                f"tensor{_made_by(child.inputs)}"
+                f"tensor{_describe_maker(child.inputs)}"
             )
         before = child
     if call.output is None or not call.output.same(last.output):
-        made = _made_by(call.output) if call.output is not None else ""
-        return f"after {names[id(last.module)]!r} something else happens to the tensor{made}"
+        cause = _describe_maker(call.output) if call.output is not None else ""
+        return f"after {names[id(last.module)]!r} something else happens to the tensor{cause}"
     return ""
 
 
-def _generators() -> tuple[Any, ...]:
+def _get_generators() -> tuple[Any, ...]:
     return torch.default_generator.get_state(), *python_generators()
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _read_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's plain attributes by value, and the identity and length of others."""
-    own = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
+    attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
     return {
         name: value
         if isinstance(value, _PLAIN)
         else (id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
-        for name, value in own.items()
+        for name, value in attributes.items()
     }
 
 
-def _made_by(values: Values) -> str:
+def _describe_maker(values: Values) -> str:
     operation = values.last_operation()
     return f" (what arrives was made by {operation!r})" if operation else ""
 
@@ -190,7 +190,7 @@ def _mark(leaf: Any) -> Any:
     return None if isinstance(leaf, _PLAIN) else object()
 
 
-def _context() -> tuple[Any, ...]:
+def _read_context() -> tuple[Any, ...]:
     modes: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     for device in ("cpu", "cuda"):
         enabled = torch.is_autocast_enabled(device)

@@ -26,14 +26,14 @@ _PART = 4  # ratio of the two sizes
 def echo(rank: int, pair: tuple[int, int], group: Any, device: torch.device) -> float:
     """Returns half the seconds of a round trip of a byte, on both ranks."""
     token = torch.zeros(1, dtype=torch.uint8, device=device)
-    one, other = pair
-    found = torch.zeros(1, dtype=torch.float64, device=device)
+    sender, other = pair
+    result = torch.zeros(1, dtype=torch.float64, device=device)
     if rank == other:
         for _ in range(_ECHOES):
-            dist.recv(token, one, group=group)
-            dist.send(token, one, group=group)
-        dist.recv(found, one, group=group)
-        return float(found)
+            dist.recv(token, sender, group=group)
+            dist.send(token, sender, group=group)
+        dist.recv(result, sender, group=group)
+        return float(result)
     echoes = []
     for _ in range(_ECHOES):
         start = time.perf_counter()
@@ -41,9 +41,9 @@ def echo(rank: int, pair: tuple[int, int], group: Any, device: torch.device) -> 
         dist.recv(token, other, group=group)
         _finish(device)
         echoes.append(time.perf_counter() - start)
-    found.fill_(lower_quartile(echoes) / 2)
-    dist.send(found, other, group=group)
-    return float(found)
+    result.fill_(lower_quartile(echoes) / 2)
+    dist.send(result, other, group=group)
+    return float(result)
 
 
 def one_way(
@@ -53,13 +53,13 @@ def one_way(
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     if rank == receiver:
         while size := _receive_size(sender, group, device):
-            dist.recv(_payload(size, device), sender, group=group)
+            dist.recv(_make_payload(size, device), sender, group=group)
             dist.send(token, sender, group=group)
         return _receive_result(sender, group, device)
 
     def seconds(size: int) -> float:
         _send_size(size, receiver, group, device)
-        payload = _payload(size, device)
+        payload = _make_payload(size, device)
         _finish(device)
         start = time.perf_counter()
         dist.send(payload, receiver, group=group)
@@ -67,23 +67,23 @@ def one_way(
         _finish(device)
         return time.perf_counter() - start
 
-    size = _large_enough(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
-    found = _rate(seconds, size), size
+    size = _choose_size(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
+    result = _measure_rate(seconds, size), size
     _send_size(0, receiver, group, device)
-    dist.send(torch.tensor(found, dtype=torch.float64, device=device), receiver, group=group)
-    return found
+    dist.send(torch.tensor(result, dtype=torch.float64, device=device), receiver, group=group)
+    return result
 
 
 def both_ways(rank: int, pair: tuple[int, int], group: Any, size: int, device: torch.device) -> float:
     """Returns the bytes/s at which this rank receives while both send."""
     other = pair[1] if rank == pair[0] else pair[0]
     token = torch.zeros(1, dtype=torch.uint8, device=device)
-    given, taken = _payload(size, device), _payload(size, device)
+    sent, taken = _make_payload(size, device), _make_payload(size, device)
     seconds = []
     for _ in range(_REPEATS):
         _exchange(token, token.clone(), other, group)
         start = time.perf_counter()
-        seconds.append(_exchange(given, taken, other, group) - start)
+        seconds.append(_exchange(sent, taken, other, group) - start)
     return size / lower_quartile(seconds)
 
 
@@ -93,25 +93,25 @@ def fan(rank: int, ranks: Sequence[int], group: Any, device: torch.device, targe
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     if rank != centre:
         while size := _receive_size(centre, group, device):
-            received, reply = (_payload(size, device), token) if sends else (token, _payload(size, device))
-            _batch(dist.irecv, [received], [centre], group)
-            _batch(dist.isend, [reply], [centre], group)
+            received, reply = (_make_payload(size, device), token) if sends else (token, _make_payload(size, device))
+            _move_batch(dist.irecv, [received], [centre], group)
+            _move_batch(dist.isend, [reply], [centre], group)
         return 0.0
 
     def seconds(size: int) -> float:
         for other in others:
             _send_size(size, other, group, device)
-        given = _payload(size, device) if sends else token
-        buffers = [_payload(1 if sends else size, device) for _ in others]
+        payload = _make_payload(size, device) if sends else token
+        buffers = [_make_payload(1 if sends else size, device) for _ in others]
         _finish(device)
         start = time.perf_counter()
-        _batch(dist.isend, [given] * len(others), others, group)
-        _batch(dist.irecv, buffers, others, group)
+        _move_batch(dist.isend, [payload] * len(others), others, group)
+        _move_batch(dist.irecv, buffers, others, group)
         _finish(device)
         return time.perf_counter() - start
 
-    size = _large_enough(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
-    rate = _rate(seconds, size) * len(others)
+    size = _choose_size(seconds, _LEAST_BYTES, _MOST_BYTES, target_s)
+    rate = _measure_rate(seconds, size) * len(others)
     for other in others:
         _send_size(0, other, group, device)
     return rate
@@ -133,11 +133,11 @@ def sum_over(group: Any, members: int, device: torch.device, target_s: float) ->
         return float(taken)
 
     latency_s = lower_quartile([seconds(4) for _ in range(_ECHOES // 2)]) / steps
-    size = _large_enough(seconds, _LEAST_BYTES, _MOST_SUM_BYTES, target_s)
-    return latency_s, steps / members * _rate(seconds, size)
+    size = _choose_size(seconds, _LEAST_BYTES, _MOST_SUM_BYTES, target_s)
+    return latency_s, steps / members * _measure_rate(seconds, size)
 
 
-def _large_enough(seconds: Callable[[int], float], least: int, most: int, target_s: float) -> int:
+def _choose_size(seconds: Callable[[int], float], least: int, most: int, target_s: float) -> int:
     size = least
     while True:
         taken = min(seconds(size), seconds(size))
@@ -146,35 +146,35 @@ def _large_enough(seconds: Callable[[int], float], least: int, most: int, target
         size = min(most, size * (8 if taken < target_s / 8 else 2))
 
 
-def _rate(seconds: Callable[[int], float], size: int) -> float:
+def _measure_rate(seconds: Callable[[int], float], size: int) -> float:
     sizes = (size // _PART, size)
     rows: tuple[list[float], list[float]] = ([], [])
     for _ in range(_REPEATS):
-        for one, row in zip(sizes, rows, strict=True):  # alternating, so that a disturbance affects both
-            row.append(seconds(one))
+        for sent_bytes, row in zip(sizes, rows, strict=True):  # alternating, so that a disturbance affects both
+            row.append(seconds(sent_bytes))
     return slope(sizes, rows)
 
 
-def _batch(move: Callable[..., Any], tensors: Sequence[torch.Tensor], others: Sequence[int], group: Any) -> None:
+def _move_batch(move: Callable[..., Any], tensors: Sequence[torch.Tensor], others: Sequence[int], group: Any) -> None:
     """Sends or receives a tensor to or from each of the others, and waits."""
     moves = [dist.P2POp(move, tensor, other, group) for tensor, other in zip(tensors, others, strict=True)]
     for work in dist.batch_isend_irecv(moves):
         work.wait()
 
 
-def _exchange(given: torch.Tensor, taken: torch.Tensor, other: int, group: Any) -> float:
+def _exchange(sent: torch.Tensor, taken: torch.Tensor, other: int, group: Any) -> float:
     """Returns the time when everything was received."""
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, given, other, group), dist.P2POp(dist.irecv, taken, other, group)]
+        [dist.P2POp(dist.isend, sent, other, group), dist.P2POp(dist.irecv, taken, other, group)]
     )
     works[-1].wait()
-    _finish(given.device)
+    _finish(sent.device)
     end = time.perf_counter()
     works[0].wait()
     return end
 
 
-def _payload(size: int, device: torch.device) -> torch.Tensor:
+def _make_payload(size: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
@@ -189,9 +189,9 @@ def _receive_size(sender: int, group: Any, device: torch.device) -> int:
 
 
 def _receive_result(sender: int, group: Any, device: torch.device) -> tuple[float, int]:
-    found = torch.zeros(2, dtype=torch.float64, device=device)
-    dist.recv(found, sender, group=group)
-    rate, size = found.tolist()
+    result = torch.zeros(2, dtype=torch.float64, device=device)
+    dist.recv(result, sender, group=group)
+    rate, size = result.tolist()
     return rate, int(size)
 
 

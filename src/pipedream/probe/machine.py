@@ -30,7 +30,7 @@ _MATRIX = {"cpu": 384, "cuda": 4096}
 
 def machine_name() -> str:
     """Returns a text that all processes of a machine share. A container or a network namespace counts as a machine."""
-    return "/".join((platform.node(), _boot(), _network()))
+    return "/".join((platform.node(), _read_boot_id(), _read_network()))
 
 
 def available_bytes(device: torch.device, sharing: int) -> int:
@@ -56,56 +56,56 @@ def gpu_cluster(workers: int | None, memory_bytes: int | None, device: str) -> C
     if count <= (shared or 0):
         raise PlanError(f"the cluster of device {device!r} was asked for, but {count} GPUs were found; use the cpu")
     if shared is not None:
-        known = _known(shared)
+        device_row = _find_device(shared)
         # Nothing is copied between workers of one process.
-        rate = known.bytes_per_s * known.byte_share if known is not None else 1e11
-        size = memory_bytes or max(1, _gpu_bytes(shared) // (workers or 1))
-        return Cluster.flat(workers or 1, rate, 0.0, size, _gpu_name(shared))
-    wanted = workers or count
-    width = min(count, wanted, int(os.environ.get("LOCAL_WORLD_SIZE", count)))
-    levels: tuple[Level, ...] = (_links(range(width)),)
-    machines, rest = divmod(wanted, width)
+        rate = device_row.bytes_per_s * device_row.byte_share if device_row is not None else 1e11
+        size = memory_bytes or max(1, _measure_gpu_bytes(shared) // (workers or 1))
+        return Cluster.flat(workers or 1, rate, 0.0, size, _name_gpu(shared))
+    total = workers or count
+    width = min(count, total, int(os.environ.get("LOCAL_WORLD_SIZE", count)))
+    levels: tuple[Level, ...] = (_describe_links(range(width)),)
+    machines, rest = divmod(total, width)
     if machines > 1 or rest:
         sizes = (*(width,) * machines, rest) if rest else ()
         ethernet = Level(machines + bool(rest), _ETHERNET_BYTES_PER_S, _ETHERNET_S)
         levels = (replace(levels[0], sizes=sizes), ethernet) if width > 1 else (ethernet,)
-    of_each = [memory_bytes or max(1, _gpu_bytes(gpu) - _COMMUNICATORS_BYTES) for gpu in range(width)]
-    kinds = _kinds(of_each, wanted)
-    return Cluster(levels, min(of_each), _gpu_name(0), kinds if len({kind.device for kind in kinds}) > 1 else ())
+    of_each = [memory_bytes or max(1, _measure_gpu_bytes(gpu) - _COMMUNICATORS_BYTES) for gpu in range(width)]
+    kinds = _group_workers(of_each, total)
+    return Cluster(levels, min(of_each), _name_gpu(0), kinds if len({kind.device for kind in kinds}) > 1 else ())
 
 
-def _links(gpus: range) -> Level:
+def _describe_links(gpus: range) -> Level:
     """Returns the links among GPUs of this machine: NVLink, or else PCIe, as fast as the slowest has it."""
-    named = [_known(gpu) for gpu in gpus]
+    named = [_find_device(gpu) for gpu in gpus]
     links = [GPU_LINKS.get(device.name, _OTHER_LINKS) if device is not None else _OTHER_LINKS for device in named]
-    peers = all(torch.cuda.can_device_access_peer(one, other) for one, other in permutations(gpus, 2))
-    rates = [(one.nvlink_bytes_per_s if peers else None) or one.pcie_bytes_per_s for one in links]
+    peers = all(torch.cuda.can_device_access_peer(gpu, other) for gpu, other in permutations(gpus, 2))
+    rates = [(link.nvlink_bytes_per_s if peers else None) or link.pcie_bytes_per_s for link in links]
     return Level(len(gpus), min(rates) * links[0].share, links[0].latency_s)
 
 
-def _kinds(memories: Sequence[int], workers: int) -> tuple[Workers, ...]:
+def _group_workers(memories: Sequence[int], workers: int) -> tuple[Workers, ...]:
     """Returns all workers in order, those of each machine like those of this one, with speeds relative to GPU 0."""
-    first, kinds = _known(0), []
-    for name, group in groupby((worker % len(memories) for worker in range(workers)), _gpu_name):
+    first, kinds = _find_device(0), []
+    for name, group in groupby((worker % len(memories) for worker in range(workers)), _name_gpu):
         gpus = list(group)
-        known = _known(gpus[0])
-        speed = known.speed_against(first) if known is not None and first is not None else 1.0
+        device = _find_device(gpus[0])
+        speed = device.speed_against(first) if device is not None and first is not None else 1.0
         kinds.append(Workers(len(gpus), name, speed, min(memories[gpu] for gpu in gpus)))
     return tuple(kinds)
 
 
-def _gpu_name(gpu: int) -> str:
+def _name_gpu(gpu: int) -> str:
     return f"cuda: {torch.cuda.get_device_name(gpu)}"
 
 
-def _known(gpu: int) -> Device | None:
+def _find_device(gpu: int) -> Device | None:
     try:
-        return device_named(_gpu_name(gpu))
+        return device_named(_name_gpu(gpu))
     except ProfileError:
         return None
 
 
-def _gpu_bytes(gpu: int) -> int:
+def _measure_gpu_bytes(gpu: int) -> int:
     """Returns what tensors may take; of the current GPU, without what other processes take."""
     size = int(torch.cuda.get_device_properties(gpu).total_memory)
     if gpu == torch.cuda.current_device():  # another would be given a context for the question
@@ -116,32 +116,32 @@ def _gpu_bytes(gpu: int) -> int:
 def work_s(device: torch.device, most_s: float) -> float:
     """Returns the lower quartile of the seconds of a float32 matrix product, repeated for at least `most_s`."""
     edge = _MATRIX.get(device.type, _MATRIX["cpu"])
-    one = torch.ones(edge, edge, device=device)
+    left = torch.ones(edge, edge, device=device)
     two = torch.ones(edge, edge, device=device)
-    found: list[float] = []
+    seconds: list[float] = []
     begun = time.perf_counter()
-    while len(found) < 5 or time.perf_counter() - begun < most_s:
+    while len(seconds) < 5 or time.perf_counter() - begun < most_s:
         start = time.perf_counter()
-        torch.mm(one, two)
+        torch.mm(left, two)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return sorted(found)[len(found) // 4]
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def memory_name(device: torch.device) -> str:
     """Returns a text that is equal for workers that share memory: those of a machine, across its containers."""
-    return f"{platform.node()}/{_boot()}" if device.type != "cuda" else ""
+    return f"{platform.node()}/{_read_boot_id()}" if device.type != "cuda" else ""
 
 
-def _boot() -> str:
+def _read_boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
 
 
-def _network() -> str:
+def _read_network() -> str:
     try:
         return str(os.stat("/proc/self/ns/net").st_ino)
     except OSError:

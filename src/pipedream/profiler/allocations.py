@@ -74,7 +74,7 @@ class Allocations:
         if self._device.type == "cuda":
             self._close()
         else:
-            self.sections = _sections(torch._C._autograd._disable_profiler_legacy())
+            self.sections = _split_sections(torch._C._autograd._disable_profiler_legacy())
         if self._collects:
             gc.enable()
 
@@ -86,13 +86,13 @@ class Allocations:
         self._start = now
 
 
-def _sections(threads: Any) -> list[Section]:
-    found, start, peak, live = [], 0, 0, 0
+def _split_sections(threads: Any) -> list[Section]:
+    sections, start, peak, live = [], 0, 0, 0
     for event in (event for events in threads for event in events):
         if event.kind() == "memory_alloc":
             live += event.cpu_memory_usage()
             peak = max(peak, live)
         elif event.kind() == "push" and event.name() == _MARK:
-            found.append(Section(start, peak, live))
+            sections.append(Section(start, peak, live))
             start = peak = live
-    return [*found, Section(start, peak, live)]
+    return [*sections, Section(start, peak, live)]

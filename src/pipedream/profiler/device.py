@@ -44,10 +44,10 @@ def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
     """Returns a floating-point dtype by its name, such as ``bfloat16``. Raises ProfileError."""
     if name is None or isinstance(name, torch.dtype):
         return name
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ProfileError(f"dtype {name!r} is not known; write bfloat16, float16, float32 or float64")
-    return found
+    return dtype
 
 
 def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) -> Device:
@@ -62,13 +62,15 @@ def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) 
     peaks = {}
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         size = _CUDA_PRODUCT if cuda else _PRODUCT // (1 if dtype in (torch.float32, torch.float64) else 4)
-        factors = _many((size, size), dtype, place)
-        product_s = _op_s(_turns(factors, lambda one: torch.addmm(one[0], one, one.t())), place, share_s)
+        factors = _make_cold_tensors((size, size), dtype, place)
+        product_s = _time_op(
+            _take_turns(factors, lambda matrix: torch.addmm(matrix[0], matrix, matrix.t())), place, share_s
+        )
         peaks[str(dtype).removeprefix("torch.")] = 2 * size**3 / product_s
     rates: list[tuple[int, float]] = []
     for size in sums_bytes:
-        terms = _many((size // 4,), torch.float32, place)
-        rates.append((2 * size, 2 * size / _op_s(_turns(terms, lambda one: one + 1.0), place, share_s)))
+        terms = _make_cold_tensors((size // 4,), torch.float32, place)
+        rates.append((2 * size, 2 * size / _time_op(_take_turns(terms, lambda term: term + 1.0), place, share_s)))
     # Small tensors are no slower than large ones; another program may only have interrupted their measurement.
     rates = [(size, max(rate for _, rate in rates[index:])) for index, (size, _) in enumerate(rates)]
     memory = (
@@ -83,21 +85,21 @@ def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) 
         memory,
         peaks,
         rates[-1][1],
-        launch_s=_op_s(lambda: _chain(few), place, share_s) / (2 * _CHAIN),
+        launch_s=_time_op(lambda: _run_chain(few), place, share_s) / (2 * _CHAIN),
         flop_share=1.0,
         byte_share=1.0,
         small_bytes_per_s=tuple(rates[:-1]),
-        draw_s=_op_s(lambda: drawn.bernoulli_(0.5), place, share_s) / drawn.numel(),
+        draw_s=_time_op(lambda: drawn.bernoulli_(0.5), place, share_s) / drawn.numel(),
     )
 
 
-def _many(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def _make_cold_tensors(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Together they exceed the caches: a layer's tensors are cold when it runs again."""
-    one = torch.ones(shape, dtype=dtype, device=device)
-    return [one, *(one.clone() for _ in range(_COLD_BYTES // one.nbytes))]
+    tensor = torch.ones(shape, dtype=dtype, device=device)
+    return [tensor, *(tensor.clone() for _ in range(_COLD_BYTES // tensor.nbytes))]
 
 
-def _turns(tensors: list[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+def _take_turns(tensors: list[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
     """Each result is kept for one cycle, like activations."""
     results: list[torch.Tensor | None] = [None] * len(tensors)
     turn = cycle(range(len(tensors)))
@@ -109,14 +111,14 @@ def _turns(tensors: list[torch.Tensor], work: Callable[[torch.Tensor], torch.Ten
     return one_turn
 
 
-def _chain(few: torch.Tensor) -> None:
+def _run_chain(few: torch.Tensor) -> None:
     value = few
     for _ in range(_CHAIN):
         value = value.relu()
     torch.autograd.grad(value, few, few.detach())
 
 
-def _op_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+def _time_op(work: Callable[[], object], device: torch.device, seconds: float) -> float:
     def batch_s(count: int) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -14,7 +14,7 @@ def device_text(device: torch.device) -> str:
     """Returns the device and its model: ``cpu: AMD EPYC 7B13``, ``cuda: NVIDIA A100-SXM4-40GB``."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
-    return f"{device.type}: {_processor()}"
+    return f"{device.type}: {_name_processor()}"
 
 
 def release_cache(device: torch.device) -> None:
@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, "pipedream": __version__}
 
 
-def _processor() -> str:
+def _name_processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -56,7 +56,7 @@ def estimate(
     fresh = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
     with preserve_state(layers, [], 0), costs:
         choose_mode(layers)
-        laps, arguments, hidden = _laps_of_layers(layers, passes, costs, fresh)
+        laps, arguments, hidden = _time_layers(layers, passes, costs, fresh)
         if loss is not None:
             passes.timed_loss(arguments)
         loss_s = sum(costs.laps_s())
@@ -67,24 +67,24 @@ def estimate(
         update = UpdateCost()
         if optimizer is not None and parameters:
             update = estimate_update(optimizer, parameters, costs)
-    found = tuple(
+    profiles = tuple(
         LayerProfile(
             forward_s=forward.seconds,
             backward_s=backward.seconds,
             output_bytes=size.output_bytes,
-            parameter_bytes=own,
+            parameter_bytes=weights,
             activation_bytes=size.activation_bytes + more,
             arriving_bytes=size.arriving_bytes,
             leaving_bytes=size.leaving_bytes,
             # Temporaries inside operations are not visible.
             working_bytes=size.output_bytes + entering,
-            backward_bytes=size.output_bytes + entering + own,
+            backward_bytes=size.output_bytes + entering + weights,
             largest_parameter_bytes=largest,
             forward_flops=forward.flops,
             backward_flops=backward.flops,
             moved_bytes=forward.moved_bytes + backward.moved_bytes,
         )
-        for (forward, backward), size, entering, own, largest, more in zip(
+        for (forward, backward), size, entering, weights, largest, more in zip(
             laps,
             sizes,
             (0, *(size.output_bytes for size in sizes[:-1])),
@@ -97,7 +97,7 @@ def estimate(
     return Profile(
         model=model_name,
         graph=graph,
-        layers=found,
+        layers=profiles,
         batch=samples,
         input_shapes=shapes_of(sample),
         dtype=dtype_name(layers, autocast),
@@ -110,31 +110,31 @@ def estimate(
         loss_bytes=loss_bytes,
         versions=versions(),
         tied=tied_parameters(graph, all_parameters(layers, graph)),
-        notes=tuple(_notes(device, laps, hidden, graph, update)),
+        notes=tuple(_write_notes(device, laps, hidden, graph, update)),
     )
 
 
-def _laps_of_layers(
+def _time_layers(
     layers: Sequence[nn.Module], passes: Passes, costs: OpCosts, sample: Sample
 ) -> tuple[list[tuple[Lap, Lap]], Sample, list[int]]:
     """Forward and backward laps, the last output, and the bytes that stand-ins do not show."""
-    known: dict[Any, tuple[Lap, Lap, Any]] = {}
+    timed: dict[Any, tuple[Lap, Lap, Any]] = {}
     laps, hidden = [], []
     arguments: Sample = sample
     for index, layer in enumerate(layers):
-        key = _structure_of(layer), _value_shape(arguments)
-        if key not in known:
+        key = _identify_module(layer), _identify_value(arguments)
+        if key not in timed:
             value = passes.timed_layer(index, arguments)
             forward, backward = costs.laps()
-            known[key] = forward, backward, value
-        forward, backward, value = known[key]
+            timed[key] = forward, backward, value
+        forward, backward, value = timed[key]
         laps.append((forward, backward))
         hidden.append(opaque_bytes(layer, arguments) if forward.opaque else 0)
         arguments = (value,)
     return laps, arguments, hidden
 
 
-def _notes(
+def _write_notes(
     device: Device, laps: Sequence[tuple[Lap, Lap]], hidden: Sequence[int], graph: LayerGraph, update: UpdateCost
 ) -> list[str]:
     notes = [
@@ -154,44 +154,51 @@ def _notes(
     return notes
 
 
-def _structure_of(module: nn.Module) -> Any:
+def _identify_module(module: nn.Module) -> Any:
     """A key that is equal only for modules that do the same operations on inputs of the same shape.
 
     A module with an attribute that is not plain equals only itself.
     """
     storages: dict[int, int] = {}
-    return _structure(module, storages)
+    return _describe_module(module, storages)
 
 
-def _value_shape(value: Any) -> Any:
+def _identify_value(value: Any) -> Any:
     leaves, spec = tree_flatten(value)
-    return spec, tuple(_tensor(leaf) if isinstance(leaf, torch.Tensor) else _setting(leaf) for leaf in leaves)
+    return spec, tuple(
+        _describe_tensor(leaf) if isinstance(leaf, torch.Tensor) else _describe_setting(leaf) for leaf in leaves
+    )
 
 
-def _structure(module: nn.Module, storages: dict[int, int]) -> Any:
+def _describe_module(module: nn.Module, storages: dict[int, int]) -> Any:
     owned = (*module._parameters.items(), *module._buffers.items())
     tensors = tuple(
-        (name, None if t is None else (_tensor(t), storages.setdefault(t.untyped_storage()._cdata, len(storages))))
+        (
+            name,
+            None
+            if t is None
+            else (_describe_tensor(t), storages.setdefault(t.untyped_storage()._cdata, len(storages))),
+        )
         for name, t in owned
     )
     settings = tuple(
-        (name, _setting(value))
+        (name, _describe_setting(value))
         for name, value in sorted(module.__dict__.items())
         if name not in ("_parameters", "_buffers", "_modules")
     )
-    inner = tuple((n, None if m is None else _structure(m, storages)) for n, m in module._modules.items())
+    inner = tuple((n, None if m is None else _describe_module(m, storages)) for n, m in module._modules.items())
     return type(module), tensors, settings, inner
 
 
-def _setting(value: Any) -> Any:
+def _describe_setting(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return _tensor(value)
+        return _describe_tensor(value)
     if type(value) in (list, tuple, set, frozenset):
-        return type(value), tuple(_setting(item) for item in value)
+        return type(value), tuple(_describe_setting(item) for item in value)
     if isinstance(value, dict):
-        return type(value), tuple((_setting(key), _setting(item)) for key, item in value.items())
+        return type(value), tuple((_describe_setting(key), _describe_setting(item)) for key, item in value.items())
     return value if isinstance(value, _PLAIN) else id(value)
 
 
-def _tensor(tensor: torch.Tensor) -> Any:
+def _describe_tensor(tensor: torch.Tensor) -> Any:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad

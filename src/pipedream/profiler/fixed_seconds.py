@@ -56,8 +56,8 @@ def fixed_s(
         laps = [run(small) for _ in range(warmup + runs)][warmup:]
     except ProfileError:  # a layer works with this batch size only
         return [0.0] * len(whole)
-    found = []
+    fixed_seconds = []
     for column, (seconds, spread_s) in zip(zip(*laps, strict=True), whole, strict=True):
         fixed = (batch * median(column) - size * seconds) / (batch - size)
-        found.append(min(fixed, seconds) if abs(fixed) > spread_s else 0.0)
-    return found
+        fixed_seconds.append(min(fixed, seconds) if abs(fixed) > spread_s else 0.0)
+    return fixed_seconds

@@ -85,7 +85,7 @@ def measure(
     samples = check_chain(layers, graph, sample, samples)
     _check_places(layers, graph, place)
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
-    indices = [_cuda_index(place)] if place.type == "cuda" else []
+    indices = [_get_cuda_index(place)] if place.type == "cuda" else []
     watch = Stopwatch(place, without_launches=True)
     passes = Passes(layers, graph, loss, watch, place, autocast, call)
     with preserve_state(layers, indices, seed):
@@ -103,7 +103,7 @@ def measure(
         needs = passes.measured_needs(sample, sizes, loss_bytes)
         laps_s = laps_s[warmup:]
         timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "parts": parts, "part_of": part_of, "call": call}
-        fixed = _fixed_seconds(layers, graph, sample, samples, laps_s, place, autocast, **timing)
+        fixed = _measure_fixed_seconds(layers, graph, sample, samples, laps_s, place, autocast, **timing)
         launches = [0.0] * len(laps_s[0])
         if place.type == "cuda":
             host = HostStopwatch(place)
@@ -116,13 +116,13 @@ def measure(
             update = measure_update(
                 optimizer, parameters, Stopwatch(place), scheduler=scheduler, warmup=warmup, runs=runs
             )
-    laps = _laps_of_layers(laps_s)
+    laps = _pair_laps(laps_s)
     loss_laps = laps.pop() if loss is not None else None
     loss_launch_s = sum(launches[2 * len(layers) :])
     return Profile(
         model=model_name,
         graph=graph,
-        layers=_layer_profiles(layers, laps, sizes, needs, fixed, launches[: 2 * len(layers)]),
+        layers=_build_layer_profiles(layers, laps, sizes, needs, fixed, launches[: 2 * len(layers)]),
         batch=samples,
         input_shapes=shapes_of(sample),
         dtype=dtype_name(layers, autocast),
@@ -143,13 +143,13 @@ def measure(
     )
 
 
-def _laps_of_layers(laps_s: list[list[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+def _pair_laps(laps_s: list[list[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     """Forwards and backwards of each layer, and then of the loss if there is one."""
     columns = list(zip(*laps_s, strict=True))
     return list(zip(columns[0::2], columns[1::2], strict=True))
 
 
-def _layer_profiles(
+def _build_layer_profiles(
     layers: Sequence[nn.Module],
     laps: Sequence[tuple[tuple[float, ...], tuple[float, ...]]],
     sizes: Sequence[Sizes],
@@ -162,7 +162,7 @@ def _layer_profiles(
         LayerProfile(
             forward_s=median(forward),
             backward_s=median(backward),
-            parameter_bytes=own,
+            parameter_bytes=weights,
             forward_spread_s=_spread(forward),
             backward_spread_s=_spread(backward),
             output_bytes=size.output_bytes,
@@ -177,11 +177,11 @@ def _layer_profiles(
             forward_launch_s=launches[2 * index],
             backward_launch_s=launches[2 * index + 1],
         )
-        for index, ((forward, backward), size, need, own, largest) in enumerate(rows)
+        for index, ((forward, backward), size, need, weights, largest) in enumerate(rows)
     )
 
 
-def _fixed_seconds(
+def _measure_fixed_seconds(
     layers: Sequence[nn.Module],
     graph: LayerGraph,
     sample: Sample,
@@ -205,8 +205,8 @@ def _fixed_seconds(
         return watch.laps_s()
 
     columns = list(zip(*laps_s, strict=True))[: 2 * len(layers)]
-    known = [(median(column), _spread(column)) for column in columns]
-    return fixed_s(laps_of, sample, samples, known, warmup=warmup, runs=runs, parts=parts, part_of=part_of)
+    whole = [(median(column), _spread(column)) for column in columns]
+    return fixed_s(laps_of, sample, samples, whole, warmup=warmup, runs=runs, parts=parts, part_of=part_of)
 
 
 def check_chain(layers: Sequence[nn.Module], graph: LayerGraph, sample: Sample, samples: int | None = None) -> int:
@@ -247,7 +247,7 @@ def _check_places(layers: Sequence[nn.Module], graph: LayerGraph, device: torch.
                 )
 
 
-def _cuda_index(device: torch.device) -> int:
+def _get_cuda_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 

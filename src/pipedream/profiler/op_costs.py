@@ -67,8 +67,8 @@ class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open = False
 
     def laps(self) -> list[Lap]:
-        found, self._laps = self._laps, []
-        return found
+        laps, self._laps = self._laps, []
+        return laps
 
     def laps_s(self) -> list[float]:
         return [lap.seconds for lap in self.laps()]
@@ -76,7 +76,7 @@ class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if self._open:
-            self._lap += _lap_of(func, args, kwargs or {}, out, self._device)
+            self._lap += _measure_op(func, args, kwargs or {}, out, self._device)
         return out
 
 
@@ -95,33 +95,33 @@ def opaque_bytes(module: torch.nn.Module, arguments: Any) -> int:
     return total
 
 
-def _lap_of(func: Any, args: Any, kwargs: Any, out: Any, device: Device) -> Lap:
+def _measure_op(func: Any, args: Any, kwargs: Any, out: Any, device: Device) -> Lap:
     name = func._schema.name.partition("::")[2]
     if name in _FREE:
         return Lap()
-    inputs, outputs = _tensors((args, kwargs)), _tensors(out)
-    if not outputs or (not func._schema.is_mutable and _places(outputs) <= _places(inputs)):
+    inputs, outputs = _list_tensors((args, kwargs)), _list_tensors(out)
+    if not outputs or (not func._schema.is_mutable and _list_storages(outputs) <= _list_storages(inputs)):
         return Lap()  # a view
     read = inputs
     if name in _GATHERS:
         read = inputs[1:] + outputs
     elif name in _OVERWRITES:
         read = inputs[1:]
-    moved = _bytes(read) + _bytes(outputs)
-    flops = _flops(func, name, args, kwargs, out)
+    moved = _count_bytes(read) + _count_bytes(outputs)
+    flops = _count_flops(func, name, args, kwargs, out)
     dtypes = [str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs) if t.is_floating_point()]
     draws = outputs[0].numel() if torch.Tag.nondeterministic_seeded in func.tags else 0
     seconds = device.op_s(flops, moved, dtypes[0] if dtypes else "float32", draws=draws)
     return Lap(flops, moved, seconds, frozenset({name} if name.removesuffix("_backward") in OPAQUE else ()))
 
 
-def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
+def _count_flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     if name == "_scaled_dot_product_flash_attention_for_cpu":
         # Two products of the scores' size; if causal, the kernel skips the half above the diagonal, which torch's own
         # formula (from 2.15 on) counts.
-        return _attention_flops(args[0], args[1], 2, kwargs.get("is_causal", args[4] if len(args) > 4 else False))
+        return _count_attention_flops(args[0], args[1], 2, kwargs.get("is_causal", args[4] if len(args) > 4 else False))
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        return _attention_flops(args[1], args[2], 5, kwargs.get("is_causal", args[7] if len(args) > 7 else False))
+        return _count_attention_flops(args[1], args[2], 5, kwargs.get("is_causal", args[7] if len(args) > 7 else False))
     if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
         layer = [t for t in args if isinstance(t, torch.Tensor)]
         steps = prod(layer[0].shape[:-1])
@@ -131,20 +131,20 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
-def _attention_flops(query: torch.Tensor, key: torch.Tensor, products: int, is_causal: bool) -> int:
+def _count_attention_flops(query: torch.Tensor, key: torch.Tensor, products: int, is_causal: bool) -> int:
     batch, heads, length, width = query.shape
     return products * 2 * batch * heads * length * key.shape[2] * width // (2 if is_causal else 1)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _list_tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _places(tensors: Iterable[torch.Tensor]) -> set[int]:
+def _list_storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes of distinct tensors; an expanded one counts only what is stored."""
     distinct = {
         (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): min(

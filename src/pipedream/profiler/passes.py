@@ -53,7 +53,7 @@ class Passes:
         autocast: torch.dtype | None,
         call: Callable[[Callable[..., Any], Sample], Any] | None = None,
     ) -> None:
-        self._call = call or _called
+        self._call = call or _call_function
         self._layers = layers
         self._graph = graph
         self._loss = loss
@@ -76,26 +76,28 @@ class Passes:
 
     def timed_layer(self, index: int, arguments: Sample) -> Any:
         """Takes the laps of one layer, and returns its output."""
-        return self._timed_call(f"the {self._named(index)}", self._layers[index], arguments, self._parameters[index])
+        return self._time_call(
+            f"the {self._name_layer(index)}", self._layers[index], arguments, self._parameters[index]
+        )
 
     def timed_loss(self, arguments: Sample) -> None:
-        self._timed_call("the loss", self._loss_of, arguments, [])
+        self._time_call("the loss", self._compute_loss, arguments, [])
 
     def run_layer(self, index: int, arguments: Sample) -> Any:
         try:
-            with self._autocast_mode():
+            with self._enter_autocast():
                 return self._call(self._layers[index], arguments)
         except CaptureError:
             raise
         except Exception as error:
-            raise _failure(f"the {self._named(index)}", arguments, error) from error
+            raise _make_error(f"the {self._name_layer(index)}", arguments, error) from error
 
     def run_loss(self, output: Any) -> torch.Tensor:
         try:
-            with self._autocast_mode():
-                return self._loss_of(output)
+            with self._enter_autocast():
+                return self._compute_loss(output)
         except Exception as error:
-            raise _failure("the loss", (output,), error) from error
+            raise _make_error("the loss", (output,), error) from error
 
     def measured_needs(self, sample: Sample, sizes: Sequence[Sizes], loss_bytes: int) -> tuple[Need, ...]:
         """Returns what each layer, and then the loss, needs in addition to what it keeps."""
@@ -109,9 +111,9 @@ class Passes:
             with Allocations(self._device) as watch:
                 arguments: Sample = sample
                 for index, parameters in enumerate(self._parameters):
-                    arguments = (self._watched_call(self._layers[index], arguments, parameters, watch, adds),)
+                    arguments = (self._watch_call(self._layers[index], arguments, parameters, watch, adds),)
                 if self._loss is not None:
-                    self._watched_call(self._loss_of, arguments, [], watch, adds)
+                    self._watch_call(self._compute_loss, arguments, [], watch, adds)
             watches.append(iter(watch.sections[:-1]))
         needs = []
         first, adding = (zip(*[sections] * 3, strict=True) for sections in watches)
@@ -124,7 +126,7 @@ class Passes:
             needs.append(Need(working, alone.rise_bytes))
         return (*needs, *[Need(0, 0)] * (len(kept) - len(needs)))
 
-    def _watched_call(
+    def _watch_call(
         self,
         forward: Callable[..., Any],
         arguments: Sample,
@@ -134,17 +136,17 @@ class Passes:
     ) -> Any:
         """Marks three sections: before, forward, backward. If `adds`, it adds to existing gradients."""
         leaves: list[torch.Tensor] = []
-        own = [p.grad for p in parameters]
+        gradients_before = [p.grad for p in parameters]
         with torch.enable_grad():
             entered = tree_map(lambda leaf: _enter(leaf, leaves), arguments)
             for parameter in parameters if adds else ():
                 parameter.grad = torch.zeros_like(parameter)
             try:
                 watch.mark()
-                with self._autocast_mode():
+                with self._enter_autocast():
                     value = self._call(forward, entered)
                 watch.mark()
-                outputs = _differentiable(value)
+                outputs = _select_differentiable(value)
                 if outputs and (leaves or parameters):
                     gradients = [torch.ones_like(output) for output in outputs]
                     if adds:
@@ -154,25 +156,25 @@ class Passes:
                     del gradients
                 watch.mark()
             finally:
-                for parameter, gradient in zip(parameters, own, strict=True):
+                for parameter, gradient in zip(parameters, gradients_before, strict=True):
                     parameter.grad = gradient
         return tree_map(_leave, value)
 
-    def _timed_call(
+    def _time_call(
         self, what: str, forward: Callable[..., Any], arguments: Sample, parameters: list[nn.Parameter]
     ) -> Any:
         leaves: list[torch.Tensor] = []
         with torch.enable_grad():
             entered = tree_map(lambda leaf: _enter(leaf, leaves), arguments)
             try:
-                with self._autocast_mode():
+                with self._enter_autocast():
                     if hasattr(forward, "on_begin"):  # a slice of a model: its own part begins later
                         forward.on_begin = self._watch.start
                     else:
                         self._watch.start()
                     value = self._call(forward, entered)
                     self._watch.stop()
-                outputs = _differentiable(value)
+                outputs = _select_differentiable(value)
                 gradients = [torch.ones_like(output) for output in outputs]
                 self._watch.start()
                 if outputs and (leaves or parameters):
@@ -181,23 +183,23 @@ class Passes:
             except CaptureError:
                 raise
             except Exception as error:
-                raise _failure(what, arguments, error) from error
+                raise _make_error(what, arguments, error) from error
         return tree_map(_leave, value)
 
-    def _loss_of(self, output: Any) -> torch.Tensor:
+    def _compute_loss(self, output: Any) -> torch.Tensor:
         assert self._loss is not None
         value = self._loss(output)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise TypeError(f"it should return a tensor of one number, found {found}")
+            what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(f"it should return a tensor of one number, found {what}")
         return value
 
-    def _autocast_mode(self) -> AbstractContextManager[Any]:
+    def _enter_autocast(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._autocast)
 
-    def _named(self, index: int) -> str:
+    def _name_layer(self, index: int) -> str:
         layer = self._graph.layers[index]
         return f"layer {layer.name!r} ({layer.kind})"
 
@@ -207,11 +209,11 @@ def shapes_of(value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def _called(function: Callable[..., Any], arguments: Sample) -> Any:
+def _call_function(function: Callable[..., Any], arguments: Sample) -> Any:
     return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
 
 
-def _differentiable(value: Any) -> list[torch.Tensor]:
+def _select_differentiable(value: Any) -> list[torch.Tensor]:
     # A meta tensor in a bundle stands for one that is not sent.
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_meta]
@@ -233,7 +235,7 @@ def _leave(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-def _failure(what: str, arguments: Sample, error: Exception) -> ProfileError:
+def _make_error(what: str, arguments: Sample, error: Exception) -> ProfileError:
     shapes = ", ".join(str(list(shape)) for shape in shapes_of(arguments)) or "no tensor"
     advice = "; ".join(notes_of(error)) or "check the sample's shape, dtype and device"
     return ProfileError(

@@ -88,7 +88,7 @@ def measure_sizes(
     A storage counts once, in the first layer that saves a tensor in it: a ReLU's output counts there, not in the Linear
     that saves it as its input. Parameters and buffers do not count; copies of them that autocast makes do.
     """
-    held = {t.untyped_storage()._cdata for layer in layers for t in [*layer.parameters(), *layer.buffers()]}
+    owned = {t.untyped_storage()._cdata for layer in layers for t in [*layer.parameters(), *layer.buffers()]}
     kept: dict[int, torch.UntypedStorage] = {}
     savers: dict[int, list[int]] = {}
     index = 0
@@ -96,7 +96,7 @@ def measure_sizes(
     def pack(tensor: torch.Tensor) -> None:
         # No backward runs here, so autograd may hold None.
         storage = local_part(tensor).untyped_storage()
-        if storage._cdata not in held:
+        if storage._cdata not in owned:
             kept.setdefault(storage._cdata, storage)
             savers.setdefault(storage._cdata, []).append(index)
 
@@ -109,9 +109,9 @@ def measure_sizes(
         for index in range(len(layers)):
             value = run_layer(index, arguments)
             arguments = (value,)
-            made = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-            outputs.append(sum(leaf.nbytes for leaf in made))
-            leaving.append(storage_bytes(leaf for leaf in made if leaf.untyped_storage()._cdata not in kept))
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+            outputs.append(sum(leaf.nbytes for leaf in tensors))
+            leaving.append(storage_bytes(leaf for leaf in tensors if leaf.untyped_storage()._cdata not in kept))
         index = len(layers)
         if loss is not None:
             loss(value)

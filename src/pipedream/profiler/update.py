@@ -58,7 +58,7 @@ def measure_update(
     The caches are cold, as they are after the passes of a stage: the host then takes up to twice as long.
     """
     copies = [(name, nn.Parameter(tensor.detach().clone())) for name, tensor in parameters]
-    with _named_failure(len(copies)):
+    with _naming_failure(len(copies)):
         stepper = optimizer(copies)
         rates = None if scheduler is None else scheduler(stepper)
         if isinstance(rates, ReduceLROnPlateau):  # steps at evaluations
@@ -80,7 +80,7 @@ def measure_update(
             working = allocations.sections[0].rise_bytes
         stepper.zero_grad()
         smallest = min((copy for _, copy in copies), key=lambda copy: copy.nbytes)
-        fixed_s = _fixed_s(update_s, step_s([smallest]), smallest.nbytes / sum(copy.nbytes for _, copy in copies))
+        fixed_s = _solve_fixed_s(update_s, step_s([smallest]), smallest.nbytes / sum(copy.nbytes for _, copy in copies))
     sources = [copy.detach() for _, copy in copies]
     targets = [torch.empty_like(source) for source in sources]
     for _ in range(warmup + runs):
@@ -88,7 +88,9 @@ def measure_update(
         torch._foreach_copy_(targets, sources)
         watch.stop()
     copy_s = median(watch.laps_s()[warmup:])
-    return UpdateCost(type(stepper).__name__, update_s, fixed_s, copy_s, _state_bytes(dict(stepper.state)), working)
+    return UpdateCost(
+        type(stepper).__name__, update_s, fixed_s, copy_s, _count_state_bytes(dict(stepper.state)), working
+    )
 
 
 def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, watch: Watch) -> UpdateCost:
@@ -101,7 +103,7 @@ def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, wa
     for _, copy in copies:
         alike.setdefault((copy.shape, copy.stride(), copy.dtype), []).append(copy)
     update_s, copy_s, state_bytes = 0.0, 0.0, 0
-    with _named_failure(len(copies)):
+    with _naming_failure(len(copies)):
         stepper = optimizer(copies)
         for same in alike.values():
             _step(stepper, same[:1], watch)  # creates its state
@@ -113,11 +115,11 @@ def estimate_update(optimizer: OptimizerFactory, parameters: NamedParameters, wa
             torch.empty_like(source).copy_(source)
             watch.stop()
             copy_s += len(same) * watch.laps_s()[-1]
-            state_bytes += len(same) * _state_bytes(stepper.state[same[0]])
+            state_bytes += len(same) * _count_state_bytes(stepper.state[same[0]])
     return UpdateCost(type(stepper).__name__, update_s, copy_s=copy_s, state_bytes=state_bytes)
 
 
-def _fixed_s(whole_s: float, part_s: float, share: float) -> float:
+def _solve_fixed_s(whole_s: float, part_s: float, share: float) -> float:
     """Returns f, where f + k s are the seconds of a step over a share s of all bytes: `part_s`, and `whole_s` for 1."""
     return min(max((part_s - share * whole_s) / (1 - share), 0.0), whole_s) if share < 1 else 0.0
 
@@ -133,12 +135,12 @@ def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], wa
     watch.stop()
 
 
-def _state_bytes(state: Any) -> int:
+def _count_state_bytes(state: Any) -> int:
     return storage_bytes(leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 @contextmanager
-def _named_failure(count: int) -> Iterator[None]:
+def _naming_failure(count: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -150,20 +152,20 @@ def _named_failure(count: int) -> Iterator[None]:
 
 def named_parameters(layers: Sequence[nn.Module], graph: LayerGraph) -> NamedParameters:
     """Returns the parameters that require gradients, under the user's own names, each once."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+    named: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in all_parameters(layers, graph).items():
         if parameter.requires_grad:
-            found.setdefault(id(parameter), (name, parameter))
-    return list(found.values())
+            named.setdefault(id(parameter), (name, parameter))
+    return list(named.values())
 
 
 def all_parameters(layers: Sequence[nn.Module], graph: LayerGraph) -> dict[str, nn.Parameter]:
     """Returns all parameters under all of the user's names that the graph lists."""
-    found: dict[str, nn.Parameter] = {}
+    named: dict[str, nn.Parameter] = {}
     for layer, module in zip(graph.layers, layers, strict=True):
         path = layer.name.partition("@")[0]
         for local, parameter in module.named_parameters(remove_duplicate=False):
             # A model of one layer is named after its class, which is not a path.
             name = f"{path}.{local}" if f"{path}.{local}" in layer.parameters else local
-            found.setdefault(name, parameter)
-    return found
+            named.setdefault(name, parameter)
+    return named

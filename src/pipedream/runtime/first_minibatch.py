@@ -138,7 +138,7 @@ class FirstMinibatch:
         self._publish = publish
         self._receive = receive
         self._reference: _Reference | None = None
-        self._modules_of_loss = _modules_in(loss.function)
+        self._modules_of_loss = _list_modules(loss.function)
         self._kinds = set() if autocast is None else {autocast}  # of floating-point numbers
 
     # -- the model --------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class FirstMinibatch:
         try:
             self._reference = self._run(inputs, targets, [pair for pair in parts if pair[0].content is Content.DATA])
         except PipelineError as error:
-            raise error if isinstance(error, WorkerError) else self._error(str(error)) from error
+            raise error if isinstance(error, WorkerError) else self._make_error(str(error)) from error
         except Exception as error:  # which the pipeline should raise itself, at the stage that it concerns
             self._reference = _Reference(incomparable=f"the model raised {with_place(error)}")
         self._values = {}
@@ -167,8 +167,8 @@ class FirstMinibatch:
         values = {name: placed[id(value)] for name, value in self._values.items()}  # shared ones stay so
         with plain.untouched(values, [self._loss.function, *self._modules_of_loss]), torch.enable_grad():
             drawn = plain.python_draws()
-            found = self._forward(parts, backward=True)
-            reference = _Reference(found.loss, tolerance=self._tolerance(inputs))
+            run = self._forward(parts, backward=True)
+            reference = _Reference(run.loss, tolerance=self._choose_tolerance(inputs))
             draws = plain.draws
             if draws and self._compiles:
                 reference.incomparable = "compiled modules draw other random numbers"
@@ -179,8 +179,8 @@ class FirstMinibatch:
                 )
             elif drawn():
                 reference.incomparable = "the forward draws from the generators of Python or NumPy"
-            self._check_training(found)
-            self._note(reference, model, found.weight)
+            self._check_training(run)
+            self._note(reference, model, run.weight)
         if len(parts) > 1:
             try:
                 reference.parts = self._compare_parts(inputs, targets, parts, values, draws)
@@ -190,19 +190,19 @@ class FirstMinibatch:
                 reference.parts = f"the whole minibatch raised {with_place(error)}"
         return reference
 
-    def _check_training(self, found: _Run) -> None:
+    def _check_training(self, run: _Run) -> None:
         """Raises a WorkerError if the loss trains nothing, or what no stage trains."""
-        own = {id(parameter) for parameter in self._plain.model.parameters()}
+        model_parameters = {id(parameter) for parameter in self._plain.model.parameters()}
         trained = [parameter for parameter in self._plain.model.parameters() if parameter.requires_grad]
-        if trained and isfinite(found.loss) and found.weight and all(p.grad is None for p in trained):
-            raise self._error(
+        if trained and isfinite(run.loss) and run.weight and all(p.grad is None for p in trained):
+            raise self._make_error(
                 "the loss gives no parameter of the model a gradient, so nothing would be trained; compute it from the "
                 "model's output, without detach(), .item(), torch.no_grad() or a tensor made anew"
             )
         for module in self._modules_of_loss:
             for name, parameter in module.named_parameters():
-                if parameter.grad is not None and id(parameter) not in own:
-                    raise self._error(
+                if parameter.grad is not None and id(parameter) not in model_parameters:
+                    raise self._make_error(
                         f"the loss has a trained parameter of its own, {name!r}, which no stage would train; let the "
                         "model hold and use it, or freeze it: requires_grad_(False)"
                     )
@@ -211,54 +211,54 @@ class FirstMinibatch:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 gradient = parameter.grad
-                numbers = None if gradient is None else self._fingerprint(gradient, weight)
+                numbers = None if gradient is None else self._take_fingerprint(gradient, weight)
                 reference.gradients[name] = numbers
                 if numbers is not None and gradient is not None and gradient.numel():
                     reference.scale = max(reference.scale, numbers[2] / gradient.numel())
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if not buffer.is_meta:
-                reference.buffers[name] = self._fingerprint(buffer)
+                reference.buffers[name] = self._take_fingerprint(buffer)
 
     def _forward(self, parts: Sequence[tuple[Message, Message]], *, backward: bool) -> _Run:
         loss = self._loss.anew()
         total = weights = 0.0
         losses, outputs = [], []
         for message, aim in parts:
-            value = to_device(map_tensors(_value_of(message), _clone), self._device)
-            targets = map_tensors(_value_of(aim), _clone)
-            with self._casting():
+            value = to_device(map_tensors(_unpack_value(message), _clone), self._device)
+            targets = map_tensors(_unpack_value(aim), _clone)
+            with self._enter_autocast():
                 with loss.watching(value, message.samples):
                     output = self._plain.forward(value, self._reseed(message.microbatch))
                 placed = to_device(targets, self._device)
-                found, weight, is_sum = loss(
+                part_loss, weight, is_sum = loss(
                     output, placed, message.samples, message.share, message.minibatch, received=targets
                 )
-            self._kinds |= {tensor.dtype for tensor in (found, *tensors_in(output)) if tensor.is_floating_point()}
+            self._kinds |= {tensor.dtype for tensor in (part_loss, *tensors_in(output)) if tensor.is_floating_point()}
             factor = 1.0 if is_sum else weight
             weights += weight
             if weight:
-                total += float(found.detach()) * factor
-                if backward and found.requires_grad:
+                total += float(part_loss.detach()) * factor
+                if backward and part_loss.requires_grad:
                     with auxiliary_scale(weight):
-                        found.backward(torch.full_like(found, factor))  # type: ignore[no-untyped-call]
-            losses.append(float(found.detach()))
+                        part_loss.backward(torch.full_like(part_loss, factor))  # type: ignore[no-untyped-call]
+            losses.append(float(part_loss.detach()))
             if not backward:
                 outputs.append(output)
-            del output, found
+            del output, part_loss
         return _Run(total / weights if weights else float("nan"), weights, tuple(losses), tuple(outputs))
 
     def _reseed(self, microbatch: int) -> Callable[[str], None]:
         return lambda layer: self._generators.seed(self._base * self.split + microbatch, layer)
 
-    def _casting(self) -> AbstractContextManager[Any]:
+    def _enter_autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
 
-    def _fingerprint(self, tensor: torch.Tensor, weight: float = 1.0) -> Numbers:
+    def _take_fingerprint(self, tensor: torch.Tensor, weight: float = 1.0) -> Numbers:
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
         return tuple(number / weight if weight else number for number in self._plain.fingerprint(tensor))
 
-    def _tolerance(self, inputs: Any) -> float:
+    def _choose_tolerance(self, inputs: Any) -> float:
         tensors = [*self._plain.model.parameters(), *tensors_in(inputs)]
         kinds = self._kinds | {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
         return max([_LEAST, *(sqrt(torch.finfo(kind).eps) for kind in kinds)])
@@ -290,21 +290,21 @@ class FirstMinibatch:
             with self._plain.untouched(values, others), torch.no_grad():
                 for module in model.modules():
                     module.training = module.training and training
-                one = self._forward(whole, backward=False)
+                undivided = self._forward(whole, backward=False)
                 split = self._forward(parts, backward=False)
-                limit = self._tolerance(inputs) * max(map(abs, (one.loss, *split.losses)))
-                if not isfinite(one.loss) or abs(one.loss - split.loss) <= limit:
+                limit = self._choose_tolerance(inputs) * max(map(abs, (undivided.loss, *split.losses)))
+                if not isfinite(undivided.loss) or abs(undivided.loss - split.loss) <= limit:
                     return ""
                 again = self._forward([(replace(whole[0][0], microbatch=-1), whole[0][1])], backward=False)
-        if abs(one.loss - again.loss) > limit:
+        if abs(undivided.loss - again.loss) > limit:
             return "its loss is another each time"
-        raise self._error(
-            f"the loss of a minibatch of {samples} samples is {one.loss:.7g}, but the losses of its {len(parts)} "
-            f"microbatches make {split.loss:.7g}; {self._cause_of_parts(one, split, limit)}"
+        raise self._make_error(
+            f"the loss of a minibatch of {samples} samples is {undivided.loss:.7g}, but the losses of its {len(parts)} "
+            f"microbatches make {split.loss:.7g}; {self._explain_parts(undivided, split, limit)}"
         )
 
-    def _cause_of_parts(self, one: _Run, split: _Run, limit: float) -> str:
-        if not _are_parts(one.outputs[0], split.outputs, self._tolerance(())):
+    def _explain_parts(self, undivided: _Run, split: _Run, limit: float) -> str:
+        if not _are_parts(undivided.outputs[0], split.outputs, self._choose_tolerance(())):
             return (
                 "the model's outputs for the microbatches are not those for the minibatch, so that its samples are not "
                 "along dimension 0 of each input, or it computes with several samples at once; say where the samples "
@@ -312,7 +312,7 @@ class FirstMinibatch:
                 "microbatches=1 and one replica of the last stage"
             )
         alone = "or, if it compares samples with each other or broadcasts over them, train with microbatches=1"
-        if abs(one.losses[0] - sum(split.losses)) <= limit:
+        if abs(undivided.losses[0] - sum(split.losses)) <= limit:
             return f"the loss is a sum: let it return (sum, weight), for instance (loss, len(targets)), {alone}"
         if self._loss.weight is not None:
             return f"weight=... does not give what the loss is a mean over; correct it, {alone}"
@@ -338,21 +338,24 @@ class FirstMinibatch:
 
     def refer_to(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """Takes a stage's own gradients as those that `compare_gradients` wants."""
-        found = {name: None if g is None else self._fingerprint(g) for name, g in gradients.items()}
-        sizes = [self._fingerprint(g)[2] / g.numel() for g in gradients.values() if g is not None and g.numel()]
-        self._reference = _Reference(gradients=found, tolerance=self._tolerance(()), scale=max(sizes, default=0.0))
+        fingerprints = {name: None if g is None else self._take_fingerprint(g) for name, g in gradients.items()}
+        sizes = [self._take_fingerprint(g)[2] / g.numel() for g in gradients.values() if g is not None and g.numel()]
+        self._reference = _Reference(
+            gradients=fingerprints, tolerance=self._choose_tolerance(()), scale=max(sizes, default=0.0)
+        )
 
     def compare_values(
-        self, stage: int, what: str, wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]
+        self, stage: int, what: str, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
     ) -> None:
         """Compares tensors that leave a stage with those that its layers give for the same input."""
-        self._reference = self._reference or _Reference(tolerance=self._tolerance(()))
-        for number, (one, other) in enumerate(zip(wanted, found, strict=False)):
-            rows = [self._fingerprint(tensor.detach()) for tensor in (one, other)]
+        self._reference = self._reference or _Reference(tolerance=self._choose_tolerance(()))
+        for number, (tensor, other) in enumerate(zip(expected, actual, strict=False)):
+            rows = [self._take_fingerprint(tensor.detach()) for tensor in (tensor, other)]
             if not self._close(rows[0], rows[1], 0.0):
-                raise self._error(
+                raise self._make_error(
                     f"for its first microbatch stage {stage} has another {what} {number} than its layers give for the "
-                    f"same input ({_text(rows[1])} in the pipeline, {_text(rows[0])} by the layers); {_CAUSES}"
+                    f"same input ({_format_numbers(rows[1])} in the pipeline, {_format_numbers(rows[0])} by the "
+                    f"layers); {_CAUSES}"
                 )
 
     # -- the pipeline -------------------------------------------------------------------------------------
@@ -360,10 +363,10 @@ class FirstMinibatch:
     @property
     def reference(self) -> _Reference:
         if self._reference is None:
-            found = json.loads(self._receive())
-            gradients = {n: None if row is None else tuple(row) for n, row in found.pop("gradients").items()}
-            buffers = {n: tuple(row) for n, row in found.pop("buffers").items()}
-            self._reference = _Reference(**found, gradients=gradients, buffers=buffers)
+            fields = json.loads(self._receive())
+            gradients = {n: None if row is None else tuple(row) for n, row in fields.pop("gradients").items()}
+            buffers = {n: tuple(row) for n, row in fields.pop("buffers").items()}
+            self._reference = _Reference(**fields, gradients=gradients, buffers=buffers)
         return self._reference
 
     def compare_gradients(self, stage: int, gradients: Mapping[str, torch.Tensor | None], factor: float = 1.0) -> None:
@@ -372,15 +375,16 @@ class FirstMinibatch:
         if reference.incomparable or not isfinite(reference.loss):
             return
         for name, gradient in gradients.items():
-            wanted = reference.gradients.get(name)
-            found = None if gradient is None else self._fingerprint(gradient, factor)
+            expected = reference.gradients.get(name)
+            actual = None if gradient is None else self._take_fingerprint(gradient, factor)
             count = 0 if gradient is None else gradient.numel()
-            if found is not None and not all(map(isfinite, found)):
+            if actual is not None and not all(map(isfinite, actual)):
                 continue  # of a scaled loss
-            if not self._close(wanted, found, count * reference.scale * _FLOOR):
-                raise self._error(
+            if not self._close(expected, actual, count * reference.scale * _FLOOR):
+                raise self._make_error(
                     f"at its first update stage {stage} has another gradient of {name!r} than the model itself "
-                    f"({_text(found)} in the pipeline, {_text(wanted)} in the model); {_gradient_cause(wanted, found)}"
+                    f"({_format_numbers(actual)} in the pipeline, {_format_numbers(expected)} in the model); "
+                    f"{_explain_gradient(expected, actual)}"
                 )
 
     def compare_buffers(self, stage: int, names: Iterable[str]) -> None:
@@ -389,15 +393,16 @@ class FirstMinibatch:
         if reference.incomparable:
             return
         for name in names:
-            wanted = reference.buffers.get(name)
-            if wanted is None:
+            expected = reference.buffers.get(name)
+            if expected is None:
                 continue
-            found = self._fingerprint(self._plain.model.get_buffer(name))
-            if not self._close(wanted, found, 0.0):
-                raise self._error(
+            actual = self._take_fingerprint(self._plain.model.get_buffer(name))
+            if not self._close(expected, actual, 0.0):
+                raise self._make_error(
                     f"after the first minibatch the buffer {name!r} of stage {stage} is another than in the model "
-                    f"itself ({_text(found)} in the pipeline, {_text(wanted)} in the model); a buffer should be "
-                    "written only by the module that holds it, and not be shared with modules of other stages"
+                    f"itself ({_format_numbers(actual)} in the pipeline, {_format_numbers(expected)} in the model); a "
+                    "buffer should be written only by the module that holds it, and not be shared with modules of "
+                    "other stages"
                 )
 
     def compare_loss(self, loss: float) -> None:
@@ -410,18 +415,18 @@ class FirstMinibatch:
         if reference.incomparable or not isfinite(reference.loss) or not isfinite(loss):
             return
         if abs(loss - reference.loss) > reference.tolerance * max(abs(loss), abs(reference.loss)):
-            raise self._error(
+            raise self._make_error(
                 f"the loss of the first minibatch is {loss:.7g} in the pipeline and {reference.loss:.7g} in the model "
                 f"itself; {_CAUSES}"
             )
 
-    def _close(self, wanted: Numbers | None, found: Numbers | None, floor: float) -> bool:
-        if wanted is None or found is None:
-            return wanted is found
-        limit = self.reference.tolerance * (max(wanted[2], found[2]) + floor)
-        return all(a == b or abs(a - b) <= limit or (a != a and b != b) for a, b in zip(wanted, found, strict=True))
+    def _close(self, expected: Numbers | None, actual: Numbers | None, floor: float) -> bool:
+        if expected is None or actual is None:
+            return expected is actual
+        limit = self.reference.tolerance * (max(expected[2], actual[2]) + floor)
+        return all(a == b or abs(a - b) <= limit or (a != a and b != b) for a, b in zip(expected, actual, strict=True))
 
-    def _error(self, cause: str) -> WorkerError:
+    def _make_error(self, cause: str) -> WorkerError:
         return WorkerError(
             self._rank,
             "the comparison of the first minibatch with the model",
@@ -485,8 +490,10 @@ class FirstOfStage:
         """`factor`: of the gradients."""
         if self._alone or index or not factor:
             return
-        found = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None} | self._ready
-        self._check.compare_gradients(self._stage, {n: found.get(i) for i, n in enumerate(self._names)}, factor)
+        gradients_here = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None} | self._ready
+        self._check.compare_gradients(
+            self._stage, {n: gradients_here.get(i) for i, n in enumerate(self._names)}, factor
+        )
         self._ready.clear()
 
     def before_update(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -502,27 +509,27 @@ _CAUSES = (
 )
 
 
-def _gradient_cause(wanted: Numbers | None, found: Numbers | None) -> str:
-    if found is None:
+def _explain_gradient(expected: Numbers | None, actual: Numbers | None) -> str:
+    if actual is None:
         return (
             "it is read where the pipeline does not see it: through a list, a dict, a closure or a reference in "
             "another module, or by the loss. Read it in the forward of the module that holds it, and pass tensors on"
         )
-    if wanted is None:
+    if expected is None:
         return "the model itself does not use it on this data"
     return f"perhaps it is also read by the loss or through a reference in another module, or {_CAUSES}"
 
 
-def _text(numbers: Numbers | None) -> str:
+def _format_numbers(numbers: Numbers | None) -> str:
     return "none" if numbers is None else f"sum {numbers[0]:.6g}, of sizes {numbers[2]:.6g}"
 
 
-def _modules_in(function: Any) -> list[nn.Module]:
+def _list_modules(function: Any) -> list[nn.Module]:
     """Returns the modules that a loss is, belongs to, or reads through a closure."""
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
     arguments = [*function.args, *function.keywords.values()] if isinstance(function, partial) else []
     inner = [getattr(function, "func", None), getattr(function, "__self__", None)]
-    return [one for one in (function, *inner, *cells, *arguments) if isinstance(one, nn.Module)]
+    return [candidate for candidate in (function, *inner, *cells, *arguments) if isinstance(candidate, nn.Module)]
 
 
 def _are_parts(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
@@ -542,7 +549,7 @@ def _are_parts(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
     return True
 
 
-def _value_of(message: Message) -> Any:
+def _unpack_value(message: Message) -> Any:
     return unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
 
 

@@ -44,7 +44,7 @@ class PlainStage(FirstOfStage):
             return copy.clone()  # into which a layer may write
 
         # Within a forward that is to be recomputed, no other graph would be kept.
-        keeping = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+        keeping = torch.autograd.graph.saved_tensors_hooks(_return_itself, _return_itself)
         with self._check.untouched(), torch.enable_grad(), keeping:
             output = self._module.forward(map_tensors(value, entered), dict(self._module.handles), microbatch, first)
             if finish is not None:
@@ -60,13 +60,13 @@ class PlainStage(FirstOfStage):
         self._check.compare_values(self._stage, "output", self._outputs, saved.outputs)
         pairs = [(o, g) for o, g in zip(self._outputs, gradients, strict=True) if g is not None and o.requires_grad]
         handles = [self._module.handles[name] for name in self._names]
-        found: Sequence[torch.Tensor | None] = [None] * (len(handles) + len(self._inputs))
+        layer_gradients: Sequence[torch.Tensor | None] = [None] * (len(handles) + len(self._inputs))
         if pairs:
             ends, arrived = zip(*pairs, strict=True)
             with auxiliary_scale(saved.auxiliary_scale):
-                found = torch.autograd.grad(ends, [*handles, *self._inputs], arrived, allow_unused=True)
-        self._check.refer_to(dict(zip(self._names, found, strict=False)))
-        self._input_gradients = list(found[len(handles) :])
+                layer_gradients = torch.autograd.grad(ends, [*handles, *self._inputs], arrived, allow_unused=True)
+        self._check.refer_to(dict(zip(self._names, layer_gradients, strict=False)))
+        self._input_gradients = list(layer_gradients[len(handles) :])
         self._inputs, self._outputs = [], ()
         self._is_ready = True
 
@@ -82,10 +82,10 @@ class PlainStage(FirstOfStage):
         if index or not self._is_ready or len(gradients) != len(self._input_gradients):
             return
         pairs = [(a, b) for a, b in zip(self._input_gradients, gradients, strict=True) if a is not None]
-        wanted, found = [a for a, _ in pairs], [torch.zeros_like(a) if b is None else b for a, b in pairs]
-        self._check.compare_values(self._stage, "gradient of the received tensor", wanted, found)
+        expected, actual = [a for a, _ in pairs], [torch.zeros_like(a) if b is None else b for a, b in pairs]
+        self._check.compare_values(self._stage, "gradient of the received tensor", expected, actual)
         self._input_gradients = []
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
+def _return_itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
