@@ -263,13 +263,13 @@ def fingerprint(tensor: torch.Tensor) -> tuple[float, ...]:
         rows = flat.numel() // _ROW
         whole, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
         # No copies: a gradient may be a good part of the model.
-        weighted = (whole @ _get_weights(_ROW, flat)) @ _get_weights(rows, flat) + rest @ _get_weights(
+        weighted = (whole @ _make_weights(_ROW, flat)) @ _make_weights(rows, flat) + rest @ _make_weights(
             rest.numel(), flat
         )
         return float(flat.sum()), float(weighted), float(torch.linalg.vector_norm(flat, 1))
 
 
-def _get_weights(count: int, like: torch.Tensor) -> torch.Tensor:
+def _make_weights(count: int, like: torch.Tensor) -> torch.Tensor:
     return _spread_numbers(count, like.dtype, like.device)
 
 

@@ -25,20 +25,20 @@ class OwnAttributes:
 
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module]) -> None:
         self._model = model
-        self._own: list[tuple[nn.Module, dict[str, Any]]] = [(module, {}) for module in modules]
+        self._set_here: list[tuple[nn.Module, dict[str, Any]]] = [(module, {}) for module in modules]
 
     @contextmanager
     def during(self, *, remain: bool) -> Iterator[None]:
         """Context of a forward. What it sets is taken away again, or may remain until the next one, for the loss."""
         _take_back(_LEFT.pop(self._model, []))
-        before = [dict(module.__dict__) for module, _ in self._own]
-        for module, attributes in self._own:
+        before = [dict(module.__dict__) for module, _ in self._set_here]
+        for module, attributes in self._set_here:
             module.__dict__.update(attributes)
         try:
             yield
         finally:
             changes: list[_Change] = []
-            for (module, attributes), was in zip(self._own, before, strict=True):
+            for (module, attributes), was in zip(self._set_here, before, strict=True):
                 for name, value in module.__dict__.items():
                     if was.get(name, _ABSENT) is not value and name != _SHARED:
                         attributes[name] = value

@@ -42,7 +42,7 @@ class PlainModel:
         self._hooks: list[Any] = []
 
     def forward(self, inputs: Any, reseed: Callable[[str], None]) -> Any:
-        """Runs the model on inputs, which it may write into; call it in `untouched`.
+        """Runs the model on inputs, which it may write into; call it in `restoring_state`.
 
         Args:
             reseed: called with the name of a layer before each call in which it may draw.
@@ -50,7 +50,7 @@ class PlainModel:
         Raises:
             CaptureError: the forward calls other layers than those of the pipeline, or draws between them.
         """
-        self._seeded = self._get_generators()
+        self._seeded = self._read_generators()
         graph = self._captured.graph
         if self._captured.model is None:
             return self._run_chain(inputs, reseed)
@@ -58,7 +58,7 @@ class PlainModel:
         def seeded(name: str) -> None:
             self._note_draws()
             reseed(name)
-            self._seeded = self._get_generators()
+            self._seeded = self._read_generators()
             self._in_seeded = True
 
         def enter(path: str, *_: Any) -> None:
@@ -84,12 +84,12 @@ class PlainModel:
         self.draws |= drawn
         self.draws_unseeded |= drawn and not self._in_seeded
 
-    def _get_generators(self) -> list[torch.Tensor]:
+    def _read_generators(self) -> list[torch.Tensor]:
         return [torch.default_generator.get_state(), *(torch.cuda.get_rng_state(index) for index in self._devices)]
 
     def _has_drawn(self) -> bool:
         """Returns whether a generator has drawn since the last call, or since it was seeded."""
-        before, self._seeded = self._seeded, self._get_generators()
+        before, self._seeded = self._seeded, self._read_generators()
         return not all(map(torch.equal, before, self._seeded))
 
     def _run_chain(self, inputs: Any, reseed: Callable[[str], None]) -> Any:
@@ -109,7 +109,7 @@ class PlainModel:
                 # After the forward, a checkpoint repeats calls.
                 ran.append(next(calls[id(layer)], names[id(layer)][-1]))
                 reseed(ran[-1])
-                self._seeded = self._get_generators()
+                self._seeded = self._read_generators()
             open_layers.append(layer)
 
         def leave(layer: nn.Module, *_: Any) -> None:
@@ -121,7 +121,9 @@ class PlainModel:
             hook.remove()
         layers = {id(layer): layer for layer in self._captured.layers}.values()
         self._hooks = [layer.register_forward_pre_hook(enter, prepend=True) for layer in layers]
-        self._hooks += [layer.register_forward_hook(leave) for layer in layers]  # `untouched` removes the last ones
+        self._hooks += [
+            layer.register_forward_hook(leave) for layer in layers
+        ]  # `restoring_state` removes the last ones
         several = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)  # as a stage calls its layers
         output = self.model(*inputs) if several else self.model(inputs)
         if ran != expected and not is_model:
@@ -142,7 +144,7 @@ class PlainModel:
         )
 
     @contextmanager
-    def untouched(self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = ()) -> Iterator[None]:
+    def restoring_state(self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = ()) -> Iterator[None]:
         """A context after which model, generators and other objects are as before; gradients are None within it.
 
         Args:

@@ -192,7 +192,7 @@ class _Recorder(TorchFunctionMode):
                 )
         for tensor in written:
             target = self.record_of(tensor)
-            self.writes.setdefault(_get_storage(tensor), []).append(self.moment)
+            self.writes.setdefault(_find_storage(tensor), []).append(self.moment)
             if depends and not target.depends:
                 target.depends, target.born, target.made_by = True, self.moment, name
             elif not depends:
@@ -298,7 +298,7 @@ def record(
     changed = {
         name
         for name, buffer in buffers.items()
-        if _get_storage(buffer) in recorder.writes or after.get(name, buffer) is not buffer
+        if _find_storage(buffer) in recorder.writes or after.get(name, buffer) is not buffer
     }
     set_here = tuple(
         f"{name}.{attribute}" if name else attribute
@@ -308,7 +308,7 @@ def record(
     )
     records = list(recorder.records.values())
     for record in records:
-        record.storage = _get_storage(record.tensor)
+        record.storage = _find_storage(record.tensor)
     for record in records:
         if not record.state and record.tensor.layout is torch.strided:
             record.tensor = meta_like(record.tensor)  # frees its memory
@@ -337,7 +337,7 @@ def _walk_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[t
     yield from walk(kwargs)
 
 
-def _get_storage(tensor: torch.Tensor) -> int:
+def _find_storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 

@@ -183,7 +183,7 @@ class SliceForward:
         self.begun = part.is_first
         self.counts: dict[str, int] = {}
         self.values: dict[Value, Any] = {}
-        self.found: dict[Value, list[torch.Tensor]] = {}
+        self.placeholders: dict[Value, list[torch.Tensor]] = {}
         if part.is_first:
             args, kwargs = arguments_of(arriving)
             self.inputs, self.outputs, self.results = (list(args), kwargs), {}, {}
@@ -459,7 +459,7 @@ class SliceForward:
 
     def _find(self, placeholders: Iterator[tuple[Value, torch.Tensor]]) -> None:
         for value, placeholder in placeholders:
-            self.found.setdefault(value, []).append(placeholder)
+            self.placeholders.setdefault(value, []).append(placeholder)
 
     def _begin(self, name: str, args: Any, kwargs: Any) -> None:
         """Puts the received tensors into the places of their placeholders."""
@@ -468,7 +468,7 @@ class SliceForward:
         for value, received in list(self.values.items()):
             if value.born < 0:
                 continue
-            places = list({id(leaf): leaf for leaf in self.found.get(value, ())}.values())
+            places = list({id(leaf): leaf for leaf in self.placeholders.get(value, ())}.values())
             if not places:
                 raise self._report_other_path(name, f"it did not use the {value.name!r} that was received,")
             for place in places:

@@ -93,12 +93,12 @@ def trace(model: nn.Module, sample: tuple[Any, ...]) -> TracedCall:
     """Runs the model once, with gradients on, and returns the tree of calls."""
     top = TracedCall(model, Values.of(sample), False, ())
     stack = [top]
-    drawn = _get_generators()
+    drawn = _read_generators()
     kept: dict[int, Any] = {}
 
     def note_draws() -> None:
         nonlocal drawn
-        before, drawn = drawn, _get_generators()
+        before, drawn = drawn, _read_generators()
         with torch._C.DisableTorchFunction():  # which is not the model's
             same = before[1:] == drawn[1:] and torch.equal(before[0], drawn[0])
         if not same:
@@ -162,7 +162,7 @@ def why_not_a_chain(call: TracedCall, names: dict[int, str]) -> str:
     return ""
 
 
-def _get_generators() -> tuple[Any, ...]:
+def _read_generators() -> tuple[Any, ...]:
     return torch.default_generator.get_state(), *python_generators()
 
 

@@ -85,7 +85,7 @@ def measure(
     samples = check_chain(layers, graph, sample, samples)
     _check_places(layers, graph, place)
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
-    indices = [_get_cuda_index(place)] if place.type == "cuda" else []
+    indices = [_find_cuda_index(place)] if place.type == "cuda" else []
     watch = Stopwatch(place, without_launches=True)
     passes = Passes(layers, graph, loss, watch, place, autocast, call)
     with preserve_state(layers, indices, seed):
@@ -247,7 +247,7 @@ def _check_places(layers: Sequence[nn.Module], graph: LayerGraph, device: torch.
                 )
 
 
-def _get_cuda_index(device: torch.device) -> int:
+def _find_cuda_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 

@@ -428,7 +428,7 @@ def _stage_state(
         ),
         saved_tensor_hooks=SavedTensorHooks() if any(rule.backward_rule == "graph" for rule in moving) else None,
     )
-    stage_state.check(programs, stage)
+    stage_state.check_programs(programs, stage)
     if sharding is not None:
         sharding.adapt_optimizer(stage_state.optimizer.optimizer, handles)
     return stage_state

@@ -1,7 +1,7 @@
 """Compares the first minibatch of a pipeline with the user's model, run plainly on the same data.
 
 1. When the first minibatch is read, the input stage's first worker runs the whole model on it, in the microbatches of
-   the pipeline: `FirstMinibatch.read`. It also compares the loss of the whole minibatch with those of its parts.
+   the pipeline: `ReferenceRun.read`. It also compares the loss of the whole minibatch with those of its parts.
 2. Loss, gradients and buffers become fingerprints, which all ranks get.
 3. The pipeline trains. Each stage compares its buffers after the minibatch's last forward, and its gradients before its
    first update. Each rank compares the loss.
@@ -51,7 +51,7 @@ class UserModel(Protocol):
 
     def forward(self, inputs: Any, reseed: Callable[[str], None]) -> Any: ...
 
-    def untouched(
+    def restoring_state(
         self, values: Mapping[str, torch.Tensor], others: Iterable[Any] = ()
     ) -> AbstractContextManager[None]: ...
 
@@ -98,7 +98,7 @@ class _Run:
     outputs: tuple[Any, ...]
 
 
-class FirstMinibatch:
+class ReferenceRun:
     """The comparison of one run of a pipeline, on one rank.
 
     Args:
@@ -165,7 +165,7 @@ class FirstMinibatch:
         plain, model = self._plain, self._plain.model
         placed = {id(value): value.to(self._device) for value in self._values.values()}
         values = {name: placed[id(value)] for name, value in self._values.items()}  # shared ones stay so
-        with plain.untouched(values, [self._loss.function, *self._modules_of_loss]), torch.enable_grad():
+        with plain.restoring_state(values, [self._loss.function, *self._modules_of_loss]), torch.enable_grad():
             drawn = plain.python_draws()
             run = self._forward(parts, backward=True)
             reference = _Reference(run.loss, tolerance=self._choose_tolerance(inputs))
@@ -287,7 +287,7 @@ class FirstMinibatch:
         whole = [(first.with_tensors(*flatten(inputs)), first.with_tensors(*flatten(targets)))]
         for training in (False,) if draws else (True, False):
             others = [self._loss.function, *self._modules_of_loss]
-            with self._plain.untouched(values, others), torch.no_grad():
+            with self._plain.restoring_state(values, others), torch.no_grad():
                 for module in model.modules():
                     module.training = module.training and training
                 undivided = self._forward(whole, backward=False)
@@ -323,9 +323,9 @@ class FirstMinibatch:
 
     # -- one stage alone ----------------------------------------------------------------------------------
 
-    def untouched(self) -> AbstractContextManager[None]:
+    def restoring_state(self) -> AbstractContextManager[None]:
         """A context after which the layers here, the loss and the generators are as before."""
-        return self._plain.untouched({}, [self._loss.function, *self._modules_of_loss])
+        return self._plain.restoring_state({}, [self._loss.function, *self._modules_of_loss])
 
     def loss_of(self, output: Any, message: Message, targets: Any) -> torch.Tensor:
         """Returns the loss of the last stage's output, computed anew; the model's own loss is what it returned."""
@@ -349,8 +349,8 @@ class FirstMinibatch:
     ) -> None:
         """Compares tensors that leave a stage with those that its layers give for the same input."""
         self._reference = self._reference or _Reference(tolerance=self._choose_tolerance(()))
-        for number, (tensor, other) in enumerate(zip(expected, actual, strict=False)):
-            rows = [self._take_fingerprint(tensor.detach()) for tensor in (tensor, other)]
+        for number, pair in enumerate(zip(expected, actual, strict=False)):
+            rows = [self._take_fingerprint(tensor.detach()) for tensor in pair]
             if not self._close(rows[0], rows[1], 0.0):
                 raise self._make_error(
                     f"for its first microbatch stage {stage} has another {what} {number} than its layers give for the "
@@ -435,7 +435,7 @@ class FirstMinibatch:
         )
 
 
-class FirstOfStage:
+class StageCheck:
     """What one stage compares, at its own ops.
 
     Args:
@@ -448,7 +448,7 @@ class FirstOfStage:
 
     def __init__(
         self,
-        check: FirstMinibatch,
+        check: ReferenceRun,
         stage: int,
         buffers: Sequence[str],
         names: Sequence[str],
@@ -465,7 +465,7 @@ class FirstOfStage:
         self._ready: dict[int, torch.Tensor] = {}
 
     def loss_of(self, output: Any, message: Message, targets: Any) -> torch.Tensor:
-        """See `FirstMinibatch.loss_of`."""
+        """See `ReferenceRun.loss_of`."""
         return self._check.loss_of(output, message, targets)
 
     def after_forward(self, index: int) -> None:

@@ -13,7 +13,7 @@ from pipedream.core.plan.boundary import cuts_of, with_cuts
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, to_device, unflatten
-from pipedream.runtime.first_minibatch import FirstOfStage
+from pipedream.runtime.first_minibatch import StageCheck
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer, Targets
@@ -88,9 +88,9 @@ class ForwardRunner:
                 cuts, _ = cuts_of(message.structure)
                 wanted = [cut.reversed() for cut, wants in zip(cuts, message.gradients, strict=False) if wants]
                 saved.gradient_cuts = with_cuts("", wanted)
-            if index == 0 and not again and isinstance(stage_state, StageState) and stage_state.first is not None:
-                finish = None if targets is None else partial(self._plain_loss, stage_state.first, message, targets)
-                stage_state.first.before_forward(value, self._stream.number(index), stage == 0, finish)
+            if index == 0 and not again and isinstance(stage_state, StageState) and stage_state.check is not None:
+                finish = None if targets is None else partial(self._plain_loss, stage_state.check, message, targets)
+                stage_state.check.before_forward(value, self._stream.number(index), stage == 0, finish)
             read = stage_state.read_again(saved) if again else weights
             with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
                 output = stage_state.forward(value, read, self._stream.number(index), stage == 0)
@@ -110,8 +110,8 @@ class ForwardRunner:
         return saved, run
 
     @staticmethod
-    def _plain_loss(first: FirstOfStage, message: Message, targets: Message, output: Any) -> torch.Tensor:
-        return first.loss_of(output, message, unflatten(targets.structure, targets.tensors))  # type: ignore[arg-type]
+    def _plain_loss(check: StageCheck, message: Message, targets: Message, output: Any) -> torch.Tensor:
+        return check.loss_of(output, message, unflatten(targets.structure, targets.tensors))  # type: ignore[arg-type]
 
     def recompute(self, stage: int, index: int, stage_state: StageState, message: Message) -> SavedForward:
         """Returns what a forward on another rank has kept: its input."""

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from pipedream.runtime.comm.values import map_tensors, tensors_in
-from pipedream.runtime.first_minibatch import FirstMinibatch, FirstOfStage
+from pipedream.runtime.first_minibatch import ReferenceRun, StageCheck
 from pipedream.runtime.stage.auxiliary import auxiliary_scale
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 
 
-class PlainStage(FirstOfStage):
+class PlainStage(StageCheck):
     """What one stage compares with its own layers.
 
     Args:
         names: of its trained parameters, in the order of the handles.
     """
 
-    def __init__(self, check: FirstMinibatch, stage: int, module: StageModule, names: Sequence[str]) -> None:
+    def __init__(self, check: ReferenceRun, stage: int, module: StageModule, names: Sequence[str]) -> None:
         super().__init__(check, stage, (), names, alone=False)
         self._module = module
         self._inputs: list[torch.Tensor] = []
@@ -45,7 +45,7 @@ class PlainStage(FirstOfStage):
 
         # Within a forward that is to be recomputed, no other graph would be kept.
         keeping = torch.autograd.graph.saved_tensors_hooks(_return_itself, _return_itself)
-        with self._check.untouched(), torch.enable_grad(), keeping:
+        with self._check.restoring_state(), torch.enable_grad(), keeping:
             output = self._module.forward(map_tensors(value, entered), dict(self._module.handles), microbatch, first)
             if finish is not None:
                 with self._module.casting():

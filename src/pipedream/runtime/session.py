@@ -71,7 +71,7 @@ from pipedream.runtime.data.source import DataSource
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard
 from pipedream.runtime.failure.interrupts import Interrupts
-from pipedream.runtime.first_minibatch import FirstMinibatch, FirstOfStage, UserModel
+from pipedream.runtime.first_minibatch import ReferenceRun, StageCheck, UserModel
 from pipedream.runtime.plain_stage import PlainStage
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.results.results import Done, Output
@@ -406,7 +406,7 @@ class Session:
                 check = None
             yield done
 
-    def _comparison(self) -> FirstMinibatch | None:
+    def _comparison(self) -> ReferenceRun | None:
         """Begins to compare the first minibatch with the model; None after it."""
         plain, self._plain = self._plain, None
         program = self.program
@@ -431,7 +431,7 @@ class Session:
                     if one in values
                 }
             publish, receive = partial(store.set, key), lambda: store.get(key).decode()
-        check = self._first_minibatch(plain, values=values, publish=publish, receive=receive)
+        check = self._make_reference_run(plain, values=values, publish=publish, receive=receive)
         for worker in self.workers:
             for stage, replica in program.placement.stage_replicas(worker.rank):
                 self._compare_stage(check, stage, replica, worker.stage_states[stage])
@@ -442,9 +442,9 @@ class Session:
             microbatches.on_first = check.read
         return check
 
-    def _first_minibatch(self, plain: UserModel, **how: Any) -> FirstMinibatch:
+    def _make_reference_run(self, plain: UserModel, **how: Any) -> ReferenceRun:
         settings = self._blueprint.settings
-        return FirstMinibatch(
+        return ReferenceRun(
             plain,
             settings.loss,
             rank=self.rank,
@@ -474,9 +474,9 @@ class Session:
             stage_state = self.lead.stage_states[stage]
             if not replica and not program.placement.is_remote(stage):
                 names = list(stage_state.versions.handles)
-                stage_state.first = PlainStage(self._first_minibatch(plain), stage, stage_state.module, names)
+                stage_state.check = PlainStage(self._make_reference_run(plain), stage, stage_state.module, names)
 
-    def _compare_stage(self, check: FirstMinibatch, stage: int, replica: int, stage_state: StageState) -> None:
+    def _compare_stage(self, check: ReferenceRun, stage: int, replica: int, stage_state: StageState) -> None:
         alone = self.program.updates.per_update[stage] == check.split
         buffers: list[str] = []
         if not self.program.placement.is_remote(stage) and (
@@ -487,7 +487,7 @@ class Session:
         sharding = self._shardings.get(stage)
         if alone or (check.split == 1 and not replica and sharding is None):
             names = list(stage_state.versions.handles)
-            stage_state.first = FirstOfStage(check, stage, buffers, names, alone=alone, sharding=sharding)
+            stage_state.check = StageCheck(check, stage, buffers, names, alone=alone, sharding=sharding)
 
     def _stop_requested(self) -> bool:
         # A signal may have been sent to one worker alone, which need not be one that reads the data.

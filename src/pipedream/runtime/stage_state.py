@@ -18,7 +18,7 @@ from pipedream.core.schedule.prediction import VELOCITY
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.comm.message import Message
-from pipedream.runtime.first_minibatch import FirstOfStage
+from pipedream.runtime.first_minibatch import StageCheck
 from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
@@ -77,7 +77,7 @@ class StageState:
         saved_tensor_hooks: None without the rule 'graph'.
         next_forward: its microbatch.
         gradient_versions: (microbatch, forward version, backward version) of the coming update's gradients.
-        first: compares the first minibatch with the model; None once it is done, or if that is not asked for.
+        check: compares the first minibatch with the model; None once it is done, or if that is not asked for.
         received: the first message of a stage on a mesh, without data.
         _counts: batches that each BatchNorm had tracked when the stream began.
         _kept: buffers and frozen parameters of a stage with replicas, as they were when the stream began.
@@ -95,7 +95,7 @@ class StageState:
     saved_tensor_hooks: SavedTensorHooks | None = None
     next_forward: int = 0
     gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
-    first: FirstOfStage | None = None
+    check: StageCheck | None = None
     received: Message | None = None
     _counts: list[int] = field(default_factory=list)
     _kept: dict[str, _Kept] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class StageState:
     _until_forward: bool = field(init=False)
     _backward_weights: Callable[[WeightSet], WeightSet] = field(init=False)
 
-    def check(self, programs: Iterable[Program], stage: int) -> None:
+    def check_programs(self, programs: Iterable[Program], stage: int) -> None:
         """Raises a `ScheduleError` before a run if a method needs a velocity that the optimizer does not have."""
         for program in programs:
             check_optimizer(program.updates.compensation, self.optimizer.optimizer)
@@ -277,13 +277,13 @@ class StageState:
         """Takes a handle's gradient while the last backward before an update still runs."""
         assert self.optimizer.all_reduce is not None
         complete = self.gradients.complete(index, gradient)
-        if self.first is not None:
-            self.first.gradient_ready(index, complete)
+        if self.check is not None:
+            self.check.gradient_ready(index, complete)
         self.optimizer.all_reduce.put(index, complete)
 
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
-        if self.first is not None:
-            self.first.after_backward(saved.microbatch, gradients, saved.auxiliary_scale)
+        if self.check is not None:
+            self.check.after_backward(saved.microbatch, gradients, saved.auxiliary_scale)
         self.gradients.add(gradients, saved.loss_weight)
         if saved.weights is not None:
             read = saved.weights.version if self._stashes else self.versions.newest
@@ -293,8 +293,8 @@ class StageState:
 
     def compare_first(self) -> None:
         """Compares the first update's gradients, which are in the handles, with the model's."""
-        if self.first is not None:
-            self.first.before_update([handle.grad for handle in self.versions.handles.values()])
+        if self.check is not None:
+            self.check.before_update([handle.grad for handle in self.versions.handles.values()])
 
     def update(
         self, program: Program, op: Op, present_share: float, total: int | None
@@ -307,7 +307,7 @@ class StageState:
 
         Returns each gradient's (microbatch, forward version, backward version, version before the update).
         """
-        self.first = None
+        self.check = None
         if self._kept:
             self._check_untrained()
         stage, updates, compensator = op.stage, program.updates, self.optimizer.compensator

@@ -362,8 +362,8 @@ class Worker:
             else:
                 result = stage_state.recomputation.forward(saved, message, run)
         self._saved_forwards[stage, index] = saved
-        if stage_state.first is not None:
-            stage_state.first.after_forward(index)
+        if stage_state.check is not None:
+            stage_state.check.after_forward(index)
         return result
 
     def _remote_forward(self, stage: int, index: int, remote_forward: RemoteForward, message: Message) -> Message:
@@ -419,8 +419,8 @@ class Worker:
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
-                if stage_state.first is not None:
-                    stage_state.first.before_backward(saved, output_gradients)
+                if stage_state.check is not None:
+                    stage_state.check.before_backward(saved, output_gradients)
                 weight_gradients, input_gradients = stage_state.module.backward(
                     saved, output_gradients, stage_state.gradients.accumulators, ready
                 )
@@ -435,8 +435,8 @@ class Worker:
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
-                if stage_state.first is not None:
-                    stage_state.first.before_backward(saved, output_gradients)
+                if stage_state.check is not None:
+                    stage_state.check.before_backward(saved, output_gradients)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
         self._send_back(stage, index, saved, input_gradients, message)
 
@@ -486,9 +486,9 @@ class Worker:
         """Sends the gradients of a stage's inputs, with the results that travel with them."""
         if not stage:
             return
-        first = self.stage_states[stage].first
-        if first is not None:
-            first.sent_back(index, input_gradients)
+        check = self.stage_states[stage].check
+        if check is not None:
+            check.sent_back(index, input_gradients)
         results = self.results.carried(index) if received is None else received
         content = Content.EMPTY if saved.weights is None else Content.DATA
         gradients = Message(index, content, tuple(input_gradients), saved.gradient_cuts, loss_weight=saved.loss_weight)
