@@ -29,8 +29,8 @@ from paced import paced
 from pipedream import Pipeline, Plan, Profile
 from pipedream.capture import capture, preserve_state
 from pipedream.profiler import measure
-from pipedream.training.emulate import emulated_batches, emulated_pipeline, emulated_plan
-from pipedream.workflows.methods import asked_of
+from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
+from pipedream.workflows.methods import resolve_method
 
 
 def main() -> None:
@@ -77,11 +77,11 @@ def _run(asked: dict[str, Any]) -> list[float]:
     # Minibatches after the timed ones, so that the drain is not among what is timed.
     count = warm + segment * segments + ceil(plan.in_flight[0] * plan.replicas[0] / plan.microbatches)
     if asked["model"] is None:
-        name, parts = asked_of(plan, None)
+        name, parts = resolve_method(plan, None)
         byte_scale = asked.get("byte_scale", 1.0)
-        scaled = emulated_plan(plan, asked["dilation"], byte_scale)
-        made = emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale)
-        batches: Any = list(emulated_batches(made, count))
+        scaled = scale_plan(plan, asked["dilation"], byte_scale)
+        made = build_emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale)
+        batches: Any = list(make_emulated_batches(made, count))
     else:
         job = MODELS[asked["model"]]
         model = job.make()

@@ -23,7 +23,7 @@ from accuracy_recipe import ASKED, recipe
 
 from pipedream import Cluster, Plan, Profile
 from pipedream import plan as make_plan
-from pipedream.core.comparison import DDP, ONE_WORKER, TORCH, link_text, ratio_text
+from pipedream.core.comparison import DDP, ONE_WORKER, TORCH, format_link, format_ratio
 from pipedream.core.units import format_bytes, format_number
 from pipedream.options import TrainingOptions
 from pipedream.runtime.torch_baselines import PlainLoop
@@ -215,7 +215,7 @@ def _table(rows: list[dict[str, Any]], task: str) -> str:
     metric, seeds = one["metric"], len(runs[DDP])
     ddp = _middle(row["seconds_to_target"] for row in runs[DDP])
     lines = [
-        f"### {task}, {link_text(one['bytes_per_s'])}",
+        f"### {task}, {format_link(one['bytes_per_s'])}",
         "",
         f"Target: {metric} {one['target']:g}. Medians of {seeds} seeds (their range).",
         "",
@@ -231,7 +231,7 @@ def _table(rows: list[dict[str, Any]], task: str) -> str:
             f"{found[0]['rate']:g}",
             _range([row["final"] for row in found], lambda value: f"{value:.3f}"),
             _range(seconds, lambda value: f"{value:.1f}"),
-            "-" if None in (middle, ddp) else ratio_text(ddp / middle),
+            "-" if None in (middle, ddp) else format_ratio(ddp / middle),
             _range([row["bytes_to_target"] for row in found], format_bytes),
             _range([row["samples_per_s"] for row in found], format_number),
             f"{max(row['others'] for row in found):.0%}",

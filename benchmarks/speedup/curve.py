@@ -18,7 +18,7 @@ from models import MODELS
 
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile, metrics
-from pipedream.core.comparison import ONE_WORKER, OverLink, RecipeComparison, Variant, link_text
+from pipedream.core.comparison import ONE_WORKER, OverLink, RecipeComparison, Variant, format_link
 from pipedream.core.units import format_bytes
 from pipedream.report.comparison import comparison_svg
 from pipedream.slow_links import Network, slow_network
@@ -380,7 +380,7 @@ def _rate(row: dict[str, Any] | None) -> str:
 
 
 def _where(rho: float, point: dict[str, dict[str, Any]]) -> str:
-    return f"rho {rho:g}, {link_text(point['solo']['bytes_per_s'])}"
+    return f"rho {rho:g}, {format_link(point['solo']['bytes_per_s'])}"
 
 
 _OVER = (

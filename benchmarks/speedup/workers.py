@@ -29,7 +29,7 @@ from pipedream.core.hardware import presets
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.plan.cost import all_reduce_bytes
 from pipedream.slow_links import Network, slow_network, why_not
-from pipedream.training.emulate import emulated_plan
+from pipedream.training.emulate import scale_plan
 from pipedream.workflows.methods import score
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -173,7 +173,7 @@ def _emulated(plan: Plan, workers: Workers, network: Network, seconds: float) ->
     how = {"dilation": dilation, "byte_scale": byte_scale}
     asked = {"do": "run", "plan": plan.to_json(), "model": None, "warm": warm, "segment": segment}
     assert workers.asked(asked | how | {"segments": _SEGMENTS}) == "ready"
-    for number, level in enumerate(emulated_plan(plan, dilation, byte_scale).cluster.levels):
+    for number, level in enumerate(scale_plan(plan, dilation, byte_scale).cluster.levels):
         network.limit(level.bandwidth_bytes_per_s, level=number)
     busy_s, own_s, began = cores_busy_s(), workers.cpu_s(), time.monotonic()
     workers.tell("go")

@@ -51,8 +51,8 @@ from pipedream.runtime.session import Session
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.workflows.own_cluster import warn_of_loopback
-from pipedream.workflows.prepare import Prepared, compensated, evaluation_of, phases_of, prepare
-from pipedream.workflows.profile import layers_of
+from pipedream.workflows.prepare import Prepared, add_compensation, build_evaluation, prepare, read_run_phases
+from pipedream.workflows.profile import find_plan_layers
 
 _OWN_TO_RANKS = {"callbacks", "loggers", "weights", "device", "stuck_after_s", "sample"}
 _IN_PROGRAMS = {"schedule", "microbatches", "phases", "compensation", "seed"}
@@ -84,8 +84,8 @@ class Pipeline:
     @keywords(PipelineOptions)
     def __init__(self, model: Any, plan: Plan, options: PipelineOptions) -> None:
         self.plan = plan
-        phases = phases_of(options.schedule, options.microbatches, options.phases)
-        self.phases = compensated(plan, phases, options.compensation)
+        phases = read_run_phases(options.schedule, options.microbatches, options.phases)
+        self.phases = add_compensation(plan, phases, options.compensation)
         changes, seed = len(phases) > 1, options.seed or 0
         self._request = RunRequest(
             seed=seed,
@@ -95,7 +95,7 @@ class Pipeline:
                 compensations(options.compensation) if changes and options.compensation is not None else None
             ),
         )
-        captured, scaling = layers_of(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
+        captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
         shared = find_tied_weights(model, captured.graph, plan.stages)
         self.plan = plan = replace(plan, tied=shared).with_layout(options.layout or Layout())
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
@@ -140,7 +140,7 @@ class Pipeline:
         )
         blueprint = Blueprint(
             programs=[found.program for found in self.prepared],
-            evaluation=evaluation_of(self.prepared[0].schedule),
+            evaluation=build_evaluation(self.prepared[0].schedule),
             stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
             settings=settings,
             device=process_device(options.device),

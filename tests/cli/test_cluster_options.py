@@ -26,9 +26,9 @@ def cluster(*workers: str, bandwidth: tuple[str, ...] = ()) -> Cluster:
 
 
 def test_unequal_machines_are_joined_by_plus() -> None:
-    found = cluster("4+4+2", "3", bandwidth=("12e9", "10Gbit/s"))
-    assert found.levels == (Level(4, 12e9, sizes=(4, 4, 2)), Level(3, 1.25e9))
-    assert (found.workers, found.starts(1)) == (10, (0, 4, 8, 10))
+    joined = cluster("4+4+2", "3", bandwidth=("12e9", "10Gbit/s"))
+    assert joined.levels == (Level(4, 12e9, sizes=(4, 4, 2)), Level(3, 1.25e9))
+    assert (joined.workers, joined.starts(1)) == (10, (0, 4, 8, 10))
     assert cluster("2,2", bandwidth=("2,1",)).levels == (Level(2, 2.0), Level(2, 1.0))
     assert cluster("1+2,1+1,2", bandwidth=("3", "2", "1")).workers == 3
 
@@ -116,15 +116,15 @@ def test_training_gets_the_cluster_that_is_described(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two machines of two workers; what is not described is left to be found out."""
-    asked: list[TrainingOptions] = []
-    monkeypatch.setattr(train, "train_recipe", lambda make, **options: asked.append(TrainingOptions(**options)))
+    training: list[TrainingOptions] = []
+    monkeypatch.setattr(train, "train_recipe", lambda make, **options: training.append(TrainingOptions(**options)))
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     Cluster.flat(4, 7.0).save(tmp_path / "four")
     assert cli.main(["train", DIGITS, *arguments.split()]) == 0
-    assert (asked[0].cluster.levels if asked[0].cluster else None) == levels
-    assert asked[0].memory_bytes == memory_bytes
+    assert (training[0].cluster.levels if training[0].cluster else None) == levels
+    assert training[0].memory_bytes == memory_bytes
 
 
 def test_training_with_links_that_make_no_sense(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

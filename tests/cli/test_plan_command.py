@@ -31,12 +31,12 @@ def profile(tmp_path: Path) -> str:
     return str(tmp_path / "profile.json")
 
 
-def asked(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def plan_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """Returns the one object that a command prints with --json."""
     assert cli.main(["plan", *arguments, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert isinstance(found, dict)
-    return found
+    answer = json.loads(capfd.readouterr().out)
+    assert isinstance(answer, dict)
+    return answer
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -55,34 +55,34 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     ],
 )
 def test_shapes(profile: str, capfd: pytest.CaptureFixture[str], options: list[str], config: str) -> None:
-    found = asked(capfd, profile, "--workers", "3", "--bandwidth", "500", *options)
-    assert found["config"] == config
-    assert [row["replicas"] for row in found["stages"]] == [int(part) for part in config.split("-")]
+    answer = plan_json(capfd, profile, "--workers", "3", "--bandwidth", "500", *options)
+    assert answer["config"] == config
+    assert [row["replicas"] for row in answer["stages"]] == [int(part) for part in config.split("-")]
 
 
 def test_cuts_by_hand(profile: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = str(tmp_path / "plan.json")
-    found = asked(
+    answer = plan_json(
         capfd, profile, "--workers", "4", "--config", "2-1-1", "--cuts", "2,layer5", "--update-delay", "1", "-o", out
     )
-    assert (found["config"], [row["first"] for row in found["stages"]]) == ("2-1-1", [0, 2, 5])
-    assert (found["update_delay"], found["note"]) == ([1, 0, 0], "cut by hand")
+    assert (answer["config"], [row["first"] for row in answer["stages"]]) == ("2-1-1", [0, 2, 5])
+    assert (answer["update_delay"], answer["note"]) == ([1, 0, 0], "cut by hand")
     plan = pd.Plan.load(out)
     assert plan.update_delay == (1, 0, 0)
     assert plan == pd.plan(
         pd.Profile.load(profile), pd.Cluster.flat(4), shape="2-1-1", cuts=(2, "layer5"), update_delay=1
     )
-    assert asked(capfd, profile, "--workers", "2", "--cuts", "4")["config"] == "1-1"
+    assert plan_json(capfd, profile, "--workers", "2", "--cuts", "4")["config"] == "1-1"
     assert cli.main(["simulate", out, "--schedule", "pipedream", "--minibatches", "8"]) == 0
 
 
 def test_depth_auto(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
     command = (profile, "--workers", "2", "--bandwidth", "100", "--straight")
-    full = asked(capfd, *command, "--in-flight", "full")
-    assert asked(capfd, *command, "--in-flight", "auto")["in_flight"] == full["in_flight"]
+    full = plan_json(capfd, *command, "--in-flight", "full")
+    assert plan_json(capfd, *command, "--in-flight", "auto")["in_flight"] == full["in_flight"]
     limit = ("--memory", str(full["stages"][0]["peak_bytes"] - 1))
-    between = asked(capfd, *command, "--in-flight", "auto", *limit)["in_flight"]
-    noam = asked(capfd, *command, *limit)["in_flight"]
+    between = plan_json(capfd, *command, "--in-flight", "auto", *limit)["in_flight"]
+    noam = plan_json(capfd, *command, *limit)["in_flight"]
     assert noam < between < full["in_flight"]
     assert "ask for --in-flight auto" in refused(capfd, "plan", *command, "--in-flight", "full", *limit)
 
@@ -108,7 +108,7 @@ def test_refusals(profile: str, capfd: pytest.CaptureFixture[str], options: list
 
 def test_train_takes_a_plan_or_a_shape(profile: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plan = str(tmp_path / "plan.json")
-    asked(capfd, profile, "--workers", "2", "-o", plan)
+    plan_json(capfd, profile, "--workers", "2", "-o", plan)
     for option in (["--config", "1-1"], ["--straight"], ["--update-delay", "1"]):
         assert "but a plan has its own stages, workers, links and update delay" in refused(
             capfd, "train", "recipe.py", "--plan", plan, *option
@@ -117,14 +117,26 @@ def test_train_takes_a_plan_or_a_shape(profile: str, capfd: pytest.CaptureFixtur
 
 def test_versions_of_methods_count_a_lag() -> None:
     """Under stashing W_s + 1, and one more if the update comes after the next forward."""
-    assert [versions_of("pipedream")(held, update_delay) for held in (1, 4) for update_delay in (0, 1)] == [1, 2, 4, 5]
-    assert [versions_of("pipedream_2bw")(held, update_delay) for held in (1, 4) for update_delay in (0, 1)] == [
+    assert [versions_of("pipedream")(in_flight, update_delay) for in_flight in (1, 4) for update_delay in (0, 1)] == [
+        1,
+        2,
+        4,
+        5,
+    ]
+    assert [
+        versions_of("pipedream_2bw")(in_flight, update_delay) for in_flight in (1, 4) for update_delay in (0, 1)
+    ] == [
         2,
         2,
         2,
         2,
     ]
-    assert [versions_of("1f1b")(held, update_delay) for held in (1, 4) for update_delay in (0, 1)] == [1, 1, 1, 1]
+    assert [versions_of("1f1b")(in_flight, update_delay) for in_flight in (1, 4) for update_delay in (0, 1)] == [
+        1,
+        1,
+        1,
+        1,
+    ]
 
 
 def recipe(seed: int) -> Recipe:
@@ -190,30 +202,30 @@ def test_levels_of_the_network(
     graph: str, profile: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, network: list[str]
 ) -> None:
     levels = pd.Cluster((Level(2, 2e9), Level(2, 1.25e8)))
-    found = asked(capfd, graph, *network, "--cost-model", "classic", "-o", str(tmp_path / "plan.json"))
+    described = plan_json(capfd, graph, *network, "--cost-model", "classic", "-o", str(tmp_path / "plan.json"))
     answer = planning.classic(GraphText.load(graph), levels)
     plan = pd.Plan.load(tmp_path / "plan.json")
     assert (plan.cluster, plan.model) == (levels, "net")
-    assert found["slowest_stage_s"] == answer.slowest_stage_s
-    assert found["speedup_over_one_worker"] == pytest.approx(0.005 / answer.slowest_stage_s)
-    assert found["speedup_over_data_parallel"] == pytest.approx(answer.data_parallel_s / answer.slowest_stage_s)
-    assert [row["layers"] for row in found["stages"]] == [["node2"], ["node3"]]
-    assert set(asked(capfd, *network, profile)) == set(found)  # the file may follow the values
+    assert described["slowest_stage_s"] == answer.slowest_stage_s
+    assert described["speedup_over_one_worker"] == pytest.approx(0.005 / answer.slowest_stage_s)
+    assert described["speedup_over_data_parallel"] == pytest.approx(answer.data_parallel_s / answer.slowest_stage_s)
+    assert [row["layers"] for row in described["stages"]] == [["node2"], ["node3"]]
+    assert set(plan_json(capfd, *network, profile)) == set(described)  # the file may follow the values
 
 
 def test_a_straight_pipeline_by_the_classic_model(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--workers", "2", "--bandwidth", "1e9", "--cost-model", "classic"]
-    found = asked(capfd, graph, *options, "--straight")
+    described = plan_json(capfd, graph, *options, "--straight")
     answer = planning.classic(GraphText.load(graph), pd.Cluster((Level(2, 1e9),)), straight=True)
-    assert (found["config"], found["slowest_stage_s"]) == ("1-1", answer.slowest_stage_s)
+    assert (described["config"], described["slowest_stage_s"]) == ("1-1", answer.slowest_stage_s)
 
 
 def test_a_graph_of_the_original(graph: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "staged.txt"
-    found = asked(capfd, graph, "--workers", "2", "--bandwidth", "1e9", "-o", str(out))
-    assert (found["config"], found["slowest_stage_s"]) == ("1-1", 0.003)
+    answer = plan_json(capfd, graph, "--workers", "2", "--bandwidth", "1e9", "-o", str(out))
+    assert (answer["config"], answer["slowest_stage_s"]) == ("1-1", 0.003)
     assert [node.stage for node in GraphText.load(out).nodes] == [None, 0, 1]
-    assert asked(capfd, str(out), "--workers", "2", "--bandwidth", "1e9")["config"] == "1-1"
+    assert plan_json(capfd, str(out), "--workers", "2", "--bandwidth", "1e9")["config"] == "1-1"
 
 
 @pytest.mark.parametrize(
@@ -258,10 +270,10 @@ def test_options_that_would_do_nothing_are_refused(
 
 def test_the_methods_own_seconds_are_told(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
     for options in ([], ["--schedule", "1f1b", "--microbatches", "2"], ["--strategy", "2bw"]):
-        found = asked(capfd, profile, "--workers", "4", "--bandwidth", "100", *options)
-        assert found["simulated_s"] >= found["slowest_stage_s"] * (1 - 1e-9)
-        alone_s = found["speedup_over_one_worker"] * found["simulated_s"]
-        assert alone_s == pytest.approx(asked(capfd, profile, "--workers", "1")["simulated_s"])
+        answer = plan_json(capfd, profile, "--workers", "4", "--bandwidth", "100", *options)
+        assert answer["simulated_s"] >= answer["slowest_stage_s"] * (1 - 1e-9)
+        alone_s = answer["speedup_over_one_worker"] * answer["simulated_s"]
+        assert alone_s == pytest.approx(plan_json(capfd, profile, "--workers", "1")["simulated_s"])
 
 
 def test_a_damaged_graph(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -273,36 +285,36 @@ def test_a_damaged_graph(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_refusals_of_clusters_and_memory(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Each is one message: what was asked, what was found, what to do."""
-    found = refused(capfd, "plan", profile, "--workers", "3", "--memory", "1000")
-    assert "none of the plans" in found
-    assert "on its fullest worker, for layer" in found
-    assert "a worker has 1.00 kB; give more memory or workers" in found
-    found = refused(capfd, "plan", profile, "--workers", "9", "--config", "1-1-1-1-1-1-1")
-    assert "6 layers can be cut at 5 places; ask for at most 6 stages" in found
-    found = refused(capfd, "plan", profile, "--workers", "2", "--config", "2-1")
-    assert "it takes 3 workers, the cluster has 2" in found
+    message = refused(capfd, "plan", profile, "--workers", "3", "--memory", "1000")
+    assert "none of the plans" in message
+    assert "on its fullest worker, for layer" in message
+    assert "a worker has 1.00 kB; give more memory or workers" in message
+    message = refused(capfd, "plan", profile, "--workers", "9", "--config", "1-1-1-1-1-1-1")
+    assert "6 layers can be cut at 5 places; ask for at most 6 stages" in message
+    message = refused(capfd, "plan", profile, "--workers", "2", "--config", "2-1")
+    assert "it takes 3 workers, the cluster has 2" in message
     assert "bandwidth" in refused(capfd, "plan", profile, "--workers", "2", "--bandwidth", "0")
-    found = refused(capfd, "plan", profile, "--workers", "2", "--recompute", "often")
-    assert "unknown recompute 'often'; give never, auto, always" in found
+    message = refused(capfd, "plan", profile, "--workers", "2", "--recompute", "often")
+    assert "unknown recompute 'often'; give never, auto, always" in message
 
 
 def test_levels_recomputation_and_the_bound(profile: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    found = asked(capfd, profile, "--workers", "2", "2", "--bandwidth", "1e9", "100", "--strategy", "search")
-    assert (found["bound_s"], found["gap"]) == (found["slowest_stage_s"], 0.0)
-    assert "on consecutive workers" in found["note"]
+    answer = plan_json(capfd, profile, "--workers", "2", "2", "--bandwidth", "1e9", "100", "--strategy", "search")
+    assert (answer["bound_s"], answer["gap"]) == (answer["slowest_stage_s"], 0.0)
+    assert "on consecutive workers" in answer["note"]
     # Three layers at the input, two minibatches in flight: 36 kB, or 21 if only one of them keeps its activations.
     heavy = str(pd.Profile.of_chain((replace(LAYER, output_bytes=10, activation_bytes=5000),) * 6).save(tmp_path / "h"))
     tight = ["--workers", "2", "--bandwidth", "1e9", "--straight", "--memory", "23000"]
     assert "none of the straight pipelines" in refused(capfd, "plan", heavy, *tight)
-    found = asked(capfd, heavy, *tight, "--recompute", "auto")
-    assert [row["recompute"] for row in found["stages"]] == [True, False]
-    manual_plan = asked(capfd, heavy, *tight[:4], "--cuts", "2", "--recompute", "always")
+    answer = plan_json(capfd, heavy, *tight, "--recompute", "auto")
+    assert [row["recompute"] for row in answer["stages"]] == [True, False]
+    manual_plan = plan_json(capfd, heavy, *tight[:4], "--cuts", "2", "--recompute", "always")
     assert [row["recompute"] for row in manual_plan["stages"]] == [True, True]
 
 
 def test_what_a_peak_is_made_of(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
     options = (profile, "--workers", "3", "--straight")
-    for stage in asked(capfd, *options)["stages"]:
+    for stage in plan_json(capfd, *options)["stages"]:
         assert sum(stage["memory"].values()) == stage["peak_bytes"] > 0
     assert cli.main(["plan", *options, "--memory-table"]) == 0
     head, first, *_ = capfd.readouterr().out.split("\n\n")[-1].splitlines()

@@ -21,7 +21,7 @@ from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import LayerProfile
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
-from pipedream.workflows.profile import layers_of
+from pipedream.workflows.profile import find_plan_layers
 
 
 def _node(name: str, kind: str, milliseconds: float, size_bytes: float, held_bytes: float = 0.0) -> str:
@@ -53,20 +53,20 @@ def graph(tmp_path: Path) -> Path:
     return path
 
 
-def asked(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def plan_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert cli.main(["plan", *arguments, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert isinstance(found, dict)
-    return found
+    answer = json.loads(capfd.readouterr().out)
+    assert isinstance(answer, dict)
+    return answer
 
 
 def test_cuts_across_branches(graph: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "staged.txt"
     options = ["--workers", "2", "--bandwidth", "1e9", "--strategy", "search", "-o", str(out)]
-    found = asked(capfd, str(graph), *options)
-    assert (found["config"], found["slowest_stage_s"]) == ("1-1", 0.007)
-    assert found["planning_s"] > 0
-    assert "optimal" in found["note"]
+    answer = plan_json(capfd, str(graph), *options)
+    assert (answer["config"], answer["slowest_stage_s"]) == ("1-1", 0.007)
+    assert answer["planning_s"] > 0
+    assert "optimal" in answer["note"]
     stages = {node.name: node.stage for node in GraphText.load(out).nodes}
     assert (stages["stem"], stages["sum"], stages["head"]) == (0, 1, 1)
     assert stages["left"] != stages["right"]
@@ -82,10 +82,10 @@ def test_the_order_of_the_lines_does_not_matter(tmp_path: Path, capfd: pytest.Ca
     for number in range(6):
         path = tmp_path / f"net{number}.txt"
         path.write_text(text(nodes))
-        found = asked(capfd, str(path), "--workers", "3", "--bandwidth", "1e9")
-        again = asked(capfd, str(path), "--workers", "3", "--bandwidth", "1e9")
-        assert found | {"planning_s": 0} == again | {"planning_s": 0}
-        seconds.add(found["slowest_stage_s"])
+        answer = plan_json(capfd, str(path), "--workers", "3", "--bandwidth", "1e9")
+        again = plan_json(capfd, str(path), "--workers", "3", "--bandwidth", "1e9")
+        assert answer | {"planning_s": 0} == again | {"planning_s": 0}
+        seconds.add(answer["slowest_stage_s"])
         draw.shuffle(nodes)
     assert len(seconds) == 1
 
@@ -116,12 +116,12 @@ def test_a_pipeline_refuses_an_order_that_is_not_the_models() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     sample = torch.zeros(1, 2)
     cost = LayerProfile(1.0, 1.0, 1, 1)
-    names = [layer.name for layer in layers_of(model, pd.Plan.uniform(3), sample).graph.layers]
+    names = [layer.name for layer in find_plan_layers(model, pd.Plan.uniform(3), sample).graph.layers]
     layers = tuple(Layer(name, "Layer") for name in reversed(names))
     chain = LayerGraph.chain(layers)
     plan = planning.plan(pd.Profile("Sequential", chain, (cost,) * 3, batch=1), pd.Cluster.flat(3), shape="straight")
     with pytest.raises(PlanError, match=r"the plan runs layer '2' where the model runs '0': .* plan again from a"):
-        layers_of(model, plan, sample)
+        find_plan_layers(model, plan, sample)
 
 
 EXACT = ["alexnet", "densenet121", "gnmt", "gnmt_large", "resnet18", "resnet50", "resnet101", "resnext50", "resnext101"]
@@ -140,14 +140,14 @@ def test_published_profiles(name: str) -> None:
     """At 16 workers: those with few cuts are solved, the three with very many nearly; each in seconds."""
     profile = GraphText.load(published(name)).profile(name)
     began = time.process_time()
-    found = planning.plan(profile, pd.Cluster.flat(16, 1.25e9), strategy="search")
+    plan = planning.plan(profile, pd.Cluster.flat(16, 1.25e9), strategy="search")
     assert time.process_time() - began < 30  # ten times what it takes, for machines differ
-    gap = found.slowest_stage_s / found.bound_s - 1
+    gap = plan.slowest_stage_s / plan.bound_s - 1
     assert 0 <= gap <= (0.02 if name in WIDE else 0.0)
-    owner = {layer: s for s, stage in enumerate(found.stages) for layer in stage.names}
+    owner = {layer: s for s, stage in enumerate(plan.stages) for layer in stage.names}
     names = [layer.name for layer in profile.graph.layers]
     assert sorted(owner) == sorted(names)
     assert all(owner[names[a]] <= owner[names[b]] for a, b in profile.graph.edges)
     if name not in WIDE:
         simulated = planning.plan(profile, pd.Cluster.flat(16, 1.25e9))
-        assert score(simulated).period_s <= score(found).period_s * (1 + 1e-9)
+        assert score(simulated).period_s <= score(plan).period_s * (1 + 1e-9)

@@ -16,7 +16,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.stage import Stage
 
 
-def asked(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
+def simulate_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
     capfd.readouterr()
     assert cli.main(["simulate", *arguments, "--json"]) == 0
     return json.loads(capfd.readouterr().out)
@@ -24,12 +24,12 @@ def asked(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def test_slow_ranks_and_jitter(capfd: pytest.CaptureFixture[str]) -> None:
     run = ("--uniform", "2", "--minibatches", "40")
-    plain = asked(capfd, *run)
+    plain = simulate_json(capfd, *run)
     assert plain["makespan_s"] == pytest.approx(40 * 3 + 3)
     assert [row["peak_bytes"] for row in plain["per_rank"]] == [3 + 2 + 3, 2 + 1 + 2 + 3]
-    slow = asked(capfd, *run, "--slow", "0=1.5", "--slow", "1=2")
+    slow = simulate_json(capfd, *run, "--slow", "0=1.5", "--slow", "1=2")
     assert slow["makespan_s"] == pytest.approx(40 * 6 + 4.5)
-    first, again, other = (asked(capfd, *run, "--jitter", "0.2", "--seed", seed) for seed in ("1", "1", "2"))
+    first, again, other = (simulate_json(capfd, *run, "--jitter", "0.2", "--seed", seed) for seed in ("1", "1", "2"))
     assert first == again != other
     assert first["makespan_s"] != plain["makespan_s"]
 
@@ -37,8 +37,8 @@ def test_slow_ranks_and_jitter(capfd: pytest.CaptureFixture[str]) -> None:
 def test_sums_may_be_charged_whole(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = (Stage(0, 1, 2, 1.0, 27.0, parameter_bytes=9 << 20),)
     path = str(Plan(rows, (1,), Cluster.flat(2, 1 << 20)).save(tmp_path / "plan.json"))
-    assert asked(capfd, path, "--minibatches", "2")["makespan_s"] == pytest.approx(28.0 + 4.0)
-    assert asked(capfd, path, "--minibatches", "2", "--no-overlap")["makespan_s"] == pytest.approx(28.0 + 9.0)
+    assert simulate_json(capfd, path, "--minibatches", "2")["makespan_s"] == pytest.approx(28.0 + 4.0)
+    assert simulate_json(capfd, path, "--minibatches", "2", "--no-overlap")["makespan_s"] == pytest.approx(28.0 + 9.0)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_nonsense_is_refused(capfd: pytest.CaptureFixture[str], text: str, messa
 def test_seconds_of_a_weight_gradient(capfd: pytest.CaptureFixture[str]) -> None:
     """m (f + i + w) + (p - 1)(f + i - w): by default each is half of the backward."""
     run = ("--uniform", "4", "--schedule", "zb_h1", "--microbatches", "8", "--backward-s", "2")
-    assert asked(capfd, *run)["makespan_s"] == pytest.approx(8 * 3 + 3 * 1)
-    assert asked(capfd, *run, "--weight-s", "0.5")["makespan_s"] == pytest.approx(8 * 3 + 3 * 2)
-    assert [row["peak_in_flight"] for row in asked(capfd, *run)["per_rank"]] == [4, 4, 4, 4]
+    assert simulate_json(capfd, *run)["makespan_s"] == pytest.approx(8 * 3 + 3 * 1)
+    assert simulate_json(capfd, *run, "--weight-s", "0.5")["makespan_s"] == pytest.approx(8 * 3 + 3 * 2)
+    assert [row["peak_in_flight"] for row in simulate_json(capfd, *run)["per_rank"]] == [4, 4, 4, 4]
 
 
 def test_files_of_a_run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -69,10 +69,10 @@ def test_files_of_a_run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert cli.main(["simulate", str(path), "--minibatches", "3", *files]) == 0
     assert (tmp_path / "run.svg").read_text().startswith("<svg xmlns=")
     with (tmp_path / "run.csv").open() as rows:
-        found = [row for row in csv.DictReader(rows) if row["kind"] in "FBU"]
-    assert len(found) == 2 * 3 * 3
-    assert found[0] == dict(rank="0", kind="F", stage="0", index="0", start_s="0.0", end_s="1.0", version="0")
-    assert [row["version"] for row in found if row["kind"] == "U"] == [""] * 6
+        ops = [row for row in csv.DictReader(rows) if row["kind"] in "FBU"]
+    assert len(ops) == 2 * 3 * 3
+    assert ops[0] == dict(rank="0", kind="F", stage="0", index="0", start_s="0.0", end_s="1.0", version="0")
+    assert [row["version"] for row in ops if row["kind"] == "U"] == [""] * 6
     trace = json.loads((tmp_path / "run.trace").read_text())["traceEvents"]
     assert {"0F0", "1B2"} <= {event["name"] for event in trace}
 
@@ -102,8 +102,8 @@ def test_stages_of_a_worker_share_its_seconds(capfd: pytest.CaptureFixture[str])
     """All methods run one model: a worker is as busy with two stages as with one."""
     busy = {}
     for name in ("1f1b", "interleaved_1f1b", "zbv", "chimera"):
-        found = asked(capfd, "--uniform", "4", "--schedule", name, "--microbatches", "8")
-        busy[name] = [row["busy_s"] for row in found["per_rank"]]
+        summary = simulate_json(capfd, "--uniform", "4", "--schedule", name, "--microbatches", "8")
+        busy[name] = [row["busy_s"] for row in summary["per_rank"]]
     assert set(map(tuple, busy.values())) == {(24.0,) * 4}
     assert cli.main(["simulate", "--uniform", "4", "--schedule", "interleaved_1f1b", "--chunks", "3"]) == 0
     assert "each worker has 3 stages of 1.00 s per microbatch" in capfd.readouterr().out

@@ -29,7 +29,7 @@ from pipedream.core.schedule.compensation import (
     Nesterov,
     SpikeCompensation,
 )
-from pipedream.training.emulate import emulated_batches, emulated_pipeline, emulated_plan
+from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
 from pipedream.training.train import train_recipe
 
 BOUND = 1e-9
@@ -378,9 +378,9 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", pd.schedules.COMPENSATED)
 def test_named_methods_are_emulated_and_planned(name: str) -> None:
-    plan = emulated_plan(Plan.uniform(2, 1e-4, 1e-4))
-    with emulated_pipeline(plan, schedule=name) as pipeline:
-        assert len(list(pipeline.train(list(emulated_batches(pipeline, 4))))) == 4
+    plan = scale_plan(Plan.uniform(2, 1e-4, 1e-4))
+    with build_emulated_pipeline(plan, schedule=name) as pipeline:
+        assert len(list(pipeline.train(list(make_emulated_batches(pipeline, 4))))) == 4
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 100, 1000),) * 4, batch=8)
     found = pd.plan(profile, pd.Cluster.flat(2), schedule=name, shape="straight")
     assert found.schedule == name

@@ -21,7 +21,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
 from pipedream.workflows import plan as planning
-from pipedream.workflows.methods import methods_of, score
+from pipedream.workflows.methods import score, select_methods
 
 FLUSHING = ("1f1b", "gpipe", "naive")
 
@@ -85,7 +85,7 @@ def test_no_way_is_faster(
     profile: Profile, workers: int, rate: float, memory: int | None, allow_asynchronous: bool
 ) -> None:
     cluster = Cluster.flat(workers, rate, memory_bytes=memory)
-    compared = methods_of(allow_asynchronous=True)
+    compared = select_methods(allow_asynchronous=True)
     names = FLUSHING if not allow_asynchronous else tuple(compared)
     every = periods(profile, cluster, names)
     if not every:
@@ -115,12 +115,12 @@ def test_the_score_is_the_papers_bubble() -> None:
 
 
 def test_methods_that_flush_are_compared() -> None:
-    assert list(methods_of()) == list(FLUSHING)
+    assert list(select_methods()) == list(FLUSHING)
 
 
 def test_halves_of_a_backward_are_not_compared() -> None:
     """Their seconds are not known; by half of a backward each, ZB-H2 would be the fastest of all."""
-    assert not set(methods_of(allow_asynchronous=True)) & {"zb_h1", "zb_h2"}
+    assert not set(select_methods(allow_asynchronous=True)) & {"zb_h1", "zb_h2"}
     with pytest.raises(PlanError, match="compare zb_h1, but a profile does not have the seconds of the halves"):
         planning.choose(CHAIN, Cluster.flat(2), names=("1f1b", "zb_h1"))
 

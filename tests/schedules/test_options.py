@@ -17,7 +17,7 @@ from commands import run as command
 from zoo import alike_layers
 
 import pipedream as pd
-from pipedream.cli.sweep import _values
+from pipedream.cli.sweep import _split_values
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
@@ -33,7 +33,7 @@ from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
 from pipedream.schedules.asynchronous.pipemare import pipemare
 from pipedream.schedules.options import options_of
 from pipedream.training.resume import CHECKPOINTS
-from pipedream.workflows.methods import asked_of
+from pipedream.workflows.methods import resolve_method
 
 ROOT = Path(__file__).parents[2]
 RunCommand = Callable[..., tuple[int, str, str]]
@@ -216,17 +216,17 @@ def test_phases() -> None:
     for wrong in ("1f1b:3,pb_lwp[by=difference", "1f1b:3,pb_lwp[by=a]b", "1f1b:3,pb_lwp[a[b]]"):
         with pytest.raises(ScheduleError, match=r"METHOD may have options"):
             read_phases(wrong)
-    assert _values(["pipedream,pb_lwp[by=difference,scale=2]", "gpipe"]) == [
+    assert _split_values(["pipedream,pb_lwp[by=difference,scale=2]", "gpipe"]) == [
         "pipedream", "pb_lwp[by=difference,scale=2]", "gpipe",
     ]  # fmt: skip
 
 
 def test_a_plan_knows_its_method_by_its_other_names() -> None:
     plan = replace(Plan.uniform(3), schedule="paci[backward_rule=recompute]", microbatches=8)
-    assert asked_of(plan, None) == asked_of(plan, "PACI[backward-rule = recompute]")
-    assert asked_of(plan, "paci[backward_rule=recompute]") == ("paci[backward_rule=recompute]", 8)
-    assert asked_of(plan, "paci") == ("paci", None)
-    assert asked_of(replace(plan, schedule="pipedream_2bw"), "2bw") == ("pipedream_2bw", 8)
+    assert resolve_method(plan, None) == resolve_method(plan, "PACI[backward-rule = recompute]")
+    assert resolve_method(plan, "paci[backward_rule=recompute]") == ("paci[backward_rule=recompute]", 8)
+    assert resolve_method(plan, "paci") == ("paci", None)
+    assert resolve_method(replace(plan, schedule="pipedream_2bw"), "2bw") == ("pipedream_2bw", 8)
 
 
 TWO = """

@@ -14,7 +14,7 @@ from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import LAYOUTS, METHODS, build, derive_properties, properties_of, uniform
-from pipedream.workflows.methods import methods_of
+from pipedream.workflows.methods import select_methods
 
 ONE_STAGE_PER_WORKER = sorted(set(METHODS) - set(LAYOUTS))
 
@@ -99,9 +99,9 @@ def test_a_user_file_need_not_declare_anything(tmp_path: Path) -> None:
     )
     assert properties_of(f"{file}:late") == properties_of("pipedream_vertical_sync")
     assert properties_of(f"{file}:declared") == MethodProperties(splits_backward=True)
-    assert list(methods_of([f"{file}:late", "2bw"])) == [f"{file}:late", "pipedream_2bw"]
+    assert list(select_methods([f"{file}:late", "2bw"])) == [f"{file}:late", "pipedream_2bw"]
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ScheduleError, match="puts several stages on a worker"):
-        methods_of(["zbv"])
+        select_methods(["zbv"])

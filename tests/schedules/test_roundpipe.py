@@ -29,7 +29,7 @@ from pipedream.schedules import build, evaluation, uniform
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
 from pipedream.workflows.check import check_plan
-from pipedream.workflows.prepare import phases_of, prepare
+from pipedream.workflows.prepare import prepare, read_run_phases
 
 
 def plan_of(p: int, stages: int, f: float = 1.0, b: float = 2.0, transfer_s: float = 0.0) -> Plan:
@@ -270,7 +270,7 @@ def test_what_is_not_laid_out_is_refused() -> None:
     with pytest.raises(ScheduleError, match="at least 1 stage, found 0"):
         roundpipe(plan_of(2, 2), forwards=0)
     with pytest.raises(ScheduleError, match="their stages live on other ranks"):
-        prepare(plan_of(3, 3), phases_of(None, None, "roundpipe/3:4,1f1b/3"), Policy())
+        prepare(plan_of(3, 3), read_run_phases(None, None, "roundpipe/3:4,1f1b/3"), Policy())
 
 
 def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:

@@ -58,7 +58,7 @@ def recipe(seed: int = 0, **changed: Any) -> pipedream.Recipe:
     inputs = torch.randn(44, 8)
     data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
     hidden = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())]
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": nn.Sequential(*hidden, nn.Linear(8, 2)),
         "loss": functional.cross_entropy,
         "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5),
@@ -68,21 +68,21 @@ def recipe(seed: int = 0, **changed: Any) -> pipedream.Recipe:
         "metrics": {"accuracy": lambda output, labels: (output.argmax(1) == labels).float().mean()},
         "target": ("loss", 10.0),
     }
-    return pipedream.Recipe(**given | changed)
+    return pipedream.Recipe(**options | changed)
 
 
 def test_plain_loop_trains_as_the_pipeline_does(tmp_path: Path) -> None:
-    made = recipe()
-    found = PlainLoop(made, 0, 1, CPU).train(2, None)
+    digits = recipe()
+    figures = PlainLoop(digits, 0, 1, CPU).train(2, None)
     summary = pipedream.run(
         lambda seed: recipe(), workers=1, schedule="1f1b", microbatches=1, epochs=2, out=tmp_path / "run", quiet=True
     )
-    assert found["metrics"] == pytest.approx(summary["metrics"], rel=1e-6)
-    for own, expected in zip(found["evaluations"], summary["evaluations"], strict=True):
-        assert own == pytest.approx(expected | {"seconds": own["seconds"]}, rel=1e-6)
-    assert (found["minibatches"], found["samples_per_update"]) == (12, 8)
-    assert found["samples_per_s"] > 0
-    assert found["seconds_to_target"] > 0
+    assert figures["metrics"] == pytest.approx(summary["metrics"], rel=1e-6)
+    for actual, expected in zip(figures["evaluations"], summary["evaluations"], strict=True):
+        assert actual == pytest.approx(expected | {"seconds": actual["seconds"]}, rel=1e-6)
+    assert (figures["minibatches"], figures["samples_per_update"]) == (12, 8)
+    assert figures["samples_per_s"] > 0
+    assert figures["seconds_to_target"] > 0
 
 
 class _Penalised(nn.Linear):
@@ -105,21 +105,21 @@ def test_auxiliary_losses_count_alike_in_parts() -> None:
 
 
 def test_minibatches_end_the_run() -> None:
-    found = PlainLoop(recipe(target=None), 0, 1, CPU).train(5, 8)
-    assert found["minibatches"] == 8
-    assert found["seconds_to_target"] is None
+    figures = PlainLoop(recipe(target=None), 0, 1, CPU).train(5, 8)
+    assert figures["minibatches"] == 8
+    assert figures["seconds_to_target"] is None
 
 
 def _metrics_of(way: str) -> dict[str, Any]:
-    rank, workers, made = torch.distributed.get_rank(), 2, recipe()
+    rank, workers, trained = torch.distributed.get_rank(), 2, recipe()
     # Schedule1F1B takes minibatches of one size only.
-    data = made.train.dataset  # type: ignore[attr-defined]
-    made = recipe(train=DataLoader(data, batch_size=8, drop_last=True))
-    layers = [(str(number), layer) for number, layer in enumerate(made.model)]
+    data = trained.train.dataset  # type: ignore[attr-defined]
+    trained = recipe(train=DataLoader(data, batch_size=8, drop_last=True))
+    layers = [(str(number), layer) for number, layer in enumerate(trained.model)]
     ways: dict[str, Callable[[], Baseline]] = {
-        "shared": lambda: DataParallel(made, rank, workers, CPU, parts=4),
-        "own": lambda: DataParallel(made, rank, workers, CPU),
-        "1f1b": lambda: OneFOneB(made, rank, workers, CPU, stages=[layers[:3], layers[3:]], parts=4),
+        "shared": lambda: DataParallel(trained, rank, workers, CPU, parts=4),
+        "own": lambda: DataParallel(trained, rank, workers, CPU),
+        "1f1b": lambda: OneFOneB(trained, rank, workers, CPU, stages=[layers[:3], layers[3:]], parts=4),
     }
     return ways[way]().train(2, None)
 
@@ -130,9 +130,9 @@ def _metrics_of(way: str) -> dict[str, Any]:
 def test_torchs_ways_give_the_plain_loops_weights(way: str) -> None:
     data = recipe().train.dataset  # type: ignore[attr-defined]
     alone = PlainLoop(recipe(train=DataLoader(data, batch_size=8, drop_last=True)), 0, 1, CPU).train(2, None)
-    for found in processes.results(partial(_metrics_of, way), 2):
-        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
-        assert (found["minibatches"], found["samples_per_update"]) == (10, 8)
+    for figures in processes.results(partial(_metrics_of, way), 2):
+        assert figures["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+        assert (figures["minibatches"], figures["samples_per_update"]) == (10, 8)
 
 
 @pytest.mark.slow
@@ -142,9 +142,9 @@ def test_ddp_takes_a_minibatch_a_worker() -> None:
     # 5 minibatches of 8: two updates of 16 an epoch, and the last is left out.
     kept = torch.utils.data.Subset(data, range(32))
     alone = PlainLoop(recipe(train=DataLoader(kept, batch_size=16)), 0, 1, CPU).train(2, None)
-    for found in processes.results(partial(_metrics_of, "own"), 2):
-        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
-        assert found["samples_per_update"] == 16
+    for figures in processes.results(partial(_metrics_of, "own"), 2):
+        assert figures["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+        assert figures["samples_per_update"] == 16
 
 
 class _Branched(nn.Module):
@@ -210,32 +210,32 @@ def test_bad_input(
 def test_profile_with_a_large_spread_is_measured_for_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     layer = SimpleNamespace(forward_spread_s=0.2, backward_spread_s=0.2)
     profile = SimpleNamespace(forward_s=0.4, backward_s=0.4, layers=[layer], save=lambda path: None)
-    asked = []
+    counts = []
 
     def torch_runs(kind: str, workers: int, name: str, *, runs: int, microbatches: int) -> tuple[Path, None]:
         assert microbatches == 4
-        asked.append(runs)
+        counts.append(runs)
         return tmp_path, None
 
     monkeypatch.setattr(comparing.Profile, "load", lambda path: profile)
     runs: Any = SimpleNamespace(torch=torch_runs, folder=tmp_path)
     _, notes = comparing._profiled(runs, 2, 4)
-    assert asked == [10, 40]
+    assert counts == [10, 40]
     assert notes[0].startswith("the profile's seconds vary by 50% (also with 40 runs)")
     layer.forward_spread_s = layer.backward_spread_s = 0.05
     assert comparing._profiled(runs, 2, 4)[1] == ()
-    assert asked == [10, 40, 10]
+    assert counts == [10, 40, 10]
 
 
 def test_predictions_include_what_messages_take_from_compute(tmp_path: Path) -> None:
-    found = tmp_path / "messages.json"
-    found.write_text('{"message_s_per_byte": 1e-6}')
-    runs: Any = SimpleNamespace(torch=lambda *asked, **how: (found, None))
+    cost_file = tmp_path / "messages.json"
+    cost_file.write_text('{"message_s_per_byte": 1e-6}')
+    runs: Any = SimpleNamespace(torch=lambda *names, **how: (cost_file, None))
     profile = pipedream.profile(recipe().model, torch.randn(8, 8), runs=1)
     cluster = pipedream.Cluster.flat(2, 1e9)
     rates = []
-    for one in (profile, comparing._with_message_cost(runs, profile, 2, 1e9)):
-        plan = pipedream.plan(one, cluster, shape="straight", schedule="pipedream")
+    for measured in (profile, comparing._with_message_cost(runs, profile, 2, 1e9)):
+        plan = pipedream.plan(measured, cluster, shape="straight", schedule="pipedream")
         rates.append(comparing._predicted_per_s(plan))
     (message_bytes,) = (stage.output_bytes for stage in plan.stages[:-1])
     assert 8 / rates[1] - 8 / rates[0] == pytest.approx(2e-6 * message_bytes, rel=0.2)
@@ -257,8 +257,8 @@ def test_what_a_byte_takes_from_compute_is_what_it_adds_to_an_update(monkeypatch
     monkeypatch.setattr(torch_baselines, "dist", fake)
     monkeypatch.setattr(torch_baselines, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     loop: Any = SimpleNamespace(step=lambda batches: clock.__setitem__(0, clock[0] + 0.01))
-    found = torch_baselines.message_s_per_byte(loop, None, 0, 2, 1e6)
-    assert found == pytest.approx(1.5e-6, rel=1e-3)
+    seconds = torch_baselines.message_s_per_byte(loop, None, 0, 2, 1e6)
+    assert seconds == pytest.approx(1.5e-6, rel=1e-3)
     assert set(sizes) == {1, 4000}  # 0.4 of what the link carries in 10 ms
 
 
@@ -275,8 +275,8 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     ended = commands.run(*command, folder=tmp_path, timeout_s=400.0)
     assert ended.status == 0, ended.err
     assert ended.orphans == []
-    found = json.loads(ended.out)
-    (link,) = found["links"]
+    comparison = json.loads(ended.out)
+    (link,) = comparison["links"]
     rows = {row["name"]: row for row in link["variants"]}
     assert list(rows) == [
         *("one worker", "DDP", "DDP, accumulating", "torch Schedule1F1B", "data parallel", "1F1B"),
@@ -294,9 +294,9 @@ def test_compares_over_links_of_two_levels(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "runs").iterdir()
     (messages,) = folder.glob("messages*/messages.json")
     assert 0 <= json.loads(messages.read_text())["message_s_per_byte"] < 1e-3
-    assert json.loads((folder / "compare.json").read_text()) == found
+    assert json.loads((folder / "compare.json").read_text()) == comparison
     assert (folder / "compare.svg").is_file()
-    assert found["verdict"] in (folder / "compare.html").read_text().replace("&#x27;", "'")
+    assert comparison["verdict"] in (folder / "compare.html").read_text().replace("&#x27;", "'")
 
 
 @pytest.mark.parametrize(
@@ -332,11 +332,11 @@ def test_more_workers_than_cores_are_emulated(tmp_path: Path) -> None:
         os.sched_setaffinity(0, before)
     assert ended.status == 0, ended.err
     assert ended.orphans == []
-    found = json.loads(ended.out)
-    rows = {row["name"]: row for row in found["links"][0]["variants"]}
-    assert found["emulated"]
-    assert found["verdict"].startswith("With emulated workers over 80 Mbit/s")
-    assert found["notes"][0].startswith("2 workers are more than 1 cores, so they are emulated")
+    comparison = json.loads(ended.out)
+    rows = {row["name"]: row for row in comparison["links"][0]["variants"]}
+    assert comparison["emulated"]
+    assert comparison["verdict"].startswith("With emulated workers over 80 Mbit/s")
+    assert comparison["notes"][0].startswith("2 workers are more than 1 cores, so they are emulated")
     assert rows["one worker"]["seconds_to_target"] is not None
     assert "emulated workers do not have" in rows["torch Schedule1F1B"]["why"]
     for name in ("DDP", "DDP, accumulating", "1F1B"):

@@ -16,7 +16,7 @@ from pipedream import Cluster, PipelineError, Plan, Timeline, simulate
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.plan import depth
 from pipedream.core.plan.stage import Stage
-from pipedream.training.emulate import emulate, emulated_plan
+from pipedream.training.emulate import emulate, scale_plan
 
 
 def plan_of(counts: tuple[int, ...], seconds: float = 0.03) -> Plan:
@@ -46,15 +46,15 @@ def test_dilated_plan_takes_the_dilated_seconds(counts: tuple[int, ...], dilatio
     plan = plan_of(counts)
     # Buckets of sums have a size of their own, so only whole sums scale with the bytes.
     before = simulate(plan, minibatches=12, overlap=False).makespan_s
-    after = simulate(emulated_plan(plan, dilation, byte_scale), minibatches=12, overlap=False).makespan_s
+    after = simulate(scale_plan(plan, dilation, byte_scale), minibatches=12, overlap=False).makespan_s
     assert after == pytest.approx(dilation * before, rel=1e-6)
 
 
 def test_layers_of_a_stage_become_one() -> None:
     plan = plan_of((1, 1))
     wide = replace(plan, stages=(replace(plan.stages[0], last=3), replace(plan.stages[1], first=3, last=9)))
-    found = emulated_plan(wide)
-    assert [(stage.first, stage.last, stage.names) for stage in found.stages] == [
+    emulated = scale_plan(wide)
+    assert [(stage.first, stage.last, stage.names) for stage in emulated.stages] == [
         (0, 1, ("stage0",)),
         (1, 2, ("stage1",)),
     ]
@@ -62,7 +62,7 @@ def test_layers_of_a_stage_become_one() -> None:
 
 def test_emulated_stages_are_no_longer_those_of_the_model() -> None:
     graph = LayerGraph.chain((Layer("transformer.h.0", "Block"), Layer("lm_head", "Linear")))
-    assert emulated_plan(replace(plan_of((1, 1)), graph=graph)).graph is None
+    assert scale_plan(replace(plan_of((1, 1)), graph=graph)).graph is None
 
 
 def test_a_method_that_predicts_is_emulated(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_method_that_predicts_is_emulated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("factors", [{"dilation": 0.0}, {"byte_scale": -1.0}, {"dilation": float("inf")}])
 def test_factors_that_make_no_sense_are_refused(factors: dict[str, float]) -> None:
     with pytest.raises(PipelineError, match="give a positive number"):
-        emulated_plan(plan_of((1,)), **factors)
+        scale_plan(plan_of((1,)), **factors)
 
 
 def test_needs_a_process_a_worker() -> None:
@@ -93,8 +93,8 @@ def test_one_worker_needs_no_others(tmp_path: Path) -> None:
 
 def test_the_plans_own_method_is_emulated(tmp_path: Path) -> None:
     plan = replace(plan_of((1,)), schedule="gpipe", microbatches=2)
-    found = emulate(plan, minibatches=2, out=tmp_path / "run", quiet=True)["configuration"]
-    assert (found["schedule"], found["microbatches"]) == ("gpipe", 2)
+    configuration = emulate(plan, minibatches=2, out=tmp_path / "run", quiet=True)["configuration"]
+    assert (configuration["schedule"], configuration["microbatches"]) == ("gpipe", 2)
 
 
 @pytest.mark.processes
@@ -115,9 +115,9 @@ def test_command_runs_more_workers_than_cores(tmp_path: Path, unit: str) -> None
     measured, predicted = (Timeline.load(tmp_path / "run" / f"{name}.json") for name in ("measured", "predicted"))
     assert {span.rank for span in measured.spans} == {0, 1, 2}
     for kind, seconds in (("F", 0.02), ("B", 0.04), ("U", 0.002)):
-        found = [span.end_s - span.start_s for span in measured.spans if span.kind == kind]
-        assert len(found) >= 8
-        assert min(found) >= seconds * 0.999, f"{kind} is shorter than it was planned"
+        spans_s = [span.end_s - span.start_s for span in measured.spans if span.kind == kind]
+        assert len(spans_s) >= 8
+        assert min(spans_s) >= seconds * 0.999, f"{kind} is shorter than it was planned"
     # The gradients that stage 1 sends back: half of 1 MB each.
     sent = sum(stage["bytes_sent"] for stage in summary["stages"] if stage["stage"] == 1)
     count = 8 if unit == "minibatch" else 32

@@ -45,11 +45,11 @@ def one_of(meshes: tuple[str, ...], **sizes: float) -> Profile:
 
 
 def test_legal_meshes_are_measured() -> None:
-    found = pipedream.profile(model(), torch.randn(5, 8), layout=LAYOUT, meshes="auto:2", runs=1)
-    assert [(rank.mesh, rank.layout) for rank in found.ranks] == [("model:2", "batch:data,d_ff:model")]
-    (note,) = (note for note in found.notes if note.startswith("not measured"))
+    profile = pipedream.profile(model(), torch.randn(5, 8), layout=LAYOUT, meshes="auto:2", runs=1)
+    assert [(rank.mesh, rank.layout) for rank in profile.ranks] == [("model:2", "batch:data,d_ff:model")]
+    (note,) = (note for note in profile.notes if note.startswith("not measured"))
     assert note == "not measured, a rank of data:2: a minibatch of 5 samples cannot be cut over data:2"
-    assert found.ranks[0].layers[0].parameter_bytes < found.layers[0].parameter_bytes
+    assert profile.ranks[0].layers[0].parameter_bytes < profile.layers[0].parameter_bytes
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_legal_meshes_are_measured() -> None:
     ],
 )
 def test_meshes_that_are_not_legal_are_left_out(layout: str, most: int, legal: list[str], why: str) -> None:
-    shapes = {name: tuple(one.shape) for name, one in model().named_parameters()}
-    found = Layout(layout, LAYOUT.names).candidates(shapes, 12, most)
-    assert [mesh.text for mesh, problem in found.items() if not problem] == legal
-    assert any(why in problem for problem in found.values()) or not why
+    shapes = {name: tuple(parameter.shape) for name, parameter in model().named_parameters()}
+    candidates = Layout(layout, LAYOUT.names).candidates(shapes, 12, most)
+    assert [mesh.text for mesh, problem in candidates.items() if not problem] == legal
+    assert any(why in problem for problem in candidates.values()) or not why
 
 
 def test_at_rest_is_a_dimension_too() -> None:
-    found = Layout("batch:data", at_rest="shard").candidates({"weight": (4, 4)}, 8, 4)
-    assert [mesh.text for mesh, why in found.items() if not why] == [
+    candidates = Layout("batch:data", at_rest="shard").candidates({"weight": (4, 4)}, 8, 4)
+    assert [mesh.text for mesh, why in candidates.items() if not why] == [
         "data:2", "shard:2", "data:4", "shard:4", "data:2,shard:2",
     ]  # fmt: skip
 
@@ -86,15 +86,15 @@ def test_none_is_the_plan_without_meshes(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", ["pipedream", *(pytest.param(one, marks=pytest.mark.slow) for one in ("1f1b", "auto"))]
+    "schedule", ["pipedream", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "auto"))]
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_never_slower_than_a_mesh_by_hand(seed: int, schedule: str) -> None:
     """In simulation."""
     draw = random.Random(seed)
     profile, cluster = meshed_profile(draw), Cluster.flat(4, draw.choice([4.0, 100.0]))
-    found = choose(profile, cluster, schedule=schedule, mesh="auto")
-    best_s = found.candidates[0].period_s
+    comparison = choose(profile, cluster, schedule=schedule, mesh="auto")
+    best_s = comparison.candidates[0].period_s
     assert best_s is not None
     for mesh in ("none", *(rank.mesh for rank in profile.ranks)):
         by_hand = choose(profile, cluster, schedule=schedule, mesh=mesh).candidates[0].period_s
@@ -102,8 +102,8 @@ def test_it_is_never_slower_than_a_mesh_by_hand(seed: int, schedule: str) -> Non
         assert best_s <= by_hand * (1 + 1e-9), mesh
 
 
-def kinds_of(found: Comparison) -> dict[str, str]:
-    return {kind: one.config for kind, one in found.kinds().items() if one is not None}
+def kinds_of(comparison: Comparison) -> dict[str, str]:
+    return {kind: candidate.config for kind, candidate in comparison.kinds().items() if candidate is not None}
 
 
 def test_a_layer_that_no_rank_holds_is_planned() -> None:
@@ -111,12 +111,12 @@ def test_a_layer_that_no_rank_holds_is_planned() -> None:
     profile, cluster = one_of(("model:2", "model:4")), Cluster.flat(4, 1e9, memory_bytes=190)
     with pytest.raises(PlanError, match=r"a stage may also be cut over several ranks: plan with mesh='auto' \(--mesh"):
         plan(profile, cluster)
-    found = choose(profile, cluster, schedule="pipedream", mesh="auto")
-    assert [str(mesh) for mesh in found.plan.meshes] == ["model:2", "model:2"]
-    assert (found.plan.config, found.plan.ranks, found.candidates[0].kind) == ("1x2-1x2", 4, "mixed")
-    assert kinds_of(found) == {"tensor": "1x4", "mixed": "1x2-1x2"}
-    assert found.plan.note.startswith("mixed, because the pipeline 1x2-1x2 on the mesh model:2 is the fastest")
-    assert "pipeline: no plan; data: no plan; tensor: one worker on the mesh model:4" in found.plan.note
+    comparison = choose(profile, cluster, schedule="pipedream", mesh="auto")
+    assert [str(mesh) for mesh in comparison.plan.meshes] == ["model:2", "model:2"]
+    assert (comparison.plan.config, comparison.plan.ranks, comparison.candidates[0].kind) == ("1x2-1x2", 4, "mixed")
+    assert kinds_of(comparison) == {"tensor": "1x4", "mixed": "1x2-1x2"}
+    assert comparison.plan.note.startswith("mixed, because the pipeline 1x2-1x2 on the mesh model:2 is the fastest")
+    assert "pipeline: no plan; data: no plan; tensor: one worker on the mesh model:4" in comparison.plan.note
 
 
 def test_without_a_profile_of_meshes_the_refusal_says_how_to_get_one() -> None:

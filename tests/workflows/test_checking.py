@@ -17,7 +17,7 @@ from pipedream import cli
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.units import format_bytes
 from pipedream.workflows.check import check_plan
-from pipedream.workflows.methods import methods_of
+from pipedream.workflows.methods import select_methods
 
 ROWS = tuple(LayerProfile(1.0 + i, 2.0, output_bytes=1000, parameter_bytes=100, activation_bytes=80) for i in range(6))
 CHAIN = Profile.of_chain(ROWS, batch=8, update_s=0.6, optimizer_bytes=60, input_shapes=((8, 5),))
@@ -65,7 +65,7 @@ def put(value: Any, *path: Any) -> Edit:
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from(list(methods_of(allow_asynchronous=True))),
+    st.sampled_from(list(select_methods(allow_asynchronous=True))),
     st.sampled_from(["4", "1-2-1", "2-1", "1-1-1-1"]),
     st.booleans(),
 )
@@ -80,11 +80,11 @@ def test_what_the_planner_makes_is_valid(schedule: str, shape: str, deep: bool) 
     )
     if schedule == "pipedream_2bw" and deep:
         return  # its own split follows the depth
-    found = check_plan(plan, profile=CHAIN)
-    assert found.differences == ()
-    assert found.plan.stages == plan.stages
+    result = check_plan(plan, profile=CHAIN)
+    assert result.differences == ()
+    assert result.plan.stages == plan.stages
     without = check_plan(plan)
-    assert without.score == found.score
+    assert without.score == result.score
     for stage, row in zip(plan.stages[1:], without.plan.stages[1:], strict=True):
         assert stage.peak_bytes == row.peak_bytes
 
@@ -92,9 +92,9 @@ def test_what_the_planner_makes_is_valid(schedule: str, shape: str, deep: bool) 
 def test_a_good_plan_is_predicted(edited: Callable[..., tuple[int, str]]) -> None:
     status, out = edited(nothing, "--json")
     assert status == 0
-    found = json.loads(out)
-    assert (found["config"], found["schedule"], found["differences"]) == ("1-2-1", "pipedream", [])
-    assert found["samples_per_s"] == pytest.approx(8 / found["period_s"])
+    summary = json.loads(out)
+    assert (summary["config"], summary["schedule"], summary["differences"]) == ("1-2-1", "pipedream", [])
+    assert summary["samples_per_s"] == pytest.approx(8 / summary["period_s"])
     status, out = edited(nothing)
     assert "valid: pipedream, free of deadlock" in out
     assert "predicted: " in out

@@ -71,9 +71,9 @@ def test_python_and_the_command_refuse_alike(
     assert str(refused.value).startswith(python)
     file = PROFILE.save(tmp_path / "profile.json")
     assert cli.main(["plan", str(file), "--workers", "2", *flags]) == 2
-    found = capsys.readouterr().err
-    assert found.startswith(f"pipedream: {command}")
-    assert str(refused.value).split(", but ")[1].split(";")[0] in found, "the same reason"
+    flags_error = capsys.readouterr().err
+    assert flags_error.startswith(f"pipedream: {command}")
+    assert str(refused.value).split(", but ")[1].split(";")[0] in flags_error, "the same reason"
 
 
 def test_a_run_takes_a_plan_or_a_shape() -> None:

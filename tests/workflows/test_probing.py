@@ -17,7 +17,7 @@ from two_machines import machines, on_both
 from pipedream import Cluster, PipelineError
 from pipedream.core.hardware.survey import Survey
 from pipedream.slow_links import LINK, Network
-from pipedream.workflows.probe import probe, steps_of
+from pipedream.workflows.probe import choose_steps, probe
 
 __all__ = ["machines"]  # the fixture
 
@@ -32,7 +32,7 @@ def of_widths(widths: tuple[int, ...]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_every_level_gets_what_its_cluster_needs(widths: tuple[int, ...]) -> None:
     groups = of_widths(widths)
-    needed, further = steps_of(groups)
+    needed, further = choose_steps(groups)
     levels = 2 if max(widths) > 1 and len(widths) > 1 else 1
     for level in range(levels):
         assert [step[1] for step in needed if step[0] == "link"].count(level) == 1
@@ -108,11 +108,11 @@ def test_command_writes_the_cluster(tmp_path: Path) -> None:
     arguments = ("probe", "--workers", "2", "--seconds", "1", "-o", "cluster.json", "--json")
     ended = commands.run("-m", "pipedream", *arguments, folder=tmp_path)
     assert ended.status == 0, ended.err
-    found = json.loads(ended.out)
+    summary = json.loads(ended.out)
     cluster = Cluster.load(tmp_path / "cluster.json")
     assert cluster.workers == 2
-    assert found["cluster"]["levels"][0]["bandwidth_bytes_per_s"] == cluster.bandwidth_bytes_per_s
-    assert len(found["measured"]["workers"]) == 2
+    assert summary["cluster"]["levels"][0]["bandwidth_bytes_per_s"] == cluster.bandwidth_bytes_per_s
+    assert len(summary["measured"]["workers"]) == 2
 
 
 @pytest.mark.network
@@ -122,8 +122,8 @@ def test_shaped_link_is_measured_at_its_rate(machines: Network, tmp_path: Path) 
     for host, rate in zip(machines.hosts, rates, strict=True):
         host.namespace.batch("tc", [f"qdisc add dev {LINK} root tbf rate {rate}mbit burst 32kb limit 16mb"])
     arguments = ("-m", "pipedream", "probe", "-o", str(tmp_path / "cluster.json"), "--json")
-    found = json.loads(on_both(machines, "c10d", arguments, tmp_path)[0].out)
-    rows = {(link["sender"], link["receiver"]): link for link in found["measured"]["links"]}
+    summary = json.loads(on_both(machines, "c10d", arguments, tmp_path)[0].out)
+    rows = {(link["sender"], link["receiver"]): link for link in summary["measured"]["links"]}
     for pair, rate in zip(((0, 1), (1, 0)), rates, strict=True):
         assert rows[pair]["alone_bytes_per_s"] == pytest.approx(rate * 1e6 / 8, rel=0.1), pair
     cluster = Cluster.load(tmp_path / "cluster.json")

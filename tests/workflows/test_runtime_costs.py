@@ -31,19 +31,19 @@ def test_a_single_process_measures_itself_once() -> None:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    found = measure_runtime()
+    measured = measure_runtime()
     assert drawn() == expected, "the user's generators were drawn from"
-    assert measure_runtime() is found
-    assert found.costs.op_s + found.costs.message_s + found.costs.update_s > 0
-    assert found.costs.load_s == 0
-    here = found.on_links(Cluster.here(2))
+    assert measure_runtime() is measured
+    assert measured.costs.op_s + measured.costs.message_s + measured.costs.update_s > 0
+    assert measured.costs.load_s == 0
+    here = measured.on_links(Cluster.here(2))
     assert here.link(0)[1] == 0.0
     assert here.memory_bytes == Cluster.here(2).memory_bytes
 
 
 def measured() -> tuple[RuntimeCosts, tuple[float, float]]:
-    found = measure_runtime()
-    return found.costs, found.on_links(Cluster.flat(2)).link(0)
+    runtime = measure_runtime()
+    return runtime.costs, runtime.on_links(Cluster.flat(2)).link(0)
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -37,22 +37,22 @@ def swept() -> Sweep:
 
 def test_rows_agree_with_plan_and_simulate(swept: Sweep) -> None:
     assert len(swept.points) == 2 * 3 * 3
-    for one in swept.points:
-        cluster = pd.Cluster.flat(one.workers, one.bandwidth_bytes_per_s)
-        parallel = one.schedule == DATA_PARALLEL
+    for point in swept.points:
+        cluster = pd.Cluster.flat(point.workers, point.bandwidth_bytes_per_s)
+        parallel = point.schedule == DATA_PARALLEL
         plan = pd.plan(
             CHAIN,
             cluster,
-            schedule="pipedream" if parallel else one.schedule,
+            schedule="pipedream" if parallel else point.schedule,
             shape="data-parallel" if parallel else "pipeline",
         )
-        assert (one.config, one.microbatches) == (plan.config, plan.microbatches)
-        assert one.samples_per_s == pytest.approx(CHAIN.batch / score(plan).period_s)
-        assert one.peak_bytes == max(stage.peak_bytes for stage in plan.stages)
+        assert (point.config, point.microbatches) == (plan.config, plan.microbatches)
+        assert point.samples_per_s == pytest.approx(CHAIN.batch / score(plan).period_s)
+        assert point.peak_bytes == max(stage.peak_bytes for stage in plan.stages)
 
 
 def test_a_split_is_for_the_methods_that_split() -> None:
-    found = sweep(
+    split = sweep(
         CHAIN,
         pd.Cluster.flat(1),
         workers=(2,),
@@ -61,37 +61,37 @@ def test_a_split_is_for_the_methods_that_split() -> None:
         microbatches=2,
         crossovers=False,
     )
-    assert {one.schedule: one.microbatches for one in found.points} == {
+    assert {point.schedule: point.microbatches for point in split.points} == {
         DATA_PARALLEL: 1,
         "pipedream": 1,
         "gpipe": 2,
         "auto": 2,
     }
-    assert all(one.samples_per_s for one in found.points)
+    assert all(point.samples_per_s for point in split.points)
 
 
 def test_a_method_without_a_plan_has_no_crossover() -> None:
     small = pd.Cluster.flat(1, memory_bytes=CHAIN.parameter_bytes)
-    found = sweep(CHAIN, small, workers=(2,), bandwidths=(3e6,), schedules=("pipedream",))
-    assert [one.samples_per_s for one in found.points] == [None, None]
-    assert found.crossovers == ()
+    result = sweep(CHAIN, small, workers=(2,), bandwidths=(3e6,), schedules=("pipedream",))
+    assert [point.samples_per_s for point in result.points] == [None, None]
+    assert result.crossovers == ()
 
 
 @pytest.mark.slow
 def test_the_lead_changes_at_a_crossover(swept: Sweep) -> None:
     assert len(swept.crossovers) == 4
-    for one in swept.crossovers:
-        rate = one.bandwidth_bytes_per_s
+    for crossover in swept.crossovers:
+        rate = crossover.bandwidth_bytes_per_s
         assert rate is not None
-        assert one.below
+        assert crossover.below
         leads = []
         for factor in (0.98, 1.02):
             near = sweep(
                 CHAIN,
                 pd.Cluster.flat(1),
-                workers=(one.workers,),
+                workers=(crossover.workers,),
                 bandwidths=(rate * factor,),
-                schedules=(one.schedule,),
+                schedules=(crossover.schedule,),
                 crossovers=False,
             )
             theirs, ours = (point.samples_per_s or 0.0 for point in near.points)
@@ -106,20 +106,20 @@ def test_a_crossover_by_hand() -> None:
     backward's end: data parallelism takes (8 + 8e5 / B) / 2. They are equal at B = 4e5.
     """
     layers = (LayerProfile(1.0, 2.0, 0, 400_000), LayerProfile(2.0, 3.0, 0, 400_000))
-    found = sweep(
+    result = sweep(
         Profile.of_chain(layers), pd.Cluster.flat(2), workers=(2,), bandwidths=(2e5,), schedules=("pipedream",)
     )
-    rows = {one.schedule: one.samples_per_s for one in found.points}
+    rows = {point.schedule: point.samples_per_s for point in result.points}
     assert rows["pipedream"] == pytest.approx(1 / 5)
     assert rows[DATA_PARALLEL] == pytest.approx(1 / 6)
-    (crossing,) = found.crossovers
+    (crossing,) = result.crossovers
     assert crossing.bandwidth_bytes_per_s == pytest.approx(4e5, rel=0.01)
     assert crossing.below
     assert str(crossing).startswith("2 workers: pipedream is faster than data parallelism below ")
 
 
 def test_a_point_without_a_plan_is_a_row_with_the_reason() -> None:
-    found = sweep(
+    result = sweep(
         CHAIN,
         pd.Cluster.flat(1, memory_bytes=45_000),
         workers=(2, 3),
@@ -127,9 +127,9 @@ def test_a_point_without_a_plan_is_a_row_with_the_reason() -> None:
         schedules=("1f1b",),
         crossovers=False,
     )
-    assert [one.samples_per_s is None for one in found.points] == [True, False, True, False]
-    assert "fits" in found.points[0].why
-    assert "-  (none of the data-parallel plans fits" in str(found)
+    assert [point.samples_per_s is None for point in result.points] == [True, False, True, False]
+    assert "fits" in result.points[0].why
+    assert "-  (none of the data-parallel plans fits" in str(result)
     with pytest.raises(ScheduleError, match="not known"):
         sweep(CHAIN, pd.Cluster.flat(1), workers=(2,), bandwidths=(1e3,), schedules=("dream",))
     with pytest.raises(PlanError, match="at least one worker count"):
@@ -147,17 +147,21 @@ def test_the_picture_holds_every_point_in_its_frame(swept: Sweep) -> None:
             assert 0 <= x <= width
             assert 0 <= y <= height
     titles = [title.text for title in tree.iter(f"{SVG}title")]
-    drawn = [one for one in swept.crossovers if one.bandwidth_bytes_per_s and one.bandwidth_bytes_per_s > 300]
-    assert [str(one) in titles for one in drawn] == [True] * len(drawn)
+    drawn = [
+        crossover
+        for crossover in swept.crossovers
+        if crossover.bandwidth_bytes_per_s and crossover.bandwidth_bytes_per_s > 300
+    ]
+    assert [str(crossover) in titles for crossover in drawn] == [True] * len(drawn)
     assert "<script" not in sweep_page(swept)
-    assert all(str(one) in sweep_page(swept) for one in swept.crossovers)
+    assert all(str(crossover) in sweep_page(swept) for crossover in swept.crossovers)
 
 
 def test_one_bandwidth_is_drawn_over_the_workers() -> None:
-    found = sweep(
+    result = sweep(
         CHAIN, pd.Cluster.flat(1), workers=(1, 2, 4), bandwidths=(1e3,), schedules=("naive",), crossovers=False
     )
-    words = [one.text for one in ElementTree.fromstring(sweep_svg(found)).iter(f"{SVG}text")]
+    words = [element.text for element in ElementTree.fromstring(sweep_svg(result)).iter(f"{SVG}text")]
     assert "by workers, at 1 kB/s" in words
     assert {"1", "2", "4"} <= set(words)
 
@@ -167,14 +171,14 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = ["sweep", str(tmp_path / "profile.json"), "--workers", "2,3", "--bandwidth", "300,3kB/s"]
     plot = tmp_path / "sweep.svg"
     assert cli.main([*command, "--schedule", "pipedream,1f1b", "--json", "--plot", str(plot)]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert [(row["workers"], row["bandwidth_bytes_per_s"], row["schedule"]) for row in found["rows"]] == [
+    summary = json.loads(capfd.readouterr().out)
+    assert [(row["workers"], row["bandwidth_bytes_per_s"], row["schedule"]) for row in summary["rows"]] == [
         (count, rate, name)
         for count in (2, 3)
         for rate in (300.0, 3e3)
         for name in (DATA_PARALLEL, "pipedream", "1f1b")
     ]
-    assert {row["schedule"] for row in found["crossovers"]} == {"pipedream", "1f1b"}
+    assert {row["schedule"] for row in summary["crossovers"]} == {"pipedream", "1f1b"}
     assert plot.read_text().startswith("<svg")
     assert cli.main([*command, "--plot", str(tmp_path / "sweep.jpg")]) == 2
     assert "name.svg or name.html" in capfd.readouterr().err

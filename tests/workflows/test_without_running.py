@@ -35,9 +35,9 @@ print(json.dumps({"statuses": statuses, "cpu_s": usage.ru_utime + usage.ru_stime
 
 def few_blocks(count: int, **options: str) -> Profile:
     """Returns the profile of the example with so many blocks."""
-    made = load_recipe(str(LLAMA))
-    model = made.model[: 1 + count].append(made.model[-2]).append(made.model[-1])
-    return pipedream.profile(model, made.train[0][0], device="meta", as_device="H100", **options)
+    llama = load_recipe(str(LLAMA))
+    model = llama.model[: 1 + count].append(llama.model[-2]).append(llama.model[-1])
+    return pipedream.profile(model, llama.train[0][0], device="meta", as_device="H100", **options)
 
 
 def test_blocks_of_the_llama_by_hand() -> None:
@@ -66,10 +66,10 @@ def test_llama_is_profiled_and_planned_within_a_minute_and_4_gib(tmp_path: Path)
         [sys.executable, "-c", PROGRAM, str(LLAMA)], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["statuses"] == [0, 2, 0]
-    assert found["cpu_s"] < 60
-    assert found["peak_kib"] < 4 * 2**20
+    usage = json.loads(done.stdout.splitlines()[-1])
+    assert usage["statuses"] == [0, 2, 0]
+    assert usage["cpu_s"] < 60
+    assert usage["peak_kib"] < 4 * 2**20
     # Versions of the weights for all that is in flight: too much, and the planner says by how much.
     assert "fits" in done.stderr
     assert "a worker has 80.0 GB" in done.stderr
@@ -116,7 +116,7 @@ def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--as", "A100"], "--device cpu was given with --as A100"),
         (["--device", "meta", "--as", "abacus"], "RTX-4090"),
@@ -124,9 +124,9 @@ def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.Capture
         (["--device", "moon"], "meta"),
     ],
 )
-def test_command_refuses(options: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_refuses(options: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", str(EXAMPLES / "digits.py"), *options]) == 2
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 def test_command_plans_for_unlike_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_command_plans_for_unlike_devices(tmp_path: Path, capfd: pytest.CaptureF
     assert "joins 4" in capfd.readouterr().err
     assert cli.main(["plan", profile, "--devices", "2xabacus"]) == 2
     assert "RTX-4090" in capfd.readouterr().err
-    own = Profile.load(profile)
-    own.__class__(**{**own.__dict__, "device": "cpu: EPYC"}).save(profile)
+    measured = Profile.load(profile)
+    measured.__class__(**{**measured.__dict__, "device": "cpu: EPYC"}).save(profile)
     assert cli.main(["plan", profile, "--devices", "2xV100"]) == 2
     assert "datasheet" in capfd.readouterr().err

@@ -34,12 +34,12 @@ def check(
     Example:
       pipedream check digits.plan.json --profile digits.profile.json
     """
-    known = None if profile is None else profile_of(profile)
-    found = check_plan(Plan.load(plan), profile=known, schedule=schedule, microbatches=microbatches)
+    model_profile = None if profile is None else profile_of(profile)
+    result = check_plan(Plan.load(plan), profile=model_profile, schedule=schedule, microbatches=microbatches)
     if not as_json:
-        print(found)
+        print(result)
         return
-    checked = found.plan
+    checked = result.plan
     print_json(
         {
             "config": checked.config,
@@ -47,10 +47,10 @@ def check(
             "microbatches": checked.microbatches,
             "in_flight": list(checked.in_flight),
             "update_delay": list(checked.update_delay),
-            "differences": list(found.differences),
-            "period_s": found.score.period_s,
-            "samples_per_s": found.samples_per_s,
-            "bubble": found.score.bubble,
+            "differences": list(result.differences),
+            "period_s": result.score.period_s,
+            "samples_per_s": result.samples_per_s,
+            "bubble": result.score.bubble,
             "stages": [
                 {"first": stage.first, "last": stage.last, "replicas": stage.replicas, "peak_bytes": stage.peak_bytes}
                 for stage in checked.stages

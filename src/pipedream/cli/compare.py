@@ -87,14 +87,14 @@ def compare(
     """
     from pipedream.training.compare import COMPARED, compare_recipe
 
-    widths, links = _widths(hosts), [_rates(text) for text in link or ()]
+    widths, links = _parse_hosts(hosts), [_parse_link(text) for text in link or ()]
     if hosts is not None and not links:
         raise PlanError("--hosts was given without --link; give the rates of the links, or leave it out")
     if workers is None and hosts is not None:
         workers = widths[0] * widths[1]
     if not Path(recipe).is_file():
         raise PlanError(f"the recipe {recipe} does not exist; give the path of a Python file")
-    found = compare_recipe(
+    comparison = compare_recipe(
         recipe,
         tuple(schedule or COMPARED),
         TrainingOptions(
@@ -114,12 +114,12 @@ def compare(
         progress=lambda line: None if as_json else print(line, file=sys.stderr, flush=True),
     )
     if as_json:
-        print_json({"verdict": found.verdict} | dict(encode(found)))
+        print_json({"verdict": comparison.verdict} | dict(encode(comparison)))
     else:
-        print(f"\n{found}")
+        print(f"\n{comparison}")
 
 
-def _widths(hosts: str | None) -> tuple[int, ...]:
+def _parse_hosts(hosts: str | None) -> tuple[int, ...]:
     """Reads --hosts: workers of a host, hosts."""
     if hosts is None:
         return ()
@@ -129,7 +129,7 @@ def _widths(hosts: str | None) -> tuple[int, ...]:
     return int(match[2]), int(match[1])
 
 
-def _rates(text: str) -> tuple[float, ...]:
+def _parse_link(text: str) -> tuple[float, ...]:
     """Reads --link: bytes/s of each level."""
     try:
         return tuple(parse_rate(word) for word in text.split(","))

@@ -47,17 +47,19 @@ def emulate(
     Example:
       pipedream emulate digits.plan.json --dilation 10
     """
-    given = Plan.load(plan)
-    if workers not in (None, given.workers):
-        raise PlanError(f"{workers} workers were asked for, the plan {given.config} has {given.workers}; give as many")
+    chosen = Plan.load(plan)
+    if workers not in (None, chosen.workers):
+        raise PlanError(
+            f"{workers} workers were asked for, the plan {chosen.config} has {chosen.workers}; give as many"
+        )
     check_factor("dilation", dilation)  # before workers are started
     check_factor("byte scale", byte_scale)
-    if not is_worker() and given.workers > 1:
-        start_workers(given.workers)
+    if not is_worker() and chosen.workers > 1:
+        start_workers(chosen.workers)
     from pipedream.training.emulate import emulate as emulated
 
     summary = emulated(
-        given,
+        chosen,
         schedule=schedule,
         microbatches=microbatches,
         minibatches=minibatches,

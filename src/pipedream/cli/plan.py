@@ -162,13 +162,13 @@ def plan(
         "mesh": "" if mesh == "none" else mesh,
     }
     check_flags(**options, explain=explain, batch=batch, PROFILE=profile)
-    given = read_profile(profile)
-    kinds = kinds_of(devices, given)
+    model_profile = read_profile(profile)
+    kinds = kinds_of(devices, model_profile)
     widths = workers or ([str(sum(kind.count for kind in kinds))] if kinds and cluster is None else [])
     joined = with_kinds(cluster_of(cluster, widths, bandwidth or [], latency, memory), kinds)
-    answer = _answer(given, joined, options, name=profile.stem, batch=batch)
+    answer = _plan(model_profile, joined, options, name=profile.stem, batch=batch)
     if output is not None and output.suffix == ".txt":
-        text = given if isinstance(given, GraphText) else GraphText.of(given)
+        text = model_profile if isinstance(model_profile, GraphText) else GraphText.of(model_profile)
         text.with_stages(stage.names for stage in answer.plan.stages).save(output)
     elif output is not None:
         answer.plan.save(output)
@@ -203,30 +203,30 @@ class _Answer:
     compared: Comparison | None = None
 
     def as_json(self) -> dict[str, Any]:
-        found, compared = self.plan, self.compared
+        plan, compared = self.plan, self.compared
         chosen = compared.candidates[0] if compared else None
         simulated_s = chosen.period_s if chosen else None
         period_s = simulated_s or self.slowest_stage_s
         return {
             "verdict": compared.verdict if compared else None,
-            "config": found.config,
+            "config": plan.config,
             "kind": chosen.kind if chosen else None,
             "kinds": encode(compared.kinds()) if compared else {},
-            "ranks": found.ranks,
+            "ranks": plan.ranks,
             "slowest_stage_s": self.slowest_stage_s,
             "simulated_s": simulated_s,
             "samples_per_update": chosen.samples_per_update if chosen else None,
             "speedup_over_one_worker": self.alone_s / period_s if period_s else None,
             "speedup_over_data_parallel": self.parallel_s / period_s if period_s else None,
             "planning_s": self.planning_s,
-            "in_flight": list(found.in_flight),
-            "update_delay": list(found.update_delay),
-            "schedule": found.schedule,
-            "microbatches": found.microbatches,
-            "note": found.note,
-            "bound_s": found.bound_s,
-            "gap": found.gap,
-            "order": list(found.order),
+            "in_flight": list(plan.in_flight),
+            "update_delay": list(plan.update_delay),
+            "schedule": plan.schedule,
+            "microbatches": plan.microbatches,
+            "note": plan.note,
+            "bound_s": plan.bound_s,
+            "gap": plan.gap,
+            "order": list(plan.order),
             "candidates": encode(compared.candidates) if compared else [],
             "references": encode(compared.references) if compared else [],
             "stages": [
@@ -236,43 +236,43 @@ class _Answer:
                     "last": stage.last,
                     "replicas": stage.replicas,
                     "mesh": stage.mesh,
-                    "devices": [found.cluster.devices[worker] for worker in found.workers_of(s)],
+                    "devices": [plan.cluster.devices[worker] for worker in plan.workers_of(s)],
                     "recompute": stage.recompute,
                     "compute_s": stage.compute_s,
                     "peak_bytes": stage.peak_bytes,
                     "memory": encode(stage.memory),
                 }
-                for s, stage in enumerate(found.stages)
+                for s, stage in enumerate(plan.stages)
             ],
         }
 
 
-def _answer(
-    given: Profile | GraphText, cluster: Cluster, options: dict[str, Any], *, name: str, batch: int | None
+def _plan(
+    profile: Profile | GraphText, cluster: Cluster, options: dict[str, Any], *, name: str, batch: int | None
 ) -> _Answer:
     """`name` and `batch` are for a graph.txt, which has none."""
     began = time.perf_counter()
     if options["cost_model"] == "classic":
         answer = planning.classic(
-            given,
+            profile,
             cluster,
             straight=options["shape"] == "straight",
             schedule=options["schedule"],
             in_flight=options["in_flight"],
         )
-        found = answer.plan if isinstance(given, Profile) else replace(answer.plan, model=name)
+        plan = answer.plan if isinstance(profile, Profile) else replace(answer.plan, model=name)
         times = (answer.slowest_stage_s, answer.one_worker_s, answer.data_parallel_s)
-        return _Answer(found, *times, planning_s=time.perf_counter() - began)
-    known = given.profile(name) if isinstance(given, GraphText) else given
+        return _Answer(plan, *times, planning_s=time.perf_counter() - began)
+    measured = profile.profile(name) if isinstance(profile, GraphText) else profile
     if batch is not None:
-        known = replace(known, batch=batch)
-    compared = planning.choose(known, cluster, **options)
-    found = compared.plan
+        measured = replace(measured, batch=batch)
+    compared = planning.choose(measured, cluster, **options)
+    plan = compared.plan
     return _Answer(
-        found,
-        found.slowest_stage_s,
-        known.forward_s + known.backward_s + known.update_s + known.loss_s,
-        planning.plan(known, cluster.unlimited(), shape="data-parallel").slowest_stage_s,
+        plan,
+        plan.slowest_stage_s,
+        measured.forward_s + measured.backward_s + measured.update_s + measured.loss_s,
+        planning.plan(measured, cluster.unlimited(), shape="data-parallel").slowest_stage_s,
         time.perf_counter() - began,
         compared,
     )

@@ -35,7 +35,7 @@ from pipedream.report.text import grid
 from pipedream.schedules import Run
 from pipedream.verifier import verify
 from pipedream.workflows.claims import check_claims
-from pipedream.workflows.methods import asked_of
+from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate
 
 _USUAL_MICROBATCHES = 8  # of a picture
@@ -106,7 +106,7 @@ def show(
     if name.endswith(".json"):
         check_flags(PLAN=name, stages=stages, chunks=chunks, forward_s=forward_s, backward_s=backward_s)
         chosen = depth_of_plan(Plan.load(name), in_flight)
-        method, split = asked_of(chosen, schedule)
+        method, split = resolve_method(chosen, schedule)
         run = schedules.run_of(method, chosen, microbatches, minibatches, split=split, usual=_USUAL_MICROBATCHES)
     elif schedule is not None:
         raise PlanError(f"--schedule {schedule} was given with the method {name}; give one of them, or a plan's file")

@@ -33,7 +33,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.report.files import save_picture
 from pipedream.report.svg import timeline_svg
 from pipedream.report.trace import save_trace
-from pipedream.workflows.methods import asked_of
+from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate as simulated
 
 _EQUAL, _TIMES = "Equal stages in place of a plan", "Variations"
@@ -149,10 +149,10 @@ def simulate(
             transfer_s or 0.0,
         )
         chosen = schedules.uniform(schedule or "pipedream", uniform, *seconds, chunks=chunks)
-        chosen = _sharing(chosen).with_depth(depth_of(in_flight))
+        chosen = _share_workers(chosen).with_depth(depth_of(in_flight))
     else:
         raise PlanError("there is nothing to simulate; give a plan's file or --uniform P")
-    name, split = asked_of(chosen, schedule)
+    name, split = resolve_method(chosen, schedule)
     run = schedules.run_of(name, chosen, microbatches, minibatches, split=split)
     timeline = simulated(
         chosen,
@@ -160,7 +160,7 @@ def simulate(
         minibatches=run.minibatches,
         weight_s=weight_s,
         jitter=jitter,
-        slow=dict(_slow(text) for text in slow or ()),
+        slow=dict(_parse_slow(text) for text in slow or ()),
         seed=seed,
         overlap=overlap,
     )
@@ -171,31 +171,33 @@ def simulate(
         write_text(csv, timeline.to_csv())
     if trace is not None:
         save_trace(timeline, trace)
-    found = metrics.run_metrics(timeline)
+    run_metrics = metrics.run_metrics(timeline)
     if as_json:
-        print_json(_summary(run, found))
+        print_json(_summarize(run, run_metrics))
         return
-    print(found)
+    print(run_metrics)
     print_length(run, microbatches, minibatches)
     print_chunks(run)
     if picture:
         print_grid(timeline)
 
 
-def _sharing(plan: Plan) -> Plan:
+def _share_workers(plan: Plan) -> Plan:
     """Returns equal stages whose workers take the seconds of one stage each, so that all methods run one model."""
     share = plan.workers / len(plan.stages)
-    stages = (replace(one, forward_s=one.forward_s * share, backward_s=one.backward_s * share) for one in plan.stages)
+    stages = (
+        replace(stage, forward_s=stage.forward_s * share, backward_s=stage.backward_s * share) for stage in plan.stages
+    )
     return replace(plan, stages=tuple(stages))
 
 
-def _summary(run: schedules.Run, found: metrics.Metrics) -> dict[str, Any]:
+def _summarize(run: schedules.Run, run_metrics: metrics.Metrics) -> dict[str, Any]:
     return {
         "microbatches": run.schedule.microbatches,
         "minibatches": run.minibatches,
-        "makespan_s": found.makespan_s,
-        "bubble": found.bubble,
-        "throughput_per_s": found.throughput_per_s,
+        "makespan_s": run_metrics.makespan_s,
+        "bubble": run_metrics.bubble,
+        "throughput_per_s": run_metrics.throughput_per_s,
         "per_rank": [
             {
                 "busy_s": row.busy_s,
@@ -204,12 +206,12 @@ def _summary(run: schedules.Run, found: metrics.Metrics) -> dict[str, Any]:
                 "peak_bytes": row.peak_bytes,
                 "staleness": row.staleness,
             }
-            for row in found.per_rank
+            for row in run_metrics.per_rank
         ],
     }
 
 
-def _slow(text: str) -> tuple[int, float]:
+def _parse_slow(text: str) -> tuple[int, float]:
     rank, _, factor = text.partition("=")
     try:
         return int(rank), float(factor)

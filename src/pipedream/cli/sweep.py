@@ -73,7 +73,7 @@ def sweep(
     Example:
       pipedream sweep digits.profile.json --workers 2,4 --bandwidth 1e8,1e9
     """
-    counts = _values(workers)
+    counts = _split_values(workers)
     if not counts or not all(count.isdecimal() and int(count) > 0 for count in counts):
         raise PlanError(f"a sweep over --workers {','.join(counts) or '(none)'} was asked for; write --workers 2,4,8")
     check_outputs(plot=plot)
@@ -84,17 +84,17 @@ def sweep(
     if plot is not None and plot.suffix != ".html":
         check_picture(plot)
     try:
-        rates = [units.parse_rate(rate) for rate in _values(bandwidth or []) or ["1.25e9"]]
+        rates = [units.parse_rate(rate) for rate in _split_values(bandwidth or []) or ["1.25e9"]]
         size = None if memory is None else units.parse_bytes(memory)
         cluster = Cluster((Level(int(counts[0]), rates[0], latency),), size)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    found = sweeping.sweep(
+    result = sweeping.sweep(
         profile_of(profile),
         cluster,
         workers=sorted({int(count) for count in counts}),
         bandwidths=sorted(set(rates)),
-        schedules=_values([schedule]),
+        schedules=_split_values([schedule]),
         microbatches=microbatches,
         in_flight=depth_of(in_flight),
         shape=shape_of(straight=straight, data_parallel=data_parallel, config=config) or "pipeline",
@@ -102,14 +102,14 @@ def sweep(
     )
     if plot is not None:
         if plot.suffix == ".html":
-            write_text(plot, sweep_page(found))
+            write_text(plot, sweep_page(result))
         else:
-            save_picture(sweep_svg(found), plot)
+            save_picture(sweep_svg(result), plot)
     if as_json:
-        print_json({"rows": encode(found.points), "crossovers": encode(found.crossovers)})
+        print_json({"rows": encode(result.points), "crossovers": encode(result.crossovers)})
     else:
-        print(found)
+        print(result)
 
 
-def _values(texts: list[str]) -> list[str]:
+def _split_values(texts: list[str]) -> list[str]:
     return [word for text in texts for word in listed(text) if word]

@@ -323,12 +323,12 @@ def train(
     with importing_torch():
         from pipedream.recipe import Recipe, load_recipe
         from pipedream.training.train import train_recipe
-        from pipedream.workflows.prepare import phases_of
+        from pipedream.workflows.prepare import read_run_phases
 
     def make(chosen: int) -> Recipe:
         found = load_recipe(recipe, seed=chosen)
         if elastic and phases is None and schedule is None and found.phases:
-            for phase in phases_of(None, None, found.phases):
+            for phase in read_run_phases(None, None, found.phases):
                 _check_elastic(phase.schedule, int(os.environ.get("WORLD_SIZE", "1")), min_workers, chunks)
         return found
 

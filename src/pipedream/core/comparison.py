@@ -58,17 +58,17 @@ class OverLink:
     @property
     def link(self) -> str:
         """The rates in words."""
-        return ", ".join(map(link_text, self.bytes_per_s)) or "this machine's own links"
+        return ", ".join(map(format_link, self.bytes_per_s)) or "this machine's own links"
 
     def fastest(self) -> Variant | None:
         """Returns the variant with most samples per second."""
-        ran = [one for one in self.variants if one.samples_per_s]
-        return max(ran, key=lambda one: one.samples_per_s or 0.0, default=None)
+        ran = [variant for variant in self.variants if variant.samples_per_s]
+        return max(ran, key=lambda variant: variant.samples_per_s or 0.0, default=None)
 
-    def of_ddp(self, one: Variant) -> float | None:
+    def of_ddp(self, variant: Variant) -> float | None:
         """Returns a variant's samples per second over those of DDP."""
         ddp = next((other.samples_per_s for other in self.variants if other.name == DDP), None)
-        return None if not ddp or one.samples_per_s is None else one.samples_per_s / ddp
+        return None if not ddp or variant.samples_per_s is None else variant.samples_per_s / ddp
 
     def verdict(self) -> str:
         """Says what to use over this link, compared with DDP."""
@@ -81,7 +81,7 @@ class OverLink:
             return f"{where} one worker alone is the fastest"
         if (ratio := self.of_ddp(best)) is None:
             return f"{where} {best.name} is the fastest"
-        return f"{where} {best.name} trains {ratio_text(ratio)} times{_MEANING}"
+        return f"{where} {best.name} trains {format_ratio(ratio)} times{_MEANING}"
 
 
 @dataclass(frozen=True)
@@ -117,40 +117,45 @@ class RecipeComparison:
     @property
     def heads(self) -> tuple[str, ...]:
         """The columns of `row`."""
-        names = dict.fromkeys(name for link in self.links for one in link.variants for name in one.metrics)
+        names = dict.fromkeys(name for link in self.links for variant in link.variants for name in variant.metrics)
         return (
             "variant", "plan", "samples/s", "predicted", "of DDP", "samples/update", "bytes/sample", "bubble", "peak",
             "s to target", *names,
         )  # fmt: skip
 
-    def row(self, link: OverLink, one: Variant) -> tuple[str, ...]:
+    def row(self, link: OverLink, variant: Variant) -> tuple[str, ...]:
         """Returns a variant's figures in words, as many as `heads`; '-' where one is not known."""
-        share = link.of_ddp(one)
+        share = link.of_ddp(variant)
         return (
-            one.name,
-            one.plan or "-",
-            _number(one.samples_per_s),
-            _number(one.predicted_per_s),
+            variant.name,
+            variant.plan or "-",
+            _format(variant.samples_per_s),
+            _format(variant.predicted_per_s),
             "-" if share is None else f"{share:.2f}",
-            _number(one.samples_per_update),
-            "-" if one.bytes_per_sample is None else format_bytes(one.bytes_per_sample),
-            "-" if one.bubble is None else f"{one.bubble:.1%}",
-            "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
-            _number(one.seconds_to_target),
-            *(_number(one.metrics.get(name)) for name in self.heads[10:]),
+            _format(variant.samples_per_update),
+            "-" if variant.bytes_per_sample is None else format_bytes(variant.bytes_per_sample),
+            "-" if variant.bubble is None else f"{variant.bubble:.1%}",
+            "-" if variant.peak_bytes is None else format_bytes(variant.peak_bytes),
+            _format(variant.seconds_to_target),
+            *(_format(variant.metrics.get(name)) for name in self.heads[10:]),
         )
 
     def reasons(self) -> tuple[str, ...]:
         """Returns a sentence for each figure that is missing on purpose, and the notes."""
-        found = [f"{one.name} did not run: {one.why}" for link in self.links for one in link.variants if one.why]
+        reasons = [
+            f"{variant.name} did not run: {variant.why}"
+            for link in self.links
+            for variant in link.variants
+            if variant.why
+        ]
         if self.target is None:
-            found.append('no seconds to a target: the recipe has none; give it one, as in target=("accuracy", 0.97)')
-        return (*dict.fromkeys(found), *self.notes)
+            reasons.append('no seconds to a target: the recipe has none; give it one, as in target=("accuracy", 0.97)')
+        return (*dict.fromkeys(reasons), *self.notes)
 
     def __str__(self) -> str:
         parts = []
         for link in self.links:
-            rows = [self.heads, *(self.row(link, one) for one in link.variants)]
+            rows = [self.heads, *(self.row(link, variant) for variant in link.variants)]
             widths = [max(len(row[column]) for row in rows) for column in range(len(self.heads))]
             lines = [
                 "  ".join(
@@ -164,10 +169,10 @@ class RecipeComparison:
         return "\n\n".join([*parts, "\n".join([*notes, self.verdict])])
 
 
-def link_text(bytes_per_s: float) -> str:
+def format_link(bytes_per_s: float) -> str:
     """Returns a rate in bits, as networks are sold.
 
-    >>> link_text(50e6), link_text(1.25e9)
+    >>> format_link(50e6), format_link(1.25e9)
     ('400 Mbit/s', '10 Gbit/s')
     """
     bits = 8 * bytes_per_s
@@ -177,15 +182,15 @@ def link_text(bytes_per_s: float) -> str:
     return f"{bits:.3g} bit/s"
 
 
-def ratio_text(ratio: float) -> str:
+def format_ratio(ratio: float) -> str:
     """Returns a ratio, never rounded up.
 
-    >>> ratio_text(4.28), ratio_text(0.478)
+    >>> format_ratio(4.28), format_ratio(0.478)
     ('4.2', '0.47')
     """
     digits = 1 if ratio >= 1 else 2
     return f"{math.floor(ratio * 10**digits + 1e-9) / 10**digits:.{digits}f}"
 
 
-def _number(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "-" if value is None else format_number(value)

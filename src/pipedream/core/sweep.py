@@ -65,23 +65,23 @@ class Sweep(Tabular):
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each point."""
-        return [asdict(one) for one in self.points]
+        return [asdict(point) for point in self.points]
 
     def __repr__(self) -> str:
-        methods = len({one.schedule for one in self.points})
+        methods = len({point.schedule for point in self.points})
         return f"<Sweep of {self.model}: {methods} methods, {len(self.points)} points>"
 
     def __str__(self) -> str:
         head = f"{'workers':>7}  {'bandwidth':>10}  {'method':<24}  {'plan':<12}  {'m':>3}  {'samples/s':>9}  "
         lines = [f"{head}{'bubble':>6}  {'peak':>9}"]
-        for one in self.points:
-            start = f"{one.workers:>7}  {format_rate(one.bandwidth_bytes_per_s):>10}  {one.schedule:<24}  "
-            if one.samples_per_s is None or one.bubble is None:
-                lines.append(f"{start}-  ({one.why.split(';')[0]})")
+        for point in self.points:
+            start = f"{point.workers:>7}  {format_rate(point.bandwidth_bytes_per_s):>10}  {point.schedule:<24}  "
+            if point.samples_per_s is None or point.bubble is None:
+                lines.append(f"{start}-  ({point.why.split(';')[0]})")
             else:
                 lines.append(
-                    f"{start}{one.config:<12}  {one.microbatches:>3}  {format_number(one.samples_per_s):>9}  "
-                    f"{one.bubble:>6.1%}  "
-                    f"{format_bytes(one.peak_bytes):>9}"
+                    f"{start}{point.config:<12}  {point.microbatches:>3}  {format_number(point.samples_per_s):>9}  "
+                    f"{point.bubble:>6.1%}  "
+                    f"{format_bytes(point.peak_bytes):>9}"
                 )
         return "\n".join([*lines, "", *map(str, self.crossovers)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from pipedream.core.comparison import ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant, link_text, ratio_text
+from pipedream.core.comparison import ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant, format_link, format_ratio
 from pipedream.report.axis import figure, length, log_ticks
 from pipedream.report.html_tables import table
 from pipedream.report.style import COLOURS, LINES, line_style, page_style
@@ -53,7 +53,7 @@ def comparison_svg(found: RecipeComparison, *, standalone: bool = True) -> str:
         return bottom - _HEIGHT * math.log(value / low) / math.log(high / low)
 
     def words(value: float) -> str:
-        return f"{ratio_text(value)}x" if is_ratio else figure(value)
+        return f"{format_ratio(value)}x" if is_ratio else figure(value)
 
     parts = [f"<style>{line_style()}</style>", text(16, 30, title, size=17, weight=600)]
     note = "samples per second over those of DDP over the same link; both axes logarithmic"
@@ -64,7 +64,7 @@ def comparison_svg(found: RecipeComparison, *, standalone: bool = True) -> str:
         parts.append(text(_LEFT - 8, up(mark) + 4, label, colour="faint", size=12, anchor="end"))
     for rate in rates:
         parts.append(_grid(across(rate), _TOP, across(rate), bottom + 4))
-        parts.append(text(across(rate), bottom + 20, link_text(rate), size=12, anchor="middle"))
+        parts.append(text(across(rate), bottom + 20, format_link(rate), size=12, anchor="middle"))
     parts.append(text(_LEFT + _WIDTH / 2, bottom + 40, "link rate", colour="faint", size=12, anchor="middle"))
     # Methods of this library first: they have the first colours, and thick lines.
     names = sorted(lines, key=lambda name: (name == ONE_WORKER, name in TORCH))

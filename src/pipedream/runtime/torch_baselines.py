@@ -248,7 +248,9 @@ class DataParallel(PlainLoop):
         inputs, targets = self._read(self._recipe.first_batch())
         with torch.random.fork_rng(devices=[]):
             torch.autograd.backward(self._loss.value(self._forward(tried.train(), inputs), targets))
-        unused = [name for name, one in tried.named_parameters() if one.requires_grad and one.grad is None]
+        unused = [
+            name for name, parameter in tried.named_parameters() if parameter.requires_grad and parameter.grad is None
+        ]
         if unused:
             some = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
             raise RecipeError(
@@ -261,7 +263,9 @@ class DataParallel(PlainLoop):
 
     def _kept_bytes(self) -> int:
         # The buckets hold each gradient once more.
-        return super()._kept_bytes() + sum(one.nbytes for one in self._parameters if one.requires_grad)
+        return super()._kept_bytes() + sum(
+            parameter.nbytes for parameter in self._parameters if parameter.requires_grad
+        )
 
     def _updates(self, epoch: int, order: DataOrder) -> Iterator[Sequence[Any]]:
         if self._reads_all:
@@ -274,8 +278,8 @@ class DataParallel(PlainLoop):
                     yield [minibatch.batch]
             return
         with _open(loader, order, epoch) as reader:
-            while len(found := list(islice(reader, self._workers))) == self._workers:
-                yield [found[self._rank].batch]
+            while len(minibatches := list(islice(reader, self._workers))) == self._workers:
+                yield [minibatches[self._rank].batch]
 
     def _backward(self, batches: Sequence[Any]) -> None:
         parts = self._parts_of(batches[0])
@@ -339,10 +343,10 @@ class OneFOneB(Baseline):
         with self._autocast():
             for number, layers in enumerate(stages[: self._rank + 1]):
                 module = nn.Sequential(*[module for _, module in layers])
-                modes = {one: one.training for one in module.modules()}
+                modes = {submodule: submodule.training for submodule in module.modules()}
                 leaving = module.eval()(arriving)
-                for one, mode in modes.items():
-                    one.training = mode
+                for submodule, mode in modes.items():
+                    submodule.training = mode
                 if not isinstance(leaving, torch.Tensor):
                     raise RecipeError("this comparison runs Schedule1F1B on stages that return one tensor")
                 leaving = leaving.detach().requires_grad_(leaving.requires_grad)
@@ -357,7 +361,9 @@ class OneFOneB(Baseline):
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, module in self._layers:
-            yield from ((f"{name}.{own}", parameter) for own, parameter in module.named_parameters())
+            yield from (
+                (f"{name}.{parameter_name}", parameter) for parameter_name, parameter in module.named_parameters()
+            )
 
     def _updates(self, epoch: int, order: DataOrder) -> Iterator[Sequence[Any]]:
         for batches in super()._updates(epoch, order):
@@ -402,17 +408,17 @@ def message_s_per_byte(loop: PlainLoop, batch: Any, rank: int, workers: int, byt
         messages = [[torch.zeros(size, dtype=torch.uint8) for _ in range(2)] for size in sizes]
         seconds: list[list[float]] = [[] for _ in sizes]
         for _ in range(_UPDATES):
-            for (sent, received), known in zip(messages, seconds, strict=True):
+            for (sent, received), durations_s in zip(messages, seconds, strict=True):
                 start = time.perf_counter()
                 works = [dist.irecv(received, (rank - 1) % workers), dist.isend(sent, (rank + 1) % workers)]
                 loop.step([batch])
                 for work in works:
                     assert work is not None, "every rank of the group comes here"
                     work.wait()
-                known.append(time.perf_counter() - start)
-        found = torch.tensor([median(known) for known in seconds], dtype=torch.float64)
-        dist.all_reduce(found)
-        return (found / workers).tolist()
+                durations_s.append(time.perf_counter() - start)
+        medians_s = torch.tensor([median(durations_s) for durations_s in seconds], dtype=torch.float64)
+        dist.all_reduce(medians_s)
+        return (medians_s / workers).tolist()
 
     loop.step([batch])
     message_bytes = max(1, int(min(_MOST_BYTES, _FILLED * bytes_per_s * update_s(1)[0])))

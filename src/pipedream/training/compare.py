@@ -18,7 +18,7 @@ from typing import Any
 
 from pipedream import metrics
 from pipedream.core.artifact import encode, write_text
-from pipedream.core.comparison import DDP, ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant, link_text
+from pipedream.core.comparison import DDP, ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant, format_link
 from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, ScheduleError, WorkerError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import Profile
@@ -83,11 +83,11 @@ def compare_recipe(
     widths = widths or (workers,)
     _check_links(links, widths, workers)
     emulated = bool(links) and workers > _cores()
-    made = slow_network(widths, (None,) * len(widths)) if links else nullcontext()
-    with made as network, _own_threads(workers):
+    context = slow_network(widths, (None,) * len(widths)) if links else nullcontext()
+    with context as network, _own_threads(workers):
         runs = _Runs(recipe, options, folder, network)
         profile, notes = _profiled(runs, workers, options.microbatches or workers)
-        found: list[OverLink] = []
+        comparisons: list[OverLink] = []
         if emulated:
             notes = (_emulated_in_words(workers), *notes)
         if options.mesh:
@@ -105,9 +105,9 @@ def compare_recipe(
             if network is not None and scales is None and options.device == "cpu":
                 profile = _with_message_cost(runs, profile, workers, min(bytes_per_s))
             over = _OverLink(runs, profile, cluster, options.microbatches, tuple(schedules), progress, scales)
-            variants = tuple(over.variants(found[0].variants if found else ()))
-            found.append(OverLink(tuple(bytes_per_s), variants))
-    comparison = RecipeComparison(Path(recipe).stem, workers, runs.target, tuple(found), notes, emulated)
+            variants = tuple(over.variants(comparisons[0].variants if comparisons else ()))
+            comparisons.append(OverLink(tuple(bytes_per_s), variants))
+    comparison = RecipeComparison(Path(recipe).stem, workers, runs.target, tuple(comparisons), notes, emulated)
     write_text(folder / "compare.svg", comparison_svg(comparison))
     text = json.dumps({"verdict": comparison.verdict} | dict(encode(comparison)), indent=1)
     write_text(folder / "compare.json", text + "\n")
@@ -167,7 +167,7 @@ def _check_links(links: Sequence[tuple[float, ...]], widths: tuple[int, ...], wo
     fastest = max(rate for rates in links for rate in rates)
     if fastest > (most := loopback_bytes_per_s()):
         raise PlanError(
-            f"a link of {link_text(fastest)} was asked for, but this machine's loopback carries {link_text(most)} "
+            f"a link of {format_link(fastest)} was asked for, but this machine's loopback carries {format_link(most)} "
             "(measured now); ask for a slower one"
         )
 
@@ -236,23 +236,23 @@ class _Runs:
             return 0 if workers == 1 else None
         return self._run_on_hosts(self.network, workers, arguments, begun)
 
-    def torch(self, kind: str, workers: int, name: str, **asked: Any) -> tuple[Path, int | None]:
+    def torch(self, kind: str, workers: int, name: str, **job: Any) -> tuple[Path, int | None]:
         """Runs `compare_worker`; returns its file and the bytes sent."""
         folder = self.folder / _folder_name(name)
         out = folder / f"{kind}.json"
         options = self.options
-        asked |= {"recipe": self.recipe, "kind": kind, "seed": options.seed or 0, "device": options.device}
-        asked |= {"epochs": options.epochs, "minibatches": options.minibatches, "out": str(out)}
-        asked |= {"mesh": options.mesh, "layout": options.layout, "at_rest": options.at_rest}
-        sent = self.run(workers, ["-m", "pipedream.training.compare_worker", json.dumps(asked)], out.with_suffix(BEGUN))
+        job |= {"recipe": self.recipe, "kind": kind, "seed": options.seed or 0, "device": options.device}
+        job |= {"epochs": options.epochs, "minibatches": options.minibatches, "out": str(out)}
+        job |= {"mesh": options.mesh, "layout": options.layout, "at_rest": options.at_rest}
+        sent = self.run(workers, ["-m", "pipedream.training.compare_worker", json.dumps(job)], out.with_suffix(BEGUN))
         return out, sent
 
     def train(self, plan: Plan, name: str) -> tuple[dict[str, Any], int | None]:
         """Runs ``pipedream train``; returns its summary and the bytes sent."""
         folder, options = self.folder / _folder_name(name), self.options
-        given = self.folder / f"{_folder_name(name)}.plan.json"
-        plan.save(given)
-        flags = ["--plan", str(given), "--workers", str(plan.ranks)]
+        plan_file = self.folder / f"{_folder_name(name)}.plan.json"
+        plan.save(plan_file)
+        flags = ["--plan", str(plan_file), "--workers", str(plan.ranks)]
         flags += [] if options.layout is None else ["--layout", options.layout]
         flags += [] if options.at_rest is None else ["--at-rest", options.at_rest]
         flags += ["--seed", str(options.seed or 0), "--device", options.device, "--checkpoint-every", "0", "--json"]
@@ -264,14 +264,14 @@ class _Runs:
 
     def emulate(self, plan: Plan, name: str, scales: tuple[float, float]) -> tuple[dict[str, Any], int | None]:
         """Runs ``pipedream emulate``; returns its summary and the bytes sent, both without the scales."""
-        folder, given = self.folder / _folder_name(name), self.folder / f"{_folder_name(name)}.plan.json"
-        plan.save(given)
+        folder, plan_file = self.folder / _folder_name(name), self.folder / f"{_folder_name(name)}.plan.json"
+        plan.save(plan_file)
         count = self.options.minibatches or _steady_minibatches(plan)
         dilation, byte_scale = scales
         flags = ["--dilation", str(dilation), "--byte-scale", str(byte_scale), "--minibatches", str(count)]
         sent = self.run(
             plan.workers,
-            ["-m", "pipedream", "emulate", str(given), *flags, "--json", "--out", str(folder)],
+            ["-m", "pipedream", "emulate", str(plan_file), *flags, "--json", "--out", str(folder)],
             folder / ".lock",
         )
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -355,12 +355,12 @@ def _profiled(runs: _Runs, workers: int, microbatches: int) -> tuple[Profile, tu
     notes: tuple[str, ...] = ()
     for count in (_RUNS, _MORE_RUNS):
         try:
-            found, _ = runs.torch("profile", together, "profile", runs=count, microbatches=microbatches)
+            profile_file, _ = runs.torch("profile", together, "profile", runs=count, microbatches=microbatches)
         except _Failed as failed:
             raise failed.error("profile") from None
-        profile = Profile.load(found)
+        profile = Profile.load(profile_file)
         seconds = profile.forward_s + profile.backward_s
-        spread = sum(one.forward_spread_s + one.backward_spread_s for one in profile.layers)
+        spread = sum(layer.forward_spread_s + layer.backward_spread_s for layer in profile.layers)
         if spread <= _WIDE * seconds:
             break
         how = f"measured again with {_MORE_RUNS} runs" if count == _RUNS else f"also with {_MORE_RUNS} runs"
@@ -373,10 +373,10 @@ def _profiled(runs: _Runs, workers: int, microbatches: int) -> tuple[Profile, tu
 def _with_message_cost(runs: _Runs, profile: Profile, workers: int, bytes_per_s: float) -> Profile:
     """Returns the profile with what a byte of a message takes from compute on a link."""
     try:
-        found, _ = runs.torch("messages", workers, f"messages {link_text(bytes_per_s)}", bytes_per_s=bytes_per_s)
+        cost_file, _ = runs.torch("messages", workers, f"messages {format_link(bytes_per_s)}", bytes_per_s=bytes_per_s)
     except _Failed as failed:
         raise failed.error("the exchange of messages") from None
-    taken = json.loads(found.read_text(encoding="utf-8"))
+    taken = json.loads(cost_file.read_text(encoding="utf-8"))
     if "why" in taken:  # the plain loop does not train this recipe
         return profile
     return replace(profile, runtime=replace(profile.runtime, **taken))
@@ -406,7 +406,7 @@ class _OverLink:
             before: over another link, of which one worker's is the same.
         """
         workers, mesh = self.cluster.workers, self.runs.options.mesh
-        alone = next((one for one in before if one.name == ONE_WORKER), None) or self._alone()
+        alone = next((variant for variant in before if variant.name == ONE_WORKER), None) or self._alone()
         yield alone
         if workers == 1:
             return
@@ -449,16 +449,16 @@ class _OverLink:
         return self._measured_torch(Variant(ONE_WORKER, 1), "plain", plan, 1)
 
     def _torch(self, name: str, kind: str, plan: Callable[[], Plan], parts: int = 1) -> Variant:
-        found = Variant(name, self.cluster.workers)
+        variant = Variant(name, self.cluster.workers)
         if self.scales is not None:
             if kind == "1f1b":
-                return replace(found, why="it needs the model's layers, which emulated workers do not have")
+                return replace(variant, why="it needs the model's layers, which emulated workers do not have")
             return replace(self._own(name, plan), plan="")
         try:
-            made = plan()
+            prepared = plan()
         except (PlanError, ScheduleError) as error:
-            return replace(found, why=str(error))
-        return self._measured_torch(found, kind, made, parts)
+            return replace(variant, why=str(error))
+        return self._measured_torch(variant, kind, prepared, parts)
 
     def _measured_torch(self, variant: Variant, kind: str, plan: Plan, parts: int) -> Variant:
         bounds = [(stage.first, stage.last) for stage in plan.stages]
@@ -470,70 +470,74 @@ class _OverLink:
             if failed.status in (130, -2):
                 raise KeyboardInterrupt from None
             return replace(variant, why=failed.text.rpartition("\n")[2] or f"exit status {failed.status}")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if "why" in found:
-            return replace(variant, why=found["why"])
-        self._keep_target(found["target"])
-        rate, update = found["samples_per_s"], found["samples_per_update"]
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        if "why" in figures:
+            return replace(variant, why=figures["why"])
+        self._keep_target(figures["target"])
+        rate, update = figures["samples_per_s"], figures["samples_per_update"]
         return self._shown(
             replace(
                 variant,
                 samples_per_s=rate,
                 predicted_per_s=_predicted_per_s(plan),
                 samples_per_update=update,
-                bytes_per_sample=self._per_sample(sent, found["minibatches"]),
+                bytes_per_sample=self._per_sample(sent, figures["minibatches"]),
                 bubble=self._idle(rate, update, variant.workers, copies=variant.workers if kind == "ddp" else 1),
-                peak_bytes=found["peak_bytes"],
-                seconds_to_target=found["seconds_to_target"],
-                metrics=found["metrics"],
+                peak_bytes=figures["peak_bytes"],
+                seconds_to_target=figures["seconds_to_target"],
+                metrics=figures["metrics"],
             )
         )
 
     def _own(self, name: str, plan: Callable[[], Plan], alone: Variant | None = None) -> Variant:
         variant = Variant(name, self.cluster.workers)
         try:
-            made = plan()
+            variant_plan = plan()
         except (PlanError, ScheduleError) as error:
             return replace(variant, why=str(error))
-        text = f"{made.config} {made.schedule}" if name == _NAMES["auto"] else f"{made.config}, {made.depth_mode}"
-        if alone is not None and made.ranks == 1:
+        text = (
+            f"{variant_plan.config} {variant_plan.schedule}"
+            if name == _NAMES["auto"]
+            else f"{variant_plan.config}, {variant_plan.depth_mode}"
+        )
+        if alone is not None and variant_plan.ranks == 1:
             return replace(alone, name=name, plan=text)
-        if (known := self._done.get(_ran(made))) is not None:
-            return replace(known, name=name, plan=text)
+        if (repeated := self._done.get(_ran(variant_plan))) is not None:
+            return replace(repeated, name=name, plan=text)
         label = self._label(name)
         self.progress(f"{label} ...")
         try:
             if self.scales is None:
-                summary, sent = self.runs.train(made, label)
+                summary, sent = self.runs.train(variant_plan, label)
             else:
-                summary, sent = self.runs.emulate(made, label, self.scales)
+                summary, sent = self.runs.emulate(variant_plan, label, self.scales)
         except _Failed as failed:
             raise failed.error(name) from None
         if target := summary.get("target"):
             self._keep_target((target["metric"], target["value"]))
-        splits = made.microbatches > 1 or properties_of(made.schedule or "pipedream").splits_minibatch
-        found = Variant(
+        splits = variant_plan.microbatches > 1 or properties_of(variant_plan.schedule or "pipedream").splits_minibatch
+        measured = Variant(
             name,
-            made.ranks,
+            variant_plan.ranks,
             text,
             samples_per_s=summary["throughput"]["measured_per_s"],
             # An emulation predicts for stages that wait, without what the runtime costs those that compute.
-            predicted_per_s=summary["throughput"]["predicted_per_s"] if self.scales else _predicted_per_s(made),
-            samples_per_update=self.profile.batch * (1 if splits else max(made.replicas)),
+            predicted_per_s=summary["throughput"]["predicted_per_s"] if self.scales else _predicted_per_s(variant_plan),
+            samples_per_update=self.profile.batch * (1 if splits else max(variant_plan.replicas)),
             bytes_per_sample=self._per_sample(sent, summary["minibatches"]),
             bubble=summary["bubble"]["measured"],
             peak_bytes=max((stage["peak_bytes"] or 0 for stage in summary["stages"]), default=0) or None,
             seconds_to_target=summary["seconds_to_target"],
             metrics=summary["metrics"],
         )
-        self._done[_ran(made)] = found
-        return self._shown(found)
+        self._done[_ran(variant_plan)] = measured
+        return self._shown(measured)
 
     def _label(self, name: str) -> str:
         """Returns a variant's name with its link."""
         if self.runs.network is None or name == ONE_WORKER:
             return name
-        return f"{name} over {link_text(self.cluster.bandwidth_bytes_per_s)}"
+        return f"{name} over {format_link(self.cluster.bandwidth_bytes_per_s)}"
 
     def _shown(self, variant: Variant) -> Variant:
         self.progress(f"{self._label(variant.name)}: {variant.samples_per_s:.4g} samples/s")
@@ -547,10 +551,12 @@ class _OverLink:
 
     def _idle(self, rate: float, update: int, workers: int, copies: int) -> float | None:
         """Returns the share of the workers' time beside the profiled seconds of compute and of `copies` updates."""
-        one = self.profile
+        profile = self.profile
         if not rate or not update:
             return None
-        work_s = (one.forward_s + one.backward_s + one.loss_s) * update / one.batch + copies * one.update_s
+        work_s = (
+            profile.forward_s + profile.backward_s + profile.loss_s
+        ) * update / profile.batch + copies * profile.update_s
         return min(1.0, max(0.0, 1 - work_s * rate / (update * workers)))
 
 

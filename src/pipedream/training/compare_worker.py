@@ -27,54 +27,54 @@ BEGUN = ".begun"
 """Suffix of the file that rank 0 makes when the training begins."""
 
 
-def run_asked(asked: dict[str, Any]) -> None:
+def run_asked(job: dict[str, Any]) -> None:
     """Trains as asked on this rank."""
-    device = process_group.process_device(asked["device"])
+    device = process_group.process_device(job["device"])
     rank, workers = process_group.join_group(device, check_software=False)
     set_threads(workers)
-    recipe = load_recipe(asked["recipe"], seed=asked["seed"])
-    found: dict[str, Any]
-    if asked["kind"] == "profile":
+    recipe = load_recipe(job["recipe"], seed=job["seed"])
+    figures: dict[str, Any]
+    if job["kind"] == "profile":
         profile = profile_recipe(
-            with_layout(recipe, asked["layout"], asked["at_rest"]),
+            with_layout(recipe, job["layout"], job["at_rest"]),
             device=str(device),
-            seed=asked["seed"],
-            runs=asked["runs"],
-            microbatches=asked["microbatches"],
-            meshes=[asked["mesh"]] if asked["mesh"] else (),
+            seed=job["seed"],
+            runs=job["runs"],
+            microbatches=job["microbatches"],
+            meshes=[job["mesh"]] if job["mesh"] else (),
         )
         if rank == 0:
-            profile.save(Path(asked["out"]))
+            profile.save(Path(job["out"]))
         process_group.wait_for_all()
         return
     try:
-        if asked["kind"] == "messages":
+        if job["kind"] == "messages":
             loop = PlainLoop(recipe, rank, workers, device)
-            taken = message_s_per_byte(loop, recipe.first_batch(), rank, workers, asked["bytes_per_s"])
-            found = {"message_s_per_byte": taken}
+            taken = message_s_per_byte(loop, recipe.first_batch(), rank, workers, job["bytes_per_s"])
+            figures = {"message_s_per_byte": taken}
         else:
-            made = _made(asked, recipe, rank, workers, device)
+            baseline = _made(job, recipe, rank, workers, device)
             if rank == 0:
-                Path(asked["out"]).with_suffix(BEGUN).touch()
-            found = made.train(asked["epochs"] or recipe.epochs, asked["minibatches"])
-            found["target"] = recipe.target
+                Path(job["out"]).with_suffix(BEGUN).touch()
+            figures = baseline.train(job["epochs"] or recipe.epochs, job["minibatches"])
+            figures["target"] = recipe.target
     except PipelineError as error:  # the same on all ranks
-        found = {"why": str(error)}
+        figures = {"why": str(error)}
     if rank == 0:
-        write_text(Path(asked["out"]), json.dumps(found, indent=1))
+        write_text(Path(job["out"]), json.dumps(figures, indent=1))
     process_group.wait_for_all()
 
 
-def _made(asked: dict[str, Any], recipe: Any, rank: int, workers: int, device: Any) -> Baseline:
-    if asked["kind"] == "plain":
+def _made(job: dict[str, Any], recipe: Any, rank: int, workers: int, device: Any) -> Baseline:
+    if job["kind"] == "plain":
         return PlainLoop(recipe, rank, workers, device)
-    if asked["kind"] == "ddp":
-        return DataParallel(recipe, rank, workers, device, parts=asked["parts"])
+    if job["kind"] == "ddp":
+        return DataParallel(recipe, rank, workers, device, parts=job["parts"])
     captured = capture_recipe(recipe, device=str(device))
     if captured.model is not None:
         raise RecipeError("Schedule1F1B needs a chain of modules, and this model runs by its own forward")
-    stages = [captured.stage(*bounds) for bounds in asked["bounds"]]
-    return OneFOneB(recipe, rank, workers, device, stages=stages, parts=asked["parts"])
+    stages = [captured.stage(*bounds) for bounds in job["bounds"]]
+    return OneFOneB(recipe, rank, workers, device, stages=stages, parts=job["parts"])
 
 
 def _run() -> int:

@@ -23,7 +23,7 @@ from pipedream.runtime.failure.guard import guarded
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.training.resume import locked
 from pipedream.training.run_folder import RunFiles, last_segment, software_versions, summarise, write_run
-from pipedream.workflows.methods import asked_of
+from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate_program
 
 
@@ -56,24 +56,24 @@ def emulate(
         PlanError: the number of processes is not the plan's number of workers, or a factor makes no sense.
     """
     began = time.perf_counter()
-    scaled = emulated_plan(plan if in_flight is None else plan.with_depth(in_flight), dilation, byte_scale)
+    scaled = scale_plan(plan if in_flight is None else plan.with_depth(in_flight), dilation, byte_scale)
     if minibatches < 1:
         raise PlanError(f"{minibatches} minibatches were asked for; run at least 1")
     rank, processes = _join_group(plan)
     named = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
     with guarded(rank, processes), ExitStack() as stack:
         folder = Path(process_group.from_rank_0(lambda: str(out or named), rank))
-        name, parts = asked_of(scaled, schedule, microbatches)
+        name, parts = resolve_method(scaled, schedule, microbatches)
         stack.enter_context(locked(folder, rank))
-        with emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale) as pipeline:
+        with build_emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale) as pipeline:
             if rank == 0 and not quiet:
                 print(f"{scaled}\n\n{pipeline.proof}\n", flush=True)
-            losses = [(done.number, done.loss) for done in pipeline.train(emulated_batches(pipeline, minibatches))]
+            losses = [(done.number, done.loss) for done in pipeline.train(make_emulated_batches(pipeline, minibatches))]
             measured = pipeline.timeline()
             sent, rates = pipeline.sent_bytes(), pipeline.learning_rates()
             program, drains = pipeline.program, pipeline.drains
         steady = last_segment(measured, drains)
-        timed = emulated_plan(scaled, byte_scale=1 / byte_scale)  # with buckets of their own size
+        timed = scale_plan(scaled, byte_scale=1 / byte_scale)  # with buckets of their own size
         count = max(steady.microbatches, 4 * program.cycle * max(scaled.in_flight))
         predicted = simulate_program(replace(program, plan=timed), count)
         summary = summarise(
@@ -106,7 +106,7 @@ def emulate(
             write_run(folder, RunFiles(summary, scaled, predicted, [measured], steady, losses))
             write_text(folder / "planned.json", plan.to_json() + "\n")
             if not quiet:
-                print(_result_text(summary, folder), flush=True)
+                print(_format_result(summary, folder), flush=True)
         process_group.wait_for_all()
     return summary
 
@@ -122,7 +122,7 @@ def _join_group(plan: Plan) -> tuple[int, int]:
     return rank, processes
 
 
-def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Plan:
+def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Plan:
     """Returns the plan of a model with one layer per stage, all seconds and bytes multiplied (by positive factors).
 
     Its stages share no weights, so the sums over their holders are left out. One rank of each mesh is emulated: the
@@ -175,23 +175,23 @@ def emulated_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) ->
     return replace(plan, stages=stages, cluster=cluster, bound_s=bound_s, note=note, tied=(), graph=None)
 
 
-def emulated_pipeline(
+def build_emulated_pipeline(
     plan: Plan, *, schedule: str = "pipedream", microbatches: int | None = None, byte_scale: float = 1.0
 ) -> Pipeline:
-    """Returns a pipeline that waits where it should compute, for an `emulated_plan`; train it on `emulated_batches`.
+    """Returns a pipeline that waits where it should compute, for an `scale_plan`; train it on `make_emulated_batches`.
 
     Args:
-        byte_scale: of the `emulated_plan`; the buckets of sums are scaled by it, too.
+        byte_scale: of the `scale_plan`; the buckets of sums are scaled by it, too.
     """
     from pipedream.runtime.stage import emulated  # here, because scaling a plan should not load torch
 
     built = schedules.build(schedule, plan, microbatches)
     parts = built.microbatches
     if plan.unit == "microbatch":
-        plan = replace(plan, unit="minibatch", stages=tuple(_of_minibatch(stage, parts) for stage in plan.stages))
+        plan = replace(plan, unit="minibatch", stages=tuple(_scale_to_minibatch(stage, parts) for stage in plan.stages))
     rank, _ = process_group.join_group("cpu")
     speed = plan.cluster.speeds[sorted(set(plan.order))[rank] if plan.order else rank]
-    stages = [_at_speed(stage, speed) for stage in plan.stages]
+    stages = [_scale_to_speed(stage, speed) for stage in plan.stages]
     return Pipeline(
         emulated.emulated_model(stages, parts, splits_backward=built.splits_backward, byte_scale=byte_scale),
         plan,
@@ -204,15 +204,15 @@ def emulated_pipeline(
     )
 
 
-def emulated_batches(pipeline: Pipeline, minibatches: int) -> Iterator[Any]:
-    """Yields minibatches for `emulated_pipeline`."""
+def make_emulated_batches(pipeline: Pipeline, minibatches: int) -> Iterator[Any]:
+    """Yields minibatches for `build_emulated_pipeline`."""
     from pipedream.runtime.stage import emulated
 
     for _ in range(minibatches):
         yield emulated.emulated_batch(pipeline.program.microbatches)
 
 
-def _of_minibatch(stage: Stage, parts: int) -> Stage:
+def _scale_to_minibatch(stage: Stage, parts: int) -> Stage:
     return replace(
         stage,
         forward_s=stage.forward_s * parts,
@@ -223,7 +223,7 @@ def _of_minibatch(stage: Stage, parts: int) -> Stage:
     )
 
 
-def _at_speed(stage: Stage, speed: float) -> Stage:
+def _scale_to_speed(stage: Stage, speed: float) -> Stage:
     return replace(
         stage,
         forward_s=stage.forward_s / speed,
@@ -233,7 +233,7 @@ def _at_speed(stage: Stage, speed: float) -> Stage:
     )
 
 
-def _result_text(summary: dict[str, Any], folder: Path) -> str:
+def _format_result(summary: dict[str, Any], folder: Path) -> str:
     rate, bubble = summary["throughput"], summary["bubble"]
     lines = [
         f"throughput: {format_number(rate['measured_per_s'])} samples/s measured, "

@@ -36,11 +36,17 @@ from pipedream.sharding.traced import trace
 from pipedream.training.resume import ResumePoint, resume_point
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import AUTO
-from pipedream.workflows.methods import asked_of
+from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.own_cluster import own_cluster
 from pipedream.workflows.partition import DescribedStep
 from pipedream.workflows.plan import plan as make_plan
-from pipedream.workflows.prepare import all_flush, check_phases_fit, compensated, phases_of, planned_for
+from pipedream.workflows.prepare import (
+    add_compensation,
+    check_phases_fit,
+    choose_phase_to_plan,
+    do_all_flush,
+    read_run_phases,
+)
 from pipedream.workflows.profile import MOST_RANKS
 from pipedream.workflows.profile import profile as profile_model
 from pipedream.workflows.runtime_costs import measure_runtime
@@ -144,7 +150,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     recipe = with_layout(recipe, options.layout, options.at_rest)
     phases = _phases(options, resumed, recipe)
     if phases:
-        planned = planned_for(phases)
+        planned = choose_phase_to_plan(phases)
         schedule, microbatches = planned.name, planned.microbatches
     else:
         schedule, microbatches = _method(options, resumed)
@@ -233,12 +239,12 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     plan = replace(plan, runtime=runtime).with_layout(recipe.layout or Layout())
     schedule, microbatches, compensation = job.schedule, job.microbatches, job.compensation
     if schedule == "auto":
-        schedule, microbatches = asked_of(plan, None, microbatches)
+        schedule, microbatches = resolve_method(plan, None, microbatches)
     phases = job.phases or (Phase(schedule, microbatches=microbatches),)
-    if compensation is None and not all_flush(plan, phases):
+    if compensation is None and not do_all_flush(plan, phases):
         # Methods that flush refuse a compensation asked of this run; the recipe's does not apply to them.
         compensation = recipe.compensation
-    check_phases_fit(plan, compensated(plan, phases, compensation), profile)
+    check_phases_fit(plan, add_compensation(plan, phases, compensation), profile)
     return PlannedJob(job, plan, profile, phases, compensation)
 
 
@@ -346,7 +352,9 @@ def _method(options: TrainingOptions, resumed: ResumePoint | None) -> tuple[str,
     schedule, microbatches = options.schedule, options.microbatches
     if resumed is None:
         if options.plan is not None:
-            schedule, microbatches = asked_of(options.plan, None if schedule == "auto" else schedule, microbatches)
+            schedule, microbatches = resolve_method(
+                options.plan, None if schedule == "auto" else schedule, microbatches
+            )
         return schedule or "pipedream", microbatches
     manifest = resumed.manifest
     if microbatches is None and schedule in (None, manifest.schedule) and manifest.microbatches > 1:
@@ -395,11 +403,11 @@ def _phases(options: TrainingOptions, resumed: ResumePoint | None, recipe: Recip
         # is the same. A run of one method has saved none.
         if resumed is not None:
             saved = resumed.manifest.phases
-            if not phases or phases_text(phases_of(None, None, phases)) != saved:
+            if not phases or phases_text(read_run_phases(None, None, phases)) != saved:
                 phases = saved
                 for phase in read_phases(saved) if saved else ():
                     refuse_code(phase.name, f"the checkpoint {resumed.path}")
-    return phases_of(options.schedule, options.microbatches, phases) if phases else ()
+    return read_run_phases(options.schedule, options.microbatches, phases) if phases else ()
 
 
 def _compensation(

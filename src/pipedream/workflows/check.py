@@ -18,7 +18,7 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.planner import Score, SearchSpace
 from pipedream.verifier import Proof, verify
-from pipedream.workflows.methods import asked_of, occupancy_of, refuse_visitors, score
+from pipedream.workflows.methods import check_no_remote_stages, occupancy_of, resolve_method, score
 
 _SAME = 0.01  # relative; smaller differences are not reported
 _COMPARED = (
@@ -81,30 +81,30 @@ def check_plan(
             or has too few figures to be checked without a profile.
         ScheduleError: the method does not work with the plan, or the program is not correct.
     """
-    name, parts = asked_of(plan, schedule, microbatches)
+    name, parts = resolve_method(plan, schedule, microbatches)
     built = schedules.build(name, plan, parts)
     if profile is None:
         _check_figures(plan)
-    plan, differences = check_memory(plan, built, profile)
+    plan, differences = check_plan_memory(plan, built, profile)
     proof = verify(lower(replace(built, plan=plan)))
     return Check(plan, differences, proof, score(plan))
 
 
-def check_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[Plan, tuple[str, ...]]:
+def check_plan_memory(plan: Plan, built: Schedule, profile: Profile | None) -> tuple[Plan, tuple[str, ...]]:
     """Checks that a plan fits the memory of its workers under a method that it may not have been made for.
 
     Returns the plan for that method, and the differences between plan and profile.
     """
     marked = zip(plan.stages, built.plan.stages, strict=True)  # a method may make stages recompute
-    stages = tuple(replace(stage, recompute=own.recompute) for stage, own in marked)
+    stages = tuple(replace(stage, recompute=rebuilt.recompute) for stage, rebuilt in marked)
     plan = replace(plan, stages=stages, schedule=built.name, microbatches=built.microbatches)
     differences: tuple[str, ...] = ()
     if profile is None or plan.ranks > plan.workers:  # a rank's figures depend on where its mesh lies
-        plan = _with_bytes(replace(plan, bound_s=0.0), built)  # the bound was proved for the plan before it was edited
+        plan = _add_bytes(replace(plan, bound_s=0.0), built)  # the bound was proved for the plan before it was edited
     else:
-        plan, differences = _renewed(plan, profile, built)
-    _check_memory(plan, occupancy(built))
-    refuse_visitors(replace(built, plan=plan))
+        plan, differences = _plan_from_profile(plan, profile, built)
+    _check_stage_memory(plan, occupancy(built))
+    check_no_remote_stages(replace(built, plan=plan))
     return plan, differences
 
 
@@ -121,7 +121,7 @@ def _check_figures(plan: Plan) -> None:
         )
 
 
-def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple[str, ...]]:
+def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple[str, ...]]:
     """Returns the plan with a profile's figures, and the differences."""
     layers = profile.graph.layers
     plan.check_layers(len(layers))
@@ -132,7 +132,7 @@ def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple
             "the profile of the plan's model, or plan again from this profile"
         )
     profile = profile.parted() if makes_same_updates(built) else profile
-    downsets = _downsets(plan, profile)
+    downsets = _find_downsets(plan, profile)
     space = SearchSpace.of(
         profile,
         plan.cluster,
@@ -144,7 +144,7 @@ def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple
     rows, differences = [], []
     for s, (stage, span) in enumerate(zip(plan.stages, pairwise(places), strict=True)):
         row = space.stage(*span, stage.replicas, stage.recompute)
-        differences += [f"stage {s}, {line}" for line in _differences(stage, row)]
+        differences += [f"stage {s}, {line}" for line in _list_differences(stage, row)]
         rows.append(row)
     tied = space.tied_weights(list(pairwise(places)))
     renewed = replace(
@@ -153,7 +153,7 @@ def _renewed(plan: Plan, profile: Profile, built: Schedule) -> tuple[Plan, tuple
     return space.with_bytes(renewed), tuple(differences)
 
 
-def _downsets(plan: Plan, profile: Profile) -> list[int]:
+def _find_downsets(plan: Plan, profile: Profile) -> list[int]:
     """Returns the layers up to the end of each stage, a bit for each layer.
 
     Those that the stages name, if they can run in that order; otherwise those of the graph's own order.
@@ -177,55 +177,55 @@ def _downsets(plan: Plan, profile: Profile) -> list[int]:
     return [(1 << stage.last) - 1 for stage in plan.stages]
 
 
-def _differences(stage: Stage, row: Stage) -> list[str]:
+def _list_differences(stage: Stage, row: Stage) -> list[str]:
     lines = []
     if stage.names and stage.names != row.names:
         lines.append(
-            f"layers: the plan names {_span(stage.names)}, "
-            f"but layers {row.first} to {row.last - 1} are {_span(row.names)}"
+            f"layers: the plan names {_join_names(stage.names)}, "
+            f"but layers {row.first} to {row.last - 1} are {_join_names(row.names)}"
         )
     for name in _COMPARED:
-        planned, found = getattr(stage, name), getattr(row, name)
-        if abs(planned - found) > _SAME * max(planned, found):
+        planned, profiled = getattr(stage, name), getattr(row, name)
+        if abs(planned - profiled) > _SAME * max(planned, profiled):
             shown = format_seconds if name.endswith("_s") else format_bytes
-            lines.append(f"{name}: {shown(planned)} in the plan, {shown(found)} in the profile")
+            lines.append(f"{name}: {shown(planned)} in the plan, {shown(profiled)} in the profile")
     return lines
 
 
-def _span(names: tuple[str, ...]) -> str:
+def _join_names(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
-def _with_bytes(plan: Plan, built: Schedule) -> Plan:
+def _add_bytes(plan: Plan, built: Schedule) -> Plan:
     """Returns the plan with peak bytes from its own figures."""
     parts = built.microbatches if plan.unit == "minibatch" else 1
     last, holds = len(plan.stages) - 1, occupancy(built)
-    peers = peers_of(plan.replicas, [one.in_flight for one in holds])
+    peers = peers_of(plan.replicas, [usage.in_flight for usage in holds])
     stages = []
-    for s, (stage, one, its_peers) in enumerate(zip(plan.stages, holds, peers, strict=True)):
+    for s, (stage, usage, its_peers) in enumerate(zip(plan.stages, holds, peers, strict=True)):
         memory = stage_memory(
             stage.sizes(parts, plan.stages[s - 1].output_bytes if s else 0, samples=plan.batch, is_last=s == last),
-            versions=one.versions,
-            in_flight=one.in_flight,
-            deferred=one.deferred,
+            versions=usage.versions,
+            in_flight=usage.in_flight,
+            deferred=usage.deferred,
             per_update=-(-built.microbatches // stage.replicas),
             flushes=built.flushes,
             update_delay=plan.update_delay[s],
             recompute=stage.recompute,
             peers=its_peers,
-            kept_tensors=one.kept_tensors,
+            kept_tensors=usage.kept_tensors,
         )
         stages.append(replace(stage, peak_bytes=memory.total_bytes, memory=memory))
     return replace(plan, stages=tuple(stages))
 
 
-def _check_memory(plan: Plan, holds: tuple[StageOccupancy, ...]) -> None:
+def _check_stage_memory(plan: Plan, holds: tuple[StageOccupancy, ...]) -> None:
     if (s := plan.overfull) is not None:
-        stage, one = plan.stages[s], holds[s]
+        stage, usage = plan.stages[s], holds[s]
         others = " in addition to the other stages of its worker" if plan.is_shared else ""
         raise PlanError(
-            f"stage {s} of the plan (layers {stage.first} to {stage.last - 1}) holds {one.in_flight} in flight and "
-            f"{one.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}{others}, a "
+            f"stage {s} of the plan (layers {stage.first} to {stage.last - 1}) holds {usage.in_flight} in flight and "
+            f"{usage.versions} versions under {plan.schedule} and needs {format_bytes(stage.peak_bytes)}{others}, a "
             f"worker has {format_bytes(plan.sites[s].memory_bytes or 0)}; move layers to another stage, use a smaller "
             "depth or more microbatches"
         )

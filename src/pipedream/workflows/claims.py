@@ -59,45 +59,45 @@ def check_claims(name: str, workers: int, microbatches: int | None = None, chunk
         built = schedules.build(name, replace(plan, stages=stages), m if built.flushes else microbatches)
     total = 3 * m if built.flushes else max(3 * m, 4 * p)
     counted = m if built.flushes else total  # the claims' m: of a minibatch, or of a run that does not flush
-    timeline = _run(built, total)
+    timeline = _simulate(built, total)
     applies = m >= claims.least(p)
-    found: dict[str, list[tuple[str, float, float]]] = {}
+    compared: dict[str, list[tuple[str, float, float]]] = {}
     try:
         for s in range(p):
             if claims.in_flight is not None and applies:
                 pair = claims.in_flight(p, counted, s), metrics.in_flight(timeline, s)
-                found.setdefault("in_flight", []).append((f"worker {s}", *pair))
+                compared.setdefault("in_flight", []).append((f"worker {s}", *pair))
             if claims.staleness is not None:
                 pair = claims.staleness(p, counted, s), metrics.staleness(timeline, s)
-                found.setdefault("staleness", []).append((f"stage {s}", *pair))
+                compared.setdefault("staleness", []).append((f"stage {s}", *pair))
             if claims.versions is not None:
                 pair = claims.versions(p, counted, s), timeline.peak_versions[s]
-                found.setdefault("versions", []).append((f"worker {s}", *pair))
+                compared.setdefault("versions", []).append((f"worker {s}", *pair))
         if built.flushes and applies:
-            once = _run(built, m)
+            once = _simulate(built, m)
             if claims.bubble is not None:
-                found["bubble"] = [("one minibatch", claims.bubble(p, m), metrics.run_metrics(once).bubble)]
+                compared["bubble"] = [("one minibatch", claims.bubble(p, m), metrics.run_metrics(once).bubble)]
             if claims.makespan_s is not None:
-                seconds = claims.makespan_s(p, m, 1, *_passes_s(built))
-                found["makespan_s"] = [("one minibatch", seconds, once.makespan_s)]
+                seconds = claims.makespan_s(p, m, 1, *_split_pass_seconds(built))
+                compared["makespan_s"] = [("one minibatch", seconds, once.makespan_s)]
     except ScheduleError:
         raise
     except Exception as error:  # of the file's functions
         raise ScheduleError(f"schedule {name!r}: a claim failed with {type(error).__name__}: {error}") from error
     differences = tuple(
         f"{_SHOWN.get(what, what)} of {where}: claimed {claimed:.6g}, simulated {value:.6g}"
-        for what, rows in found.items()
+        for what, rows in compared.items()
         for where, claimed, value in rows
         if abs(claimed - value) > _SAME * max(1.0, abs(value))
     )
-    return ClaimCheck(built.name, p, m, claims.assumption, tuple(found), differences)
+    return ClaimCheck(built.name, p, m, claims.assumption, tuple(compared), differences)
 
 
-def _run(built: Schedule, total: int) -> Timeline:
+def _simulate(built: Schedule, total: int) -> Timeline:
     return clock.simulate(lower(built), clock.costs(built.plan), total)
 
 
-def _passes_s(built: Schedule) -> tuple[float, float, float]:
+def _split_pass_seconds(built: Schedule) -> tuple[float, float, float]:
     """Seconds of a forward, an input gradient and a weight gradient: a backward is split in halves."""
     stage = built.plan.stages[0]
     return stage.forward_s, stage.backward_s / 2, stage.backward_s / 2

@@ -44,11 +44,11 @@ def check_options(
     for row in EXCLUSIONS:
         if row.option not in options:
             continue
-        found = [name for name, is_refused in row.others.items() if name in options and is_refused(options[name])]
-        if found and row.applies(options[row.option]):
-            asked, others = spell(row.option, options[row.option]), [spell(name, options[name]) for name in found]
+        excluded = [name for name, is_refused in row.others.items() if name in options and is_refused(options[name])]
+        if excluded and row.applies(options[row.option]):
+            option, others = spell(row.option, options[row.option]), [spell(name, options[name]) for name in excluded]
             listed = " and ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
-            raise error(f"{asked} was given with {listed}, but {row.reason}; {row.advice.replace('OTHERS', listed)}")
+            raise error(f"{option} was given with {listed}, but {row.reason}; {row.advice.replace('OTHERS', listed)}")
 
 
 def as_keyword(name: str, value: Any) -> str:
@@ -67,7 +67,7 @@ def as_flag(name: str, value: Any) -> str:
     return f"{flag} {','.join(map(str, value)) if isinstance(value, tuple | list) else value}"
 
 
-def _given(*names: str) -> dict[str, Test]:
+def _test_given(*names: str) -> dict[str, Test]:
     """Returns tests of whether each option has another value than its default."""
 
     def is_given(name: str) -> Test:
@@ -107,12 +107,12 @@ EXCLUSIONS = (
     Exclusion(
         "straight",
         _is_given,
-        _given("data_parallel", "config"),
+        _test_given("data_parallel", "config"),
         "each of them sets the shape of the plan",
         "give one of them",
     ),
     Exclusion(
-        "data_parallel", _is_given, _given("config"), "each of them sets the shape of the plan", "give one of them"
+        "data_parallel", _is_given, _test_given("config"), "each of them sets the shape of the plan", "give one of them"
     ),
     Exclusion(
         "cuts",
@@ -126,7 +126,7 @@ EXCLUSIONS = (
         _is("classic"),
         {
             "shape": _is_not("any", "straight"),
-            **_given("cuts", "update_delay", "microbatches", "recompute", "chunks", "batch", "mesh"),
+            **_test_given("cuts", "update_delay", "microbatches", "recompute", "chunks", "batch", "mesh"),
             "strategy": _is("2bw"),
         },
         "the planner of the original PipeDream has no such option",
@@ -135,7 +135,7 @@ EXCLUSIONS = (
     Exclusion(
         "strategy",
         _is("2bw"),
-        _given("shape", "cuts", "update_delay", "in_flight", "chunks"),
+        _test_given("shape", "cuts", "update_delay", "in_flight", "chunks"),
         "PipeDream-2BW's planner chooses the stages and the depth itself",
         _LEAVE_OUT,
     ),
@@ -149,7 +149,7 @@ EXCLUSIONS = (
     Exclusion(
         "schedule",
         _is("auto"),
-        _given("cuts", "chunks"),
+        _test_given("cuts", "chunks"),
         "the search for the fastest method chooses the stages",
         f"{_LEAVE_OUT}, or name the method",
     ),
@@ -170,21 +170,25 @@ EXCLUSIONS = (
     Exclusion(
         "schedule",
         _lays_out,
-        {"shape": _is_not("any", "pipeline"), **_given("cuts", "update_delay", "in_flight"), "recompute": _is("auto")},
+        {
+            "shape": _is_not("any", "pipeline"),
+            **_test_given("cuts", "update_delay", "in_flight"),
+            "recompute": _is("auto"),
+        },
         "this method lays its stages out on all workers itself",
         _LEAVE_OUT,
     ),
     Exclusion(
         "schedule",
         _has_one_stage_a_worker,
-        _given("chunks"),
+        _test_given("chunks"),
         "each worker of this method has one stage",
         _LEAVE_OUT,
     ),
     Exclusion(
         "schedule",
         schedules.is_torch_csv,
-        {"shape": _has_replicas, **_given("update_delay")},
+        {"shape": _has_replicas, **_test_given("update_delay")},
         "a schedule in PyTorch's notation has no replicas",
         f"{_LEAVE_OUT}; the file determines the shape",
     ),
@@ -198,56 +202,56 @@ EXCLUSIONS = (
     Exclusion(
         "cluster",
         _is_given,
-        _given("workers", "bandwidth", "latency", "memory"),
+        _test_given("workers", "bandwidth", "latency", "memory"),
         "the cluster determines these",
         f"{_LEAVE_OUT}, or the cluster",
     ),
     Exclusion(
         "plan",
         _is_given,
-        _given("shape", "update_delay", "chunks", "cluster", "bandwidth", "latency", "memory", "mesh"),
+        _test_given("shape", "update_delay", "chunks", "cluster", "bandwidth", "latency", "memory", "mesh"),
         "a plan has its own stages, workers, links and update delay",
         _LEAVE_OUT,
     ),
     Exclusion(
         "phases",
         _is_given,
-        _given("schedule", "microbatches"),
+        _test_given("schedule", "microbatches"),
         "each phase has its own (and phases may also come from the recipe or the checkpoint)",
         "give each phase its own, as Phase('1f1b', until=200, microbatches=4) or as text, 1f1b/4:200",
     ),
     Exclusion(
         "elastic",
         _is_given,
-        _given("mesh"),
+        _test_given("mesh"),
         "a mesh that loses a rank cannot go on",
         f"{_LEAVE_OUT}, or the elastic restart; --max-restarts starts all ranks again",
     ),
     Exclusion(
         "PLAN",
         _is_given,
-        _given("uniform", "stages", "chunks", "forward_s", "backward_s", "transfer_s"),
+        _test_given("uniform", "stages", "chunks", "forward_s", "backward_s", "transfer_s"),
         "a plan has its own stages and times, and these describe equal stages",
         "give one of the two",
     ),
     Exclusion(
         "uniform",
         _is_given,
-        _given("cluster"),
+        _test_given("cluster"),
         "a cluster is for the stages of a plan",
         "give the file of a plan with it",
     ),
     Exclusion(
         "device",
         _is_not("meta"),
-        _given("as_device", "dtype"),
+        _test_given("as_device", "dtype"),
         "only on the device meta are the times predicted and not measured",
         f"{_LEAVE_OUT}, or profile on the device meta",
     ),
     Exclusion(
         "device",
         _is("meta"),
-        _given("microbatches"),
+        _test_given("microbatches"),
         "nothing runs on the device meta, so no microbatch can be measured",
         _LEAVE_OUT,
     ),

@@ -14,7 +14,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth
 from pipedream.core.plan.plan import Plan
-from pipedream.workflows.methods import occupancy_of, refuse_overfull, refuse_visitors
+from pipedream.workflows.methods import check_memory, check_no_remote_stages, occupancy_of
 
 
 def lay_out_stages(
@@ -71,6 +71,6 @@ def lay_out_stages(
     plan = replace(plan, schedule=built.name, microbatches=m, note=note)
     space = planner.SearchSpace.of(profile, cluster, occupancy=occupancy_of(schedule, m), microbatches=m)
     plan = space.with_bytes(plan)
-    refuse_overfull(plan)
-    refuse_visitors(replace(built, plan=plan))
+    check_memory(plan)
+    check_no_remote_stages(replace(built, plan=plan))
     return plan

@@ -46,8 +46,8 @@ def meshes_known(profile: Profile, cluster: Cluster) -> list[Mesh]:
             f"mesh='auto' was asked for, but the profile has no measurement of a rank of any mesh{why}; profile with a "
             "layout that cuts the model's tensors and meshes='auto' (pipedream profile RECIPE --mesh auto)"
         )
-    found = dict.fromkeys(Mesh(rank.mesh) for rank in profile.ranks)
-    return [Mesh(), *(mesh for mesh in found if 1 < mesh.size <= cluster.workers)]
+    measured = dict.fromkeys(Mesh(rank.mesh) for rank in profile.ranks)
+    return [Mesh(), *(mesh for mesh in measured if 1 < mesh.size <= cluster.workers)]
 
 
 def choose_meshes(
@@ -72,7 +72,10 @@ def choose_meshes(
     refused: list[tuple[Mesh | None, PipelineError]] = []
     slower: list[Mesh] = []
     for mesh in sorted(meshes, key=single.least_s):
-        best_s = min((_order(one)[0] for one in compared if one.candidates[0].period_s is not None), default=inf)
+        best_s = min(
+            (_order(comparison)[0] for comparison in compared if comparison.candidates[0].period_s is not None),
+            default=inf,
+        )
         if single.least_s(mesh) >= best_s:
             slower.append(mesh)
             continue
@@ -106,11 +109,11 @@ class _Single:
     def on(self, mesh: Mesh, **changes: Any) -> planner.Comparison:
         """Raises a `PipelineError` if there is no plan, or if it leaves ranks idle that must not be."""
         workers = self.cluster.of_meshes(mesh.size)
-        found = _on_mesh(self.on_one_mesh(self._rank(mesh), workers, {**self.options, **changes}), mesh)
-        plan, ranks = found.plan, self.cluster.workers
+        comparison = _on_mesh(self.on_one_mesh(self._rank(mesh), workers, {**self.options, **changes}), mesh)
+        plan, ranks = comparison.plan, self.cluster.workers
         if self.options["all_workers"] and plan.ranks < ranks:
             raise PlanError(f"the plan {plan.config} takes {plan.ranks} of {ranks} ranks; give as many as it takes")
-        return found
+        return comparison
 
     def least_s(self, mesh: Mesh) -> float:
         """Returns seconds per minibatch that no plan on a mesh can beat: all passes, divided by the workers' speeds."""
@@ -125,32 +128,32 @@ class _Single:
 def _others(single: _Single, meshes: Sequence[Mesh], score: Callable[[Plan], planner.Score]) -> list[planner.Candidate]:
     """The best plans of one kind that were not compared: one worker on meshes; without simulation also pipelines and
     data parallelism."""
-    asked = [(mesh, "1") for mesh in meshes]
-    asked += [] if single.simulates else [(Mesh(), shape) for shape in ("straight", "data-parallel")]
-    found: list[planner.Candidate] = []
-    for mesh, shape in asked if single.options["shape"] == "any" and single.options["cuts"] is None else ():
+    kinds = [(mesh, "1") for mesh in meshes]
+    kinds += [] if single.simulates else [(Mesh(), shape) for shape in ("straight", "data-parallel")]
+    candidates: list[planner.Candidate] = []
+    for mesh, shape in kinds if single.options["shape"] == "any" and single.options["cuts"] is None else ():
         with suppress(PipelineError):
-            one = single.on(mesh, shape=shape)
-            (row,) = one.candidates[:1]
+            comparison = single.on(mesh, shape=shape)
+            (row,) = comparison.candidates[:1]
             simulated = single.simulates and row.period_s is None
-            found.append(planner.scored(row, score(one.plan)) if simulated else row)
-    return found
+            candidates.append(planner.scored(row, score(comparison.plan)) if simulated else row)
+    return candidates
 
 
-def _order(found: planner.Comparison) -> tuple[float, ...]:
+def _order(comparison: planner.Comparison) -> tuple[float, ...]:
     """Fewer seconds, by simulation if there is one; then fewer stages and ranks."""
-    plan, period_s = found.plan, found.candidates[0].period_s
+    plan, period_s = comparison.plan, comparison.candidates[0].period_s
     return plan.period_s if period_s is None else period_s, len(plan.stages), plan.ranks
 
 
-def _on_mesh(found: planner.Comparison, mesh: Mesh) -> planner.Comparison:
+def _on_mesh(comparison: planner.Comparison, mesh: Mesh) -> planner.Comparison:
     if not mesh.dimensions:
-        return found
+        return comparison
     rows = (
-        replace(one, mesh=mesh.text, config="-".join(f"{count}x{mesh.size}" for count in one.replicas))
-        for one in found.candidates
+        replace(candidate, mesh=mesh.text, config="-".join(f"{count}x{mesh.size}" for count in candidate.replicas))
+        for candidate in comparison.candidates
     )
-    return replace(found, plan=found.plan.with_mesh(mesh.text), candidates=tuple(rows))
+    return replace(comparison, plan=comparison.plan.with_mesh(mesh.text), candidates=tuple(rows))
 
 
 def _mixed(
@@ -195,26 +198,28 @@ def _mixed(
         )
 
     simulates = options["strategy"] == "simulate" and cluster.workers <= MOST_SIMULATED
-    found: dict[tuple[Any, ...], tuple[Plan, str]] = {}
+    plans: dict[tuple[Any, ...], tuple[Plan, str]] = {}
     for slower in _SLOWER if simulates and isinstance(shape, str) else (1.0,):
         finalist = planner.Finalist(shape if isinstance(shape, str) else "-".join(map(str, shape)), slower)
         try:
-            made = _planned(search, schedule, microbatches, finalist, options["in_flight"])
+            plan = _planned(search, schedule, microbatches, finalist, options["in_flight"])
         except PipelineError:
             if slower == 1.0:
                 raise
         else:
-            found.setdefault((made.stages, made.in_flight), (made, str(finalist)))
+            plans.setdefault((plan.stages, plan.in_flight), (plan, str(finalist)))
     rows: list[planner.Comparison] = []
-    for made, asked in found.values():
-        way = planner.Candidate(made.schedule, made.microbatches, made.depth_mode, max(made.update_delay), asked)
-        way = planner.candidate_from_plan(replace(way, mesh=_mesh_text(made)), made, method.flushes)
-        least = min((_order(one)[0] for one in (*rows, *([best] if best else []))), default=inf)
+    for plan, finalist_text in plans.values():
+        way = planner.Candidate(
+            plan.schedule, plan.microbatches, plan.depth_mode, max(plan.update_delay), finalist_text
+        )
+        way = planner.candidate_from_plan(replace(way, mesh=_mesh_text(plan)), plan, method.flushes)
+        least = min((_order(comparison)[0] for comparison in (*rows, *([best] if best else []))), default=inf)
         if simulates and way.bound_s >= least:
             way = replace(way, why=f"cannot take less than {format_seconds(way.bound_s)}")
-        elif simulates and not takes_long(made):
-            way = planner.scored(way, score(made))
-        rows.append(planner.Comparison(made, (way,)))
+        elif simulates and not takes_long(plan):
+            way = planner.scored(way, score(plan))
+        rows.append(planner.Comparison(plan, (way,)))
     return rows
 
 
@@ -230,11 +235,11 @@ def _planned(
     in_flight: str | tuple[int, ...],
 ) -> Plan:
     """The plan for a method, with its own number of microbatches if none is given, as `workflows.plan` plans it."""
-    found = search(microbatches or 1)
-    plan = found.best(finalist.shape, in_flight, finalist.slower)
+    mesh_search = search(microbatches or 1)
+    plan = mesh_search.best(finalist.shape, in_flight, finalist.slower)
     built = schedules.build(schedule, plan, microbatches)
     if microbatches is None and built.microbatches > 1:  # again, with those of the method
-        batch = found.space.profile.batch
+        batch = mesh_search.space.profile.batch
         parts = max(built.microbatches if batch == 1 else min(built.microbatches, batch), *plan.replicas)
         plan = search(parts).best(finalist.shape, in_flight, finalist.slower)
         built = schedules.build(schedule, plan, parts)
@@ -252,17 +257,23 @@ def _fastest(
 ) -> planner.Comparison:
     """All of them as one, whose plan says what the best of each kind takes."""
     every = (*compared, *mixed)
-    best = min([one for one in every if not one.candidates[0].why] or every, key=_order)
+    best = min([comparison for comparison in every if not comparison.candidates[0].why] or every, key=_order)
     first = best.candidates[0]
-    rest = [row for row in (*(row for one in (*compared, *mixed) for row in one.candidates), *pure) if row is not first]
+    rest = [
+        row
+        for row in (*(row for comparison in (*compared, *mixed) for row in comparison.candidates), *pure)
+        if row is not first
+    ]
     rest.sort(key=lambda row: (inf if row.period_s is None else row.period_s, row.bound_s))
-    found = planner.Comparison(best.plan, (first, *dict.fromkeys(rest)))
-    simulated = sum(row.period_s is not None for row in found.candidates)
+    merged = planner.Comparison(best.plan, (first, *dict.fromkeys(rest)))
+    simulated = sum(row.period_s is not None for row in merged.candidates)
     how = f"{simulated} plans were simulated" if simulated else ""
     how = "; ".join(filter(None, [how, "" if simulated and best not in mixed else best.plan.note]))
-    bounds_s = [one.plan.bound_s for one in (mixed[:1] or compared)]  # the first has all plans on single meshes
+    bounds_s = [
+        comparison.plan.bound_s for comparison in (mixed[:1] or compared)
+    ]  # the first has all plans on single meshes
     bound_s = min(*bounds_s, best.plan.slowest_stage_s)
-    return replace(found, plan=replace(best.plan, note=f"{found.kinds_in_words()}; {how}", bound_s=bound_s))
+    return replace(merged, plan=replace(best.plan, note=f"{merged.kinds_in_words()}; {how}", bound_s=bound_s))
 
 
 def _refuse(cluster: Cluster, refused: Sequence[tuple[Mesh | None, PipelineError]]) -> NoReturn:

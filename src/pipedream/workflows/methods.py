@@ -22,7 +22,7 @@ from pipedream.core.units import format_bytes
 MOST_SIMULATED = 128  # workers, or microbatches until all replicas have had a turn: more take seconds
 
 
-def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> dict[str, MethodProperties]:
+def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> dict[str, MethodProperties]:
     """Returns the methods to compare, by their canonical names, in the order in which ties are broken.
 
     By default those that flush, 1F1B before GPipe; with `allow_asynchronous` also those whose gradients are late.
@@ -33,13 +33,15 @@ def methods_of(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -
         ScheduleError: there is no such method, or it cannot be compared.
     """
     if names:
-        return {schedules.canonical(name): _comparable(name) for name in names}
-    found = {name: schedules.properties_of(name) for name in schedules.SCHEDULES if name not in schedules.LAYOUTS}
+        return {schedules.canonical(name): _check_comparable(name) for name in names}
+    methods = {name: schedules.properties_of(name) for name in schedules.SCHEDULES if name not in schedules.LAYOUTS}
     # A profile does not have the seconds of the halves of a backward.
-    found = {name: one for name, one in found.items() if one.reads_stored_weights and not one.splits_backward}
-    flushing = [name for name, one in found.items() if one.flushes]
-    late = [name for name, one in found.items() if allow_asynchronous and not one.flushes]
-    return {name: found[name] for name in (*reversed(flushing), *late)}
+    methods = {
+        name: method for name, method in methods.items() if method.reads_stored_weights and not method.splits_backward
+    }
+    flushing = [name for name, method in methods.items() if method.flushes]
+    late = [name for name, method in methods.items() if allow_asynchronous and not method.flushes]
+    return {name: methods[name] for name in (*reversed(flushing), *late)}
 
 
 def score(plan: Plan) -> planner.Score:
@@ -51,9 +53,9 @@ def score(plan: Plan) -> planner.Score:
     end = settled + max(2 * cycle, -(-(4 * admitted) // cycle) * cycle)
     total = end + (0 if program.flushes else -(-2 * admitted // cycle) * cycle)
     timeline = clock.simulate(program, clock.costs(plan, split=m), total)
-    found = metrics.between_updates(timeline, settled // per_update, end // per_update, per_update=per_update)
+    steady = metrics.between_updates(timeline, settled // per_update, end // per_update, per_update=per_update)
     samples = round(plan.batch * max(program.updates.per_update) / m)
-    return planner.Score(m / found.throughput_per_s, found.bubble, samples)
+    return planner.Score(m / steady.throughput_per_s, steady.bubble, samples)
 
 
 def takes_long(plan: Plan) -> bool:
@@ -103,7 +105,9 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
         if microbatches is None:
             return occupancy(built)
         # It does not work with so few microbatches: then a stage holds all that it admits.
-        return tuple(replace(one, in_flight=count) for one, count in zip(occupancy(built), plan.in_flight, strict=True))
+        return tuple(
+            replace(stage, in_flight=count) for stage, count in zip(occupancy(built), plan.in_flight, strict=True)
+        )
 
     grows = False
     with suppress(ScheduleError):
@@ -124,21 +128,21 @@ def versions_of(schedule: str) -> Callable[[int, int], int]:
     return versions
 
 
-def _comparable(name: str) -> MethodProperties:
+def _check_comparable(name: str) -> MethodProperties:
     if schedules.layout_of(name) is not None:
         raise ScheduleError(
             f"schedule {name!r} puts several stages on a worker, unlike the plans that are compared; plan for it alone"
         )
-    found = schedules.properties_of(name)
-    if not found.replicates_stages:
+    properties = schedules.properties_of(name)
+    if not properties.replicates_stages:
         raise ScheduleError(
             f"schedule {name!r} does not work with replicated stages, which the search compares; plan by hand, with "
             "cuts of your choice and without replicas"
         )
-    return found
+    return properties
 
 
-def asked_of(plan: Plan, schedule: str | None, microbatches: int | None = None) -> tuple[str, int | None]:
+def resolve_method(plan: Plan, schedule: str | None, microbatches: int | None = None) -> tuple[str, int | None]:
     """Returns the method to use and its m (`Plan.method`); an alias of the plan's own method means that one.
 
     Raises:
@@ -149,7 +153,7 @@ def asked_of(plan: Plan, schedule: str | None, microbatches: int | None = None) 
     return plan.method(schedules.canonical(schedule) if schedule else None, microbatches)
 
 
-def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | None) -> Plan:
+def adapt_plan_to_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | None) -> Plan:
     """Returns a plan that names its method and its m, by default the method's own."""
     built = schedules.build(schedule, plan, microbatches)
     if built.microbatches == 1:
@@ -164,7 +168,7 @@ def for_method(plan: Plan, profile: Profile, schedule: str, microbatches: int | 
     return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)
 
 
-def plan_of_file(
+def plan_from_file(
     profile: Profile,
     cluster: Cluster,
     name: str,
@@ -198,37 +202,37 @@ def plan_of_file(
     line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if read.plan.order else cluster
     rule = occupancy_of(name)
     if cuts is None:
-        found = planner.plan(
+        plan = planner.plan(
             profile, line, occupancy=rule, microbatches=parts, in_flight=depth, shape="straight", recompute=recompute
         )
     else:
-        found = planner.manual_plan(
+        plan = planner.manual_plan(
             profile, line, cuts, occupancy=rule, microbatches=parts, in_flight=depth, recompute=recompute
         )
-    if len(found.stages) != stages:
+    if len(plan.stages) != stages:
         raise PlanError(
-            f"schedule {name!r} has {stages} stages, the cuts make {len(found.stages)}; give one cut between each two"
+            f"schedule {name!r} has {stages} stages, the cuts make {len(plan.stages)}; give one cut between each two"
         )
     if read.plan.order:
-        found = replace(found, cluster=cluster, order=read.plan.order, bound_s=0.0, note="cut as a straight pipeline")
-        refuse_overfull(found)
-    return for_method(found, profile, name, parts)
+        plan = replace(plan, cluster=cluster, order=read.plan.order, bound_s=0.0, note="cut as a straight pipeline")
+        check_memory(plan)
+    return adapt_plan_to_method(plan, profile, name, parts)
 
 
-def refuse_overfull(plan: Plan) -> None:
+def check_memory(plan: Plan) -> None:
     """Raises PlanError if all stages of a worker together do not fit its memory."""
     if (s := plan.overfull) is None:
         return
     worker = max(plan.workers_of(s), key=plan.worker_bytes.__getitem__)
-    held = [str(stage) for stage in range(len(plan.stages)) if worker in plan.workers_of(stage)]
+    stages = [str(stage) for stage in range(len(plan.stages)) if worker in plan.workers_of(stage)]
     raise PlanError(
-        f"stages {', '.join(held)} of worker {worker} need up to {format_bytes(plan.worker_bytes[worker])} together, "
+        f"stages {', '.join(stages)} of worker {worker} need up to {format_bytes(plan.worker_bytes[worker])} together, "
         f"it has {format_bytes(plan.cluster.memories[worker] or 0)}; use recomputation, smaller microbatches, more "
         "workers or another method"
     )
 
 
-def refuse_visitors(built: Schedule) -> None:
+def check_no_remote_stages(built: Schedule) -> None:
     """Raises PlanError if a worker lacks the memory for remote forwards; the stages must have their bytes."""
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
     if not any(built.placement.remote_forwards(rank) for rank in range(plan.workers)):

@@ -42,10 +42,10 @@ def own_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster, st
     if place.type == "cpu":
         return measure_runtime("cpu").on_links(Cluster.here(count)), ""
     # As rank 0 sees it: all must make the same plan.
-    found = process_group.from_rank_0(
+    text = process_group.from_rank_0(
         lambda: Cluster.here(count, device="cuda" if processes > 1 else device).to_json(), rank
     )
-    return Cluster.from_json(found, "rank 0's cluster"), ""
+    return Cluster.from_json(text, "rank 0's cluster"), ""
 
 
 def warn_of_loopback(plan: Plan, rank: int) -> None:

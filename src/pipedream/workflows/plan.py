@@ -23,11 +23,11 @@ from pipedream.workflows.layouts import lay_out_stages
 from pipedream.workflows.meshes import AUTO, NO_MESH, choose_meshes
 from pipedream.workflows.methods import (
     MOST_SIMULATED,
-    for_method,
-    methods_of,
+    adapt_plan_to_method,
     occupancy_of,
-    plan_of_file,
+    plan_from_file,
     score,
+    select_methods,
     takes_long,
     versions_of,
 )
@@ -112,17 +112,17 @@ def _on_any_meshes(
     profile: Profile | GraphText, cluster: Cluster | None, options: Mapping[str, Any], names: Sequence[str] = ()
 ) -> planner.Comparison:
     check_options({**options, "mesh": AUTO})
-    known = profile.profile() if isinstance(profile, GraphText) else profile
+    measured = profile.profile() if isinstance(profile, GraphText) else profile
 
     score_once = cache(_score)
 
     def score_known(plan: Plan) -> planner.Score:  # several searches find the same stages
         return score_once(replace(plan, note="", bound_s=0.0))
 
-    def on_one_mesh(own: Profile, workers: Cluster, asked: Mapping[str, Any]) -> planner.Comparison:
-        return _compared(own, workers, names=names, score_of=score_known, **asked)
+    def on_one_mesh(rank_profile: Profile, workers: Cluster, mesh_options: Mapping[str, Any]) -> planner.Comparison:
+        return _compared(rank_profile, workers, names=names, score_of=score_known, **mesh_options)
 
-    return choose_meshes(known, cluster or _own_cluster(profile), on_one_mesh, score_known, options)
+    return choose_meshes(measured, cluster or _own_cluster(profile), on_one_mesh, score_known, options)
 
 
 @contextmanager
@@ -149,37 +149,40 @@ def _of_ranks(
     """Returns what a rank needs, the workers that it is a part of, and the options for both."""
     if not _text(mesh):
         return profile, cluster, options
-    known = profile.profile() if isinstance(profile, GraphText) else profile
+    measured = profile.profile() if isinstance(profile, GraphText) else profile
     joined, meshes = cluster or _own_cluster(profile), meshes_of(mesh)
-    sizes = {one.size for one in meshes}
+    sizes = {mesh_of_stage.size for mesh_of_stage in meshes}
     workers = joined.of_meshes(sizes.pop()) if len(sizes) == 1 else joined
     if len(set(meshes)) == 1:
-        return profile_of_rank(known, meshes[0], joined), workers, options
-    cut = _compared(known, replace(workers, memory_bytes=None), **options).plan.stages
-    ranks = {one: profile_of_rank(known, one, joined) if one.dimensions else known for one in set(meshes)}
+        return profile_of_rank(measured, meshes[0], joined), workers, options
+    cut = _compared(measured, replace(workers, memory_bytes=None), **options).plan.stages
+    ranks = {
+        mesh_of_stage: profile_of_rank(measured, mesh_of_stage, joined) if mesh_of_stage.dimensions else measured
+        for mesh_of_stage in set(meshes)
+    }
     parts = [
-        (ranks[one], ranks[one].layers[stage.first : stage.last])
-        for stage, one in zip(cut, meshes_of(mesh, len(cut)), strict=True)
+        (ranks[mesh_of_stage], ranks[mesh_of_stage].layers[stage.first : stage.last])
+        for stage, mesh_of_stage in zip(cut, meshes_of(mesh, len(cut)), strict=True)
     ]
     updates_s = (rank.update_s * _weights(layers) / max(_weights(rank.layers), 1) for rank, layers in parts)
     layers = tuple(layer for _, layers in parts for layer in layers)
-    found = replace(known, layers=layers, update_s=max(known.update_fixed_s, sum(updates_s)))
+    rank_profile = replace(measured, layers=layers, update_s=max(measured.update_fixed_s, sum(updates_s)))
     cuts, shape = tuple(stage.first for stage in cut[1:]), tuple(stage.replicas for stage in cut)
-    return found, workers, {**options, "cuts": cuts, "shape": shape, "chunks": None}
+    return rank_profile, workers, {**options, "cuts": cuts, "shape": shape, "chunks": None}
 
 
 def _weights(layers: Sequence[LayerProfile]) -> int:
     return sum(layer.parameter_bytes for layer in layers)
 
 
-def _with_mesh(found: Plan, mesh: str) -> Plan:
+def _with_mesh(plan: Plan, mesh: str) -> Plan:
     if not _text(mesh):
-        return found
-    meshed, sizes = found.with_mesh(mesh), {one.size for one in meshes_of(mesh)}
-    if len(sizes) > 1 and meshed.ranks > found.cluster.workers:
+        return plan
+    meshed, sizes = plan.with_mesh(mesh), {mesh_of_stage.size for mesh_of_stage in meshes_of(mesh)}
+    if len(sizes) > 1 and meshed.ranks > plan.cluster.workers:
         raise PlanError(
             f"the plan {meshed.config} with the meshes {mesh} takes {meshed.ranks} ranks, but there are "
-            f"{found.cluster.workers}; give the workers of each stage (shape='1-1', --config 1-1), or more ranks"
+            f"{plan.cluster.workers}; give the workers of each stage (shape='1-1', --config 1-1), or more ranks"
         )
     return meshed
 
@@ -208,22 +211,22 @@ def choose(
         PlanError: no method works, or a name is not known. Also those of `plan`.
     """
     options = (plan.__kwdefaults__ or {}) | options
-    mesh, options = options["mesh"], {name: one for name, one in options.items() if name != "mesh"}
+    mesh, options = options["mesh"], {name: value for name, value in options.items() if name != "mesh"}
     options |= {"schedule": schedule}
     if mesh == AUTO:
-        found = _on_any_meshes(profile, cluster, options, names)
+        comparison = _on_any_meshes(profile, cluster, options, names)
     else:
         with _naming_meshes(profile, cluster, mesh):
             profile, of_meshes, of_ranks = _of_ranks(profile, cluster, mesh, options)
             cluster = of_meshes or cluster
-            found = _compared(profile, cluster, names=names, **of_ranks)
-    known = profile.profile() if isinstance(profile, GraphText) else profile
-    first, *rest = found.candidates
+            comparison = _compared(profile, cluster, names=names, **of_ranks)
+    measured = profile.profile() if isinstance(profile, GraphText) else profile
+    first, *rest = comparison.candidates
     if first.period_s is None:
-        first = _simulated(first, found.plan)
-    references = tuple(_references(known, cluster, found.candidates, options["recompute"]))
-    chosen = found.plan if mesh == AUTO else _with_mesh(found.plan, mesh)
-    return replace(found, plan=chosen, candidates=(first, *rest), references=references)
+        first = _simulated(first, comparison.plan)
+    references = tuple(_references(measured, cluster, comparison.candidates, options["recompute"]))
+    chosen = comparison.plan if mesh == AUTO else _with_mesh(comparison.plan, mesh)
+    return replace(comparison, plan=chosen, candidates=(first, *rest), references=references)
 
 
 def _compared(
@@ -257,31 +260,31 @@ def _compared(
     check_options(chosen | search)
     if cluster is None:
         cluster = _own_cluster(profile)
-    known = profile.profile() if isinstance(profile, GraphText) else profile
-    _warn_of_another_device(known, cluster)
+    measured = profile.profile() if isinstance(profile, GraphText) else profile
+    _warn_of_another_device(measured, cluster)
     if cost_model == "classic":
         straight = shape == "straight"
         return _only(classic(profile, cluster, straight=straight, schedule=schedule, in_flight=in_flight).plan, shape)
-    _check_microbatches(known, microbatches)
+    _check_microbatches(measured, microbatches)
     if strategy == "2bw":
-        return _only(_two_bw(known.parted(), cluster, microbatches, recompute), shape)
+        return _only(_two_bw(measured.parted(), cluster, microbatches, recompute), shape)
     search["all_workers"] = all_workers
     if schedule == "auto":
-        methods = methods_of(names, allow_asynchronous=allow_asynchronous)
-        return planner.choose(known, cluster, methods, score, occupancy_of, **search)
+        methods = select_methods(names, allow_asynchronous=allow_asynchronous)
+        return planner.choose(measured, cluster, methods, score, occupancy_of, **search)
     if schedules.properties_of(schedule).same_updates:
-        known = known.parted()
+        measured = measured.parted()
     if schedules.layout_of(schedule) is not None:
         always = recompute == "always"
-        found = lay_out_stages(known, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=always)
-        return _only(found, shape)
+        plan = lay_out_stages(measured, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=always)
+        return _only(plan, shape)
     if schedules.is_torch_csv(schedule):
         if isinstance(shape, tuple) or shape not in planner.SHAPES:
             planner.parse_counts(shape)  # refuses what are no counts
-        found = plan_of_file(known, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
-        return _only(found, shape)
+        plan = plan_from_file(measured, cluster, schedule, microbatches, cuts, depth=in_flight, recompute=recompute)
+        return _only(plan, shape)
     simulate = strategy == "simulate"
-    return _search(known, cluster, schedule, cuts=cuts, simulate=simulate, score_of=score_of or _score, **search)
+    return _search(measured, cluster, schedule, cuts=cuts, simulate=simulate, score_of=score_of or _score, **search)
 
 
 def _warn_of_another_device(profile: Profile, cluster: Cluster) -> None:
@@ -314,14 +317,14 @@ def _check_microbatches(profile: Profile, microbatches: int | None) -> None:
 
 def _two_bw(profile: Profile, cluster: Cluster, microbatches: int | None, recompute: str) -> Plan:
     planner.check_recompute(recompute)
-    found = planner.two_bw(
+    plan = planner.two_bw(
         profile,
         cluster,
         lambda m: occupancy_of("pipedream_2bw", m),
         microbatches=microbatches,
         recompute={"never": False, "auto": None, "always": True}[recompute],
     )
-    return replace(found, schedule="pipedream_2bw")
+    return replace(plan, schedule="pipedream_2bw")
 
 
 def _search(
@@ -372,19 +375,19 @@ def _search(
         )
 
     def best(shape: str | tuple[int, ...] = shape, slower: float = 1.0) -> Plan:
-        found = planned(microbatches or 1, shape, slower)
+        plan = planned(microbatches or 1, shape, slower)
         automatic = cuts is None and shape in ("any", "pipeline")
-        if automatic and microbatches is not None and method.splits_minibatch and max(found.replicas) > microbatches:
+        if automatic and microbatches is not None and method.splits_minibatch and max(plan.replicas) > microbatches:
             # Each replica takes part in each update, so a stage has at most as many as a minibatch has parts.
-            found = _fewer_replicas(planned, microbatches, cluster.workers, one_stage=shape == "any", every=all_workers)
-        found = for_method(found, profile, schedule, microbatches)
+            plan = _fewer_replicas(planned, microbatches, cluster.workers, one_stage=shape == "any", every=all_workers)
+        plan = adapt_plan_to_method(plan, profile, schedule, microbatches)
         if microbatches is not None:
-            return found
-        most = profile.batch if profile.batch > 1 else found.microbatches  # one sample: it may be unknown
-        if found.overfull is not None or found.microbatches > most:  # again, with the microbatches of the method
-            m = max(min(found.microbatches, most), *found.replicas)
-            found = for_method(planned(m, shape, slower), profile, schedule, m)
-        return found
+            return plan
+        most = profile.batch if profile.batch > 1 else plan.microbatches  # one sample: it may be unknown
+        if plan.overfull is not None or plan.microbatches > most:  # again, with the microbatches of the method
+            m = max(min(plan.microbatches, most), *plan.replicas)
+            plan = adapt_plan_to_method(planned(m, shape, slower), profile, schedule, m)
+        return plan
 
     automatic = cuts is None and shape in ("any", "pipeline")
     if not (simulate and automatic) or cluster.workers > MOST_SIMULATED:
@@ -398,16 +401,16 @@ def _search(
         for finalist in tried:
             advance()
             try:
-                found = best(*finalist)
+                plan = best(*finalist)
             except PipelineError as error:
                 errors.append(error)
                 refused.append(planner.Candidate(schedule, microbatches or 1, "", 0, str(finalist), why=str(error)))
                 continue
-            key = found.microbatches, found.stages, found.in_flight, found.update_delay, found.order
-            plans.setdefault(key, (str(finalist), found))
+            key = plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.order
+            plans.setdefault(key, (str(finalist), plan))
     if not plans:
         raise errors[0]
-    rows = [(_candidate(plan, asked), plan) for asked, plan in plans.values()]
+    rows = [(_candidate(plan, finalist_text), plan) for finalist_text, plan in plans.values()]
     # A minibatch of one sample may be one of unknown size.
     possible = [row for row in rows if profile.batch == 1 or row[1].microbatches <= profile.batch] or rows
     try:
@@ -427,10 +430,10 @@ def _score(plan: Plan) -> planner.Score:
 
 
 def _candidate(plan: Plan, shape: str | tuple[int, ...]) -> planner.Candidate:
-    asked = shape if isinstance(shape, str) else "-".join(map(str, shape))
+    text = shape if isinstance(shape, str) else "-".join(map(str, shape))
     flushes = schedules.properties_of(plan.schedule or "pipedream").flushes
-    known = planner.Candidate(plan.schedule, plan.microbatches, plan.depth_mode, max(plan.update_delay), asked)
-    return planner.candidate_from_plan(known, plan, flushes)
+    candidate = planner.Candidate(plan.schedule, plan.microbatches, plan.depth_mode, max(plan.update_delay), text)
+    return planner.candidate_from_plan(candidate, plan, flushes)
 
 
 def _only(plan: Plan, shape: str | tuple[int, ...]) -> planner.Comparison:
@@ -449,22 +452,26 @@ def _references(
     profile: Profile, cluster: Cluster, candidates: Sequence[planner.Candidate], recompute: str
 ) -> Iterator[planner.Candidate]:
     """Yields data parallelism, with a minibatch for each worker and with a part of one, and one worker."""
-    known = {(one.schedule, one.microbatches, one.config) for one in candidates if one.period_s is not None}
+    simulated = {
+        (candidate.schedule, candidate.microbatches, candidate.config)
+        for candidate in candidates
+        if candidate.period_s is not None
+    }
     workers = cluster.workers
     parted = [("1f1b", workers, "data-parallel")] if 1 < workers <= profile.batch else []
     for schedule, m, shape in [("pipedream", 1, "data-parallel"), *parted, ("pipedream", 1, "1")]:
         config = str(workers) if shape == "data-parallel" else shape
-        if (schedule, m, config) in known:
+        if (schedule, m, config) in simulated:
             continue
-        known.add((schedule, m, config))
+        simulated.add((schedule, m, config))
         try:
-            found = plan(
+            reference = plan(
                 profile, cluster, schedule=schedule, microbatches=m if m > 1 else None, shape=shape, recompute=recompute
             )
         except PlanError as error:
             yield planner.Candidate(schedule, m, "noam", 0, shape, why=str(error))
         else:
-            yield _simulated(_candidate(found, shape), found)
+            yield _simulated(_candidate(reference, shape), reference)
 
 
 def _fewer_replicas(

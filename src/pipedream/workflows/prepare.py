@@ -17,9 +17,9 @@ from pipedream.core.schedule.phase import Phase, check_phases, read_phases
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.verifier import Proof, verify
-from pipedream.workflows.check import check_memory
+from pipedream.workflows.check import check_plan_memory
 from pipedream.workflows.exclusions import check_options
-from pipedream.workflows.methods import asked_of
+from pipedream.workflows.methods import resolve_method
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Prepared:
     proof: Proof
 
 
-def phases_of(
+def read_run_phases(
     schedule: str | Schedule | None, microbatches: int | None, phases: str | Sequence[Phase] | None
 ) -> tuple[Phase, ...]:
     """Returns the phases of a run; one if its method does not change.
@@ -42,17 +42,17 @@ def phases_of(
     """
     if not phases:
         return (Phase(schedule if schedule is not None else "", microbatches=microbatches),)
-    given = {"phases": phases, "schedule": schedule, "microbatches": microbatches}
-    check_options(given, error=ScheduleError)
+    options = {"phases": phases, "schedule": schedule, "microbatches": microbatches}
+    check_options(options, error=ScheduleError)
     return read_phases(phases) if isinstance(phases, str) else check_phases(phases)
 
 
-def all_flush(plan: Plan, phases: Sequence[Phase]) -> bool:
+def do_all_flush(plan: Plan, phases: Sequence[Phase]) -> bool:
     """Whether no phase has late gradients."""
-    return all(_built(plan, phase).flushes for phase in phases)
+    return all(_build(plan, phase).flushes for phase in phases)
 
 
-def compensated(plan: Plan, phases: Sequence[Phase], compensation: Any) -> tuple[Phase, ...]:
+def add_compensation(plan: Plan, phases: Sequence[Phase], compensation: Any) -> tuple[Phase, ...]:
     """Gives a compensation to the phases that do not flush and name none themselves.
 
     If all flush, all get it, so that `prepare` refuses it with the reason.
@@ -65,10 +65,10 @@ def compensated(plan: Plan, phases: Sequence[Phase], compensation: Any) -> tuple
     """
     if compensation is None:
         return tuple(phases)
-    chosen, none_late = compensations(compensation), all_flush(plan, phases)
+    chosen, none_late = compensations(compensation), do_all_flush(plan, phases)
     return tuple(
         replace(phase, compensation=chosen)
-        if phase.compensation is None and (none_late or not _built(plan, phase).flushes)
+        if phase.compensation is None and (none_late or not _build(plan, phase).flushes)
         else phase
         for phase in phases
     )
@@ -81,7 +81,7 @@ def prepare(plan: Plan, phases: Sequence[Phase], policy: Policy) -> tuple[Prepar
         ScheduleError: a method does not work with this plan or policy, or the placements differ.
         DeadlockError: a program would deadlock.
     """
-    built = [coupled(_built(plan, phase), policy) for phase in phases]
+    built = [coupled(_build(plan, phase), policy) for phase in phases]
     programs = with_common_channels([lower(schedule) for schedule in built])
     return tuple(
         Prepared(phase, schedule, program, verify(program))
@@ -89,7 +89,7 @@ def prepare(plan: Plan, phases: Sequence[Phase], policy: Policy) -> tuple[Prepar
     )
 
 
-def evaluation_of(schedule: Schedule) -> Program:
+def build_evaluation(schedule: Schedule) -> Program:
     """Returns the proved program of forwards alone for a method's stages."""
     program = lower(schedules.evaluation(schedule.plan, schedule.placement))
     verify(program)
@@ -107,12 +107,12 @@ def check_phases_fit(plan: Plan, phases: Sequence[Phase], profile: Profile | Non
     """
     for phase in phases:
         try:
-            check_memory(plan, _built(plan, phase), None if isinstance(phase.schedule, Schedule) else profile)
+            check_plan_memory(plan, _build(plan, phase), None if isinstance(phase.schedule, Schedule) else profile)
         except PlanError as error:
             raise PlanError(f"in phase {phase} the plan {plan.config} does not fit: {error}") from None
 
 
-def planned_for(phases: Sequence[Phase]) -> Phase:
+def choose_phase_to_plan(phases: Sequence[Phase]) -> Phase:
     """Returns the phase to plan for: the first with late gradients, else the last. See `check_phases_fit`."""
 
     def flushes(phase: Phase) -> bool:
@@ -123,10 +123,10 @@ def planned_for(phases: Sequence[Phase]) -> Phase:
     return next((phase for phase in phases if not flushes(phase)), phases[-1])
 
 
-def _built(plan: Plan, phase: Phase) -> Schedule:
+def _build(plan: Plan, phase: Phase) -> Schedule:
     built = phase.schedule
     if not isinstance(built, Schedule):
-        name, parts = asked_of(plan, built, phase.microbatches)
+        name, parts = resolve_method(plan, built, phase.microbatches)
         built = schedules.build(name, plan, parts)
     elif built.plan.tied != plan.tied:
         built = replace(built, plan=replace(built.plan, tied=plan.tied))

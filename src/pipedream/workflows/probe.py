@@ -56,30 +56,32 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
         machine.work_s(place, most_s / 30),
         machine.available_bytes(place, Counter(memory for _, memory in names)[names[rank][1]]),
     )
-    needed, further = steps_of(machines_of([name for name, _ in names]))
+    needed, further = choose_steps(machines_of([name for name, _ in names]))
     # A link takes about 60 messages of this length.
     target_s = min(0.05, most_s / 100 / len(needed))
-    found: list[Link | Fan | Sum] = []
+    results: list[Link | Fan | Sum] = []
     for step in (*needed, *further):
         late = step in further and time.perf_counter() - began > 0.8 * most_s
         if process_group.broadcast_text("late" if late else "", everyone):
             break
-        found += _measured(step, rank, place, target_s)
-    rows = {kind.__name__: [encode(one) for one in found if isinstance(one, kind)] for kind in (Link, Fan, Sum)}
+        results += _measure_step(step, rank, place, target_s)
+    rows = {
+        kind.__name__: [encode(result) for result in results if isinstance(result, kind)] for kind in (Link, Fan, Sum)
+    }
     texts = process_group.gather_texts(json.dumps({"seen": encode(seen)} | rows), everyone)
     everything = [json.loads(text) for text in texts]
 
     def all_of(kind: type[Any]) -> tuple[Any, ...]:
-        return tuple(decode(kind, row, kind.__name__) for one in everything for row in one[kind.__name__])
+        return tuple(decode(kind, row, kind.__name__) for reported in everything for row in reported[kind.__name__])
 
     survey = Survey(
-        tuple(decode(Seen, one["seen"], "Seen") for one in everything), all_of(Link), all_of(Fan), all_of(Sum)
+        tuple(decode(Seen, reported["seen"], "Seen") for reported in everything), all_of(Link), all_of(Fan), all_of(Sum)
     )
     seconds = process_group.broadcast_text(str(time.perf_counter() - began), everyone)
     return Survey(survey.workers, survey.links, survey.fans, survey.sums, float(seconds))
 
 
-def steps_of(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def choose_steps(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Returns the measurements to make, and those to make if there is time, for the ranks of each machine."""
     leaders = tuple(ranks[0] for ranks in machines)
     everyone = tuple(rank for ranks in machines for rank in ranks)
@@ -109,32 +111,32 @@ def _add_level(
     further += [("sum", level, first[:count]) for count in (2, 4, 8, 16, 32) if count < len(first)]
 
 
-def _measured(step: Step, rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
+def _measure_step(step: Step, rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
     """Returns the results that this rank reports."""
     ranks = step[2]
     group = process_group.group_of(ranks)
     if rank not in ranks:
         return []
-    found = _in_group(step, group, rank, device, target_s)
+    result = _measure_in_group(step, group, rank, device, target_s)
     process_group.leave_group(group)
-    return [found] if found is not None else []
+    return [result] if result is not None else []
 
 
-def _in_group(step: Step, group: Any, rank: int, device: Any, target_s: float) -> Link | Fan | Sum | None:
+def _measure_in_group(step: Step, group: Any, rank: int, device: Any, target_s: float) -> Link | Fan | Sum | None:
     what, level, ranks = step
     if what == "link":
-        one, other = ranks
-        latency_s = links.echo(rank, (one, other), group, device)
-        there = links.one_way(rank, one, other, group, device, target_s)
-        back = links.one_way(rank, other, one, group, device, target_s)
-        both = links.both_ways(rank, (one, other), group, min(there[1], back[1]), device)
+        first, other = ranks
+        latency_s = links.echo(rank, (first, other), group, device)
+        there = links.one_way(rank, first, other, group, device, target_s)
+        back = links.one_way(rank, other, first, group, device, target_s)
+        both = links.both_ways(rank, (first, other), group, min(there[1], back[1]), device)
         if rank == other:
-            return Link(level, one, other, latency_s, there[0], both)
-        return Link(level, other, one, latency_s, back[0], both)
+            return Link(level, first, other, latency_s, there[0], both)
+        return Link(level, other, first, latency_s, back[0], both)
     if what == "sum":
         latency_s, rate = links.sum_over(group, len(ranks), device, target_s)
-        found: Fan | Sum = Sum(level, ranks, latency_s, rate)
+        result: Fan | Sum = Sum(level, ranks, latency_s, rate)
     else:
         rate = links.fan(rank, ranks, group, device, target_s, sends=what == "out")
-        found = Fan(level, what == "out", tuple(ranks), rate)
-    return found if rank == ranks[0] else None
+        result = Fan(level, what == "out", tuple(ranks), rate)
+    return result if rank == ranks[0] else None

@@ -94,8 +94,8 @@ def profile(
         ProfileError: a layer fails on the sample, or options exclude each other.
         PlanError: the layout does not fit the model or a mesh.
     """
-    given = {"device": device, "as_device": as_device, "dtype": dtype, "microbatches": microbatches}
-    check_options(given, error=ProfileError)
+    options = {"device": device, "as_device": as_device, "dtype": dtype, "microbatches": microbatches}
+    check_options(options, error=ProfileError)
     if meshes == NO_MESH:
         meshes = ()
     if meshes and device == "meta":
@@ -121,10 +121,10 @@ def profile(
         datasheet = as_device if isinstance(as_device, Device) else profiler.device_of(as_device or "here")
         with stand_ins(model, inputs, profiler.dtype_of(dtype)) as empty:
             captured = capture(model, empty, finest=finest)
-            found = profiler.estimate(
+            profile = profiler.estimate(
                 captured.layers, captured.graph, captured.arguments(empty), device=datasheet, **described
             )
-            return found.to_json()
+            return profile.to_json()
 
     def measured() -> str:
         place = process_group.process_device(device)
@@ -133,32 +133,36 @@ def profile(
             model.to(place)
         captured = capture(model, moved, finest=finest)
         if loss is None and batch_dim == 0:
-            captured = replace(captured, graph=replace(captured.graph, loss_weight=_loss_weight(model, moved)))
+            captured = replace(captured, graph=replace(captured.graph, loss_weight=_find_loss_weight(model, moved)))
         timing: dict[str, Any] = {"device": device, "warmup": warmup, "runs": runs, "seed": seed, "parts": parts}
         timing["scheduler"] = scheduler
         arguments, is_chain = captured.arguments(moved), captured.model is None
         # The only argument of a slice is the whole input.
-        timing["part_of"] = partial(first_part, batch_dim=batch_dim) if is_chain else partial(_part_of_only, batch_dim)
+        timing["part_of"] = (
+            partial(first_part, batch_dim=batch_dim) if is_chain else partial(_split_only_argument, batch_dim)
+        )
         measure = partial(profiler.measure, captured.layers, captured.graph, arguments, **timing, **described)
         names = (layout or Layout()).of_model(model)
-        one_rank = partial(_rank, captured, arguments, names, place=place, measure=measure)
+        one_rank = partial(_profile_rank, captured, arguments, names, place=place, measure=measure)
         if isinstance(meshes, str):
-            known = profiler.all_parameters(captured.layers, captured.graph)
-            names.check(known, [layer.name for layer in captured.graph.layers], ())
-            shapes = {name: tuple(one.shape) for name, one in known.items()}
-            ranks, notes = _auto_ranks(names.candidates(shapes, described["samples"], _most_ranks(meshes)), one_rank)
+            parameters = profiler.all_parameters(captured.layers, captured.graph)
+            names.check(parameters, [layer.name for layer in captured.graph.layers], ())
+            shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+            ranks, notes = _profile_legal_meshes(
+                names.candidates(shapes, described["samples"], _parse_max_ranks(meshes)), one_rank
+            )
         else:
             ranks, notes = [one_rank(Mesh(mesh)) for mesh in meshes], []
-        found = measure()
+        profile = measure()
         profiler.release_cache(place)
-        return replace(found, ranks=tuple(ranks), notes=(*found.notes, *notes)).to_json()
+        return replace(profile, ranks=tuple(ranks), notes=(*profile.notes, *notes)).to_json()
 
     make, where = (estimated, profiler.here()) if device == "meta" else (measured, device)
-    found = Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
-    return found if device == "meta" else replace(found, runtime=measure_runtime(device).costs)
+    profile = Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
+    return profile if device == "meta" else replace(profile, runtime=measure_runtime(device).costs)
 
 
-def _most_ranks(meshes: str) -> int:
+def _parse_max_ranks(meshes: str) -> int:
     """Returns the most ranks of a mesh, of the text 'auto' or 'auto:N'."""
     auto, _, most = meshes.partition(":")
     if auto != AUTO or (most and not (most.isdecimal() and int(most) > 1)):
@@ -169,7 +173,7 @@ def _most_ranks(meshes: str) -> int:
     return int(most or MOST_RANKS)
 
 
-def _auto_ranks(
+def _profile_legal_meshes(
     candidates: Mapping[Mesh, str], one_rank: Callable[[Mesh], RankProfile]
 ) -> tuple[list[RankProfile], list[str]]:
     """Returns a rank of each legal mesh, and why the others are left out."""
@@ -187,28 +191,28 @@ def _auto_ranks(
     return ranks, notes if candidates else [f"{NOT_MEASURED}any mesh: the layout has no rule"]
 
 
-def _rank(
+def _profile_rank(
     captured: Captured, arguments: Any, layout: Layout, mesh: Mesh, *, place: Any, measure: Callable[..., Profile]
 ) -> RankProfile:
     layers, graph = captured.layers, captured.graph
     layout.check(profiler.all_parameters(layers, graph), [layer.name for layer in graph.layers], [mesh])
     options = measure.keywords  # type: ignore[attr-defined]
     with profiler.one_rank(layers, graph, layout, mesh, place) as rank:
-        found = measure(call=rank.call)
+        profile = measure(call=rank.call)
         with preserve_state(layers, cuda_devices(layers[0], arguments), options["seed"]):
             forward, backward, update = rank.collectives(arguments, options["autocast"])
-        sizes = zip(found.layers, rank.sent_bytes, rank.gathered_bytes, strict=True)
+        sizes = zip(profile.layers, rank.sent_bytes, rank.gathered_bytes, strict=True)
         costs = tuple(replace(layer, output_bytes=sent, gathered_bytes=whole) for layer, sent, whole in sizes)
-    known: dict[str, Any] = {field.name: getattr(found, field.name, None) for field in fields(RankProfile)}
+    measured: dict[str, Any] = {field.name: getattr(profile, field.name, None) for field in fields(RankProfile)}
     return RankProfile(
-        **known
+        **measured
         | {"mesh": mesh.text, "layout": layout.rules_on(mesh) if layout.is_cut(mesh) else str(layout), "update": update}
         | {"layers": costs}
         | {"forward": tuple(forward), "backward": tuple(backward)}
     )
 
 
-def _loss_weight(model: Any, inputs: Any) -> str:
+def _find_loss_weight(model: Any, inputs: Any) -> str:
     """Finds out what the model's own loss is a mean over, if it returns one."""
     with preserve_state([model], cuda_devices(model, inputs)):
         for module in model.modules():
@@ -216,18 +220,18 @@ def _loss_weight(model: Any, inputs: Any) -> str:
         return probe_weight(partial(call_model, model), inputs, samples=known_samples(inputs))
 
 
-def _part_of_only(batch_dim: BatchDim, arguments: tuple[Any], count: int, size: int) -> tuple[Any]:
+def _split_only_argument(batch_dim: BatchDim, arguments: tuple[Any], count: int, size: int) -> tuple[Any]:
     return (first_part(arguments[0], count, size, batch_dim=batch_dim),)
 
 
-def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
+def find_plan_layers(model: Any, plan: Plan, sample: Any) -> Captured:
     """Finds the layers of a plan in a model, by name or with a sample of its input.
 
     Raises PlanError if the plan was made for another model.
     """
     names = [name for stage in plan.stages for name in stage.names]
     if plan.graph is not None:
-        return _captured_by(model, plan.graph)
+        return _find_graph_layers(model, plan.graph)
     if sample is not None:
         captured = capture(model, sample if isinstance(sample, (tuple, Mapping)) else (sample,))
     elif len(names) == plan.stages[-1].last and plan.unit == "minibatch":
@@ -238,17 +242,18 @@ def layers_of(model: Any, plan: Plan, sample: Any) -> Captured:
             "sample=... (an input of the model) so that it can find them"
         )
     plan.check_layers(len(captured.layers))
-    own = [layer.name for layer in captured.graph.layers]
-    if names != own and sorted(names) == sorted(own):
-        here = next(i for i, name in enumerate(names) if name != own[i])
+    model_names = [layer.name for layer in captured.graph.layers]
+    if names != model_names and sorted(names) == sorted(model_names):
+        here = next(i for i, name in enumerate(names) if name != model_names[i])
         raise PlanError(
-            f"the plan runs layer {names[here]!r} where the model runs {own[here]!r}: it was made for a graph whose "
-            "branches it takes one after the other, and a pipeline runs chains; plan again from a profile of the model"
+            f"the plan runs layer {names[here]!r} where the model runs {model_names[here]!r}: it was made for a graph "
+            "whose branches it takes one after the other, and a pipeline runs chains; plan again from a profile of the "
+            "model"
         )
     return captured
 
 
-def _captured_by(model: Any, graph: LayerGraph) -> Captured:
+def _find_graph_layers(model: Any, graph: LayerGraph) -> Captured:
     """Finds the layers of a plan that has the model's graph. Raises PlanError if it is that of another model."""
     modules, state = dict(model.named_modules(remove_duplicate=False)), named_state(model)
     for call in graph.calls:
@@ -264,7 +269,11 @@ def _captured_by(model: Any, graph: LayerGraph) -> Captured:
                     f"the plan was made for another model: its layer {layer.name!r} uses {name!r}, which "
                     f"{type(model).__name__} lacks; plan again from this model's profile"
                 )
-    if unknown := state.keys() - {name for layer in graph.layers for name in layer.parameters} - _shared(model, graph):
+    if (
+        unknown := state.keys()
+        - {name for layer in graph.layers for name in layer.parameters}
+        - _list_shared_names(model, graph)
+    ):
         raise PlanError(
             f"the plan was made for another model: {type(model).__name__} has {min(unknown)!r}, which no layer of the "
             "plan uses; plan again from this model's profile"
@@ -272,7 +281,7 @@ def _captured_by(model: Any, graph: LayerGraph) -> Captured:
     return captured_from(model, graph)
 
 
-def _shared(model: Any, graph: LayerGraph) -> set[str]:
+def _list_shared_names(model: Any, graph: LayerGraph) -> set[str]:
     """Other names of what the graph's layers use."""
     state = named_state(model)
     used = {id(state[name]) for layer in graph.layers for name in layer.parameters}

@@ -45,14 +45,14 @@ def measure_runtime(device: str = "cpu") -> MeasuredRuntime:
     """
     place = process_group.process_device(device)
     _, processes = process_group.join_group(place)
-    found = _measured(processes)
+    measured = _measure_processes(processes)
     if place.type == "cpu":
-        return found
-    return MeasuredRuntime(replace(found.costs, message_s_per_byte=0.0, overlap_device=True))
+        return measured
+    return MeasuredRuntime(replace(measured.costs, message_s_per_byte=0.0, overlap_device=True))
 
 
 @cache
-def _measured(processes: int) -> MeasuredRuntime:
+def _measure_processes(processes: int) -> MeasuredRuntime:
     stages = max(2, processes)
     plan = Plan.uniform(stages)
     schedule = schedules.build("pipedream", plan)
@@ -61,7 +61,7 @@ def _measured(processes: int) -> MeasuredRuntime:
     verify(evaluation)
     small, large = calibrate(program, evaluation)
     # The first of several workers also reads the data.
-    small_s, large_s = (max(0.0, sum(one.other_s[1:] or one.other_s)) for one in (small, large))
+    small_s, large_s = (max(0.0, sum(calibration.other_s[1:] or calibration.other_s)) for calibration in (small, large))
     # An activation and its gradient at each boundary, and the targets from the first to the last stage, at both ends.
     large_ends = 4 if processes == 1 else 4 * (stages - 2) + 2
     ends = large_ends + (2 if processes == 1 else 1)
@@ -76,6 +76,9 @@ def _measured(processes: int) -> MeasuredRuntime:
     )
     if processes == 1:
         return MeasuredRuntime(costs, _AT_ONCE_BYTES_PER_S, 0.0)
-    links_s = [max(0.0, one.arrival_s - 2 * float(costs.end_s(one.message_bytes))) for one in (small, large)]
+    links_s = [
+        max(0.0, calibration.arrival_s - 2 * float(costs.end_s(calibration.message_bytes)))
+        for calibration in (small, large)
+    ]
     rise_s = links_s[1] - links_s[0]
     return MeasuredRuntime(costs, rise_bytes / rise_s if rise_s > 0 else None, links_s[0])

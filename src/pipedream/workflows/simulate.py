@@ -13,7 +13,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.verifier import verify
-from pipedream.workflows.methods import asked_of
+from pipedream.workflows.methods import resolve_method
 
 
 def simulate(
@@ -48,7 +48,7 @@ def simulate(
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"a {type(plan).__name__} was given to simulate; give a Plan, as pipedream.plan() makes one")
-    name, split = (schedule, None) if isinstance(schedule, Schedule) else asked_of(plan, schedule)
+    name, split = (schedule, None) if isinstance(schedule, Schedule) else resolve_method(plan, schedule)
     run = schedules.run_of(name, plan, microbatches, minibatches, split=split)
     try:
         stragglers = clock.Stragglers(jitter, slow or {}, seed)

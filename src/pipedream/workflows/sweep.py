@@ -15,7 +15,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
 from pipedream.schedules import canonical
-from pipedream.workflows.methods import methods_of, score
+from pipedream.workflows.methods import score, select_methods
 from pipedream.workflows.plan import plan as make_plan
 
 _SLOWEST, _FASTEST = 1e4, 1e14  # bytes per second, between which crossovers are searched
@@ -51,9 +51,9 @@ def sweep(
     """
     if not (workers and bandwidths and schedules) or min(workers) < 1 or min(bandwidths) <= 0:
         raise PlanError("a sweep needs at least one worker count from 1 on, one bandwidth above 0 and one method")
-    known = [name for name in schedules if name != "auto"]
-    methods = methods_of(known) if known else {}  # raises for an unknown name, before any point
-    whole = {DATA_PARALLEL, *(name for name in known if not methods[canonical(name)].splits_minibatch)}
+    method_names = [name for name in schedules if name != "auto"]
+    methods = select_methods(method_names) if method_names else {}  # raises for an unknown name, before any point
+    whole = {DATA_PARALLEL, *(name for name in method_names if not methods[canonical(name)].splits_minibatch)}
     if not cluster.is_flat:
         raise PlanError(f"a sweep needs equal workers and one level of links, found {cluster}; give such a cluster")
     level = cluster.levels[0]
@@ -72,35 +72,35 @@ def sweep(
                 shape="data-parallel" if parallel else shape,
                 allow_asynchronous=allow_asynchronous,
             )
-            found = score(plan)
+            result = score(plan)
         except PipelineError as error:
             return replace(empty, why=str(error))
         return replace(
             empty,
             config=plan.config,
             microbatches=plan.microbatches,
-            samples_per_s=plan.batch / found.period_s if found.period_s else inf,
-            bubble=found.bubble,
+            samples_per_s=plan.batch / result.period_s if result.period_s else inf,
+            bubble=result.bubble,
             peak_bytes=max(stage.peak_bytes for stage in plan.stages),
         )
 
     names = (DATA_PARALLEL, *dict.fromkeys(schedules))
     points = [point(*row) for row in ((w, b, name) for w in workers for b in bandwidths for name in names)]
-    found = []
+    changes = []
     for count in (count for count in workers if count > 1 and crossovers):
         for name in names[1:]:
-            if not any(one.samples_per_s for one in points if (one.workers, one.schedule) == (count, name)):
+            if not any(row.samples_per_s for row in points if (row.workers, row.schedule) == (count, name)):
                 continue
 
             def lead(rate: float, count: int = count, name: str = name) -> float:
                 ours, theirs = point(count, rate, name).samples_per_s, point(count, rate, DATA_PARALLEL).samples_per_s
                 return (ours or 0.0) - (theirs or 0.0)
 
-            found.append(_crossover(count, name, lead))
-    return Sweep(profile.model, tuple(points), tuple(found))
+            changes.append(_find_crossover(count, name, lead))
+    return Sweep(profile.model, tuple(points), tuple(changes))
 
 
-def _crossover(workers: int, schedule: str, lead: Callable[[float], float]) -> Crossover:
+def _find_crossover(workers: int, schedule: str, lead: Callable[[float], float]) -> Crossover:
     """Bisects the logarithm of the bandwidth where the lead changes."""
     low, high = _SLOWEST, _FASTEST
     below, above = lead(low) > 0, lead(high) > 0

@@ -332,7 +332,7 @@ def test_a_pipeline_refuses_to_split_what_is_no_mean(microbatches: int) -> None:
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipedream.pipeline, "layers_of", lambda *_: replace(captured, graph=other))
+        patch.setattr(pipedream.pipeline, "find_plan_layers", lambda *_: replace(captured, graph=other))
         if microbatches == 1:
             make()
         else:
