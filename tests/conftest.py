@@ -9,7 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ PROCESSES = "pytest.mark.processes"
 _MODELS = ("examples", "models", "model_features", "replicas", "transparency")
 COMPUTING = ("tests/sharding/", *(f"tests/end_to_end/test_{name}.py" for name in _MODELS))
 """Files whose processes are compared by their numbers, however long they take."""
+
+_STARTED = pytest.StashKey[float]()
+_PROCESSOR_S: dict[str, float] = {}  # of each test
 
 # No deadline and no complaint about slow examples: shared cores are sometimes slow. In CI the same examples each time.
 # HYPOTHESIS_PROFILE=thorough draws ten times as many where a test does not name a number.
@@ -117,6 +120,41 @@ def run_command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, s
         return status, *capfd.readouterr()
 
     return ask
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Notes the processor time before a test and its fixtures."""
+    item.stash[_STARTED] = _processor_s()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Adds to the last report of a test the processor time that it and the processes that it started took."""
+    report = yield
+    if call.when == "teardown" and _STARTED in item.stash:
+        report.processor_s = _processor_s() - item.stash[_STARTED]
+    return report
+
+
+def _processor_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Collects the processor times of all runners."""
+    if hasattr(report, "processor_s"):
+        _PROCESSOR_S[report.nodeid] = report.processor_s
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """In CI, and with `--durations`, lists the tests that took most processor time."""
+    count = config.option.durations or ("CI" in os.environ and 20)
+    if count and _PROCESSOR_S:
+        terminalreporter.section(f"most processor time, of {sum(_PROCESSOR_S.values()):.0f} s in all tests")
+        for name, seconds in sorted(_PROCESSOR_S.items(), key=lambda item: -item[1])[:count]:
+            terminalreporter.write_line(f"{seconds:7.2f} s  {name}")
 
 
 def pytest_collection_finish() -> None:
