@@ -403,7 +403,7 @@ BREAKS = (
     Break(
         "checkpoint: tensors are not compared with their checksums",
         "runtime/checkpoint/storage.py",
-        "_crc32(tensor) != piece.crc32",
+        "_compute_crc32(tensor) != piece.crc32",
         "False",
         ("runtime/checkpoint/test_checkpoints.py",),
     ),
@@ -482,8 +482,8 @@ BREAKS = (
     Break(
         "values: a message makes an object of any class",
         "runtime/comm/values.py",
-        "_class_of(name, lambda kind: _fields(kind) is not None)",
-        "_class_of(name, lambda kind: True)",
+        "_find_class(name, lambda kind: _list_fields(kind) is not None)",
+        "_find_class(name, lambda kind: True)",
         ("runtime/test_values.py",),
     ),
     Break(
@@ -531,7 +531,7 @@ BREAKS = (
     Break(
         "results: a rank keeps results that it also gets in a message of their own",
         "runtime/results/results.py",
-        "if self._rank not in self._reached(index):",
+        "if self._rank not in self._find_reached(index):",
         "if False:",
         ("runtime/results/test_results.py",),
     ),

@@ -39,7 +39,7 @@ from pipedream.probe.machine import available_bytes
 from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
-from pipedream.runtime.comm.message import Ending
+from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, text_of
 from pipedream.runtime.data.batch_adapter import BatchAdapter
@@ -113,7 +113,7 @@ class Pipeline:
         self._callbacks = tuple(options.callbacks)
         self._segment: Iterator[Done] | None = None
         self.ready: deque[Done] = deque()
-        self._ending = Ending.DATA
+        self._stop_reason = StopReason.DATA
         self.should_stop = False
         self._training = self._interrupted = False
         self._data_state: Mapping[str, Any] | None = None
@@ -207,15 +207,15 @@ class Pipeline:
                 self._session.note_given(done.number + 1)
                 yield done
                 if self.should_stop:
-                    self._session.stop(Ending.STOP)
-            if self._ending is Ending.DRAIN and not self._session.any_rank(self.should_stop):
+                    self._session.stop(StopReason.STOP)
+            if self._stop_reason is StopReason.DRAIN and not self._session.any_rank(self.should_stop):
                 self._session.resume()
-            elif self._ending is not Ending.DATA or end == until:
+            elif self._stop_reason is not StopReason.DATA or end == until:
                 break
         self._segment = None
         self._training = False
-        self.should_stop = self._ending in (Ending.STOP, Ending.DRAIN)
-        if self._ending is Ending.INTERRUPT:
+        self.should_stop = self._stop_reason in (StopReason.STOP, StopReason.DRAIN)
+        if self._stop_reason is StopReason.INTERRUPT:
             self._session.interrupts.heard = True  # on every rank, also on those that had no signal
             self._raise_interrupt()
 
@@ -229,7 +229,7 @@ class Pipeline:
             if self._number not in self.drains:
                 self.drains.append(self._number)
             self._segment = None
-            self._ending = self._session.ending
+            self._stop_reason = self._session.stop_reason
             self._enter(phase_after(self.phases, self._phase, self._number, self._epoch))
             return False
         self._number = done.number + 1

@@ -198,9 +198,9 @@ def installed() -> Iterator[None]:
     def leave_group(group: Any) -> None:
         return group.close() if isinstance(group, StrictCommunicator) else process_group.leave_group(group)
 
-    plain = connections._new_group
+    plain = connections._make_group
     changes = [
-        mock.patch.object(connections, "_new_group", new_group),
+        mock.patch.object(connections, "_make_group", new_group),
         mock.patch.object(connections, "has_nccl", return_value=True),
         mock.patch.object(connections, "leave_group", leave_group),
         mock.patch.object(session, "drain", drained),

@@ -75,9 +75,9 @@ class Stored:
                 raise ValueError(f"a piece lies within its tensor, {self.shape}, found {piece}")
         if len({piece.start for piece in self.pieces}) < len(self.pieces) or not self.pieces:
             raise ValueError(f"a tensor has pieces, each at its own place, found {self.pieces}")
-        found = sum(prod(piece.shape) for piece in self.pieces)
-        if found != prod(self.shape):
-            raise ValueError(f"the pieces make up the tensor of {prod(self.shape)} values, found {found}")
+        piece_values = sum(prod(piece.shape) for piece in self.pieces)
+        if piece_values != prod(self.shape):
+            raise ValueError(f"the pieces make up the tensor of {prod(self.shape)} values, found {piece_values}")
 
     def encoded(self) -> dict[str, Any]:
         first, *others = self.pieces
@@ -95,8 +95,8 @@ class Stored:
             piece = {"start": start, "shape": shape} | {key: value.get(key) for key in StoredPiece._fields[2:]}
             rest = {key: item for key, item in value.items() if key not in piece or key == "shape"}
             value = rest | {"pieces": [list(piece.values())]}
-        found: Self = decode_fields(cls, value, place)
-        return found
+        stored: Self = decode_fields(cls, value, place)
+        return stored
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Checkpoint(RunRequest, Position, Artifact):
 
     def to_json(self) -> str:
         data = json.loads(super().to_json())
-        return json.dumps(data | {"crc32": _crc32(data)}, indent=1)
+        return json.dumps(data | {"crc32": _compute_crc32(data)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, source: str = "the text") -> Self:
@@ -241,12 +241,12 @@ class Checkpoint(RunRequest, Position, Artifact):
         except (ValueError, RecursionError):
             data = None
         if isinstance(data, dict) and "crc32" in data:
-            then, now = data.pop("crc32"), _crc32(data)
+            then, now = data.pop("crc32"), _compute_crc32(data)
             if then != now:
                 raise ArtifactError(f"{source} is damaged: its checksum is {now}, and was {then} when it was saved")
             text = json.dumps(data)
         return super().from_json(text, source)
 
 
-def _crc32(data: dict[str, Any]) -> int:
+def _compute_crc32(data: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(data, sort_keys=True).encode())

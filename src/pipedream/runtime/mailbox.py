@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pipedream.core.plan.placement import Placement
 from pipedream.core.schedule.program import Channel
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
-from pipedream.runtime.comm.message import Content, Ending, Message
+from pipedream.runtime.comm.message import Content, Message, StopReason
 
 _FORWARD = ("activation", "input", "weights", "stage_input")
 """Channels that serve forwards: they carry the end of a stream."""
@@ -43,13 +43,13 @@ class Mailbox:
         self._outbox: dict[tuple[str, int, int], Message] = {}
         self._ended: set[int] = set()
         self._sent: dict[int, int] = {}
-        self._last: tuple[int, Ending] | None = None
+        self._last: tuple[int, StopReason] | None = None
 
     def receive(self, number: int) -> Pending[Message]:
         """Begins to receive a channel's next message; the result goes to `arrived`."""
         return self._receivers[number].receive()
 
-    def arrived(self, number: int, index: int, message: Message) -> tuple[int, Ending] | None:
+    def arrived(self, number: int, index: int, message: Message) -> tuple[int, StopReason] | None:
         """Takes a message that was received for microbatch `index`.
 
         Returns: if it is the end instead, the stream's microbatches and why it ends; else None.
@@ -57,7 +57,7 @@ class Mailbox:
         channel = self._channels[number]
         if message.content is Content.END:
             self._ended.add(number)
-            return message.microbatch, Ending(message.flags)
+            return message.microbatch, StopReason(message.flags)
         # Weights are sent once made, for a minibatch that may turn out not to exist.
         if message.microbatch != index:
             raise AssertionError(f"microbatch {message.microbatch} arrived on channel {channel.carries} for {index}")
@@ -91,8 +91,8 @@ class Mailbox:
         if self._last is not None:
             self._end_channel(number)
 
-    def end(self, total: int, ending: Ending) -> None:
-        self._last = (total, ending)
+    def end(self, total: int, stop_reason: StopReason) -> None:
+        self._last = (total, stop_reason)
         for number in range(len(self._channels)):
             self._end_channel(number)
 
@@ -110,7 +110,7 @@ class Mailbox:
         if channel.sender != self._rank or channel.carries not in _FORWARD:
             return
         assert self._last is not None
-        total, ending = self._last
+        total, stop_reason = self._last
         begin = self._sent.get(number, -1) + 1
         step = (self._per_fetch or _NEVER) if channel.carries == "weights" else 1
         upcoming = range(-(-begin // step) * step, total, step)[: placement.cycle]
@@ -118,4 +118,4 @@ class Mailbox:
             upcoming = range(0)
         routes = (placement.ends(channel.carries, channel.source, channel.target, k) for k in upcoming)
         if (channel.sender, channel.receiver) not in routes:
-            self._senders[number].send(Message(total, Content.END, flags=int(ending)))
+            self._senders[number].send(Message(total, Content.END, flags=int(stop_reason)))

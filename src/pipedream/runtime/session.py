@@ -46,7 +46,7 @@ from pipedream.runtime.checkpointing import Checkpointer, share_with_replicas
 from pipedream.runtime.clock import run_in_process
 from pipedream.runtime.comm.channel import Receiver, Sender, drain
 from pipedream.runtime.comm.connections import Connections
-from pipedream.runtime.comm.message import Ending
+from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.process_group import (
     broadcast_text,
     check_same_on_all_ranks,
@@ -310,9 +310,9 @@ class Session:
         return self.workers[self.program.placement.readers[0] if len(self.workers) > 1 else 0]
 
     @property
-    def ending(self) -> Ending:
+    def stop_reason(self) -> StopReason:
         """Why the last stream ended."""
-        return self.lead.ending
+        return self.lead.stop_reason
 
     def note_call(self, name: str, given: int) -> None:
         """Notes a call that every rank must make, after its loop was given so many minibatches."""
@@ -329,7 +329,7 @@ class Session:
             raise self._guard.first_cause(error, self.lead.where) from error
 
     def note_given(self, minibatches: int) -> None:
-        self._activity.given = minibatches
+        self._activity.loop_minibatches = minibatches
 
     # -- data in, results out -----------------------------------------------------------------------
 
@@ -498,10 +498,10 @@ class Session:
         self.interrupts.heard = False
         self._interrupts_before = 0 if self._guard is None else self._guard.interrupts
 
-    def stop(self, ending: Ending = Ending.DRAIN) -> None:
+    def stop(self, stop_reason: StopReason = StopReason.DRAIN) -> None:
         """Ends the stream after the admitted minibatches; at a rank that does not read the data, does nothing."""
         for microbatches in self._microbatches.values():
-            microbatches.stop(ending)
+            microbatches.stop(stop_reason)
 
     def resume(self) -> None:
         for microbatches in self._microbatches.values():

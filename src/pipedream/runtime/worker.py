@@ -19,7 +19,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, advanced
 from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
-from pipedream.runtime.comm.message import Content, Ending, Message
+from pipedream.runtime.comm.message import Content, Message, StopReason
 from pipedream.runtime.data.microbatches import Microbatches
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.forward import DataStream, ForwardRunner
@@ -115,7 +115,7 @@ class Worker:
         for sharding in (stage_state.module.sharding for stage_state in stage_states.values()):
             if sharding is not None:
                 sharding.look = self.recorder.memory.look
-        self.ending = Ending.DATA
+        self.stop_reason = StopReason.DATA
         self._total: int | None = None
         self._mailbox = Mailbox(rank, program.placement, program.channels, senders, receivers)
         self._forwards = ForwardRunner(self._mailbox, scorer, results, device)
@@ -170,7 +170,7 @@ class Worker:
     # -- the three things a worker does -------------------------------------------------------------
 
     def train(self, data: Microbatches | None, until: int | None) -> Generator[Pending[Any] | Done, None, None]:
-        """Trains until the stream ends, and drains; sets `ending`.
+        """Trains until the stream ends, and drains; sets `stop_reason`.
 
         Args:
             data: None except at the input stage.
@@ -381,12 +381,12 @@ class Worker:
     def _admit(self, index: int) -> Message | None:
         """Takes the next microbatch from the data; ends the stream after the last one."""
         if self._stream.trains and self._replicas[0] == 1 and self.stop_requested():
-            self._stop_feed(Ending.INTERRUPT)
+            self._stop_feed(StopReason.INTERRUPT)
         assert self._data is not None
         self.activity.begin("loading data")
         found = self._data.take(index)
         self.activity.end()
-        if isinstance(found, Ending):
+        if isinstance(found, StopReason):
             self._end(self._data.ended_at * self._stream.split, found)
             return None
         inputs, targets = found
@@ -520,7 +520,7 @@ class Worker:
         before_drain = self._stream.base * self.program.microbatches // self.program.updates.per_update[stage]
         self.recorder.note("U", stage, before_drain + index, start)
         if stop_requests:
-            self._stop_feed(Ending.INTERRUPT)
+            self._stop_feed(StopReason.INTERRUPT)
         if stage == min(self.stage_states):
             m = self.program.microbatches
             members = self.program.updates.members(stage, index, self._total)
@@ -566,10 +566,10 @@ class Worker:
         self._mailbox.send(number, index)
         self.recorder.note("send", channel.source, self._stream.number(index), start)
 
-    def _end(self, total: int, ending: Ending) -> None:
+    def _end(self, total: int, stop_reason: StopReason) -> None:
         self._total = total
-        self.ending = ending
-        self._mailbox.end(total, ending)
+        self.stop_reason = stop_reason
+        self._mailbox.end(total, stop_reason)
 
     # -- small things -------------------------------------------------------------------------------
 
@@ -589,9 +589,9 @@ class Worker:
         self.results.begin(stream.split if stream.trains else 0)
         self._updated: deque[tuple[int, float]] = deque()
 
-    def _stop_feed(self, ending: Ending) -> None:
+    def _stop_feed(self, stop_reason: StopReason) -> None:
         if self._data is not None:
-            self._data.stop(ending)
+            self._data.stop(stop_reason)
 
 
 def _is_finite(weight: torch.Tensor) -> bool:

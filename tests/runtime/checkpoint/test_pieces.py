@@ -54,7 +54,7 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], parts: dict[str, lis
         places = {name: (parts[name][rank], tensors[name].shape) for name in own}
         rows.append(storage._write_tensors(folder / f"__{rank}_0.distcp", own, places))
     manifest = storage.read_manifest(template)
-    return Checkpoint(**{**vars(manifest), **storage._contents(rows)})
+    return Checkpoint(**{**vars(manifest), **storage._merge_rows(rows)})
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
@@ -106,7 +106,7 @@ def test_little_is_read_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.M
             list(storage.read_shares(tmp_path, manifest, shares))
             assert tensor.nbytes // 4 < sum(read) < 1.1 * tensor.nbytes / 4
     lying = [
-        len(storage._runs(storage.shares_of(manifest, {"model/a": box}), manifest))
+        len(storage._group_reads(storage.shares_of(manifest, {"model/a": box}), manifest))
         for box in boxes((256, 512), [0], [4])
     ]
     assert lying == [1] * 4, "rows lie together, and are read at once"
@@ -145,7 +145,7 @@ class Counted:
     "shape", [(), (3,), (0, 5), (1 << 20,), (50257, 1024), (512, 512, 3, 3), (8, 1024, 4096), (2, 1 << 20)]
 )
 def test_large_tensors_are_cut_in_every_dimension(shape: tuple[int, ...]) -> None:
-    found = storage._cut(shape, 4)
+    found = storage._split_into_pieces(shape, 4)
     assert sum(prod(map(len, box)) for box in found) == prod(shape)
     assert len(found) <= 64
     if prod(shape) * 4 > 64 << 20:

@@ -79,8 +79,8 @@ def test_links_between_gpus_have_a_device_few_ctas_and_no_short_timeout(monkeypa
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Double", (), {"Options": Options}), raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: calls.append({"ranks": ranks} | options))
     gpu = torch.device("cuda:1")
-    connections._new_group((1, 0), gpu, 4)
-    connections._new_group((0, 1), gpu)
+    connections._make_group((1, 0), gpu, 4)
+    connections._make_group((0, 1), gpu)
     link, sums = calls
     assert link["ranks"] == [1, 0]
     assert link["sort_ranks"] is False

@@ -13,9 +13,9 @@ from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.message import (
     Content,
     Header,
-    KnownLayouts,
     Message,
-    MessageLayout,
+    MessageFormat,
+    SentFormats,
     copy_as_received,
     dimension_order,
     in_memory_order,
@@ -59,7 +59,7 @@ MESSAGES = st.builds(
 )
 
 
-def through_bytes(message: Message, known: KnownLayouts, layouts: dict[int, MessageLayout]) -> Message:
+def through_bytes(message: Message, known: SentFormats, layouts: dict[int, MessageFormat]) -> Message:
     """Writes a message and reads it again, as a channel's ends do."""
     number, layout, description = known.find(message)
     header = Header.of(message, number, 7, len(description))
@@ -72,8 +72,8 @@ def through_bytes(message: Message, known: KnownLayouts, layouts: dict[int, Mess
     header = Header.read(head)
     assert header.channel == 7
     if header.description_bytes:
-        layouts[header.layout] = MessageLayout.from_json(header.description_in(head))
-    there = layouts[header.layout]
+        layouts[header.format_number] = MessageFormat.from_json(header.description_in(head))
+    there = layouts[header.format_number]
     assert there.payload_bytes == layout.payload_bytes
     assert header.head_bytes == begin
     return header.message(there, tuple(there.tensors_in(arrived, begin)), header.numbers_in(head))
@@ -82,7 +82,7 @@ def through_bytes(message: Message, known: KnownLayouts, layouts: dict[int, Mess
 @given(message=MESSAGES, wanted=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_a_message_arrives_as_it_was(message: Message, wanted: list[bool]) -> None:
     message = replace(message, gradients=tuple(wanted[: len(message.tensors)]))
-    known, layouts = KnownLayouts(), {}
+    known, layouts = SentFormats(), {}
     for _ in range(2):  # described, then called by its number
         found = through_bytes(message, known, layouts)
         assert replace(found, tensors=()) == replace(message, tensors=())
@@ -100,18 +100,18 @@ def test_a_message_arrives_as_it_was(message: Message, wanted: list[bool]) -> No
 
 @given(tensor=tensors())
 def test_a_tensor_sent_alone_is_in_the_order_of_its_layout(tensor: torch.Tensor) -> None:
-    layout = MessageLayout.of(Message(0, tensors=(tensor,)))
+    layout = MessageFormat.of(Message(0, tensors=(tensor,)))
     (found,) = layout.tensors_in(in_memory_order(tensor).view(torch.uint8).clone())
     assert found is not None
     assert torch.equal(found, tensor)
 
 
 def test_a_layout_is_described_once_and_the_oldest_is_forgotten() -> None:
-    known, layouts = KnownLayouts(most=3), {}
+    known, layouts = SentFormats(most=3), {}
     ones = [Message(0, tensors=(torch.ones(size),)) for size in range(5)]
     assert [bool(known.find(ones[i])[2]) for i in (0, 1, 0, 2, 1)] == [True, True, False, True, False]
     assert [bool(known.find(ones[i])[2]) for i in (3, 1, 2, 0)] == [True, False, False, True]
-    known = KnownLayouts(most=3)
+    known = SentFormats(most=3)
     for i in (0, 1, 2, 3, 4, 0, 4, 1):
         (tensor,) = through_bytes(ones[i], known, layouts).tensors
         assert torch.equal(tensor, torch.ones(i))
@@ -138,28 +138,28 @@ def test_a_transposed_tensor_keeps_its_order_of_memory() -> None:
 
 def test_tensors_of_one_message_enter_a_graph_apart_from_each_other() -> None:
     message = Message(0, tensors=(torch.ones(2), torch.ones(3), torch.ones(4)))
-    assert not any(t._is_view() for t in through_bytes(message, KnownLayouts(), {}).tensors)
+    assert not any(t._is_view() for t in through_bytes(message, SentFormats(), {}).tensors)
 
 
 def test_a_message_holds_any_number_of_tensors_dimensions_and_numbers() -> None:
     numbers = tuple(map(float, range(100)))
     message = Message(0, tensors=(torch.ones((1,) * 9),) + (torch.ones(1),) * 400, numbers=numbers)
-    found = through_bytes(message, KnownLayouts(), {})
+    found = through_bytes(message, SentFormats(), {})
     assert [t.shape for t in found.tensors] == [t.shape for t in message.tensors]
     assert found.numbers == numbers
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
-    for send in (KnownLayouts().find, LocalChannel().send):
+    for send in (SentFormats().find, LocalChannel().send):
         with pytest.raises(TypeError, match=r"layout torch\.sparse_coo cannot be sent"):
             send(Message(0, tensors=(torch.eye(2).to_sparse(),)))
     with pytest.raises(TypeError, match=r"torch\.bits8 cannot be sent"):
-        KnownLayouts().find(Message(0, tensors=(torch.empty(2, dtype=torch.bits8),)))
+        SentFormats().find(Message(0, tensors=(torch.empty(2, dtype=torch.bits8),)))
 
 
 def test_a_transposed_tensor_arrives_transposed() -> None:
     for tensor in (torch.arange(12.0).reshape(3, 4).t(), torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)):
-        (found,) = through_bytes(Message(0, tensors=(tensor,)), KnownLayouts(), {}).tensors
+        (found,) = through_bytes(Message(0, tensors=(tensor,)), SentFormats(), {}).tensors
         assert found is not None
         assert torch.equal(found, tensor)
         assert found.stride() == tensor.stride()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.errors import WorkerError
-from pipedream.runtime.comm.message import Ending
+from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.reader import EpochRange, IterableReader, Minibatch, MinibatchReader, tee
 from pipedream.runtime.data.rng import DataOrder, RngStates
@@ -47,13 +47,13 @@ def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
         feed.begin(replicas * cycles)
     admitted: list[tuple[int, int, bool]] = []
 
-    def stream(until: int | None) -> Ending:
-        ends: set[tuple[Ending, int]] = set()
+    def stream(until: int | None) -> StopReason:
+        ends: set[tuple[StopReason, int]] = set()
         number = 0
         while len(ends) == 0:
             for replica, feed in enumerate(feeds):
                 if until is not None and number >= until:
-                    feed.stopped = Ending.DRAIN
+                    feed.stopped = StopReason.DRAIN
                 found = feed.read(number + replica, replica)
                 if isinstance(found, Minibatch):
                     admitted.append((found.epoch, int(found.batch), found.ends_epoch))
@@ -61,15 +61,15 @@ def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
                     ends.add((found, feed.ended_at))
             number += replicas
         assert len(ends) == 1, "all replicas end alike"
-        ((ending, count),) = ends
-        if ending is Ending.DRAIN:
+        ((stop_reason, count),) = ends
+        if stop_reason is StopReason.DRAIN:
             assert count % (replicas * cycles) == 0
-        return ending
+        return stop_reason
 
-    if stream(stop) is Ending.DRAIN:
+    if stream(stop) is StopReason.DRAIN:
         for feed in feeds:
             feed.resume()
-        assert stream(None) is Ending.DATA
+        assert stream(None) is StopReason.DATA
     wanted = [(epoch, number, number == size - 1) for epoch in range(epochs) for number in range(size)]
     assert admitted == wanted
 
@@ -110,6 +110,6 @@ def test_a_loader_without_minibatches_is_refused() -> None:
 def test_an_interrupt_is_told_at_the_next_minibatch() -> None:
     feed = Feed(read(Loader(5))[0])
     assert isinstance(feed.read(0), Minibatch)
-    feed.stopped = Ending.INTERRUPT
-    assert feed.read(1) is Ending.INTERRUPT
+    feed.stopped = StopReason.INTERRUPT
+    assert feed.read(1) is StopReason.INTERRUPT
     assert feed.ended_at == 1

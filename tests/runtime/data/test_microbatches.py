@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction
 from pipedream.runtime.comm.channel import LocalChannel
-from pipedream.runtime.comm.message import Content, Ending, Message
+from pipedream.runtime.comm.message import Content, Message, StopReason
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.microbatches import LocalMicrobatches, Microbatches, ReceivedMicrobatches
 from pipedream.runtime.data.reader import EpochRange, IterableReader
@@ -38,7 +38,7 @@ def feed_of(count: int) -> Feed:
 def taken(source: Microbatches, microbatch: int) -> tuple[Any, ...]:
     """Returns all that is known of a microbatch, in a form that compares."""
     found = source.take(microbatch)
-    if isinstance(found, Ending):
+    if isinstance(found, StopReason):
         return found, source.ended_at
     return tuple(
         value for message in found for value in (message.without_tensors(), message.structure, *lists(message))
@@ -51,10 +51,10 @@ def lists(message: Message) -> list[Any]:
 
 @given(
     count=st.integers(1, 9), replicas=st.integers(2, 4), more=st.integers(0, 3), whole=st.booleans(),
-    stop=st.sampled_from([None, Ending.DRAIN, Ending.INTERRUPT]), at=st.integers(0, 4),
+    stop=st.sampled_from([None, StopReason.DRAIN, StopReason.INTERRUPT]), at=st.integers(0, 4),
 )  # fmt: skip
 def test_what_is_handed_over_is_what_each_would_have_read_itself(
-    count: int, replicas: int, more: int, whole: bool, stop: Ending | None, at: int
+    count: int, replicas: int, more: int, whole: bool, stop: StopReason | None, at: int
 ) -> None:
     parts = 1 if whole else replicas + more
     cycle = replicas if whole else 1
@@ -79,7 +79,7 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
             if replica not in ended:
                 found = taken(handed[replica], microbatch)
                 assert found == taken(read[replica], microbatch)
-                if isinstance(found[0], Ending):
+                if isinstance(found[0], StopReason):
                     ended.add(replica)
     assert ended == set(range(replicas))
     assert not any(channel.receive().ready() for channel in channels.values()), "each stream has one end"

@@ -31,7 +31,7 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from pipedream.core.errors import PipelineError, WorkerError
-from pipedream.runtime.comm.message import Ending
+from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Minibatch
 from pipedream.runtime.data.rng import DataOrder
@@ -140,19 +140,19 @@ class Lists:
             yield [100 * self.epoch + index]
 
 
-def stream(feeds: list[Feed], rounds: int | None) -> tuple[Ending, int, list[int]]:
+def stream(feeds: list[Feed], rounds: int | None) -> tuple[StopReason, int, list[int]]:
     """Lets the replicas read `rounds` rounds and then drain; returns why it ended, where, and what was read.
 
     Replicas that still had a minibatch in the round in which the data ended learn of the end in the next one, and
     a drain that is asked for in between must not tell them another.
     """
     found: list[int] = []
-    ends: dict[int, tuple[Ending, int]] = {}
+    ends: dict[int, tuple[StopReason, int]] = {}
     number = 0
     while len(ends) < len(feeds):
         for feed in feeds:
             if (rounds is not None and number >= rounds * len(feeds)) or ends:
-                feed.stop(Ending.DRAIN)
+                feed.stop(StopReason.DRAIN)
         for replica, feed in enumerate(feeds):
             if replica in ends:
                 continue
@@ -165,9 +165,9 @@ def stream(feeds: list[Feed], rounds: int | None) -> tuple[Ending, int, list[int
                 ends[replica] = (minibatch, feed.ended_at)
         number += len(feeds)
     assert len(set(ends.values())) == 1, "all say the same"
-    ending, count = ends[0]
+    stop_reason, count = ends[0]
     assert count == len(found)
-    return ending, count, found
+    return stop_reason, count, found
 
 
 LEG = st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(0, 4), st.integers(0, 4))
@@ -202,9 +202,9 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
             feed.begin(replicas * cycles)
         here: list[int] = []
         for rounds in (drain, leave if i < len(legs) - 1 else None):
-            ending, _, found = stream(feeds, rounds)
+            stop_reason, _, found = stream(feeds, rounds)
             here += found
-            if ending is Ending.DATA:
+            if stop_reason is StopReason.DATA:
                 break
             for feed in feeds:
                 feed.resume()
@@ -213,7 +213,7 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
         indices += here
         state = json.loads(json.dumps(readers[0].state(*places[len(indices)])))
     assert indices == wanted[: len(indices)]
-    assert len(indices) == len(wanted) or ending is not Ending.DATA
+    assert len(indices) == len(wanted) or stop_reason is not StopReason.DATA
 
 
 @pytest.mark.parametrize(

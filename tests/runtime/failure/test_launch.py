@@ -68,8 +68,8 @@ def test_attempts(
             return _Failure("pipedream: bad", 2)
         return end if isinstance(end, int) else _Failure(f"pipedream: {end}", 1)
 
-    monkeypatch.setattr(launching, "_attempt", attempt)
-    monkeypatch.setattr(launching, "_quiet_torch", lambda: None)
+    monkeypatch.setattr(launching, "_run_attempt", attempt)
+    monkeypatch.setattr(launching, "_silence_torch", lambda: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
     assert launch(2, ["x.py"], **options) == status  # type: ignore[arg-type]
     assert made == attempts
@@ -93,6 +93,6 @@ def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pyte
         return run
 
     monkeypatch.setattr(launching, "elastic_launch", elastic_launch)
-    assert "rank 1 ended with exit status 3" in launching._attempt(2, 0, [], silent=True).text  # type: ignore[union-attr]
+    assert "rank 1 ended with exit status 3" in launching._run_attempt(2, 0, [], silent=True).text  # type: ignore[union-attr]
     gone.exitcode = -15  # by the agent
-    assert launching._attempt(2, 0, [], silent=True).text == text  # type: ignore[union-attr]
+    assert launching._run_attempt(2, 0, [], silent=True).text == text  # type: ignore[union-attr]

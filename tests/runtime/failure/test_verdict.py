@@ -205,7 +205,7 @@ def test_ranks_that_make_the_same_calls_are_never_blamed(mine: int, others: int,
     bench = Bench()
     bench.activity.calls = CALLS[:mine]
     coming = CALLS[mine][1] if mine < len(CALLS) else 12
-    bench.activity.given = min(coming, ahead)
+    bench.activity.loop_minibatches = min(coming, ahead)
     bench.detector.receive(0.0, {1: other_calls(CALLS[:others], sent)})
     assert bench.detector.check(0.0) is None
 
@@ -228,7 +228,7 @@ def test_a_call_that_is_not_made_by_all(
     mine: list[tuple[str, int]], given_here: int, others: list[tuple[str, int]], words: str
 ) -> None:
     bench = Bench()
-    bench.activity.calls, bench.activity.given = mine, given_here
+    bench.activity.calls, bench.activity.loop_minibatches = mine, given_here
     bench.detector.receive(0.0, {1: other_calls(others, session=1)})
     assert bench.detector.check(0.0) is None, "it is of another session"
     bench.detector.receive(0.0, {1: other_calls(others)})

@@ -129,10 +129,10 @@ def test_a_metric_is_a_mean_over_samples_or_a_pair() -> None:
 def test_class_weights_are_copied_to_the_targets_device_once() -> None:
     weights = CLASSES.clone()
     loss, elsewhere = Loss(nn.CrossEntropyLoss(weights)), torch.device("meta")
-    copy = loss._class_weights(elsewhere)
+    copy = loss._move_class_weights(elsewhere)
     assert copy is not None
     assert copy.device == elsewhere
-    assert loss._class_weights(elsewhere) is copy
-    assert loss._class_weights(weights.device) is weights
+    assert loss._move_class_weights(elsewhere) is copy
+    assert loss._move_class_weights(weights.device) is weights
     weights.mul_(2.0)
-    assert loss._class_weights(elsewhere) is not copy
+    assert loss._move_class_weights(elsewhere) is not copy

@@ -72,7 +72,7 @@ def test_reading_the_heap_takes_a_bounded_share_of_a_phase(monkeypatch: pytest.M
         now_s, spent_s, reads = now_s + 0.0003, spent_s + 0.0003, reads + 1
         return 1
 
-    monkeypatch.setattr(memory, "_heap_bytes", read_slowly)
+    monkeypatch.setattr(memory, "_read_heap_bytes", read_slowly)
     monkeypatch.setattr(memory, "time", SimpleNamespace(perf_counter=lambda: now_s, thread_time=lambda: spent_s))
     meter = MemoryMeter(CPU)
     for ops, phase_s in ((40, 0.0), (100_000, 100.0)):  # the first ops of a phase are all read, then 0.3% of its time

@@ -25,21 +25,22 @@ def extra_states_of(
         layers: names of the layers of each stage.
         names: of the parameters and buffers of each stage.
     """
-    found = {}
+    states = {}
     for key, module in modules_by_key(model).items():
         name = key.removesuffix(_KEY).removesuffix(".")
         owners = [
             number
-            for number, (own, held) in enumerate(zip(layers, names, strict=True))
-            if any(f"{name}.".startswith(f"{layer}.") for layer in own) or any(n.startswith(f"{name}.") for n in held)
+            for number, (layer_names, tensor_names) in enumerate(zip(layers, names, strict=True))
+            if any(f"{name}.".startswith(f"{layer}.") for layer in layer_names)
+            or any(n.startswith(f"{name}.") for n in tensor_names)
         ]
         if stage != (owners[0] if owners else 0):
             continue
         try:
-            found[name] = to_json(module.get_extra_state(), f"the extra state of {name!r}")
+            states[name] = to_json(module.get_extra_state(), f"the extra state of {name!r}")
         except PipelineError as error:
             warnings.warn(f"{error}; it is not saved", stacklevel=2)
-    return found
+    return states
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:

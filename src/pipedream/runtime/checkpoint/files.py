@@ -51,7 +51,7 @@ def open_weights(path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
             )
         path /= "model.safetensors"
     if path.suffix == ".safetensors":
-        with _opened(path) as file:
+        with _open_safetensors(path) as file:
             return _SafeTensors(dict.fromkeys(file.keys(), path))
     return _read_state_dict(path)
 
@@ -68,7 +68,7 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def _opened(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     try:
         safetensors = import_module("safetensors")
     except ImportError:
@@ -93,12 +93,12 @@ class _SafeTensors(LazyTensors):
     def __getitem__(self, name: str) -> torch.Tensor:
         path = self._places[name]
         if path not in self._files:
-            self._files[path] = _opened(path)
+            self._files[path] = _open_safetensors(path)
         try:
-            found: torch.Tensor = self._files[path].get_tensor(name)
+            tensor: torch.Tensor = self._files[path].get_tensor(name)
         except Exception as error:
             raise ArtifactError(f"cannot read {name!r} from {path}: {error}; the folder is incomplete") from None
-        return found
+        return tensor
 
 
 class _Renamed(LazyTensors):
@@ -134,16 +134,16 @@ def fit_names(
     weights = under_model_names(model, weights)
     prefix = getattr(model, "base_model_prefix", "")
     saved = model.state_dict(keep_vars=True)
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     missing: list[str] = []
     for name in dict.fromkeys(names):
         candidates = [name, *shared.get(name, ())]
         if prefix:
-            candidates += [f"{prefix}.{one}" for one in candidates]
-            candidates += [one.removeprefix(f"{prefix}.") for one in candidates]
-        source = next((one for one in candidates if one in weights), None)
+            candidates += [f"{prefix}.{candidate}" for candidate in candidates]
+            candidates += [candidate.removeprefix(f"{prefix}.") for candidate in candidates]
+        source = next((candidate for candidate in candidates if candidate in weights), None)
         if source is not None:
-            found[name] = source
+            sources[name] = source
         elif name in saved:
             missing.append(name)
     if missing:
@@ -153,4 +153,4 @@ def fit_names(
             f"the weights in {os.fspath(where)} lack {', '.join(map(repr, missing[:5]))}{more}, and have names such as "
             f"{some}; give weights of this {type(model).__name__}"
         )
-    return _Renamed(weights, found)
+    return _Renamed(weights, sources)

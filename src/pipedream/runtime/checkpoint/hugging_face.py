@@ -44,9 +44,9 @@ def under_model_names(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> 
         loading = import_module("transformers.core_model_loading")
     except (ImportError, AttributeError):  # another version
         return weights
-    renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, loading.WeightConverter)]
-    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = [conversion for conversion in conversions if isinstance(conversion, loading.WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, loading.WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict(keep_vars=True)
     groups: dict[str, _Group] = {}
     for name in sorted(weights, key=loading.dot_natural_key):
@@ -88,5 +88,5 @@ class _Converted(LazyTensors):
             for pattern, source in group.sources:
                 converter.add_tensor(group.target, source, pattern, self._weights[source])
             self._newest = group.target, converter.convert(group.target, model=self._model, config=self._model.config)
-        found: Any = self._newest[1][name]
-        return found[0] if isinstance(found, list) else found  # type: ignore[no-any-return]
+        tensor: Any = self._newest[1][name]
+        return tensor[0] if isinstance(tensor, list) else tensor  # type: ignore[no-any-return]

@@ -35,19 +35,19 @@ class Slots:
     """Where a model keeps each of its parameters and buffers, to replace them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._found: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        self._places: dict[int, list[tuple[dict[str, Any], str]]] = {}
         self._alive: list[torch.Tensor] = []  # their ids stay theirs
         for module in model.modules():
-            for slots in _slots_of(module):
+            for slots in _list_slots(module):
                 for slot, tensor in slots.items():
                     if tensor is not None:
-                        self._found.setdefault(id(tensor), []).append((slots, slot))
+                        self._places.setdefault(id(tensor), []).append((slots, slot))
                         self._alive.append(tensor)
 
     def replace(self, old: torch.Tensor, values: torch.Tensor) -> None:
         """Puts values where `old` is, as a parameter if that is one."""
-        new = _like(old, values.to(old.dtype))
-        for slots, slot in self._found[id(old)]:
+        new = _make_like(old, values.to(old.dtype))
+        for slots, slot in self._places[id(old)]:
             slots[slot] = new
 
 
@@ -59,17 +59,17 @@ def materialise(model: nn.Module, names: Iterable[str], device: torch.device, se
     Raises a `CaptureError` if something remains without values.
     """
     state = named_state(model)
-    wanted: dict[int, str] = {}
+    names_by_id: dict[int, str] = {}
     for name in names:
         if name not in state:
             raise CaptureError(
                 f"the plan lists {name!r}, but the {type(model).__name__} has no parameter or buffer of that name; "
                 "plan again from a profile of this model"
             )
-        wanted[id(state[name])] = name
+        names_by_id[id(state[name])] = name
     slots = Slots(model)
     empty: dict[int, str] = {}
-    for number, name in wanted.items():
+    for number, name in names_by_id.items():
         tensor = state[name]
         if tensor.is_meta:
             empty[number] = name
@@ -82,29 +82,29 @@ def materialise(model: nn.Module, names: Iterable[str], device: torch.device, se
     _check_attributes(model)
     holders: dict[str, list[tuple[str, int]]] = {}
     for path, module in model.named_modules():
-        for own in _slots_of(module):
-            for slot, tensor in own.items():
+        for module_slots in _list_slots(module):
+            for slot, tensor in module_slots.items():
                 if tensor is not None and id(tensor) in empty:
                     del empty[id(tensor)]
                     holders.setdefault(path, []).append((slot, id(tensor)))
-    made: dict[int, torch.Tensor] = {}
+    values_by_id: dict[int, torch.Tensor] = {}
     state_before = torch.default_generator.get_state()
     try:
-        with _all_on_meta(model), torch.no_grad(), torch.device("cpu"):
-            for path, held in holders.items():
-                values = _initialised(model, path, [slot for slot, _ in held], seed)
-                made |= {number: values[slot].detach().to(device) for slot, number in held}
+        with _keep_all_on_meta(model), torch.no_grad(), torch.device("cpu"):
+            for path, module_tensors in holders.items():
+                values = _initialise_module(model, path, [slot for slot, _ in module_tensors], seed)
+                values_by_id |= {number: values[slot].detach().to(device) for slot, number in module_tensors}
     finally:
         torch.default_generator.set_state(state_before)
-    for number, values_of in made.items():
-        slots.replace(state[wanted[number]], values_of)
+    for number, values_of in values_by_id.items():
+        slots.replace(state[names_by_id[number]], values_of)
 
 
-def _slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def _list_slots(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-def _like(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _make_like(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     if not isinstance(old, nn.Parameter):
         return values
     new = nn.Parameter(values, requires_grad=old.requires_grad)
@@ -117,88 +117,90 @@ def _check_attributes(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise CaptureError(
-                    f"{_full(path, name)} of {type(module).__name__} is a tensor on the meta device, but neither a "
-                    f"parameter nor a buffer, so that nothing fills it; register it as a buffer, or {_REMEDY}"
+                    f"{_join_name(path, name)} of {type(module).__name__} is a tensor on the meta device, but neither "
+                    f"a parameter nor a buffer, so that nothing fills it; register it as a buffer, or {_REMEDY}"
                 )
 
 
 @contextmanager
-def _all_on_meta(model: nn.Module) -> Iterator[None]:
+def _keep_all_on_meta(model: nn.Module) -> Iterator[None]:
     """Replaces all parameters and buffers by meta tensors, and puts them back at the end."""
-    before = [(slots, dict(slots)) for module in model.modules() for slots in _slots_of(module)]
-    for slots, found in before:
-        for slot, tensor in found.items():
+    before = [(slots, dict(slots)) for module in model.modules() for slots in _list_slots(module)]
+    for slots, tensors in before:
+        for slot, tensor in tensors.items():
             if tensor is not None:
-                slots[slot] = _like(tensor, torch.empty_like(tensor, device="meta").detach())
+                slots[slot] = _make_like(tensor, torch.empty_like(tensor, device="meta").detach())
     try:
         yield
     finally:
-        for slots, found in before:
+        for slots, tensors in before:
             slots.clear()
-            slots.update(found)
+            slots.update(tensors)
 
 
-def _initialised(model: nn.Module, path: str, wanted: Collection[str], seed: int) -> dict[str, torch.Tensor]:
+def _initialise_module(
+    model: nn.Module, path: str, slots_to_fill: Collection[str], seed: int
+) -> dict[str, torch.Tensor]:
     """Returns initial values of a module's own parameters and buffers, by slot."""
     parts = path.split(".") if path else []
     around = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
     module = around[0]
     name = path or type(module).__name__
-    has_model_rule = _rule(around) is not None
+    has_model_rule = _find_rule(around) is not None
     left: list[str] = []
     values: dict[str, torch.Tensor] = {}
     # What the model's rule does not know keeps the values of the module's own rule, as in its constructor.
     for own_rule in [False, True] if has_model_rule else [True]:
-        with _with_storage(module) as versions:
+        with _give_storage(module) as versions:
             torch.default_generator.manual_seed(layer_seed(seed, 0, name))
-            for i, one in enumerate(around):
-                reset = _applicable(one, "reset_parameters") or _applicable(one, "_reset_parameters")
-                rule = _rule(around[i:])
+            for i, outer in enumerate(around):
+                reset = _find_method(outer, "reset_parameters") or _find_method(outer, "_reset_parameters")
+                rule = _find_rule(around[i:])
                 try:
                     if reset is not None and (i > 0 or own_rule):
                         reset()
                     if rule is not None:
-                        rule(one)
+                        rule(outer)
                 except Exception as error:
                     where = f"{name!r} is on the meta device, and its initialisation"
-                    where += f" by {type(one).__name__}" if i else ""
+                    where += f" by {type(outer).__name__}" if i else ""
                     raise CaptureError(f"{where} raised {type(error).__name__}: {error}; {_REMEDY}") from error
-            values = {slot: t for slots in _slots_of(module) for slot, t in slots.items() if t is not None}
-        left = [slot for slot in wanted if not _is_filled(values[slot], versions.get(id(values[slot])))]
+            values = {slot: t for slots in _list_slots(module) for slot, t in slots.items() if t is not None}
+        left = [slot for slot in slots_to_fill if not _is_filled(values[slot], versions.get(id(values[slot])))]
         if not left:
             return values
     kind = "parameter" if left[0] in module._parameters else "buffer"
     also = " nor by the model's _init_weights()" if has_model_rule else ""
     raise CaptureError(
-        f"the {kind} {_full(path, left[0])!r} is on the meta device and is not filled by reset_parameters() of "
+        f"the {kind} {_join_name(path, left[0])!r} is on the meta device and is not filled by reset_parameters() of "
         f"{type(module).__name__}{also}; fill it there, or {_REMEDY}"
     )
 
 
-def _full(path: str, name: str) -> str:
+def _join_name(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
 @contextmanager
-def _with_storage(module: nn.Module) -> Iterator[dict[int, int]]:
+def _give_storage(module: nn.Module) -> Iterator[dict[int, int]]:
     """Gives a module's own parameters and buffers storage for a while; yields id -> count of writes."""
-    before = [(slots, dict(slots)) for slots in _slots_of(module)]
+    before = [(slots, dict(slots)) for slots in _list_slots(module)]
     versions = {}
-    for slots, found in before:
-        for slot, tensor in found.items():
+    for slots, tensors in before:
+        for slot, tensor in tensors.items():
             if tensor is not None:
-                new = _like(tensor, torch.full_like(tensor, _unfilled(tensor.dtype), device="cpu"))
+                new = _make_like(tensor, torch.full_like(tensor, _choose_unfilled(tensor.dtype), device="cpu"))
                 slots[slot] = new
                 versions[id(new)] = new._version
     try:
         yield versions
     finally:
-        for slots, found in before:
+        for slots, tensors in before:
             slots.clear()
-            slots.update(found)
+            slots.update(tensors)
 
 
-def _unfilled(dtype: torch.dtype) -> float | int:
+def _choose_unfilled(dtype: torch.dtype) -> float | int:
     """Returns a value that no initialisation writes, if the dtype has one."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
@@ -212,15 +214,17 @@ def _is_filled(tensor: torch.Tensor, version: int | None) -> bool:
         return not bool(tensor.isnan().any())
     if tensor.dtype in (torch.bool, torch.uint8, torch.int8):  # any value may be meant
         return version is None or tensor._version > version or not tensor.numel()
-    return not bool((tensor == _unfilled(tensor.dtype)).any())
+    return not bool((tensor == _choose_unfilled(tensor.dtype)).any())
 
 
-def _rule(around: Sequence[nn.Module]) -> Callable[[nn.Module], object] | None:
+def _find_rule(around: Sequence[nn.Module]) -> Callable[[nn.Module], object] | None:
     """Returns ``_init_weights`` of the innermost module that has one for any module."""
-    return next((rule for one in around if (rule := _applicable(one, "_init_weights", around[0])) is not None), None)
+    return next(
+        (rule for module in around if (rule := _find_method(module, "_init_weights", around[0])) is not None), None
+    )
 
 
-def _applicable(module: nn.Module, name: str, *arguments: Any) -> Callable[..., object] | None:
+def _find_method(module: nn.Module, name: str, *arguments: Any) -> Callable[..., object] | None:
     method = getattr(module, name, None)
     if not callable(method):
         return None

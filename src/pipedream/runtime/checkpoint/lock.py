@@ -33,17 +33,17 @@ class FolderLock:
         self._folder = folder
         self._path = folder / ".lock"
         try:
-            self._made = not folder.exists()
+            self._made_folder = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = descriptor = self._opened()
+            self._descriptor = descriptor = self._open_locked()
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, _this_process().encode())
+            os.write(descriptor, _name_process().encode())
         except OSError as error:
             raise ArtifactError(f"cannot write into the folder {folder}: {error}; choose another one") from None
         self._closed = weakref.finalize(self, os.close, descriptor)
-        _held.add(self)
+        _live_locks.add(self)
 
-    def _opened(self) -> int:
+    def _open_locked(self) -> int:
         while True:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -79,7 +79,7 @@ class FolderLock:
         if self._closed.alive:
             with suppress(OSError):
                 self._path.unlink()
-                if self._made:
+                if self._made_folder:
                     self._folder.rmdir()
             self._closed()
 
@@ -94,18 +94,18 @@ class RemoteLock:
     def __init__(self, folder: RemotePath) -> None:
         self._folder = folder
         self._path = folder / ".lock"
-        self._text = f"{_this_process()}, {uuid4().hex}"
+        self._text = f"{_name_process()}, {uuid4().hex}"
         self._path.write_text(self._text)
 
     def check(self) -> None:
         """Raises an `ArtifactError` if another run has the folder."""
         try:
-            found = self._path.read_text()
+            holder = self._path.read_text()
         except FileNotFoundError:
-            found = "its .lock was removed"
-        if found != self._text:
+            holder = "its .lock was removed"
+        if holder != self._text:
             raise ArtifactError(
-                f"another run has begun to write into the folder {self._folder} ({found}); give each run a folder of "
+                f"another run has begun to write into the folder {self._folder} ({holder}); give each run a folder of "
                 "its own"
             )
 
@@ -116,15 +116,15 @@ class RemoteLock:
             self._path.unlink()
 
 
-def _this_process() -> str:
+def _name_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+_live_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    for lock in list(_held):
+    for lock in list(_live_locks):
         lock._closed()
 
 

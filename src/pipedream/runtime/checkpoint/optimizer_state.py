@@ -30,35 +30,35 @@ _NOT_OPTIONS = ("params", "param_names")
 def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Returns ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME``, without tied weights of others."""
     mine = {name for number, name in enumerate(optimizer.named) if number not in optimizer.counted_elsewhere}
-    found = {f"ema/{name}": average for name, average in optimizer.ema.items() if name in mine}
-    for name, held in optimizer.compensator.state.items():
+    tensors = {f"ema/{name}": average for name, average in optimizer.ema.items() if name in mine}
+    for name, memory in optimizer.compensator.state.items():
         if name in mine:
-            found |= {f"compensation/{name}/{key}": tensor for key, tensor in held.items()}
-    for name, state in _states(optimizer).items():
+            tensors |= {f"compensation/{name}/{key}": tensor for key, tensor in memory.items()}
+    for name, state in _name_states(optimizer).items():
         if name not in mine:
             continue
-        found |= {f"optimizer/{name}/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    return found
+        tensors |= {f"optimizer/{name}/{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return tensors
 
 
 def to_saved_stage(optimizer: Optimizer) -> SavedStage:
     """Returns the state other than tensors. Raises a `PipelineError` if JSON cannot hold it."""
-    names = _names(optimizer)
+    names = _name_parameters(optimizer)
     kind = type(optimizer.optimizer).__name__
     groups = []
     for group in optimizer.optimizer.param_groups:
-        options = {key: _plain(value) for key, value in group.items() if key not in _NOT_OPTIONS}
-        held = tuple(names[id(p)] for p in group["params"] if id(p) in names)
-        groups.append(ParameterGroup(held, _checked(options, f"options of {kind}")))
+        options = {key: _to_plain(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+        group_names = tuple(names[id(p)] for p in group["params"] if id(p) in names)
+        groups.append(ParameterGroup(group_names, _check_json(options, f"options of {kind}")))
     numbers = {
-        name: _checked({k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}, f"state of {kind}")
-        for name, state in _states(optimizer).items()
+        name: _check_json({k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}, f"state of {kind}")
+        for name, state in _name_states(optimizer).items()
     }
     everything: dict[Any, Any] = optimizer.optimizer.state  # also under keys that are texts
     scheduler = None
     if optimizer.scheduler is not None:
         state = optimizer.scheduler.state_dict()
-        scheduler = _checked(_plain(state), f"state of {type(optimizer.scheduler).__name__}")
+        scheduler = _check_json(_to_plain(state), f"state of {type(optimizer.scheduler).__name__}")
     return SavedStage(
         tuple(groups),
         {n: s for n, s in numbers.items() if s},
@@ -89,22 +89,22 @@ def restore(
         ArtifactError: parameters of one group were saved with different options, or with another scheduler.
     """
     places = {
-        name: (s, g) for s, held in enumerate(stages) for g, group in enumerate(held.groups) for name in group.names
+        name: (s, g) for s, saved in enumerate(stages) for g, group in enumerate(saved.groups) for name in group.names
     }
     inner = optimizer.optimizer
-    names = _names(optimizer)
+    names = _name_parameters(optimizer)
     whole = inner.state_dict()
     sources: list[tuple[int, int]] = []
     for number, (group, described) in enumerate(zip(inner.param_groups, whole["param_groups"], strict=True)):
-        held = [names[id(p)] for p in group["params"] if id(p) in names]
-        source = _source(held, places, stages, number)
+        group_names = [names[id(p)] for p in group["params"] if id(p) in names]
+        source = _find_source(group_names, places, stages, number)
         sources.append(source)
         options = stages[source[0]].groups[source[1]].options
-        described |= {key: _like(group[key], value) for key, value in options.items() if key in group}
+        described |= {key: _cast_like(group[key], value) for key, value in options.items() if key in group}
         for index, parameter in zip(described["params"], group["params"], strict=True):
             name = names.get(id(parameter))
             if name is not None:
-                whole["state"][index] = _state_of(name, places, stages, tensors)
+                whole["state"][index] = _collect_state(name, places, stages, tensors)
     # What belongs to a stage: from the same stage, else from the first.
     then = stages[0 if stage is None else stage]
     whole["state"] = {index: state for index, state in whole["state"].items() if state}
@@ -116,7 +116,7 @@ def restore(
     for name, average in optimizer.ema.items():
         average.copy_(tensors[f"ema/{name}" if f"ema/{name}" in tensors else f"model/{name}"])
     for name in optimizer.compensator.state:
-        optimizer.compensator.load(name, _beneath(f"compensation/{name}/", tensors))
+        optimizer.compensator.load(name, _select_beneath(f"compensation/{name}/", tensors))
     _restore_scheduler(optimizer, stages, sources, stage)
 
 
@@ -132,10 +132,10 @@ def _restore_scheduler(
         )
     if optimizer.scheduler is not None:
         rates = [group["lr"] for group in optimizer.optimizer.param_groups]
-        states = [held.scheduler for held in stages]
+        states = [saved.scheduler for saved in stages]
         try:
-            state = _remapped(source.scheduler, states, sources)
-            optimizer.scheduler.load_state_dict(_shaped(optimizer.scheduler.state_dict(), state))
+            state = _remap_groups(source.scheduler, states, sources)
+            optimizer.scheduler.load_state_dict(_restore_types(optimizer.scheduler.state_dict(), state))
         except (KeyError, AttributeError, TypeError, IndexError) as error:
             raise ArtifactError(
                 f"the checkpoint's scheduler state does not fit {type(optimizer.scheduler).__name__}: {error}; "
@@ -157,91 +157,93 @@ def _restore_scheduler(
         optimizer.rounds_before = stages[0].rounds_before + stages[0].updates
 
 
-def _remapped(state: Any, states: Sequence[Any], sources: Sequence[tuple[int, int]], path: tuple[Any, ...] = ()) -> Any:
+def _remap_groups(
+    state: Any, states: Sequence[Any], sources: Sequence[tuple[int, int]], path: tuple[Any, ...] = ()
+) -> Any:
     """Gives a scheduler's per-group lists the values of the groups' sources."""
     if isinstance(state, dict):
-        found = {}
+        remapped = {}
         for key, value in state.items():
             here = (*path, key)
             if key in _OF_GROUPS and isinstance(value, list):
-                found[key] = [_at(states[s], here)[g] for s, g in sources]
+                remapped[key] = [_look_up(states[s], here)[g] for s, g in sources]
             else:
-                found[key] = _remapped(value, states, sources, here)
-        return found
+                remapped[key] = _remap_groups(value, states, sources, here)
+        return remapped
     if isinstance(state, list):
-        return [_remapped(item, states, sources, (*path, i)) for i, item in enumerate(state)]
+        return [_remap_groups(item, states, sources, (*path, i)) for i, item in enumerate(state)]
     return state
 
 
-def _shaped(present: Any, value: Any) -> Any:
+def _restore_types(present: Any, value: Any) -> Any:
     """Restores types that JSON lacks: tuples and integer keys."""
     if isinstance(present, dict) and isinstance(value, dict):
         if any(isinstance(key, int) for key in present):
             value = {int(key): item for key, item in value.items()}
-        return type(present)({key: _shaped(present.get(key), item) for key, item in value.items()})
+        return type(present)({key: _restore_types(present.get(key), item) for key, item in value.items()})
     if isinstance(present, list) and isinstance(value, list) and len(present) == len(value):
-        return [_shaped(a, b) for a, b in zip(present, value, strict=True)]
-    return _like(present, value)
+        return [_restore_types(a, b) for a, b in zip(present, value, strict=True)]
+    return _cast_like(present, value)
 
 
-def _at(state: Any, path: tuple[Any, ...]) -> Any:
+def _look_up(state: Any, path: tuple[Any, ...]) -> Any:
     for step in path:
         state = state[step]
     return state
 
 
-def _source(
-    held: Sequence[str], places: Mapping[str, tuple[int, int]], stages: Sequence[SavedStage], number: int
+def _find_source(
+    names: Sequence[str], places: Mapping[str, tuple[int, int]], stages: Sequence[SavedStage], number: int
 ) -> tuple[int, int]:
     """The saved (stage, group) whose options a new group gets."""
-    found = list(dict.fromkeys(places[name] for name in held if name in places))
-    if not found:
+    sources = list(dict.fromkeys(places[name] for name in names if name in places))
+    if not sources:
         return 0, min(number, len(stages[0].groups) - 1)
-    options = [stages[s].groups[g].options for s, g in found]
+    options = [stages[s].groups[g].options for s, g in sources]
     if any(other != options[0] for other in options):
         raise ArtifactError(
-            f"parameters {', '.join(held[:3])} ... are in one group of the optimizer now, and were in groups with "
+            f"parameters {', '.join(names[:3])} ... are in one group of the optimizer now, and were in groups with "
             "different options when the checkpoint was saved; make the same groups"
         )
-    return found[0]
+    return sources[0]
 
 
-def _state_of(
+def _collect_state(
     name: str,
     places: Mapping[str, tuple[int, int]],
     stages: Sequence[SavedStage],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    state: dict[str, Any] = _beneath(f"optimizer/{name}/", tensors)
+    state: dict[str, Any] = _select_beneath(f"optimizer/{name}/", tensors)
     if name in places:
         state |= stages[places[name][0]].numbers.get(name, {})
     return state
 
 
-def _beneath(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _select_beneath(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
 
 
-def _names(optimizer: Optimizer) -> dict[int, str]:
+def _name_parameters(optimizer: Optimizer) -> dict[int, str]:
     return {id(handle): name for name, handle in optimizer.named.items()}
 
 
-def _states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    names = _names(optimizer)
+def _name_states(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    names = _name_parameters(optimizer)
     return {names[id(p)]: dict(state) for p, state in optimizer.optimizer.state.items() if id(p) in names}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return value
 
 
-def _like(present: Any, value: Any) -> Any:
+def _cast_like(present: Any, value: Any) -> Any:
     if isinstance(present, torch.Tensor):
         return torch.as_tensor(value, dtype=present.dtype, device=present.device)
     if isinstance(present, tuple) and isinstance(value, list):
@@ -249,7 +251,7 @@ def _like(present: Any, value: Any) -> Any:
     return value
 
 
-def _checked(value: dict[str, Any], what: str) -> dict[str, Any]:
+def _check_json(value: dict[str, Any], what: str) -> dict[str, Any]:
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:

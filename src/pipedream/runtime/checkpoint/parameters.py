@@ -33,26 +33,26 @@ def unused_names(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Returns, for each name of a parameter or buffer that has several, all of them."""
-    found: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, tensor in named_state(model).items():
-        found.setdefault(id(tensor), []).append(name)
-    return {name: tuple(names) for names in found.values() if len(names) > 1 for name in names}
+        names_by_id.setdefault(id(tensor), []).append(name)
+    return {name: tuple(names) for names in names_by_id.values() if len(names) > 1 for name in names}
 
 
 def trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
     """Returns the trained ones, each once, in the model's order, under the first of its names."""
     every = dict(model.named_parameters(remove_duplicate=False))
-    wanted = {id(every[name]) for name in names if name in every}
+    ids = {id(every[name]) for name in names if name in every}
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) in wanted
+        if parameter.requires_grad and id(parameter) in ids
     }
 
 
-def drop_foreign(model: nn.Module, own: set[str]) -> None:
+def drop_foreign(model: nn.Module, names: set[str]) -> None:
     """Turns all parameters and buffers but `own` into meta tensors, in place."""
-    kept = {id(tensor) for name, tensor in named_state(model).items() if name in own}
+    kept = {id(tensor) for name, tensor in named_state(model).items() if name in names}
     for module in model.modules():
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slots in both:
@@ -115,7 +115,7 @@ def share_initial(
 
 
 def collect(
-    own: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     shapes: Mapping[str, torch.Tensor],
     names: Sequence[Sequence[str]],
     placement: Placement,
@@ -142,20 +142,20 @@ def collect(
                 continue
             done.add(name)
             if group is None or owner == rank == to:
-                whole[name] = own[name].detach().cpu().clone()
+                whole[name] = tensors[name].detach().cpu().clone()
             elif rank == to:
                 received = torch.empty(shapes[name].shape, dtype=shapes[name].dtype)
                 dist.recv(received, group=group, group_src=owner)
                 whole[name] = received
             elif rank == owner:
-                dist.send(own[name].detach().cpu().contiguous(), group=group, group_dst=to)
+                dist.send(tensors[name].detach().cpu().contiguous(), group=group, group_dst=to)
     return whole if rank == to else {}
 
 
 def load(
     model: nn.Module,
     state: Mapping[str, torch.Tensor],
-    own: Iterable[str],
+    names: Iterable[str],
     shared: Mapping[str, Sequence[str]],
     device: torch.device,
 ) -> None:
@@ -169,18 +169,18 @@ def load(
         CaptureError: a name is missing or a shape differs.
     """
     mine, slots, saved = named_state(model), Slots(model), model.state_dict(keep_vars=True)
-    wanted, done = set(own), set[int]()
+    names_to_load, done = set(names), set[int]()
     for name, tensor in mine.items():
-        if name not in wanted:
+        if name not in names_to_load:
             continue
-        found = next((one for one in (name, *shared.get(name, ())) if one in state), None)
-        if found is None:
+        source = next((alias for alias in (name, *shared.get(name, ())) if alias in state), None)
+        if source is None:
             if name not in saved:
                 continue  # a buffer that is not part of state dicts
             raise CaptureError(f"the state dict lacks {name!r}; give one of this model, as from model.state_dict()")
-        if found != name and id(tensor) in done:
+        if source != name and id(tensor) in done:
             continue
-        value = state[found]
+        value = state[source]
         if value.shape != tensor.shape:
             raise CaptureError(
                 f"{name!r} has shape {tuple(value.shape)} in the state dict, {tuple(tensor.shape)} in the model; give "

@@ -31,7 +31,7 @@ class RemotePath:
 
     def __init__(self, url: str) -> None:
         self._url = url if url.endswith("://") else url.rstrip("/")
-        self._files, self._path = _file_system(self._url)
+        self._files, self._path = _find_file_system(self._url)
 
     def __str__(self) -> str:
         return self._url
@@ -64,31 +64,31 @@ class RemotePath:
         return self
 
     def exists(self) -> bool:
-        return self._info() is not None
+        return self._read_info() is not None
 
     def is_dir(self) -> bool:
-        return (self._info() or {}).get("type") == "directory"
+        return (self._read_info() or {}).get("type") == "directory"
 
     def is_file(self) -> bool:
-        return (self._info() or {}).get("type") == "file"
+        return (self._read_info() or {}).get("type") == "file"
 
     def is_symlink(self) -> bool:
-        return bool((self._info() or {}).get("islink"))
+        return bool((self._read_info() or {}).get("islink"))
 
     def stat(self) -> SimpleNamespace:
-        found = self._info()
-        if found is None:
+        info = self._read_info()
+        if info is None:
             raise FileNotFoundError(f"there is no {self}")
-        return SimpleNamespace(st_size=int(found["size"] or 0))
+        return SimpleNamespace(st_size=int(info["size"] or 0))
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
         """Yields what is in this folder under such a name."""
         self._files.invalidate_cache()  # others may have written
         try:
-            found = self._call(self._files.ls, self._path, detail=False)
+            entries = self._call(self._files.ls, self._path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
-            found = []
-        names = [name for one in found if (name := posixpath.basename(one.rstrip("/")))]
+            entries = []
+        names = [name for entry in entries if (name := posixpath.basename(entry.rstrip("/")))]
         yield from (self / name for name in sorted(names) if fnmatchcase(name, pattern))
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
@@ -108,7 +108,7 @@ class RemotePath:
     def open(self, mode: str) -> Iterator[IO[bytes]]:
         """Context with the opened file; of one that is read only what is asked for is fetched."""
         options = {"cache_type": "none"} if mode == "rb" else {}
-        with _as_os_error(self):
+        with _raise_os_errors(self):
             try:
                 file = self._files.open(self._path, mode, **options)
             except FileNotFoundError:
@@ -132,7 +132,7 @@ class RemotePath:
         if self.exists():
             self._call(self._files.rm, self._path, recursive=True)
 
-    def _info(self) -> dict[str, Any] | None:
+    def _read_info(self) -> dict[str, Any] | None:
         self._files.invalidate_cache()  # others may have written
         try:
             return cast(dict[str, Any], self._call(self._files.info, self._path))
@@ -140,7 +140,7 @@ class RemotePath:
             return None
 
     def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        with _as_os_error(self):
+        with _raise_os_errors(self):
             return method(*args, **options)
 
 
@@ -158,14 +158,14 @@ def any_path(folder: str | os.PathLike[str] | RemotePath) -> AnyPath:
         return folder
     if is_url(folder):
         return RemotePath(str(folder))
-    if isinstance(folder, os.PathLike) and (found := re.match(r"(\w{2,}:)/(.+)", os.fspath(folder))):
+    if isinstance(folder, os.PathLike) and (url := re.match(r"(\w{2,}:)/(.+)", os.fspath(folder))):
         raise ArtifactError(
-            f"a Path of {found[1]}//{found[2]} has lost a slash and is no URL; give the URL as a text (str)"
+            f"a Path of {url[1]}//{url[2]} has lost a slash and is no URL; give the URL as a text (str)"
         )
     return Path(folder)
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def _find_file_system(url: str) -> tuple[Any, str]:
     """Returns fsspec's file system, and the path in it."""
     # Imported when a URL is used: planning and local runs do not need it.
     from fsspec.core import url_to_fs
@@ -182,7 +182,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def _as_os_error(path: RemotePath) -> Iterator[None]:
+def _raise_os_errors(path: RemotePath) -> Iterator[None]:
     """Turns what the packages of stores raise into an OSError that names the file."""
     try:
         yield

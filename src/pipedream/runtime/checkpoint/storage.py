@@ -82,22 +82,22 @@ def folder_name(minibatches: int) -> str:
 
 def minibatches_of(name: str) -> int | None:
     """Returns the number in a checkpoint folder's name; None for any other name."""
-    found = re.fullmatch(rf"{_PREFIX}(\d+)", name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(rf"{_PREFIX}(\d+)", name)
+    return int(match[1]) if match else None
 
 
 def complete_checkpoints(folder: AnyPath) -> list[AnyPath]:
     """Returns a folder's complete checkpoints, the oldest first."""
-    return _checkpoint_folders(folder)
+    return _list_checkpoints(folder)
 
 
-def _checkpoint_folders(folder: AnyPath, *, parts: bool = False) -> list[AnyPath]:
-    found = {
+def _list_checkpoints(folder: AnyPath, *, parts: bool = False) -> list[AnyPath]:
+    minibatches = {
         path: number
         for path in folder.glob(f"{_PREFIX}*")
         if (number := minibatches_of(path.name)) is not None and (parts or (path / MANIFEST).is_file())
     }
-    return sorted(found, key=found.__getitem__)
+    return sorted(minibatches, key=minibatches.__getitem__)
 
 
 def newest_checkpoint(folder: str | os.PathLike[str] | RemotePath) -> AnyPath | None:
@@ -108,13 +108,13 @@ def newest_checkpoint(folder: str | os.PathLike[str] | RemotePath) -> AnyPath | 
     return next(reversed(complete_checkpoints(path)), None)
 
 
-def newest_of_all(found: AnyPath | None, group: dist.ProcessGroup | None) -> AnyPath | None:
+def newest_of_all(newest_here: AnyPath | None, group: dist.ProcessGroup | None) -> AnyPath | None:
     """Returns the newest of what the ranks have found; every rank calls it.
 
     Without a shared folder one machine has the manifest: that of rank 0 when it was saved.
     """
-    number = -1 if found is None else (minibatches_of(found.resolve().name) or 0)
-    rows = [json.loads(row) for row in gather_texts(json.dumps([number, str(found)]), group)]
+    number = -1 if newest_here is None else (minibatches_of(newest_here.resolve().name) or 0)
+    rows = [json.loads(row) for row in gather_texts(json.dumps([number, str(newest_here)]), group)]
     newest, path = max(rows, key=lambda row: int(row[0]))
     return any_path(path) if newest >= 0 else None
 
@@ -124,7 +124,7 @@ def read_manifest(path: AnyPath) -> Checkpoint:
     try:
         return _read_manifest(path)
     except ArtifactError as error:
-        raise ArtifactError(f"{error}; {_advice(path)}") from None
+        raise ArtifactError(f"{error}; {_advise(path)}") from None
 
 
 def read_shared_manifest(path: AnyPath, group: dist.ProcessGroup | None) -> tuple[Checkpoint, dict[str, int]]:
@@ -144,14 +144,14 @@ def read_shared_manifest(path: AnyPath, group: dist.ProcessGroup | None) -> tupl
     try:
         manifest = Checkpoint.from_json(text, str(page))
     except ArtifactError as error:
-        raise ArtifactError(f"{error}; {_advice(path)}") from None
-    rows = [json.loads(row) for row in gather_texts(json.dumps(_file_problems(path, manifest)), group)]
-    found = {name: [rank for rank, row in enumerate(rows) if name not in row] for name in manifest.files}
-    for name, ranks in found.items():
+        raise ArtifactError(f"{error}; {_advise(path)}") from None
+    rows = [json.loads(row) for row in gather_texts(json.dumps(_find_file_problems(path, manifest)), group)]
+    ranks_by_file = {name: [rank for rank, row in enumerate(rows) if name not in row] for name in manifest.files}
+    for name, ranks in ranks_by_file.items():
         if not ranks:
-            advice = broadcast_text(_advice(path), group)
+            advice = broadcast_text(_advise(path), group)
             raise ArtifactError(f"the checkpoint {path} {rows[0][name]}; {advice}")
-    return manifest, {name: ranks[0] for name, ranks in found.items()}
+    return manifest, {name: ranks[0] for name, ranks in ranks_by_file.items()}
 
 
 def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None) -> list[bool]:
@@ -188,7 +188,7 @@ def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None) 
 
 def _read_manifest(path: AnyPath) -> Checkpoint:
     manifest = _load_manifest(path)
-    for problem in _file_problems(path, manifest).values():
+    for problem in _find_file_problems(path, manifest).values():
         raise ArtifactError(f"the checkpoint {path} {problem}")
     return manifest
 
@@ -202,7 +202,7 @@ def _load_manifest(path: AnyPath) -> Checkpoint:
     return Checkpoint.from_json(text, str(page))
 
 
-def _file_problems(path: AnyPath, manifest: Checkpoint) -> dict[str, str]:
+def _find_file_problems(path: AnyPath, manifest: Checkpoint) -> dict[str, str]:
     """Returns what is wrong with files, by their names."""
     problems = {}
     for name, size in manifest.files.items():
@@ -212,12 +212,12 @@ def _file_problems(path: AnyPath, manifest: Checkpoint) -> dict[str, str]:
             )
             continue
         try:
-            found = (path / name).stat().st_size
+            size_here = (path / name).stat().st_size
         except OSError as error:
             problems[name] = f"is damaged: {error}"
             continue
-        if found != size:
-            problems[name] = f"is damaged: {name} has {found} bytes, and had {size} when it was saved"
+        if size_here != size:
+            problems[name] = f"is damaged: {name} has {size_here} bytes, and had {size} when it was saved"
     return problems
 
 
@@ -230,7 +230,7 @@ def check_names(path: AnyPath, manifest: Checkpoint, names: Iterable[str]) -> No
 
 def absent_files(path: AnyPath, manifest: Checkpoint) -> set[str]:
     """Returns the names of files that this machine has not, or not whole."""
-    return set(_file_problems(path, manifest))
+    return set(_find_file_problems(path, manifest))
 
 
 class Share(NamedTuple):
@@ -275,24 +275,24 @@ def assemble(
     manifest: Checkpoint, boxes: Mapping[str, Box], shares: Iterable[tuple[Share, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Returns parts of tensors from their shares."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for (name, _, box), values in shares:
         if box == boxes[name]:
-            found[name] = values
+            tensors[name] = values
             continue
-        if name not in found:
-            found[name] = values.new_empty([len(side) for side in boxes[name]])
-        found[name][_slices(box, boxes[name])] = values
-    for name in boxes.keys() - found.keys():  # those without values
-        found[name] = empty_of(manifest.tensors[name].dtype, boxes[name])
-    return {name: found[name] for name in boxes}
+        if name not in tensors:
+            tensors[name] = values.new_empty([len(side) for side in boxes[name]])
+        tensors[name][_slice_within(box, boxes[name])] = values
+    for name in boxes.keys() - tensors.keys():  # those without values
+        tensors[name] = empty_of(manifest.tensors[name].dtype, boxes[name])
+    return {name: tensors[name] for name in boxes}
 
 
 def read_tensors(path: AnyPath, manifest: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Reads whole tensors; raises an `ArtifactError` if it cannot, or one is damaged."""
-    wanted = list(names)
-    check_names(path, manifest, wanted)
-    boxes = {name: tuple(map(range, manifest.tensors[name].shape)) for name in wanted}
+    wanted_names = list(names)
+    check_names(path, manifest, wanted_names)
+    boxes = {name: tuple(map(range, manifest.tensors[name].shape)) for name in wanted_names}
     return assemble(manifest, boxes, read_shares(path, manifest, shares_of(manifest, boxes)))
 
 
@@ -303,7 +303,7 @@ def read_shares(path: AnyPath, manifest: Checkpoint, shares: Iterable[Share]) ->
         ArtifactError: a file cannot be read, or a piece is damaged.
     """
     try:
-        for run in _runs(shares, manifest):
+        for run in _group_reads(shares, manifest):
             with (path / run.file).open("rb") as file:
                 file.seek(run.begin)
                 data = memoryview(file.read(run.end - run.begin))
@@ -311,14 +311,16 @@ def read_shares(path: AnyPath, manifest: Checkpoint, shares: Iterable[Share]) ->
                 stored, piece = manifest.tensors[share.name], share.stored_in(manifest)
                 begin = piece.offset - run.begin
                 values = _read_piece(data[begin : begin + piece.length], share.name, stored, piece)
-                yield share, values if share.box == piece.box else values[_slices(share.box, piece.box)].clone()
+                yield share, values if share.box == piece.box else values[_slice_within(share.box, piece.box)].clone()
     except ArtifactError as error:
-        raise ArtifactError(f"the checkpoint {path} is damaged: {error}; {_advice(path)}") from None
+        raise ArtifactError(f"the checkpoint {path} is damaged: {error}; {_advise(path)}") from None
     except pickle.UnpicklingError as error:  # torch's advice would be to run what is in the file
         what = f"{type(error).__name__}: a tensor's bytes are not as torch writes them"
-        raise ArtifactError(f"the checkpoint {path} cannot be read: {what}; {_advice(path)}") from None
+        raise ArtifactError(f"the checkpoint {path} cannot be read: {what}; {_advise(path)}") from None
     except Exception as error:
-        raise ArtifactError(f"the checkpoint {path} cannot be read: {_first_line(error)}; {_advice(path)}") from None
+        raise ArtifactError(
+            f"the checkpoint {path} cannot be read: {_summarise_error(error)}; {_advise(path)}"
+        ) from None
 
 
 def verify_checkpoint(path: AnyPath) -> Checkpoint:
@@ -339,8 +341,8 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
         ArtifactError: no folder has a manifest, a file is missing or damaged, or `out` has this checkpoint.
     """
     places = list(folders)
-    found = [path for path in map(newest_checkpoint, places) if path is not None]
-    source = max(found, key=lambda path: path.name, default=None)
+    checkpoints = [path for path in map(newest_checkpoint, places) if path is not None]
+    source = max(checkpoints, key=lambda path: path.name, default=None)
     if source is None:
         raise ArtifactError(
             f"none of {', '.join(map(str, places))} has a manifest ({MANIFEST}); add the folder of rank 0's machine"
@@ -349,7 +351,7 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
     path = out / source.name
     if path.exists():
         raise ArtifactError(f"a checkpoint {path} exists already; gather into another folder")
-    scratch = _scratch_of(path)
+    scratch = _name_scratch(path)
     _remove_tree(scratch)
     scratch.mkdir(parents=True)
     parts = [folder if folder.name == source.name else folder / source.name for folder in places]
@@ -362,7 +364,7 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
     return path
 
 
-class _OneRead(NamedTuple):
+class _Read(NamedTuple):
     """Shares of pieces that lie together in a file, and are read at once."""
 
     file: str
@@ -371,22 +373,22 @@ class _OneRead(NamedTuple):
     shares: list[Share]
 
 
-def _runs(shares: Iterable[Share], manifest: Checkpoint) -> list[_OneRead]:
+def _group_reads(shares: Iterable[Share], manifest: Checkpoint) -> list[_Read]:
     def lies(share: Share) -> tuple[str, int]:
         piece = share.stored_in(manifest)
         return piece.file, piece.offset
 
-    found: list[_OneRead] = []
+    runs: list[_Read] = []
     for share in sorted(shares, key=lies):
         file, offset = lies(share)
         end = offset + share.stored_in(manifest).length
-        last = found[-1] if found else _OneRead("", 0, 0, [])
+        last = runs[-1] if runs else _Read("", 0, 0, [])
         if file == last.file and offset <= last.end and end - last.begin <= _READ_BYTES:
             last.shares.append(share)
-            found[-1] = last._replace(end=max(last.end, end))
+            runs[-1] = last._replace(end=max(last.end, end))
         else:
-            found.append(_OneRead(file, offset, end, [share]))
-    return found
+            runs.append(_Read(file, offset, end, [share]))
+    return runs
 
 
 def _read_piece(data: memoryview, name: str, stored: Stored, piece: StoredPiece) -> torch.Tensor:
@@ -394,23 +396,23 @@ def _read_piece(data: memoryview, name: str, stored: Stored, piece: StoredPiece)
     tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):
         raise ArtifactError(f"{what} is no tensor")
-    found = (_dtype_of(tensor), tuple(tensor.shape))
-    if found != (stored.dtype, piece.shape):
-        raise ArtifactError(f"{what} has dtype and shape {found}, and had {(stored.dtype, piece.shape)}")
-    if piece.crc32 is not None and _crc32(tensor) != piece.crc32:
+    actual = (_name_dtype(tensor), tuple(tensor.shape))
+    if actual != (stored.dtype, piece.shape):
+        raise ArtifactError(f"{what} has dtype and shape {actual}, and had {(stored.dtype, piece.shape)}")
+    if piece.crc32 is not None and _compute_crc32(tensor) != piece.crc32:
         raise ArtifactError(f"the values of {what} have another checksum than when they were saved")
     return tensor
 
 
-def _slices(box: Box, within: Box) -> tuple[slice, ...]:
+def _slice_within(box: Box, within: Box) -> tuple[slice, ...]:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, within, strict=True))
 
 
-def _dtype_of(tensor: torch.Tensor) -> str:
+def _name_dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _crc32(tensor: torch.Tensor) -> int:
+def _compute_crc32(tensor: torch.Tensor) -> int:
     """Of a tensor on the CPU."""
     head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     plain = tensor.resolve_conj().resolve_neg().reshape(-1)
@@ -466,7 +468,7 @@ class Writer:
         failure = broadcast_text(failure, self._group)
         if failure:
             raise ArtifactError(failure)
-        scratch = _scratch_of(path)
+        scratch = _name_scratch(path)
         what = f"saving the checkpoint of minibatch {manifest.minibatches}"
         if folder not in self._apart:
             self._apart[folder] = [not sees for sees in ranks_that_see(folder, self._rank, self._group)]
@@ -478,7 +480,7 @@ class Writer:
                 _set_aside(path)  # of a save that rank 0 did not finish, or a course that was left
             _remove_leftovers(folder, but=scratch)  # another rank of this machine may have begun
         if any_apart:
-            self._all_written(what, "", [])  # nobody may rename before all have cleared
+            self._wait_until_written(what, "", [])  # nobody may rename before all have cleared
 
         def write() -> None:
             failure = ""
@@ -486,9 +488,9 @@ class Writer:
             try:
                 written = _write_tensors(scratch / f"__{self._rank}_0.distcp", tensors, places or {})
             except Exception as error:
-                failure = _first_line(system_error(error))
+                failure = _summarise_error(system_error(error))
             try:
-                rows = self._all_written(what, failure, written)
+                rows = self._wait_until_written(what, failure, written)
             except _SaveError:
                 if apart or self._rank == 0:  # nobody writes any more, and space may be what is missing
                     with suppress(OSError):
@@ -499,10 +501,10 @@ class Writer:
                     _move(scratch, path)
                 _prune(folder, keep and keep + 1, parts=True)  # the oldest counts until rank 0 is done
             if any_apart:
-                self._all_written(what, "", [])
+                self._wait_until_written(what, "", [])
             if self._rank == 0:
                 self._locks[folder].check()
-                _commit(scratch, path, replace(manifest, **_contents(rows)))
+                _commit(scratch, path, replace(manifest, **_merge_rows(rows)))
                 _prune(folder, keep)
 
         # A daemon, because nothing may wait for it if another rank dies during the save.
@@ -510,13 +512,13 @@ class Writer:
         self._thread.start()
         return path
 
-    def _all_written(self, what: str, failure: str, written: list[Any]) -> list[Any]:
+    def _wait_until_written(self, what: str, failure: str, written: list[Any]) -> list[Any]:
         """Waits for all ranks; returns what each has written, or raises the `_SaveError` of the first that failed."""
         rows = [json.loads(text) for text in gather_texts(json.dumps([failure, written]), self._group)]
         for rank, (failed, _) in enumerate(rows):
             if failed:
                 raise _SaveError(rank, failed)
-        return [found for _, found in rows]
+        return [pieces for _, pieces in rows]
 
     def _prepare(self, folder: AnyPath, path: AnyPath) -> None:
         """Locks the folder for this run, and removes what a killed save has left."""
@@ -568,8 +570,8 @@ class Writer:
         except WorkerError as error:
             self._failure = error
         except Exception as error:
-            failed = error if isinstance(error, _SaveError) else _SaveError(self._rank, _first_line(error))
-            self._failure = WorkerError(failed.rank, what, failed.cause, _advice_after_failure(folder))
+            failed = error if isinstance(error, _SaveError) else _SaveError(self._rank, _summarise_error(error))
+            self._failure = WorkerError(failed.rank, what, failed.cause, _advise_after_failure(folder))
 
 
 class _SaveError(Exception):
@@ -581,12 +583,14 @@ class _SaveError(Exception):
         self.cause = cause
 
 
-def _advice_after_failure(folder: AnyPath) -> str:
-    found = None
+def _advise_after_failure(folder: AnyPath) -> str:
+    newest = None
     with suppress(OSError, ArtifactError):
-        found = newest_checkpoint(folder)
+        newest = newest_checkpoint(folder)
     left = (
-        f"there is no earlier checkpoint in {folder}" if found is None else f"earlier checkpoints are intact ({found})"
+        f"there is no earlier checkpoint in {folder}"
+        if newest is None
+        else f"earlier checkpoints are intact ({newest})"
     )
     return f"{left}; free disk space or choose another folder, and resume"
 
@@ -599,26 +603,26 @@ def _write_tensors(
     Returns for each piece the tensor's name, dtype and shape, and the fields of `StoredPiece`.
     """
     path.parent.mkdir(exist_ok=True)
-    found = []
+    rows = []
     with path.open("wb") as file:
         for name, tensor in tensors.items():
-            own = tensor.detach().cpu()
-            box, shape = places.get(name, (tuple(map(range, own.shape)), own.shape))
-            for piece in _cut(own.shape, own.itemsize) if own.numel() or 0 in shape else ():
-                values = own[_slices(piece, tuple(map(range, own.shape)))]
+            part = tensor.detach().cpu()
+            box, shape = places.get(name, (tuple(map(range, part.shape)), part.shape))
+            for piece in _split_into_pieces(part.shape, part.itemsize) if part.numel() or 0 in shape else ():
+                values = part[_slice_within(piece, tuple(map(range, part.shape)))]
                 if values.untyped_storage().nbytes() != values.nbytes:
-                    values = _copied(values)  # the storage is what is written
+                    values = _copy_tensor(values)  # the storage is what is written
                 start = [whole[side.start] if side else 0 for whole, side in zip(box, piece, strict=True)]
                 offset = file.tell()
                 torch.save(values, file)
                 length = file.tell() - offset
-                place = start, tuple(values.shape), path.name, offset, length, _crc32(values)
-                found.append((name, _dtype_of(own), tuple(shape), *place))
+                place = start, tuple(values.shape), path.name, offset, length, _compute_crc32(values)
+                rows.append((name, _name_dtype(part), tuple(shape), *place))
         _flush(path, file)
-    return found
+    return rows
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy on the CPU that no other threads make, because training needs them."""
     plain = tensor.resolve_conj().resolve_neg()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(plain.itemsize)
@@ -627,7 +631,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(plain.view(kind).numpy().copy()).view(tensor.dtype)
 
 
-def _cut(shape: Sequence[int], itemsize: int) -> list[Box]:
+def _split_into_pieces(shape: Sequence[int], itemsize: int) -> list[Box]:
     """Returns the pieces in which a tensor is written: cut in half in each dimension in turn, where it is large."""
     counts = [1] * len(shape)
     while prod(shape) * itemsize > _PIECE_BYTES * prod(counts) and 2 * prod(counts) <= _MOST_PIECES:
@@ -639,12 +643,12 @@ def _cut(shape: Sequence[int], itemsize: int) -> list[Box]:
     return [box for box in every if all(box) or 0 in shape]
 
 
-def _contents(rows: Iterable[Iterable[Any]]) -> dict[str, Any]:
+def _merge_rows(rows: Iterable[Iterable[Any]]) -> dict[str, Any]:
     """Returns the manifest's tensors and files, from what the ranks have written; of equal pieces the first counts."""
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     pieces: dict[str, dict[tuple[int, ...], StoredPiece]] = {}
     sizes: dict[str, int] = {}
-    for name, dtype, shape, start, *place in (one for row in rows for one in row):
+    for name, dtype, shape, start, *place in (piece_row for row in rows for piece_row in row):
         kinds.setdefault(name, (dtype, tuple(shape)))
         piece = StoredPiece(tuple(start), tuple(place[0]), *place[1:])
         pieces.setdefault(name, {}).setdefault(piece.start, piece)
@@ -655,7 +659,7 @@ def _contents(rows: Iterable[Iterable[Any]]) -> dict[str, Any]:
 
 
 def _commit(scratch: AnyPath, path: AnyPath, manifest: Checkpoint) -> None:
-    (scratch / ".metadata").write_bytes(pickle.dumps(_metadata(manifest)))
+    (scratch / ".metadata").write_bytes(pickle.dumps(_make_metadata(manifest)))
     page = scratch / MANIFEST
     with page.open("wb") as file:
         file.write(manifest.to_json().encode() + b"\n")
@@ -680,7 +684,7 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _scratch_of(path: AnyPath) -> AnyPath:
+def _name_scratch(path: AnyPath) -> AnyPath:
     """Returns the folder in which a checkpoint is written, and from which it is removed."""
     return path.with_name(f".{path.name}") if isinstance(path, Path) else path
 
@@ -690,10 +694,10 @@ def _remove_leftovers(folder: AnyPath, but: AnyPath | None = None) -> None:
     if isinstance(folder, Path):
         left: Iterable[AnyPath] = folder.glob(f".{_PREFIX}*")
     else:
-        left = set(_checkpoint_folders(folder, parts=True)) - set(_checkpoint_folders(folder))
-    for one in left:
-        if one != but:
-            _remove_tree(one)
+        left = set(_list_checkpoints(folder, parts=True)) - set(_list_checkpoints(folder))
+    for leftover in left:
+        if leftover != but:
+            _remove_tree(leftover)
 
 
 def _remove_tree(path: AnyPath) -> None:
@@ -717,8 +721,8 @@ def _move(source: AnyPath, target: AnyPath) -> None:
 
 
 def _copy(source: AnyPath, target: AnyPath) -> None:
-    with source.open("rb") as given, target.open("wb") as taken:
-        shutil.copyfileobj(given, taken, _COPIED_BYTES)
+    with source.open("rb") as reader, target.open("wb") as taken:
+        shutil.copyfileobj(reader, taken, _COPIED_BYTES)
 
 
 def _set_aside(path: AnyPath) -> None:
@@ -729,13 +733,13 @@ def _set_aside(path: AnyPath) -> None:
 
 def _prune(folder: AnyPath, keep: int | None, *, parts: bool = False) -> None:
     """Removes the oldest; with `parts` also folders without a manifest."""
-    for old in _checkpoint_folders(folder, parts=parts)[: -keep if keep else 0]:
-        doomed = _scratch_of(old)
+    for old in _list_checkpoints(folder, parts=parts)[: -keep if keep else 0]:
+        doomed = _name_scratch(old)
         _move(old, doomed)
         _remove_tree(doomed)
 
 
-def _metadata(manifest: Checkpoint) -> Metadata:
+def _make_metadata(manifest: Checkpoint) -> Metadata:
     """Returns what torch's distributed checkpoint keeps about the same tensors."""
     tensors, places = {}, {}
     for name, stored in manifest.tensors.items():
@@ -754,12 +758,12 @@ def _metadata(manifest: Checkpoint) -> Metadata:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def _summarise_error(error: BaseException) -> str:
     text = (str(error).strip().splitlines() or [repr(error)])[0]
     return f"{type(error).__name__}: {text}"
 
 
-def _advice(path: AnyPath) -> str:
+def _advise(path: AnyPath) -> str:
     """Names the newest other checkpoint whose manifest is intact; one before this, if there is one."""
     others = [other for other in complete_checkpoints(path.parent) if other.name != path.name]
     for other in sorted(others, key=lambda other: (other.name < path.name, other.name), reverse=True):

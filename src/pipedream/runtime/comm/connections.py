@@ -106,7 +106,7 @@ class Connections:
         memory = self._shared_memory((self.process, receiver), max_unread)
         if memory is not None:
             return SharedMemorySender(memory.open(), receiver, max_unread, apart)
-        group = self._messages(self.process, receiver)
+        group = self._choose_group(self.process, receiver)
         return DistributedSender(ChannelEndpoint(receiver, number, depth, group, device, apart), max_unread)
 
     def receiver(
@@ -116,10 +116,10 @@ class Connections:
         memory = self._shared_memory((sender, self.process), max_unread)
         if memory is not None:
             return SharedMemoryReceiver(memory.open(), sender, device)
-        group = self._messages(sender, self.process)
+        group = self._choose_group(sender, self.process)
         return DistributedReceiver(ChannelEndpoint(sender, number, depth, group, device, apart))
 
-    def _messages(self, sender: int, receiver: int) -> dist.ProcessGroup:
+    def _choose_group(self, sender: int, receiver: int) -> dist.ProcessGroup:
         return self.upward if sender < receiver else self.everyone
 
     def _shared_memory(self, pair: tuple[int, int], max_unread: int) -> MemoryPair | None:
@@ -171,7 +171,7 @@ def connect_groups(
     meshes = meshes or [Mesh()] * (1 + max(map(max, stages)))
     workers = ranks_of_workers(meshes)
     pairs = [pair for a, b in pairs for pair in (zip if meshes[a] == meshes[b] else product)(workers[a], workers[b])]
-    upward = _new_group(range(dist.get_world_size(everyone)), cpu)
+    upward = _make_group(range(dist.get_world_size(everyone)), cpu)
     assert upward is not None
     rank = dist.get_rank(everyone)
     listener = Listener()
@@ -188,23 +188,23 @@ def connect_groups(
     def sums(row: Sequence[int]) -> dist.ProcessGroup | None:
         """Returns the group of the ranks of some workers, with equal meshes, at this rank's place."""
         places = list(zip(*(workers[worker] for worker in row), strict=True))
-        found = [connecting.group(at, partial(_new_group, at, on), partial(_add, device=on)) for at in places]
-        return next(filter(None, found), None)
+        groups = [connecting.group(at, partial(_make_group, at, on), partial(_add, device=on)) for at in places]
+        return next(filter(None, groups), None)
 
     def link(pair: tuple[int, int]) -> dist.ProcessGroup | None:
-        make = partial(_new_group, pair, on, _LINK_CTAS)
+        make = partial(_make_group, pair, on, _LINK_CTAS)
         return connecting.group(pair, make, lambda group: _exchange(group, rank == pair[0], (0, 1), on))
 
-    found = {pair: link(pair) for pair in pairs} if uses_nccl else {}
-    mesh, worker, mesh_group = _within_workers(on, workers, meshes)
+    links = {pair: link(pair) for pair in pairs} if uses_nccl else {}
+    mesh, worker, mesh_group = _connect_meshes(on, workers, meshes)
     return Connections(
         everyone,
         upward,
         tuple(sums(row) if len(row) > 1 else None for row in stages),
         tuple(sums(row) for row in holders),
         memory,
-        {pair: group for pair, group in found.items() if group is not None},
-        _leaders(everyone, [ranks.start for ranks in workers]),
+        {pair: group for pair, group in links.items() if group is not None},
+        _connect_leaders(everyone, [ranks.start for ranks in workers]),
         meshes,
         mesh,
         worker,
@@ -214,37 +214,37 @@ def connect_groups(
 
 def ranks_of_workers(meshes: Sequence[Mesh]) -> list[range]:
     """Returns the ranks of each worker."""
-    found: list[range] = []
+    workers: list[range] = []
     for mesh in meshes:
-        first = found[-1].stop if found else 0
-        found.append(range(first, first + mesh.size))
-    return found
+        first = workers[-1].stop if workers else 0
+        workers.append(range(first, first + mesh.size))
+    return workers
 
 
-def _leaders(everyone: dist.ProcessGroup, firsts: Sequence[int]) -> dist.ProcessGroup | None:
+def _connect_leaders(everyone: dist.ProcessGroup, firsts: Sequence[int]) -> dist.ProcessGroup | None:
     if len(firsts) == dist.get_world_size(everyone):
         return everyone
-    group = _new_group(firsts, torch.device("cpu"))
+    group = _make_group(firsts, torch.device("cpu"))
     return group if dist.get_rank(everyone) in firsts else None
 
 
-def _within_workers(
+def _connect_meshes(
     device: torch.device, workers: Sequence[range], meshes: Sequence[Mesh]
 ) -> tuple[DeviceMesh | None, dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Returns the mesh of this rank's worker, a gloo group of its ranks and one for their device.
 
     Every rank makes those of all workers.
     """
-    own: tuple[DeviceMesh | None, dist.ProcessGroup | None, dist.ProcessGroup | None] = None, None, None
+    groups_here: tuple[DeviceMesh | None, dist.ProcessGroup | None, dist.ProcessGroup | None] = None, None, None
     for ranks, mesh in zip(workers, meshes, strict=True):
         if not mesh.dimensions:
             continue
         grid = torch.tensor(ranks).view(*mesh.dimensions.values())
-        made = DeviceMesh(device.type, grid, mesh_dim_names=tuple(mesh.dimensions))
-        group = _new_group(ranks, torch.device("cpu"))
-        on_device = group if device.type == "cpu" else _new_group(ranks, device)
-        own = (made, group, on_device) if dist.get_rank() in ranks else own
-    return own
+        device_mesh = DeviceMesh(device.type, grid, mesh_dim_names=tuple(mesh.dimensions))
+        group = _make_group(ranks, torch.device("cpu"))
+        on_device = group if device.type == "cpu" else _make_group(ranks, device)
+        groups_here = (device_mesh, group, on_device) if dist.get_rank() in ranks else groups_here
+    return groups_here
 
 
 class _Connecting:
@@ -265,16 +265,16 @@ class _Connecting:
         if self._rank not in ranks:
             make()
             return None
-        made: list[dist.ProcessGroup] = []
+        groups: list[dist.ProcessGroup] = []
 
         def begin() -> None:
             group = make()
             assert group is not None
             use(group)
-            made.append(group)
+            groups.append(group)
 
         self.run(ranks, begin)
-        return made[0]
+        return groups[0]
 
     def run(self, ranks: Sequence[int], function: Callable[[], Any]) -> None:
         """Runs a function at these ranks.
@@ -320,14 +320,14 @@ def _share_memory(
     sender, receiver = pair
     key, answer = f"{sender}-{receiver}", torch.zeros(1, dtype=torch.uint8)
     if dist.get_rank(everyone) == receiver:
-        found = listener.connect(name, key)
-        answer += found is not None
+        connection = listener.connect(name, key)
+        answer += connection is not None
         everyone.send([answer], sender, 0).wait()
     else:
         everyone.recv([answer], receiver, 0).wait()
-        found = listener.accept(key) if answer else None
-    if found is not None:
-        memory[pair] = MemoryPair(found, sends=dist.get_rank(everyone) == sender)
+        connection = listener.accept(key) if answer else None
+    if connection is not None:
+        memory[pair] = MemoryPair(connection, sends=dist.get_rank(everyone) == sender)
 
 
 def _exchange(group: dist.ProcessGroup, sends: bool, places: tuple[int, int], device: torch.device) -> None:
@@ -348,20 +348,20 @@ def _finish(work: dist.Work) -> None:
         time.sleep(0.001)
 
 
-def _new_group(ranks: Sequence[int], device: torch.device, ctas: int | None = None) -> dist.ProcessGroup | None:
+def _make_group(ranks: Sequence[int], device: torch.device, ctas: int | None = None) -> dist.ProcessGroup | None:
     """`ctas` makes a group for messages, which has no gloo."""
-    made: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None
     if device.type != "cuda":
-        made = dist.new_group(list(ranks), backend="gloo")
+        group = dist.new_group(list(ranks), backend="gloo")
     elif ctas is None:  # numbers that the host reads stay in the memory of the CPU, and go over gloo
-        made = dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl", timeout=_NCCL_TIMEOUT, device_id=device)
+        group = dist.new_group(list(ranks), backend="cpu:gloo,cuda:nccl", timeout=_NCCL_TIMEOUT, device_id=device)
     else:
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = ctas
-        made = dist.new_group(
+        group = dist.new_group(
             list(ranks), backend="nccl", timeout=_NCCL_TIMEOUT, pg_options=options, device_id=device, sort_ranks=False
         )
-    return made
+    return group
 
 
 def has_nccl(device: torch.device, cards: Sequence[str]) -> bool:

@@ -27,10 +27,10 @@ from pipedream.runtime.comm.channel import Group, Pending, RemoteReceiver, Sende
 from pipedream.runtime.comm.message import (
     FILLER,
     Header,
-    KnownLayouts,
     Message,
-    MessageLayout,
-    ReceivedLayouts,
+    MessageFormat,
+    ReceivedFormats,
+    SentFormats,
     in_memory_order,
     restore_device,
     wait_for_copies,
@@ -112,7 +112,7 @@ class _Buffer:
         self.whole = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned)]
         self.bytes: Any = self.whole[0].numpy().data
         self._cut = self.whole
-        self._layout: MessageLayout | None = None
+        self._format: MessageFormat | None = None
         self._begin = 0
         self._tensors: list[torch.Tensor | None] = []
 
@@ -122,11 +122,11 @@ class _Buffer:
             self._cut = [self.whole[0][:size]]
         return self._cut
 
-    def tensors(self, layout: MessageLayout, begin: int) -> list[torch.Tensor | None]:
+    def tensors(self, message_format: MessageFormat, begin: int) -> list[torch.Tensor | None]:
         """Returns the tensors of a payload from byte `begin` on."""
-        if self._layout is not layout or self._begin != begin:
-            self._layout, self._begin = layout, begin
-            self._tensors = layout.tensors_in(self.whole[0], begin)
+        if self._format is not message_format or self._begin != begin:
+            self._format, self._begin = message_format, begin
+            self._tensors = message_format.tensors_in(self.whole[0], begin)
         return self._tensors
 
 
@@ -136,7 +136,7 @@ class DistributedSender(Sender):
     def __init__(self, endpoint: ChannelEndpoint, max_unread: int) -> None:
         self._endpoint = endpoint
         self._max_unread = max_unread
-        self._layouts = KnownLayouts(endpoint.apart)
+        self._formats = SentFormats(endpoint.apart)
         self._posted = _Posted(endpoint.depth)
         self._streaming = False
         self._out: deque[tuple[list[dist.Work], _Buffer | None]] = deque()
@@ -147,44 +147,46 @@ class DistributedSender(Sender):
     def send(self, message: Message) -> None:
         self.send_on(message, 0)
 
-    def send_on(self, message: Message, channel: int) -> MessageLayout:
+    def send_on(self, message: Message, channel: int) -> MessageFormat:
         """Sends a message, with a number that is received with it."""
         if not self._streaming:
             self._streaming = True
             self._posted.begin()
         end = self._endpoint
-        number, layout, description = self._layouts.find(message)
+        number, message_format, description = self._formats.find(message)
         header = Header.of(message, number, channel, len(description))
-        begin, size = header.head_bytes, layout.payload_bytes
+        begin, size = header.head_bytes, message_format.payload_bytes
         is_short = begin + size <= SHORT_BYTES
         buffer = self._free_buffer(begin + size if is_short else begin)
         header.write(buffer.bytes, message.numbers, description)
         if is_short:
             if size:
-                write(message.tensors, buffer.tensors(layout, begin))
-                wait_for_copies(layout)
+                write(message.tensors, buffer.tensors(message_format, begin))
+                wait_for_copies(message_format)
             works = [end.send(buffer.cut(begin + size), end.head_tag)]
         else:
             works = [end.send(buffer.cut(min(begin, SHORT_BYTES)), end.head_tag)]
             if begin > SHORT_BYTES:
                 works.append(end.send([buffer.whole[0][SHORT_BYTES:begin]], end.rest_tag))
             if size:
-                works += self._send_payload(message, layout)
-        self._sent_bytes += layout.sent_bytes
+                works += self._send_payload(message, message_format)
+        self._sent_bytes += message_format.sent_bytes
         self._out.append((works, buffer))
         while len(self._out) > self._max_unread:
             self._wait_for_oldest()
-        return layout
+        return message_format
 
-    def _send_payload(self, message: Message, layout: MessageLayout) -> list[dist.Work]:
-        end, size = self._endpoint, layout.payload_bytes
-        shared = [t for t, spec in zip(message.tensors, layout.specs, strict=True) if spec and spec.begin is not None]
+    def _send_payload(self, message: Message, message_format: MessageFormat) -> list[dist.Work]:
+        end, size = self._endpoint, message_format.payload_bytes
+        shared = [
+            t for t, spec in zip(message.tensors, message_format.specs, strict=True) if spec and spec.begin is not None
+        ]
         if len(shared) == 1 and shared[0] is not None and shared[0].is_cpu:
             payload = in_memory_order(shared[0]).view(torch.uint8)
         else:
             payload = torch.empty(size, dtype=torch.uint8, pin_memory=end.pinned)
-            write(message.tensors, layout.tensors_in(payload))
-            wait_for_copies(layout)
+            write(message.tensors, message_format.tensors_in(payload))
+            wait_for_copies(message_format)
         posted = self._posted.take(size)
         works = []
         if posted:
@@ -232,7 +234,7 @@ class DistributedReceiver(RemoteReceiver):
 
     def __init__(self, endpoint: ChannelEndpoint) -> None:
         self._endpoint = endpoint
-        self._layouts = ReceivedLayouts()
+        self._formats = ReceivedFormats()
         self._heads: deque[tuple[dist.Work, _Buffer]] = deque()
         self._free: list[_Buffer] = []
         self._posted = _Posted(endpoint.depth)
@@ -241,8 +243,8 @@ class DistributedReceiver(RemoteReceiver):
     def result(self) -> Message:
         return self.take()[0]
 
-    def take(self) -> tuple[Message, MessageLayout, int]:
-        """Returns the next message, its layout, and the number that was sent with it."""
+    def take(self) -> tuple[Message, MessageFormat, int]:
+        """Returns the next message, its format, and the number that was sent with it."""
         if not self._heads:
             self._begin()
         work, buffer = self._heads.popleft()
@@ -252,17 +254,17 @@ class DistributedReceiver(RemoteReceiver):
         assert header.content != FILLER, "a message is expected on a channel whose sender drains"
         begin = header.head_bytes
         if begin > SHORT_BYTES:
-            head = self._with_rest(buffer.whole[0], begin).numpy().data
-        layout, numbers = self._layouts.find(header, head), header.numbers_in(head)
-        if begin + layout.payload_bytes > SHORT_BYTES:
-            tensors = layout.tensors_in(self._payload(layout.payload_bytes))
+            head = self._receive_rest(buffer.whole[0], begin).numpy().data
+        message_format, numbers = self._formats.find(header, head), header.numbers_in(head)
+        if begin + message_format.payload_bytes > SHORT_BYTES:
+            tensors = message_format.tensors_in(self._receive_payload(message_format.payload_bytes))
         else:
-            tensors = [None if tensor is None else tensor.clone() for tensor in buffer.tensors(layout, begin)]
+            tensors = [None if tensor is None else tensor.clone() for tensor in buffer.tensors(message_format, begin)]
         self._post_head(buffer)
-        tensors = restore_device(tensors, layout, self._endpoint.device)
-        return header.message(layout, tuple(tensors), numbers), layout, header.channel
+        tensors = restore_device(tensors, message_format, self._endpoint.device)
+        return header.message(message_format, tuple(tensors), numbers), message_format, header.channel
 
-    def _payload(self, size: int) -> torch.Tensor:
+    def _receive_payload(self, size: int) -> torch.Tensor:
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         posted, receive = self._posted.take(size), self._payloads.popleft()
@@ -271,11 +273,11 @@ class DistributedReceiver(RemoteReceiver):
             work, payload = receive
             work.wait()
         if size > posted:
-            payload = self._with_rest(payload, size)
+            payload = self._receive_rest(payload, size)
         self._post_payload(self._posted.sizes[-1])
         return payload
 
-    def _with_rest(self, begin: torch.Tensor, size: int) -> torch.Tensor:
+    def _receive_rest(self, begin: torch.Tensor, size: int) -> torch.Tensor:
         whole = torch.empty(size, dtype=torch.uint8, pin_memory=self._endpoint.pinned)
         whole[: begin.numel()].copy_(begin)
         self._endpoint.receive([whole[begin.numel() :]], self._endpoint.rest_tag).wait()

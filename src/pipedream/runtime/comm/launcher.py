@@ -38,14 +38,14 @@ _LAUNCHERS = (
     ),
 )
 
-LOCAL_RANKS = ("LOCAL_RANK", *(one.local_rank for one in _LAUNCHERS), "PMI_LOCAL_RANK")
+LOCAL_RANKS = ("LOCAL_RANK", *(variables.local_rank for variables in _LAUNCHERS), "PMI_LOCAL_RANK")
 """Variables with a process's number on its machine: torchrun's, and those of srun and mpirun."""
 
 
 def launcher() -> str | None:
     """Returns 'srun' or 'mpirun' if it started this process as one of several, and torchrun is not between them."""
-    found = _found()
-    return None if found is None else found.launcher
+    variables = _find_launcher()
+    return None if variables is None else variables.launcher
 
 
 def read_launcher() -> None:
@@ -54,50 +54,50 @@ def read_launcher() -> None:
     They are left alone if WORLD_SIZE says otherwise: with ``WORLD_SIZE=1 srun ...`` each task trains alone.
     MASTER_ADDR stays missing if mpirun, which does not name its machines, started processes on several.
     """
-    found = _found()
-    if found is None:
+    variables = _find_launcher()
+    if variables is None:
         return
-    processes, here = _first(found.processes), _tasks_here(_first(found.here))
-    slurm = found.launcher == "srun"
-    nodes = _first(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")) if slurm else ""
+    processes, here = _read_first(variables.processes), _count_tasks_here(_read_first(variables.here))
+    slurm = variables.launcher == "srun"
+    nodes = _read_first(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")) if slurm else ""
     settings = {
-        "RANK": os.environ[found.rank],
+        "RANK": os.environ[variables.rank],
         "WORLD_SIZE": processes,
-        "LOCAL_RANK": os.environ.get(found.local_rank, ""),
+        "LOCAL_RANK": os.environ.get(variables.local_rank, ""),
         "LOCAL_WORLD_SIZE": here,
-        "MASTER_ADDR": "127.0.0.1" if here == processes else _first_node(nodes),
-        "MASTER_PORT": str(_step_port()) if slurm else "29500",
+        "MASTER_ADDR": "127.0.0.1" if here == processes else _name_first_node(nodes),
+        "MASTER_PORT": str(_choose_port()) if slurm else "29500",
     }
     for name, value in settings.items():
         if value:
             os.environ.setdefault(name, value)
 
 
-def _found() -> _Variables | None:
+def _find_launcher() -> _Variables | None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return None
-    for one in _LAUNCHERS:
-        processes = _first(one.processes)
-        several = one.rank in os.environ and processes.isdecimal() and int(processes) > 1
-        if one.launcher == "srun":
+    for variables in _LAUNCHERS:
+        processes = _read_first(variables.processes)
+        several = variables.rank in os.environ and processes.isdecimal() and int(processes) > 1
+        if variables.launcher == "srun":
             several = several and not _is_batch_script()
         else:  # srun also sets PMI_RANK, for MPI programs
-            several = several and one.local_rank in os.environ
+            several = several and variables.local_rank in os.environ
         if several and os.environ.get("WORLD_SIZE", processes) == processes:
-            return one
+            return variables
     return None
 
 
 def _is_batch_script() -> bool:
     """Returns whether sbatch runs this process: it has the rank 0 of as many tasks as srun may start later."""
-    return "SLURM_GTIDS" in os.environ and not _first(("SLURM_STEP_ID", "SLURM_STEPID"))
+    return "SLURM_GTIDS" in os.environ and not _read_first(("SLURM_STEP_ID", "SLURM_STEPID"))
 
 
-def _first(names: tuple[str, ...]) -> str:
+def _read_first(names: tuple[str, ...]) -> str:
     return next((os.environ[name] for name in names if name in os.environ), "")
 
 
-def _tasks_here(counts: str) -> str:
+def _count_tasks_here(counts: str) -> str:
     """Returns this machine's count of all machines' (Slurm writes 2(x3),1 for 2,2,2,1); '' if unknown."""
     if counts.isdecimal():
         return counts
@@ -108,12 +108,12 @@ def _tasks_here(counts: str) -> str:
     return each[node] if node < len(each) else ""
 
 
-def _first_node(nodes: str) -> str:
+def _name_first_node(nodes: str) -> str:
     """Returns the first of Slurm's list of machines: rack1n07 of ``rack[1-2]n[07-12,20],login``."""
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]
 
 
-def _step_port() -> int:
+def _choose_port() -> int:
     """Returns a port below those that systems give out themselves, which other jobs of this machine hardly have."""
     job, step = (int(os.environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return 10_000 + (job * 100 + step) % 20_000

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from pipedream.runtime.comm.channel import RemoteReceiver, Sender
 from pipedream.runtime.comm.distributed import DistributedReceiver, DistributedSender
-from pipedream.runtime.comm.message import Message, MessageLayout, in_memory_order
+from pipedream.runtime.comm.message import Message, MessageFormat, in_memory_order
 from pipedream.runtime.comm.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 _SENDER, _RECEIVER = 0, 1
@@ -41,14 +41,14 @@ class SendingLink:
 
     def send(self, message: Message, channel: int) -> int:
         """Returns the bytes of the tensors."""
-        layout = self._headers.send_on(message, channel)
-        for tensor, spec in zip(message.tensors, layout.specs, strict=True):
+        message_format = self._headers.send_on(message, channel)
+        for tensor, spec in zip(message.tensors, message_format.specs, strict=True):
             if tensor is not None and spec is not None and spec.begin is None and tensor.numel():
                 sent = in_memory_order(tensor)
                 self._out.append((self._communicator.send([sent], _RECEIVER, 0), sent))
         while self._out and self._out[0][0].is_completed():
             self._out.popleft()
-        return layout.sent_bytes
+        return message_format.sent_bytes
 
     def drain_begin(self) -> None:
         self._headers.drain_begin()
@@ -78,8 +78,8 @@ class ReceivingLink:
         """Returns the next message of a channel; starts to receive those that were sent before it."""
         arrived = self._arrived.setdefault(channel, deque())
         while not arrived:
-            message, layout, number = self._headers.take()
-            self._arrived.setdefault(number, deque()).append(self._started(message, layout))
+            message, message_format, number = self._headers.take()
+            self._arrived.setdefault(number, deque()).append(self._start_receives(message, message_format))
         message, receives = arrived.popleft()
         for work, tensor in receives:
             work.wait()  # on a GPU, the stream of the computation waits
@@ -87,11 +87,13 @@ class ReceivingLink:
                 tensor.record_stream(torch.cuda.current_stream(self._device))
         return message
 
-    def _started(self, message: Message, layout: MessageLayout) -> tuple[Message, list[tuple[dist.Work, torch.Tensor]]]:
+    def _start_receives(
+        self, message: Message, message_format: MessageFormat
+    ) -> tuple[Message, list[tuple[dist.Work, torch.Tensor]]]:
         receives = []
         tensors = list(message.tensors)
-        with self._on_own_stream():
-            for i, spec in enumerate(layout.specs):
+        with self._use_receive_stream():
+            for i, spec in enumerate(message_format.specs):
                 if spec is not None and spec.begin is None:
                     tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self._device)
                     tensors[i] = tensor
@@ -100,7 +102,7 @@ class ReceivingLink:
         message.tensors = tuple(tensors)  # nobody else has seen it
         return message, receives
 
-    def _on_own_stream(self) -> AbstractContextManager[Any]:
+    def _use_receive_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def drain(self) -> None:

@@ -31,20 +31,22 @@ class MeshPair:
         return receiver % self.sender.size
 
     def pieces(self, cut: Cut) -> tuple[Piece, ...]:
-        return _pieces(self, cut)
+        return _list_pieces(self, cut)
 
 
 @lru_cache(maxsize=1024)
-def _pieces(pair: MeshPair, cut: Cut) -> tuple[Piece, ...]:
+def _list_pieces(pair: MeshPair, cut: Cut) -> tuple[Piece, ...]:
     return tuple(pieces(cut.shape, pair.sender, cut.sent, pair.receiver, cut.received))
 
 
-def _own_box(mesh: Mesh, place: int, shape: tuple[int, ...], placements: tuple[int | None, ...]) -> Box:
+def _locate_part(mesh: Mesh, place: int, shape: tuple[int, ...], placements: tuple[int | None, ...]) -> Box:
     return box_of(shape, placements, list(mesh.dimensions.values()), mesh.coordinates()[place])
 
 
-def _within(box: Box, around: Box) -> tuple[slice, ...]:
-    return tuple(slice(one.start - all_.start, one.stop - all_.start) for one, all_ in zip(box, around, strict=True))
+def _slice_within(box: Box, around: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(inner.start - all_.start, inner.stop - all_.start) for inner, all_ in zip(box, around, strict=True)
+    )
 
 
 class MeshSender(Sender):
@@ -67,25 +69,27 @@ class MeshSender(Sender):
             if not cuts and is_source:
                 peer.send(message)
                 continue
-            mine = [self._piece(cut, receiver) for cut in cuts]
+            mine = [self._find_box(cut, receiver) for cut in cuts]
             if is_source or any(box is not None for box in mine):
                 tensors = [
-                    self._part(tensor, cut, box, is_source)
+                    self._select_part(tensor, cut, box, is_source)
                     for tensor, cut, box in zip(message.tensors, cuts, mine, strict=True)
                 ]
                 peer.send(replace(message, tensors=tuple(tensors)))
 
-    def _piece(self, cut: Cut, receiver: int) -> Box | None:
+    def _find_box(self, cut: Cut, receiver: int) -> Box | None:
         ends = self._place, receiver
-        return next((one.box for one in self._pair.pieces(cut) if (one.sender, one.receiver) == ends), None)
+        return next((piece.box for piece in self._pair.pieces(cut) if (piece.sender, piece.receiver) == ends), None)
 
-    def _part(self, tensor: torch.Tensor | None, cut: Cut, box: Box | None, is_source: bool) -> torch.Tensor | None:
+    def _select_part(
+        self, tensor: torch.Tensor | None, cut: Cut, box: Box | None, is_source: bool
+    ) -> torch.Tensor | None:
         if tensor is None:
             return None
         if box is None:
             return tensor.new_empty(0) if is_source else None  # says the type to a rank whose part is empty
-        own = _own_box(self._pair.sender, self._place, cut.shape, cut.sent)
-        return tensor if box == own else tensor[_within(box, own)]
+        stored_box = _locate_part(self._pair.sender, self._place, cut.shape, cut.sent)
+        return tensor if box == stored_box else tensor[_slice_within(box, stored_box)]
 
     def drain_begin(self) -> None:
         for peer in self._peers.values():
@@ -117,28 +121,32 @@ class MeshReceiver(RemoteReceiver):
         source = self._pair.source_of(self._place)
         message = self._peers[source].receive().result()
         cuts, _ = cuts_of(message.structure)
-        mine = [[one for one in self._pair.pieces(cut) if one.receiver == self._place] for cut in cuts]
+        mine = [[piece for piece in self._pair.pieces(cut) if piece.receiver == self._place] for cut in cuts]
         arrived = {source: message.tensors}
-        for sender in sorted({one.sender for row in mine for one in row} - {source}):
+        for sender in sorted({piece.sender for row in mine for piece in row} - {source}):
             arrived[sender] = self._peers[sender].receive().result().tensors
         if cuts:  # nobody else has seen the message
             message.tensors = tuple(
-                None if some is None else self._joined(some, cut, [(one.box, arrived[one.sender][i]) for one in row])
+                None
+                if some is None
+                else self._join_parts(some, cut, [(piece.box, arrived[piece.sender][i]) for piece in row])
                 for i, (some, cut, row) in enumerate(zip(message.tensors, cuts, mine, strict=True))
             )
         return message
 
-    def _joined(self, some: torch.Tensor, cut: Cut, parts: Iterable[tuple[Box, torch.Tensor | None]]) -> torch.Tensor:
+    def _join_parts(
+        self, some: torch.Tensor, cut: Cut, parts: Iterable[tuple[Box, torch.Tensor | None]]
+    ) -> torch.Tensor:
         """`some` has the type and the device of the tensor."""
-        own = _own_box(self._pair.receiver, self._place, cut.shape, cut.received)
+        stored_box = _locate_part(self._pair.receiver, self._place, cut.shape, cut.received)
         whole: torch.Tensor | None = None
         for box, tensor in parts:
             assert tensor is not None, "ranks of one worker differ in which gradients exist"
-            if box == own:
+            if box == stored_box:
                 return tensor
-            whole = some.new_empty([len(one) for one in own]) if whole is None else whole
-            whole[_within(box, own)] = tensor
-        return some.new_empty([len(one) for one in own]) if whole is None else whole
+            whole = some.new_empty([len(side) for side in stored_box]) if whole is None else whole
+            whole[_slice_within(box, stored_box)] = tensor
+        return some.new_empty([len(side) for side in stored_box]) if whole is None else whole
 
     def drain(self) -> None:
         for peer in self._peers.values():

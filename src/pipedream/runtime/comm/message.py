@@ -1,6 +1,6 @@
-"""A message, its layout and its header.
+"""A message, its format and its header.
 
-A layout says what a message holds: the structure of the value, and dtype and shape of each tensor. It is numbered when
+A format says what a message holds: the structure of the value, and dtype and shape of each tensor. It is numbered when
 it first appears on a channel, described once, and called by its number afterwards. So a smaller last minibatch or a
 longer sequence needs no negotiation, and the header of a message is short.
 """
@@ -36,7 +36,7 @@ class Content(IntEnum):
     END = 2  # no further microbatch; `microbatch` is their count
 
 
-class Ending(IntEnum):
+class StopReason(IntEnum):
     """Why a stream of minibatches ended."""
 
     DATA = 0
@@ -56,7 +56,7 @@ class Message:
         gradients: for each tensor, whether its gradient is sent back.
         minibatch: number since the start of training.
         version: of the weights that the forward read.
-        flags: `ENDS_EPOCH`, or at the end of a stream an `Ending`.
+        flags: `ENDS_EPOCH`, or at the end of a stream a `StopReason`.
         loss_weight: of the microbatch.
         share: of the minibatch's samples.
         numbers: losses and metrics.
@@ -85,10 +85,10 @@ class Message:
     ) -> Message:
         """By default no gradients are sent back."""
         wants = (False,) * len(tensors) if gradients is None else gradients
-        return self._with(tensors, structure, wants, version)
+        return self._copy_with(tensors, structure, wants, version)
 
     def without_tensors(self) -> Message:
-        return self._with((), "", (), self.version)
+        return self._copy_with((), "", (), self.version)
 
     def carry(self, results: Message) -> None:
         """Takes a minibatch's results along; before the message is sent."""
@@ -98,9 +98,9 @@ class Message:
     def copy_as_received(self) -> Message:
         """Returns a message with copies of the tensors, as over a network: the receiver may write into them."""
         tensors = tuple([None if tensor is None else copy_as_received(tensor) for tensor in self.tensors])
-        return self._with(tensors, self.structure, self.gradients, self.version)
+        return self._copy_with(tensors, self.structure, self.gradients, self.version)
 
-    def _with(
+    def _copy_with(
         self, tensors: tuple[torch.Tensor | None, ...], structure: str, gradients: tuple[bool, ...], version: int
     ) -> Message:
         return Message(
@@ -110,7 +110,7 @@ class Message:
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of a layout.
+    """A tensor of a format.
 
     Attributes:
         strides: those of a dense tensor.
@@ -125,7 +125,7 @@ class TensorSpec(NamedTuple):
     begin: int | None
 
 
-class MessageLayout:
+class MessageFormat:
     """What a message holds besides its numbers.
 
     Attributes:
@@ -146,11 +146,11 @@ class MessageLayout:
         self.specs = tuple(specs)
         self.payload_bytes = payload_bytes
         self.staged = any(spec is not None and spec.on_device and spec.begin is not None for spec in self.specs)
-        self.sent_bytes = sum(_bytes_of(spec) for spec in self.specs if spec is not None)
+        self.sent_bytes = sum(_count_bytes(spec) for spec in self.specs if spec is not None)
 
     @classmethod
-    def of(cls, message: Message, apart: str = "") -> MessageLayout:
-        """Returns a message's layout.
+    def of(cls, message: Message, apart: str = "") -> MessageFormat:
+        """Returns a message's format.
 
         Args:
             apart: type of device whose tensors are sent by themselves.
@@ -164,7 +164,7 @@ class MessageLayout:
             if tensor is None:
                 specs.append(None)
                 continue
-            strides = _dense_strides(tuple(tensor.shape), dimension_order(tensor))
+            strides = _compute_dense_strides(tuple(tensor.shape), dimension_order(tensor))
             if tensor.dtype not in _DTYPE_CODE:
                 raise TypeError(f"a tensor of {tensor.dtype} cannot be sent between stages; convert it to a plain type")
             begin = None if tensor.device.type == apart else aligned(end)
@@ -178,7 +178,7 @@ class MessageLayout:
         return json.dumps([specs, self.payload_bytes, self.structure, self.wants]).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> MessageLayout:
+    def from_json(cls, text: bytes) -> MessageFormat:
         nodes, *others = json.loads(text)
         specs = [None if n is None else TensorSpec(_DTYPES[n[0]], tuple(n[1]), tuple(n[2]), n[3], n[4]) for n in nodes]
         return cls(specs, *others)
@@ -206,35 +206,35 @@ def write(tensors: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor
             target.copy_(tensor.detach(), non_blocking=True)
 
 
-def wait_for_copies(layout: MessageLayout) -> None:
+def wait_for_copies(message_format: MessageFormat) -> None:
     """Waits until `write` has copied what was on a GPU."""
-    if layout.staged:
+    if message_format.staged:
         torch.cuda.current_stream().record_event().synchronize()
 
 
 def restore_device(
-    tensors: list[torch.Tensor | None], layout: MessageLayout, device: torch.device
+    tensors: list[torch.Tensor | None], message_format: MessageFormat, device: torch.device
 ) -> list[torch.Tensor | None]:
     """Moves received tensors that were on their sender's GPU to this one."""
-    if not layout.staged or device.type != "cuda":
+    if not message_format.staged or device.type != "cuda":
         return tensors
     return [
         t.pin_memory().to(device, non_blocking=True) if t is not None and spec is not None and spec.on_device else t
-        for t, spec in zip(tensors, layout.specs, strict=True)
+        for t, spec in zip(tensors, message_format.specs, strict=True)
     ]
 
 
-class KnownLayouts:
-    """The layouts that were sent on a channel, by number; when all numbers are taken, a new one takes the oldest's."""
+class SentFormats:
+    """The formats that were sent on a channel, by number; when all numbers are taken, a new one takes the oldest's."""
 
     def __init__(self, apart: str = "", most: int = 1024) -> None:
         self._apart = apart
         self._most = most
-        self._found: dict[Any, tuple[int, MessageLayout]] = {}
+        self._formats: dict[Any, tuple[int, MessageFormat]] = {}
         self._count = 0
 
-    def find(self, message: Message) -> tuple[int, MessageLayout, bytes]:
-        """Returns number and layout of a message, and its description if it is new."""
+    def find(self, message: Message) -> tuple[int, MessageFormat, bytes]:
+        """Returns number and format of a message, and its description if it is new."""
         try:
             key = (
                 message.structure,
@@ -242,18 +242,18 @@ class KnownLayouts:
                 tuple([None if t is None else (t.dtype, t.shape, t.stride(), t.is_cpu) for t in message.tensors]),
             )
         except RuntimeError:  # a sparse tensor has no strides
-            MessageLayout.of(message)
+            MessageFormat.of(message)
             raise
-        known = self._found.get(key)
-        if known is not None:
-            return *known, b""
-        layout = MessageLayout.of(message, self._apart)
+        numbered = self._formats.get(key)
+        if numbered is not None:
+            return *numbered, b""
+        message_format = MessageFormat.of(message, self._apart)
         number = self._count % self._most
         if self._count >= self._most:
-            del self._found[next(iter(self._found))]
+            del self._formats[next(iter(self._formats))]
         self._count += 1
-        self._found[key] = number, layout
-        return number, layout, layout.to_json()
+        self._formats[key] = number, message_format
+        return number, message_format, message_format.to_json()
 
 
 FILLER = 255
@@ -263,17 +263,17 @@ HEADER_BYTES = _HEADER.size
 
 
 class Header(NamedTuple):
-    """The fixed part of a message on the wire; `numbers` and a layout's description follow.
+    """The fixed part of a message on the wire; `numbers` and a format's description follow.
 
     Attributes:
-        layout: its number.
+        format_number: of the message's format.
         channel: its number, where several share a connection.
         numbers: how many.
-        description_bytes: 0 if the layout is known.
+        description_bytes: 0 if the format is known.
     """
 
     content: int
-    layout: int
+    format_number: int
     channel: int
     numbers: int
     description_bytes: int
@@ -287,9 +287,9 @@ class Header(NamedTuple):
     share: float
 
     @classmethod
-    def of(cls, message: Message, layout: int, channel: int, description_bytes: int) -> Header:
+    def of(cls, message: Message, format_number: int, channel: int, description_bytes: int) -> Header:
         return cls(
-            message.content, layout, channel, len(message.numbers), description_bytes, message.microbatch,
+            message.content, format_number, channel, len(message.numbers), description_bytes, message.microbatch,
             message.minibatch, message.epoch, message.samples, message.version, message.flags, message.loss_weight,
             message.share,
         )  # fmt: skip
@@ -324,25 +324,25 @@ class Header(NamedTuple):
         return bytes(head[begin : begin + self.description_bytes])
 
     def message(
-        self, layout: MessageLayout, tensors: tuple[torch.Tensor | None, ...], numbers: tuple[float, ...]
+        self, message_format: MessageFormat, tensors: tuple[torch.Tensor | None, ...], numbers: tuple[float, ...]
     ) -> Message:
         return Message(
-            self.microbatch, Content(self.content), tensors, layout.structure, layout.wants, self.minibatch, self.epoch,
-            self.samples, self.version, self.flags, self.loss_weight, self.share, numbers,
+            self.microbatch, Content(self.content), tensors, message_format.structure, message_format.wants,
+            self.minibatch, self.epoch, self.samples, self.version, self.flags, self.loss_weight, self.share, numbers,
         )  # fmt: skip
 
 
-class ReceivedLayouts:
-    """The layouts that were received on a channel, by number."""
+class ReceivedFormats:
+    """The formats that were received on a channel, by number."""
 
     def __init__(self) -> None:
-        self._found: dict[int, MessageLayout] = {}
+        self._formats: dict[int, MessageFormat] = {}
 
-    def find(self, header: Header, head: Any) -> MessageLayout:
-        """Returns a message's layout, which its head describes if it is new."""
+    def find(self, header: Header, head: Any) -> MessageFormat:
+        """Returns a message's format, which its head describes if it is new."""
         if header.description_bytes:
-            self._found[header.layout] = MessageLayout.from_json(header.description_in(head))
-        return self._found[header.layout]
+            self._formats[header.format_number] = MessageFormat.from_json(header.description_in(head))
+        return self._formats[header.format_number]
 
 
 def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -365,7 +365,7 @@ def copy_as_received(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is torch.strided and tensor.is_contiguous():
         return tensor.detach().clone(memory_format=torch.contiguous_format)
     shape = tuple(tensor.shape)
-    strides = _dense_strides(shape, dimension_order(tensor))
+    strides = _compute_dense_strides(shape, dimension_order(tensor))
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
@@ -385,7 +385,7 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+def _compute_dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [0] * len(shape), 1
     for dimension in reversed(order):
         strides[dimension] = step
@@ -393,5 +393,5 @@ def _dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int,
     return tuple(strides)
 
 
-def _bytes_of(spec: TensorSpec) -> int:
+def _count_bytes(spec: TensorSpec) -> int:
     return prod(spec.shape) * spec.dtype.itemsize

@@ -227,8 +227,8 @@ def check_same_software() -> None:
     for rank, text in enumerate(gather_texts(mine, world_group())):
         ranks.setdefault(text, []).append(rank)
     if len(ranks) > 1:
-        found = "; ".join(f"{text} on ranks {', '.join(map(str, who))}" for text, who in ranks.items())
-        raise PlanError(f"the ranks run different software: {found}; install the same versions on all machines")
+        versions = "; ".join(f"{text} on ranks {', '.join(map(str, who))}" for text, who in ranks.items())
+        raise PlanError(f"the ranks run different software: {versions}; install the same versions on all machines")
 
 
 def process_device(name: str) -> torch.device:
@@ -237,7 +237,7 @@ def process_device(name: str) -> torch.device:
     Raises PlanError if this machine has no such device, or it is not known which is this process's.
     """
     if name == "cuda":
-        name = f"cuda:{_local_gpu()}"
+        name = f"cuda:{_choose_gpu()}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -248,12 +248,12 @@ def process_device(name: str) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             remedy = f"choose one of cuda:0 to cuda:{count - 1}, or start fewer processes" if count else "use cpu"
-            raise PlanError(f"device {name!r} was requested, but {_gpus(count)} found on this machine; {remedy}")
+            raise PlanError(f"device {name!r} was requested, but {_spell_gpus(count)} found on this machine; {remedy}")
         torch.cuda.set_device(device)
     return device
 
 
-def _local_gpu() -> int:
+def _choose_gpu() -> int:
     """Returns the number of this process's GPU on its machine."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -261,20 +261,20 @@ def _local_gpu() -> int:
         return 0  # srun and mpirun may show each process its own GPU alone
     if here > max(count, 1):
         raise PlanError(
-            f"{here} processes were started on this machine, each for a GPU of its own, but {_gpus(count)} found; "
-            f"start {f'{count} (--workers or --nproc-per-node)' if count else 'them with --device cpu'}"
+            f"{here} processes were started on this machine, each for a GPU of its own, but {_spell_gpus(count)} "
+            f"found; start {f'{count} (--workers or --nproc-per-node)' if count else 'them with --device cpu'}"
         )
-    known = next((name for name in LOCAL_RANKS if name in os.environ), None)
-    if count == 1 and known != "LOCAL_RANK":
+    variable = next((name for name in LOCAL_RANKS if name in os.environ), None)
+    if count == 1 and variable != "LOCAL_RANK":
         return 0
-    if known is None and is_distributed():
+    if variable is None and is_distributed():
         raise PlanError(
             f"device 'cuda' was requested, but this process's GPU is not known: none of {', '.join(LOCAL_RANKS)} is "
-            f"set, and {_gpus(count)} found on this machine; start the workers with torchrun, set LOCAL_RANK to each "
-            "process's number on its machine, or name the GPU (cuda:1)"
+            f"set, and {_spell_gpus(count)} found on this machine; start the workers with torchrun, set LOCAL_RANK to "
+            "each process's number on its machine, or name the GPU (cuda:1)"
         )
-    return int(os.environ[known]) if known is not None else 0
+    return int(os.environ[variable]) if variable is not None else 0
 
 
-def _gpus(count: int) -> str:
+def _spell_gpus(count: int) -> str:
     return "1 GPU was" if count == 1 else f"{count or 'no'} GPUs were"

@@ -28,10 +28,10 @@ from pipedream.runtime.comm.channel import RemoteReceiver, Sender
 from pipedream.runtime.comm.message import (
     FILLER,
     Header,
-    KnownLayouts,
     Message,
-    MessageLayout,
-    ReceivedLayouts,
+    MessageFormat,
+    ReceivedFormats,
+    SentFormats,
     restore_device,
     wait_for_copies,
     write,
@@ -136,14 +136,14 @@ class _Slots:
         self.slot_bytes = slot_bytes
         whole = torch.frombuffer(mmap.mmap(file, count * slot_bytes), dtype=torch.uint8)
         self._slots = [whole[i * slot_bytes : (i + 1) * slot_bytes] for i in range(count)]
-        self._tensors: list[tuple[MessageLayout | None, list[torch.Tensor | None]]] = [(None, [])] * count
+        self._tensors: list[tuple[MessageFormat | None, list[torch.Tensor | None]]] = [(None, [])] * count
 
-    def tensors(self, slot: int, layout: MessageLayout) -> list[torch.Tensor | None]:
+    def tensors(self, slot: int, message_format: MessageFormat) -> list[torch.Tensor | None]:
         """Returns the tensors of a payload in a slot."""
         known, tensors = self._tensors[slot]
-        if known is not layout:
-            tensors = layout.tensors_in(self._slots[slot])
-            self._tensors[slot] = layout, tensors
+        if known is not message_format:
+            tensors = message_format.tensors_in(self._slots[slot])
+            self._tensors[slot] = message_format, tensors
         return tensors
 
 
@@ -159,7 +159,7 @@ class SharedMemorySender(Sender):
         self._connection = connection
         self._peer = peer
         self._count = max_unread + 1
-        self._layouts = KnownLayouts(apart)
+        self._formats = SentFormats(apart)
         self._slots: _Slots | None = None
         self._free: list[int] = []
         self._read_from_old = 0  # slots of earlier memory whose numbers have yet to come back
@@ -172,17 +172,17 @@ class SharedMemorySender(Sender):
     def send(self, message: Message) -> None:
         self.send_on(message, 0)
 
-    def send_on(self, message: Message, channel: int) -> MessageLayout:
+    def send_on(self, message: Message, channel: int) -> MessageFormat:
         """Sends a message, with a number that is received with it."""
-        number, layout, description = self._layouts.find(message)
+        number, message_format, description = self._formats.find(message)
         slot, file = _NO_SLOT, None
-        if layout.payload_bytes:
-            if self._slots is None or layout.payload_bytes > self._slots.slot_bytes:
-                file = self._grow(layout.payload_bytes)
+        if message_format.payload_bytes:
+            if self._slots is None or message_format.payload_bytes > self._slots.slot_bytes:
+                file = self._grow(message_format.payload_bytes)
             assert self._slots is not None
             slot = self._free_slot()
-            write(message.tensors, self._slots.tensors(slot, layout))
-            wait_for_copies(layout)
+            write(message.tensors, self._slots.tensors(slot, message_format))
+            wait_for_copies(message_format)
         header = Header.of(message, number, channel, len(description))
         end = _SLOT.size + header.head_bytes
         if end > _SOCKET_BYTES // 2:
@@ -198,8 +198,8 @@ class SharedMemorySender(Sender):
             assert self._slots is not None
             _MEMORY.pack_into(self._packet, end, self._count, self._slots.slot_bytes)
             self._send_packet(end + _MEMORY.size, file)
-        self._sent_bytes += layout.sent_bytes
-        return layout
+        self._sent_bytes += message_format.sent_bytes
+        return message_format
 
     def _send_packet(self, size: int, file: int | None = None) -> None:
         try:
@@ -265,7 +265,7 @@ class SharedMemoryReceiver(RemoteReceiver):
         self._connection = connection
         self._peer = peer
         self._device = device or torch.device("cpu")
-        self._layouts = ReceivedLayouts()
+        self._formats = ReceivedFormats()
         self._slots: _Slots | None = None
         self._packets = [bytearray(_SOCKET_BYTES)]
         self._head = memoryview(self._packets[0])[_SLOT.size :]
@@ -274,22 +274,22 @@ class SharedMemoryReceiver(RemoteReceiver):
     def result(self) -> Message:
         return self.take()[0]
 
-    def take(self) -> tuple[Message, MessageLayout, int]:
-        """Returns the next message, its layout, and the number that was sent with it."""
+    def take(self) -> tuple[Message, MessageFormat, int]:
+        """Returns the next message, its format, and the number that was sent with it."""
         header, extra = self._next_header()
         head = self._head
         if extra:
             self._slots = self._mapped(extra[0][2], *_MEMORY.unpack_from(head, header.head_bytes))
-        layout = self._layouts.find(header, head)
+        message_format = self._formats.find(header, head)
         (slot,) = _SLOT.unpack_from(self._packets[0])
         if slot == _NO_SLOT:
-            tensors = layout.tensors_in(torch.empty(0, dtype=torch.uint8))
+            tensors = message_format.tensors_in(torch.empty(0, dtype=torch.uint8))
         else:
             assert self._slots is not None
-            tensors = [None if t is None else t.clone() for t in self._slots.tensors(slot, layout)]
+            tensors = [None if t is None else t.clone() for t in self._slots.tensors(slot, message_format)]
             self._give_back(slot)
-        tensors = restore_device(tensors, layout, self._device)
-        return header.message(layout, tuple(tensors), header.numbers_in(head)), layout, header.channel
+        tensors = restore_device(tensors, message_format, self._device)
+        return header.message(message_format, tuple(tensors), header.numbers_in(head)), message_format, header.channel
 
     def _next_header(self) -> tuple[Header, list[tuple[int, int, bytes]]]:
         try:

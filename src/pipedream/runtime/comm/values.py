@@ -43,26 +43,26 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 Build = Callable[[Sequence[torch.Tensor]], Any]
 
 
-def _named_by_torch(value: Any) -> str:
+def _name_of_torch(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-_DTYPE_NAMES = {one: _named_by_torch(one) for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_DTYPE_NAMES = {dtype: _name_of_torch(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def _from_torch(name: str) -> Any:
-    found = getattr(torch, name)
-    if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+def _find_in_torch(name: str) -> Any:
+    member = getattr(torch, name)
+    if not isinstance(member, (torch.dtype, torch.layout, torch.memory_format)):
         raise TypeError(f"a message names torch.{name}, which is neither a dtype, a layout nor a memory format")
-    return found
+    return member
 
 
 # Type -> its tag, its numbers and texts, and how it is made from them.
 _ATOMS: dict[type, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] = {
     torch.Size: ("size", list, lambda *sizes: torch.Size(sizes)),
-    torch.dtype: ("torch", lambda value: [_named_by_torch(value)], _from_torch),
-    torch.layout: ("torch", lambda value: [_named_by_torch(value)], _from_torch),
-    torch.memory_format: ("torch", lambda value: [_named_by_torch(value)], _from_torch),
+    torch.dtype: ("torch", lambda value: [_name_of_torch(value)], _find_in_torch),
+    torch.layout: ("torch", lambda value: [_name_of_torch(value)], _find_in_torch),
+    torch.memory_format: ("torch", lambda value: [_name_of_torch(value)], _find_in_torch),
     torch.device: ("device", lambda value: [str(value)], torch.device),
     complex: ("complex", lambda value: [value.real, value.imag], complex),
     range: ("range", lambda value: [value.start, value.stop, value.step], range),
@@ -91,7 +91,7 @@ def flatten(value: Any, *, opaque_as_none: bool = False) -> tuple[str, tuple[tor
     try:
         node = nodes.of(value)
     except _OpaqueError:
-        raise TypeError(_refusal(value)) from None
+        raise TypeError(_explain_refusal(value)) from None
     return _ENCODER.encode(node), tuple(nodes.tensors)
 
 
@@ -100,8 +100,8 @@ def unflatten(structure: str, tensors: Sequence[torch.Tensor]) -> Any:
     if not structure:
         return tensors[0]
     if len(structure) > _LONGEST_KEPT:
-        return _builder(json.loads(structure))(tensors)
-    return _known_builder(structure)(tensors)
+        return _make_builder(json.loads(structure))(tensors)
+    return _build_cached(structure)(tensors)
 
 
 def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
@@ -115,31 +115,31 @@ def map_tensors(value: Any, function: Callable[[Any], Any], leaves: type | tuple
     Args:
         leaves: types that the function is applied to.
     """
-    return _mapped(value, function, leaves if isinstance(leaves, tuple) else (leaves,), {})
+    return _map_item(value, function, leaves if isinstance(leaves, tuple) else (leaves,), {})
 
 
-def _mapped(item: Any, function: Callable[[Any], Any], leaves: tuple[type, ...], known: dict[int, Any]) -> Any:
+def _map_item(item: Any, function: Callable[[Any], Any], leaves: tuple[type, ...], replaced: dict[int, Any]) -> Any:
     # Not a function inside the one above: one that calls itself is a cycle, which would keep its tensors in memory.
     if type(item) in _PLAIN:
         return item
     if isinstance(item, leaves):
-        if id(item) not in known:
-            known[id(item)] = function(item)
-        return known[id(item)]
+        if id(item) not in replaced:
+            replaced[id(item)] = function(item)
+        return replaced[id(item)]
     kind = type(item)
     if kind is tuple or kind is list:
-        return kind([_mapped(part, function, leaves, known) for part in item])
-    if kind is dict or (_fields(kind) is None and isinstance(item, Mapping)):
-        return {key: _mapped(part, function, leaves, known) for key, part in item.items()}
-    if _fields(kind) is None:
+        return kind([_map_item(part, function, leaves, replaced) for part in item])
+    if kind is dict or (_list_fields(kind) is None and isinstance(item, Mapping)):
+        return {key: _map_item(part, function, leaves, replaced) for key, part in item.items()}
+    if _list_fields(kind) is None:
         return item
-    content, attributes = _parts(item)
-    items, new = content if isinstance(content, dict) else {}, _mapped(content, function, leaves, known)
-    made = {
-        name: new[name] if part is not None and items.get(name) is part else _mapped(part, function, leaves, known)
+    content, attributes = _split_container(item)
+    items, new = content if isinstance(content, dict) else {}, _map_item(content, function, leaves, replaced)
+    new_attributes = {
+        name: new[name] if part is not None and items.get(name) is part else _map_item(part, function, leaves, replaced)
         for name, part in attributes.items()
     }
-    return _assembled(kind, new, made)
+    return _assemble_container(kind, new, new_attributes)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -149,30 +149,30 @@ def to_device(value: Any, device: torch.device) -> Any:
     pinned must not be written until then.
     """
     if isinstance(value, torch.Tensor):
-        return _moved(value, device)
-    return map_tensors(value, lambda leaf: _moved(leaf, device), (torch.Tensor, PackedSequence))
+        return _move_leaf(value, device)
+    return map_tensors(value, lambda leaf: _move_leaf(leaf, device), (torch.Tensor, PackedSequence))
 
 
-def _moved(leaf: Any, device: torch.device) -> Any:
+def _move_leaf(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, PackedSequence):
         data, sizes, *orders = leaf
-        moved = _moved(data, device), sizes, *[_moved(order, device) for order in orders]
+        moved = _move_leaf(data, device), sizes, *[_move_leaf(order, device) for order in orders]
         # Not by its class, which looks at the tensors: what a call returns as it is has something in their place.
         return tuple.__new__(type(leaf), moved)
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    found = leaf.device
-    if found == device or found.type == "meta":
+    source = leaf.device
+    if source == device or source.type == "meta":
         return leaf
-    if device.type == "cuda" and found.type == "cpu" and not leaf.requires_grad:
-        return _copied_to_gpu(leaf, device)
+    if device.type == "cuda" and source.type == "cpu" and not leaf.requires_grad:
+        return _copy_to_gpu(leaf, device)
     return leaf.to(device, non_blocking=True)
 
 
 _copy_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _copied_to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _copy_to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy from pageable memory would make the host wait for all that the stream has to do.
 
     The host runs ahead of the GPU, so that a stream of its own copies while earlier microbatches are computed.
@@ -193,20 +193,20 @@ def _copied_to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 _fields_of: dict[type, tuple[str, ...] | None] = {}
 
 
-def _fields(kind: type) -> tuple[str, ...] | None:
+def _list_fields(kind: type) -> tuple[str, ...] | None:
     """Returns the fields of a dataclass, () for another container, None for other types."""
     if kind not in _fields_of:
         if kind in _ATOMS or issubclass(kind, nn.Module):
-            found = None
+            names = None
         elif is_dataclass(kind):
-            found = tuple(field.name for field in fields(kind))
+            names = tuple(field.name for field in fields(kind))
         else:
-            found = () if issubclass(kind, _CONTAINERS) else None
-        _fields_of[kind] = found
+            names = () if issubclass(kind, _CONTAINERS) else None
+        _fields_of[kind] = names
     return _fields_of[kind]
 
 
-def _parts(item: Any) -> tuple[Any, dict[str, Any]]:
+def _split_container(item: Any) -> tuple[Any, dict[str, Any]]:
     """Returns a container's content as a tuple, list or dict, or None; and its attributes."""
     content: Any = None
     if isinstance(item, tuple):
@@ -219,34 +219,36 @@ def _parts(item: Any) -> tuple[Any, dict[str, Any]]:
         content = dict(dict.items(item))
     elif isinstance(item, UserDict):
         content = item.data
-    names = _fields(type(item))
+    names = _list_fields(type(item))
     if names:
         return content, {name: getattr(item, name) for name in names if hasattr(item, name)}
-    own = getattr(item, "__dict__", {})
-    return content, {name: part for name, part in own.items() if not (name == "data" and isinstance(item, UserDict))}
+    attributes = getattr(item, "__dict__", {})
+    return content, {
+        name: part for name, part in attributes.items() if not (name == "data" and isinstance(item, UserDict))
+    }
 
 
-def _assembled(kind: type, content: Any, attributes: Mapping[str, Any]) -> Any:
+def _assemble_container(kind: type, content: Any, attributes: Mapping[str, Any]) -> Any:
     """Makes a container from its parts; does not run the class's own code."""
-    made: Any
+    container: Any
     if issubclass(kind, tuple):
         # A type from C, such as torch.return_types.max, has no other way.
-        made = kind(content) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, content)
+        container = kind(content) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, content)
     elif issubclass(kind, list):
-        made = list.__new__(kind)
-        list.extend(made, content)
+        container = list.__new__(kind)
+        list.extend(container, content)
     elif issubclass(kind, dict):
-        base = next(one for one in kind.__mro__ if one in (OrderedDict, defaultdict, dict))
-        made = base.__new__(kind)
+        base = next(base for base in kind.__mro__ if base in (OrderedDict, defaultdict, dict))
+        container = base.__new__(kind)
         for key, part in content.items():
-            base.__setitem__(made, key, part)
+            base.__setitem__(container, key, part)
     else:
-        made = object.__new__(kind)
+        container = object.__new__(kind)
         if issubclass(kind, UserDict):
-            object.__setattr__(made, "data", content)
+            object.__setattr__(container, "data", content)
     for name, part in attributes.items():
-        object.__setattr__(made, name, part)
-    return made
+        object.__setattr__(container, name, part)
+    return container
 
 
 _names: dict[type, str] = {}
@@ -262,36 +264,36 @@ def _name_of(kind: type) -> str:
     name = _names.get(kind)
     if name is None:
         name = f"{kind.__module__}:{kind.__qualname__}"
-        if _found(name) is not kind:
-            name += f"#{sum(known.split('#')[0] == name for known in _classes)}"
+        if _import_item(name) is not kind:
+            name += f"#{sum(other.split('#')[0] == name for other in _classes)}"
         elif name in _classes:  # defined again, as in a notebook
-            _known_builder.cache_clear()
+            _build_cached.cache_clear()
         _names[kind] = name
         _classes[name] = kind
     return name
 
 
-def _found(name: str) -> Any:
+def _import_item(name: str) -> Any:
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    if found is None:
+    item: Any = sys.modules.get(module)
+    if item is None:
         try:
-            found = importlib.import_module(module)
+            item = importlib.import_module(module)
         except ImportError:
             return None
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return found
+        item = getattr(item, part, None)
+    return item
 
 
-def _class_of(name: str, wanted: Callable[[type], bool]) -> type:
-    kind = _classes.get(name) or _found(name)
+def _find_class(name: str, is_allowed: Callable[[type], bool]) -> type:
+    kind = _classes.get(name) or _import_item(name)
     if not isinstance(kind, type):
         raise TypeError(
             f"a value of class {name} was received, which this process does not find by that name; define the class at "
             "the top of a module that every process imports"
         )
-    if not wanted(kind):
+    if not is_allowed(kind):
         raise TypeError(f"a value of class {name} was received, which is not a container; nothing else is made")
     return kind
 
@@ -312,30 +314,30 @@ class _Nodes:
         if kind in _PLAIN:
             return item
         if isinstance(item, torch.Tensor):
-            return self._of_tensor(item)
+            return self._encode_tensor(item)
         if kind is tuple:
             return ["u", *[self.of(part) for part in item]]
         if kind is list:
             return ["l", *[self.of(part) for part in item]]
         if kind is dict:
-            return self._of_dict(item)
+            return self._encode_dict(item)
         if kind in _ATOMS:
             tag, take_apart, _ = _ATOMS[kind]
             return [tag, *take_apart(item)]
         if kind is slice:
             return ["slice", self.of(item.start), self.of(item.stop), self.of(item.step)]
         if isinstance(item, Enum):
-            return ["e", _name_of(kind), item.name] if item.name in kind.__members__ else self._of_opaque()
+            return ["e", _name_of(kind), item.name] if item.name in kind.__members__ else self._refuse_opaque()
         if isinstance(item, np.generic):
             return self.of(item.item())
         for plain, plain_of in _TO_PLAIN.items():
             if isinstance(item, plain):
                 return plain_of(item)
-        if _fields(kind) is not None:
-            return self._of_container(item)
-        return self._of_dict(dict(item)) if isinstance(item, Mapping) else self._of_opaque()
+        if _list_fields(kind) is not None:
+            return self._encode_container(item)
+        return self._encode_dict(dict(item)) if isinstance(item, Mapping) else self._refuse_opaque()
 
-    def _of_tensor(self, tensor: torch.Tensor) -> Any:
+    def _encode_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.is_meta:
             node: list[Any] = ["m", tensor.shape, _DTYPE_NAMES[tensor.dtype], tensor.requires_grad]
             if not tensor.is_contiguous():
@@ -346,8 +348,8 @@ class _Nodes:
             self.tensors.append(tensor)
         return ["t", index]
 
-    def _of_dict(self, item: Mapping[Any, Any], drops_opaque: bool = False) -> Any:
-        keys = [key if type(key) is str else self._of_key(key) for key in item]
+    def _encode_dict(self, item: Mapping[Any, Any], drops_opaque: bool = False) -> Any:
+        keys = [key if type(key) is str else self._encode_key(key) for key in item]
         nodes = [self.of(part) for part in item.values()]
         if drops_opaque and self._opaque_as_none:
             pairs = zip(keys, nodes, item.values(), strict=True)
@@ -355,27 +357,27 @@ class _Nodes:
             keys, nodes = [key for key, _ in kept], [node for _, node in kept]
         return ["d", keys, *nodes]
 
-    def _of_key(self, key: Any) -> Any:
+    def _encode_key(self, key: Any) -> Any:
         if not _is_key(key):
             raise _OpaqueError
         return self.of(key)
 
-    def _of_container(self, item: Any) -> Any:
+    def _encode_container(self, item: Any) -> Any:
         kind = type(item)
-        content, attributes = _parts(item)
-        names = _fields(kind) or ()
+        content, attributes = _split_container(item)
+        names = _list_fields(kind) or ()
         # Fields of a ModelOutput that are None are not among its items.
-        inside = self._of_dict(content, bool(names)) if isinstance(content, dict) else self.of(content)
+        inside = self._encode_dict(content, bool(names)) if isinstance(content, dict) else self.of(content)
         node = ["c", _name_of(kind), inside, list(attributes)]
         items = content if isinstance(content, dict) else {}
         for name, part in attributes.items():
             if part is not None and items.get(name) is part:
                 node.append(["="])
             else:
-                node.append(self.of(part) if name in names else self._of_extra(part))
+                node.append(self.of(part) if name in names else self._encode_extra(part))
         return node
 
-    def _of_extra(self, item: Any) -> Any:
+    def _encode_extra(self, item: Any) -> Any:
         """An attribute that is no data, such as a tokenizer's own notes on its batch: None if it cannot be sent."""
         before, self._opaque_as_none = self._opaque_as_none, False
         try:
@@ -385,7 +387,7 @@ class _Nodes:
         finally:
             self._opaque_as_none = before
 
-    def _of_opaque(self) -> None:
+    def _refuse_opaque(self) -> None:
         if not self._opaque_as_none:
             raise _OpaqueError
 
@@ -396,8 +398,8 @@ def _is_key(key: Any) -> bool:
     return key is None or isinstance(key, (bool, int, float, str, bytes, Enum, np.generic))
 
 
-def _refusal(value: Any) -> str:
-    where, item = next(_opaque_places(value, "value"))
+def _explain_refusal(value: Any) -> str:
+    where, item = next(_find_opaque(value, "value"))
     kind = type(item).__name__
     advice = (
         "return tensors in tuples, lists, dicts or dataclasses, or cut elsewhere; of a batch, take only what is "
@@ -410,17 +412,17 @@ def _refusal(value: Any) -> str:
     return f"{where} is a {kind}, which cannot be sent between stages; {advice}"
 
 
-def _opaque_places(item: Any, where: str) -> Iterator[tuple[str, Any]]:
+def _find_opaque(item: Any, where: str) -> Iterator[tuple[str, Any]]:
     """Finds again, slowly, what `_Nodes` has refused."""
     kind = type(item)
     content: Any = None
     attributes: dict[str, Any] = {}
-    own = _fields(kind)
-    if own is not None:
-        content, attributes = _parts(item)
-        attributes = {name: part for name, part in attributes.items() if name in own}
-        if hasattr(kind, "_fields"):
-            attributes, content = dict(zip(kind._fields, content, strict=False)), None
+    names = _list_fields(kind)
+    if names is not None:
+        content, attributes = _split_container(item)
+        attributes = {name: part for name, part in attributes.items() if name in names}
+        if hasattr(kind, "_list_fields"):
+            attributes, content = dict(zip(kind._list_fields, content, strict=False)), None
     elif isinstance(item, Mapping):
         content = dict(item)
     elif kind is slice:
@@ -431,26 +433,26 @@ def _opaque_places(item: Any, where: str) -> Iterator[tuple[str, Any]]:
         except _OpaqueError:
             yield where, item
     for name, part in attributes.items():
-        yield from _opaque_places(part, f"{where}.{name}")
+        yield from _find_opaque(part, f"{where}.{name}")
     if isinstance(content, Mapping):
         for key, part in content.items():
             if not _is_key(key):
                 yield f"{where}: a key", key
-            yield from _opaque_places(part, f"{where}[{key!r}]")
+            yield from _find_opaque(part, f"{where}[{key!r}]")
     else:
         for i, part in enumerate(content or ()):
-            yield from _opaque_places(part, f"{where}[{i}]")
+            yield from _find_opaque(part, f"{where}[{i}]")
 
 
 # -- from the nodes to a value ----------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
-def _known_builder(structure: str) -> Build:
-    return _builder(json.loads(structure))
+def _build_cached(structure: str) -> Build:
+    return _make_builder(json.loads(structure))
 
 
-def _builder(node: Any) -> Build:
+def _make_builder(node: Any) -> Build:
     """Returns the function from the tensors to a new value."""
     if not isinstance(node, list):
         return lambda tensors: node
@@ -458,20 +460,20 @@ def _builder(node: Any) -> Build:
     if tag == "t":
         return itemgetter(rest[0])
     if tag == "m":
-        return _meta_builder(*rest)
+        return _make_meta_builder(*rest)
     if tag == "d":
-        keys = [_builder(key)(()) for key in rest[0]]
-        pairs = list(zip(keys, map(_builder, rest[1:]), strict=True))
+        keys = [_make_builder(key)(()) for key in rest[0]]
+        pairs = list(zip(keys, map(_make_builder, rest[1:]), strict=True))
         return lambda tensors: {key: build(tensors) for key, build in pairs}
     if tag == "c":
-        return _container_builder(*rest)
+        return _make_container_builder(*rest)
     if tag == "e":
-        member = _class_of(rest[0], lambda kind: issubclass(kind, Enum)).__members__[rest[1]]  # type: ignore[attr-defined]
+        member = _find_class(rest[0], lambda kind: issubclass(kind, Enum)).__members__[rest[1]]  # type: ignore[attr-defined]
         return lambda tensors: member
     if tag in _MAKE_ATOM:
         atom = _MAKE_ATOM[tag](*rest)
         return lambda tensors: atom
-    parts = list(map(_builder, rest))
+    parts = list(map(_make_builder, rest))
     if tag == "l":
         return lambda tensors: [build(tensors) for build in parts]
     if tag == "u":
@@ -480,29 +482,32 @@ def _builder(node: Any) -> Build:
     return lambda tensors: slice(*[build(tensors) for build in parts])
 
 
-def _meta_builder(shape: list[int], dtype_name: str, requires_grad: bool, strides: list[int] | None = None) -> Build:
-    dtype = _from_torch(dtype_name)
+def _make_meta_builder(
+    shape: list[int], dtype_name: str, requires_grad: bool, strides: list[int] | None = None
+) -> Build:
+    dtype = _find_in_torch(dtype_name)
     if strides is None:
         strides = list(torch.empty(shape, device="meta").stride())
     return lambda tensors: torch.empty_strided(shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
-def _container_builder(name: str, content: Any, names: list[str], *nodes: Any) -> Build:
-    kind, inside = _class_of(name, lambda kind: _fields(kind) is not None), _builder(content)
+def _make_container_builder(name: str, content: Any, names: list[str], *nodes: Any) -> Build:
+    kind, inside = _find_class(name, lambda kind: _list_fields(kind) is not None), _make_builder(content)
     attributes = [
-        (attribute, None if node == ["="] else _builder(node)) for attribute, node in zip(names, nodes, strict=True)
+        (attribute, None if node == ["="] else _make_builder(node))
+        for attribute, node in zip(names, nodes, strict=True)
     ]
 
     def build(tensors: Sequence[torch.Tensor]) -> Any:
-        found = inside(tensors)
+        new_content = inside(tensors)
         if issubclass(kind, PackedSequence):
             # Recurrent layers want the sizes on the CPU. (While a model is recorded, they are no tensor.)
-            sizes = found[1].cpu() if isinstance(found[1], torch.Tensor) else found[1]
-            found = (found[0], sizes, *found[2:])
-        made = {
-            attribute: found.get(attribute) if build_part is None else build_part(tensors)
+            sizes = new_content[1].cpu() if isinstance(new_content[1], torch.Tensor) else new_content[1]
+            new_content = (new_content[0], sizes, *new_content[2:])
+        new_attributes = {
+            attribute: new_content.get(attribute) if build_part is None else build_part(tensors)
             for attribute, build_part in attributes
         }
-        return _assembled(kind, found, made)
+        return _assemble_container(kind, new_content, new_attributes)
 
     return build

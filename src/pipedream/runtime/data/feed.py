@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipedream.runtime.comm.message import Ending
+from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.data.reader import Minibatch, MinibatchReader
 
 
@@ -15,7 +15,7 @@ class Feed:
     def __init__(self, reader: MinibatchReader) -> None:
         self._reader = reader
         self._base = 0
-        self.stopped: Ending | None = None
+        self.stopped: StopReason | None = None
         self.ended_at = 0
         self.begin()
 
@@ -29,19 +29,19 @@ class Feed:
         self._cycle = cycle
         self._until = None if until is None else -(-until // cycle) * cycle
 
-    def stop(self, ending: Ending) -> None:
-        if self.stopped is None or ending is Ending.INTERRUPT:
-            self.stopped = ending
+    def stop(self, stop_reason: StopReason) -> None:
+        if self.stopped is None or stop_reason is StopReason.INTERRUPT:
+            self.stopped = stop_reason
 
     def resume(self) -> None:
         """The next minibatch is number 0 again."""
         self._base += self.ended_at
         self.stopped = None
 
-    def read(self, number: int, replica: int = 0) -> Minibatch | Ending:
+    def read(self, number: int, replica: int = 0) -> Minibatch | StopReason:
         """Returns minibatch `number`, or why the stream has ended; the numbers must grow."""
         if self._until is not None and number >= self._until:
-            self.stop(Ending.DRAIN)
+            self.stop(StopReason.DRAIN)
         if self.stopped is not None and number % self._cycle == replica % self._cycle:
             # All replicas stop before the same round, unless the data ended in the one before.
             until = number - number % self._cycle
@@ -54,7 +54,7 @@ class Feed:
                     return minibatch
         assert self._reader.count is not None, "the loader failed before"
         self.ended_at = self._reader.count - self._base
-        return Ending.DATA
+        return StopReason.DATA
 
     def _exists(self, number: int) -> bool:
         count = self._reader.count

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pipedream.runtime.comm.channel import Receiver, Sender
-from pipedream.runtime.comm.message import ENDS_EPOCH, Content, Ending, Message
+from pipedream.runtime.comm.message import ENDS_EPOCH, Content, Message, StopReason
 from pipedream.runtime.comm.values import flatten, unflatten
 from pipedream.runtime.data.batch_adapter import AdaptBatch
 from pipedream.runtime.data.batches import BatchDim, split_minibatch
@@ -28,7 +28,7 @@ from pipedream.runtime.data.reader import Minibatch
 
 
 class Microbatches(ABC):
-    """Life: `begin` a stream; `take` each microbatch until the answer is an `Ending`; after a drain, `resume`."""
+    """Life: `begin` a stream; `take` each microbatch until the answer is a `StopReason`; after a drain, `resume`."""
 
     ended_at: int = 0
 
@@ -42,11 +42,11 @@ class Microbatches(ABC):
         """
 
     @abstractmethod
-    def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
+    def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
         """Returns the input of the first layer and that of the loss."""
 
     @abstractmethod
-    def stop(self, ending: Ending) -> None:
+    def stop(self, stop_reason: StopReason) -> None:
         """Ends the stream with what has been read."""
 
     @abstractmethod
@@ -82,19 +82,19 @@ class LocalMicrobatches(Microbatches):
         self._parts: list[tuple[Message, Message]] = []
         self.ended_at = 0
 
-    def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
+    def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
         number, part = divmod(microbatch, self._per_minibatch)
         if number != self._number:
             minibatch = self._feed.read(number, self._replica)
-            if isinstance(minibatch, Ending):
+            if isinstance(minibatch, StopReason):
                 return self._end(minibatch)
             self._parts = self._split(number, minibatch)
             self._number = number
             self._send_round(number)
         return self._parts[part]
 
-    def stop(self, ending: Ending) -> None:
-        self._feed.stop(ending)
+    def stop(self, stop_reason: StopReason) -> None:
+        self._feed.stop(stop_reason)
 
     def resume(self) -> None:
         self._feed.resume()
@@ -136,7 +136,7 @@ class LocalMicrobatches(Microbatches):
             return
         for replica in range(1, self._replicas):
             minibatch = self._feed.read(number + replica, replica)
-            if isinstance(minibatch, Ending):
+            if isinstance(minibatch, StopReason):
                 for later in range(replica, self._replicas):
                     self._send_end(later, minibatch)
                 return
@@ -148,14 +148,14 @@ class LocalMicrobatches(Microbatches):
             if sender is not None:
                 sender.send(_joined(inputs, targets))
 
-    def _end(self, ending: Ending) -> Ending:
+    def _end(self, stop_reason: StopReason) -> StopReason:
         self.ended_at = self._feed.ended_at
         for replica in list(self._open_senders):
-            self._send_end(replica, ending)
-        return ending
+            self._send_end(replica, stop_reason)
+        return stop_reason
 
-    def _send_end(self, replica: int, ending: Ending) -> None:
-        end = Message(self._feed.ended_at, Content.END, flags=int(ending))
+    def _send_end(self, replica: int, stop_reason: StopReason) -> None:
+        end = Message(self._feed.ended_at, Content.END, flags=int(stop_reason))
         self._open_senders.pop(replica).send(end)
 
 
@@ -168,11 +168,11 @@ class ReceivedMicrobatches(Microbatches):
     def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
         self.ended_at = 0
 
-    def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
+    def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
         message = self._receiver.receive().result()
         if message.content is Content.END:
             self.ended_at = message.microbatch
-            return Ending(message.flags)
+            return StopReason(message.flags)
         assert message.microbatch == microbatch, f"received microbatch {message.microbatch} instead of {microbatch}"
         header = message.without_tensors()
         if message.content is Content.EMPTY:
@@ -180,7 +180,7 @@ class ReceivedMicrobatches(Microbatches):
         inputs, targets = _value_of(message)
         return header.with_tensors(*flatten(inputs)), header.with_tensors(*flatten(targets))
 
-    def stop(self, ending: Ending) -> None:
+    def stop(self, stop_reason: StopReason) -> None:
         return
 
     def resume(self) -> None:
@@ -202,10 +202,10 @@ class MeshMicrobatches(Microbatches):
     def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
         self.source.begin(per_minibatch, replica, base, cycle, until)
 
-    def take(self, microbatch: int) -> tuple[Message, Message] | Ending:
+    def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
         found = self.source.take(microbatch)
         self.ended_at = self.source.ended_at
-        if isinstance(found, Ending):
+        if isinstance(found, StopReason):
             message = Message(self.ended_at, Content.END, flags=int(found))
         else:
             message = _joined(*found)
@@ -213,8 +213,8 @@ class MeshMicrobatches(Microbatches):
             sender.send(message)
         return found
 
-    def stop(self, ending: Ending) -> None:
-        self.source.stop(ending)
+    def stop(self, stop_reason: StopReason) -> None:
+        self.source.stop(stop_reason)
 
     def resume(self) -> None:
         self.source.resume()

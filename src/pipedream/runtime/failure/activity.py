@@ -27,7 +27,7 @@ class Activity:
         task: (kind, number); None while the rank waits or its caller runs.
         interrupts: returns how often this rank was interrupted.
         calls: (name, minibatches that the loop had been given) of each call that all ranks must make.
-        given: minibatches that the loop has been given so far.
+        loop_minibatches: that the loop has been given so far.
         session: distinguishes this one from earlier ones with the same guard.
     """
 
@@ -38,7 +38,7 @@ class Activity:
         self.describe_op: Callable[[], str] = lambda: "the start"
         self.interrupts: Callable[[], int] = lambda: 0
         self.calls: list[tuple[str, int]] = []
-        self.given = 0
+        self.loop_minibatches = 0
         self.session = 0
         self._number = 0
         self._start_s = 0.0

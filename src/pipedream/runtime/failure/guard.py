@@ -57,7 +57,7 @@ class Guard:
         self._store_is_rank_0s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         owner = "rank 0" if self._store_is_rank_0s else "the launcher"
         self._detector = FailureDetector(rank, activity, stuck_after_s=stuck_after_s, store_owner=owner)
-        client = _own_client(store, rank)
+        client = _make_client(store, rank)
         self._heartbeat = Heartbeat(client, rank, ranks, lambda: self._activity.where, lambda: self._activity)
         watch_from_outside()
         self._stopped = threading.Event()
@@ -89,7 +89,7 @@ class Guard:
     def report(self, error: WorkerError) -> PeerError | None:
         """Reports a failure; returns one that another rank reported before."""
         first = self._heartbeat.report_failure(Verdict(error.rank, error.where, error.cause, error.advice))
-        return None if first is None or first[0] == self._rank else _peer_error(first[1])
+        return None if first is None or first[0] == self._rank else _make_peer_error(first[1])
 
     def first_cause(self, error: BaseException, where: str) -> PipelineError:
         """Reports any error of this rank; returns the one to raise: it, or its cause at another rank."""
@@ -116,9 +116,9 @@ class Guard:
         """Returns another rank's report; waits up to `wait_s` for it."""
         end = time.monotonic() + wait_s
         while True:
-            found = self._heartbeat.newest_failure(max(0.1, min(wait_s, 1.0)))
-            if found is not None:
-                return None if found[1].rank == self._rank else _peer_error(found[1])
+            report = self._heartbeat.newest_failure(max(0.1, min(wait_s, 1.0)))
+            if report is not None:
+                return None if report[1].rank == self._rank else _make_peer_error(report[1])
             if time.monotonic() > end:
                 return None
             time.sleep(_LOOK_S / 2)
@@ -140,7 +140,7 @@ class Guard:
     def _wait_for_others(self) -> None:
         """Keeps the store, which ends with this process, until the others have heard why."""
         end_s = time.monotonic() + _HEARD_S
-        while not all(one.ended for one in self._heartbeat.statuses.values()) and time.monotonic() < end_s:
+        while not all(status.ended for status in self._heartbeat.statuses.values()) and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
 
     def _watch(self) -> None:
@@ -168,7 +168,9 @@ class Guard:
         if verdict.store_lost:
             # One rank of this machine prints it; perhaps before they have heard of each other.
             strangers = not self._detector.others and not self._store_is_rank_0s
-            reports = os.environ.get("LOCAL_RANK", "0") == "0" if strangers else self._rank == min(self._ranks_here())
+            reports = (
+                os.environ.get("LOCAL_RANK", "0") == "0" if strangers else self._rank == min(self._list_ranks_here())
+            )
             if self._store_is_rank_0s and self._rank and (server := self._detector.process_of(0)):
                 verdict = self._blame_rank_0(verdict, server)
         else:
@@ -187,7 +189,7 @@ class Guard:
         where = self._detector.others[0].where
         return Verdict(0, where, verdict.cause.replace("this rank cannot", "the others cannot"), unresponsive=True)
 
-    def _ranks_here(self) -> list[int]:
+    def _list_ranks_here(self) -> list[int]:
         here = [rank for rank, status in self._detector.others.items() if status.process.is_local and not status.ended]
         return [self._rank, *(rank for rank in here if rank or not self._store_is_rank_0s)]
 
@@ -236,7 +238,7 @@ def _is_raised_by_loader(error: BaseException | None) -> bool:
     return any(Path(frame.filename).match("torch/utils/data/dataloader.py") for frame in frames)
 
 
-def _own_client(store: Any, rank: int) -> Any:
+def _make_client(store: Any, rank: int) -> Any:
     """Its keys belong to this run's guard alone."""
     # Runs may share a process group, and restarts a store: failures of earlier ones do not count.
     number = store.add(f"pipedream/runs/{rank}", 1)
@@ -246,13 +248,13 @@ def _own_client(store: Any, rank: int) -> Any:
     return dist.distributed_c10d.PrefixStore(f"pipedream/{store.get(key).decode()}", store.clone())
 
 
-def _peer_error(verdict: Verdict) -> PeerError:
+def _make_peer_error(verdict: Verdict) -> PeerError:
     return PeerError(verdict.rank, verdict.where, verdict.cause, verdict.advice)
 
 
 def _print_verdict(verdict: Verdict) -> None:
     """Prints once for the run: through our own launcher if it is running."""
-    text = f"pipedream: {_peer_error(verdict)}"
+    text = f"pipedream: {_make_peer_error(verdict)}"
     left = notes.write_error(text, verdict=True)
     if not (left and notes.is_launched_here()):
         print(text, file=sys.stderr, flush=True)

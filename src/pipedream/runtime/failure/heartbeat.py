@@ -48,7 +48,7 @@ class Heartbeat:
         self._activity = activity
         self._process = RankProcess.this()
         self._count = 0
-        self._own_failure: Verdict | None = None
+        self._failure_here: Verdict | None = None
         self._ending = False
         self._wake = threading.Event()
         self._exchanged = threading.Event()
@@ -60,7 +60,7 @@ class Heartbeat:
 
     def report_failure(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
         """Returns the failure reported first, perhaps another rank's; None if the store does not answer."""
-        self._own_failure = verdict
+        self._failure_here = verdict
         end_s = time.monotonic() + wait_s
         while self.report is None and time.monotonic() < end_s:
             self._exchange_now(end_s)
@@ -107,9 +107,9 @@ class Heartbeat:
             self._store = fresh
 
     def _exchange(self, ending: bool) -> None:
-        if self._own_failure is not None and self.report is None:
-            text = json.dumps([self._rank, asdict(self._own_failure)])
-            self.report = _report(self._store.compare_set(_REPORT, "", text))
+        if self._failure_here is not None and self.report is None:
+            text = json.dumps([self._rank, asdict(self._failure_here)])
+            self.report = _parse_report(self._store.compare_set(_REPORT, "", text))
         self._count += 1
         activity, where = self._activity(), self._where()
         calls = list(activity.calls)
@@ -131,17 +131,17 @@ class Heartbeat:
                 self._seen.append(rank)
         if self._seen:
             texts = self._store.multi_get([self._keys[rank] for rank in self._seen])
-            self.statuses = {rank: _status(text) for rank, text in zip(self._seen, texts, strict=True)}
+            self.statuses = {rank: _parse_status(text) for rank, text in zip(self._seen, texts, strict=True)}
         if self.report is None and self._store.check([_REPORT]):
-            self.report = _report(self._store.get(_REPORT))
+            self.report = _parse_report(self._store.get(_REPORT))
         self.exchanges += 1
 
 
-def _status(text: bytes) -> RankStatus:
+def _parse_status(text: bytes) -> RankStatus:
     fields = json.loads(text)
     return RankStatus(**fields | {"process": RankProcess(**fields["process"])})
 
 
-def _report(text: bytes) -> tuple[int, Verdict]:
+def _parse_report(text: bytes) -> tuple[int, Verdict]:
     reporter, fields = json.loads(text)
     return int(reporter), Verdict(**fields)

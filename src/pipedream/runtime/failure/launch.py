@@ -76,12 +76,12 @@ def launch(
 
     Returns the exit status: 0; 130 after Ctrl-C; otherwise that of the worker that failed first.
     """
-    _quiet_torch()
-    rendezvous_handler_registry.register(_BACKEND, _loopback_rendezvous)
+    _silence_torch()
+    rendezvous_handler_registry.register(_BACKEND, _make_rendezvous)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo too, or as the user has chosen
     before = {number: signal.getsignal(number) for number in _AGENTS_SIGNALS}
     try:
-        return _attempts(workers, arguments, silent, max_restarts, fewest)
+        return _run_attempts(workers, arguments, silent, max_restarts, fewest)
     except (SignalException, KeyboardInterrupt) as error:
         return 128 + int(getattr(error, "sigval", signal.SIGINT))
     finally:
@@ -90,11 +90,11 @@ def launch(
             signal.signal(number, former)
 
 
-def _attempts(workers: int, arguments: Sequence[str], silent: bool, max_restarts: int, fewest: int | None) -> int:
+def _run_attempts(workers: int, arguments: Sequence[str], silent: bool, max_restarts: int, fewest: int | None) -> int:
     restarts = attempt = 0
     extra: list[str] = []
     while True:
-        ended = _attempt(workers, attempt, [*arguments, *extra], silent)
+        ended = _run_attempt(workers, attempt, [*arguments, *extra], silent)
         if isinstance(ended, int):
             return ended
         if ended.status == BAD_CALL:
@@ -114,7 +114,7 @@ def _attempts(workers: int, arguments: Sequence[str], silent: bool, max_restarts
         attempt += 1
 
 
-def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool) -> int | _Failure:
+def _run_attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool) -> int | _Failure:
     """Returns the exit status after success, or after Ctrl-C that a worker was sent."""
     stopped: set[int] = set()
 
@@ -145,42 +145,44 @@ def _attempt(workers: int, attempt: int, arguments: Sequence[str], silent: bool)
             rank, first = error.get_first_failure()
             if first.exitcode == _INTERRUPTED:
                 return _INTERRUPTED
-            failures = sorted(error.failures.values(), key=lambda one: one.timestamp)
-            status = BAD_CALL if any(one.exitcode == BAD_CALL for one in failures) else 1
+            failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+            status = BAD_CALL if any(failure.exitcode == BAD_CALL for failure in failures) else 1
             text = notes.read_verdict(Path(folder))
-            if text is None and (killed := [r for r, one in error.failures.items() if one.pid in stopped]):
-                text = _stopped(killed, Path(folder))
+            if text is None and (killed := [r for r, failure in error.failures.items() if failure.pid in stopped]):
+                text = _describe_stopped(killed, Path(folder))
             text = text or notes.read_error(first.error_file)
             if text is None and first.exitcode >= 0:  # because of another worker, which may end a little later
-                text = next(filter(None, (notes.read_error(one.error_file) for one in failures)), None)
+                text = next(filter(None, (notes.read_error(failure.error_file) for failure in failures)), None)
             if text is not None and notes.LOST_CONNECTION in text:  # noticed first; how the other one ended says more
-                speechless = [one for one in failures if not notes.read_error(one.error_file)]
-                for one in [one for one in speechless if one.exitcode not in (1, -signal.SIGTERM)][:1]:
-                    rank, first, text = one.local_rank, one, None
-            return _Failure(text or _silent_end(rank, first.exitcode, notes.read_place(Path(folder), rank)), status)
+                speechless = [failure for failure in failures if not notes.read_error(failure.error_file)]
+                for failure in [failure for failure in speechless if failure.exitcode not in (1, -signal.SIGTERM)][:1]:
+                    rank, first, text = failure.local_rank, failure, None
+            return _Failure(
+                text or _describe_silent_end(rank, first.exitcode, notes.read_place(Path(folder), rank)), status
+            )
         finally:
             end_watch()
     return 0
 
 
-def _quiet_torch() -> None:
+def _silence_torch() -> None:
     """Errors are printed here, once."""
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _stopped(ranks: Sequence[int], folder: Path) -> str:
-    places = "; ".join(f"rank {rank} {_last(notes.read_place(folder, rank))}" for rank in sorted(ranks))
+def _describe_stopped(ranks: Sequence[int], folder: Path) -> str:
+    places = "; ".join(f"rank {rank} {_describe_last(notes.read_place(folder, rank))}" for rank in sorted(ranks))
     return f"pipedream: a worker was stopped (SIGSTOP, Ctrl-Z, a frozen container) and was killed: {places}"
 
 
-def _last(place: str | None) -> str:
+def _describe_last(place: str | None) -> str:
     return "had not built its pipeline" if place is None else f"was last in {place}"
 
 
-def _silent_end(rank: int, exitcode: int, place: str | None) -> str:
-    last = f"it {_last(place)}"
+def _describe_silent_end(rank: int, exitcode: int, place: str | None) -> str:
+    last = f"it {_describe_last(place)}"
     if exitcode >= 0:
         return f"pipedream: rank {rank} ended with exit status {exitcode} and left no message; {last}"
     number = signal.Signals(-exitcode)
@@ -200,5 +202,5 @@ class _LoopbackRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_ADDRESS, port))
 
 
-def _loopback_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+def _make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     return _LoopbackRendezvous(_ADDRESS, 0, 0, 1, parameters.run_id, 60)

@@ -25,8 +25,8 @@ _PLACE = "place.txt"
 
 def is_launched_here() -> bool:
     """Returns whether our own launcher started this worker and still runs."""
-    own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
-    return own and "TORCHELASTIC_ERROR_FILE" in os.environ and is_running(os.getppid())
+    is_our_launcher = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
+    return is_our_launcher and "TORCHELASTIC_ERROR_FILE" in os.environ and is_running(os.getppid())
 
 
 def write_error(message: str, *, verdict: bool = False) -> bool:
@@ -64,13 +64,13 @@ def write_place(where: str) -> None:
 
 def read_error(error_file: str) -> str | None:
     """Returns a worker's message."""
-    return next((message for message, _ in _errors(Path(error_file))), None)
+    return next((message for message, _ in _read_errors(Path(error_file))), None)
 
 
 def read_verdict(folder: Path) -> str | None:
     """Returns the verdict on a run."""
     files = sorted(folder.rglob("error.json"))
-    return next((message for file in files for message, verdict in _errors(file) if verdict), None)
+    return next((message for file in files for message, verdict in _read_errors(file) if verdict), None)
 
 
 def read_place(folder: Path, rank: int) -> str | None:
@@ -82,8 +82,8 @@ def read_place(folder: Path, rank: int) -> str | None:
     return None
 
 
-def _errors(file: Path) -> Iterator[tuple[str, bool]]:
+def _read_errors(file: Path) -> Iterator[tuple[str, bool]]:
     """Yields (message, is a verdict)."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        yield str(found["message"]["message"]), bool(found.get("verdict"))
+        contents = json.loads(file.read_text(encoding="utf-8"))
+        yield str(contents["message"]["message"]), bool(contents.get("verdict"))

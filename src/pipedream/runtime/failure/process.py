@@ -29,11 +29,11 @@ class RankProcess:
     @staticmethod
     def of(pid: int) -> RankProcess:
         """Returns a process of this machine; it started at 0 if there is none."""
-        return RankProcess(_this_host(), pid, _started(pid))
+        return RankProcess(_name_host(), pid, _read_start(pid))
 
     @property
     def is_local(self) -> bool:
-        return bool(self.host) and self.host == _this_host()
+        return bool(self.host) and self.host == _name_host()
 
     def kill(self) -> bool:
         """Returns whether it still ran on this machine."""
@@ -42,7 +42,7 @@ class RankProcess:
         with suppress(OSError):
             file = os.pidfd_open(self.pid)  # from here on a reused id would be noticed
             try:
-                if _started(self.pid) == self.started:
+                if _read_start(self.pid) == self.started:
                     signal.pidfd_send_signal(file, signal.SIGKILL)
                     return True
             finally:
@@ -52,30 +52,30 @@ class RankProcess:
 
 def is_running(pid: int) -> bool:
     """Returns whether a process is neither stopped nor dead."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     return bool(fields) and fields[0] not in "TtZX"
 
 
 def is_stopped(pid: int) -> bool:
     """Returns whether a process is stopped, not by a debugger."""
-    return _stat(pid)[:1] == ["T"]
+    return _read_stat(pid)[:1] == ["T"]
 
 
 def parent_of(pid: int) -> int:
     """Returns the id of a process's parent; 0 if there is no such process."""
-    return int((_stat(pid) or ["", "0"])[1])
+    return int((_read_stat(pid) or ["", "0"])[1])
 
 
 def children() -> list[int]:
     """Returns the ids of this process's children, as far as the system says."""
-    found: list[int] = []
+    pids: list[int] = []
     for file in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
-            found += map(int, file.read_text(encoding="ascii").split())
-    return found
+            pids += map(int, file.read_text(encoding="ascii").split())
+    return pids
 
 
-def _this_host() -> str:
+def _name_host() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -83,12 +83,12 @@ def _this_host() -> str:
         return ""
 
 
-def _started(pid: int) -> int:
-    fields = _stat(pid)
+def _read_start(pid: int) -> int:
+    fields = _read_stat(pid)
     return int(fields[19]) if len(fields) > 19 else 0
 
 
-def _stat(pid: int) -> list[str]:
+def _read_stat(pid: int) -> list[str]:
     """Returns the fields of /proc/PID/stat after the command's name."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

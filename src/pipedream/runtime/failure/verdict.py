@@ -99,7 +99,7 @@ class FailureDetector:
     def check(self, now_s: float) -> Verdict | None:
         since_s = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, _MOST_COUNTED_S)
         self._looked_at_s = now_s
-        return self._stuck(since_s) or self._silence() or self._other_calls() or self._store(since_s)
+        return self._check_stuck(since_s) or self._check_silence() or self._check_calls() or self._check_store(since_s)
 
     def process_of(self, rank: int) -> RankProcess | None:
         return self._statuses[rank].process if rank in self._statuses else None
@@ -108,32 +108,32 @@ class FailureDetector:
     def others(self) -> Mapping[int, RankStatus]:
         return self._statuses
 
-    def _other_calls(self) -> Verdict | None:
+    def _check_calls(self) -> Verdict | None:
         """Returns a verdict if a rank made a call that this one has not made where it should have."""
         mine = self._activity
-        given = mine.given  # read before the calls: a call that is made meanwhile then counts
+        minibatches = mine.loop_minibatches  # read before the calls: a call that is made meanwhile then counts
         calls = len(mine.calls)
         for rank, status in sorted(self._statuses.items()):
             if status.session != mine.session:
                 continue
             for number, (name, at) in enumerate(status.last_calls, status.calls - len(status.last_calls)):
                 if number < calls and mine.calls[number] != (name, at):
-                    own, own_at = mine.calls[number]
-                    difference = f"rank {self._rank} called {own} {_after(own_at)}"
-                elif number == calls and given > at:
+                    own_name, own_at = mine.calls[number]
+                    difference = f"rank {self._rank} called {own_name} {_spell_after(own_at)}"
+                elif number == calls and minibatches > at:
                     difference = f"rank {self._rank} did not"
                 else:
                     continue
                 return Verdict(
                     rank,
                     status.where,
-                    f"this rank called {name} {_after(at)}, {difference}",
+                    f"this rank called {name} {_spell_after(at)}, {difference}",
                     "every rank must make the same calls: without a condition on the rank around them; what rank 0 "
                     "alone needs it is given alone",
                 )
         return None
 
-    def _silence(self) -> Verdict | None:
+    def _check_silence(self) -> Verdict | None:
         for rank, silent_s in sorted(self._silent_s.items()):
             status = self._statuses[rank]
             if silent_s > SILENT_S and not status.ended:
@@ -145,7 +145,7 @@ class FailureDetector:
                 )
         return None
 
-    def _store(self, since_s: float) -> Verdict | None:
+    def _check_store(self, since_s: float) -> Verdict | None:
         self._unanswered_s += since_s
         if self._unanswered_s <= SILENT_S:
             return None
@@ -157,7 +157,7 @@ class FailureDetector:
             store_lost=True,
         )
 
-    def _stuck(self, since_s: float) -> Verdict | None:
+    def _check_stuck(self, since_s: float) -> Verdict | None:
         task = self._activity.task
         if task is None or task != self._task:
             self._task = task
@@ -180,5 +180,5 @@ class FailureDetector:
         )
 
 
-def _after(minibatches: int) -> str:
+def _spell_after(minibatches: int) -> str:
     return f"after {minibatches} minibatch{'es' * (minibatches != 1)}"

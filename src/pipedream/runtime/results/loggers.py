@@ -83,7 +83,7 @@ class Loggers:
     def minibatch(self, done: Done) -> None:
         if not self._loggers:
             return
-        speed = self._speed(done)
+        speed = self._measure_speed(done)
         if not self._is_first:
             return
         numbers = {"epoch": done.epoch, "train/loss": done.loss, "train/rate": done.rate}
@@ -111,7 +111,7 @@ class Loggers:
             if hasattr(logger, "finalize"):
                 logger.finalize(status)
 
-    def _speed(self, done: Done) -> dict[str, float]:
+    def _measure_speed(self, done: Done) -> dict[str, float]:
         """Returns throughput and bubble since the last time, if it is time."""
         now = time.perf_counter()
         self._samples += done.samples
@@ -119,14 +119,14 @@ class Loggers:
             self._status()
         elif now - self._since_s < _SPEED_EVERY_S and not done.ends_epoch:
             return {}
-        found: dict[str, float] = {}
+        speed: dict[str, float] = {}
         if self._since_s is not None and now > self._since_s:
-            found["train/samples_per_s"] = self._samples / (now - self._since_s)
+            speed["train/samples_per_s"] = self._samples / (now - self._since_s)
             shares = [row["busy_share"] for row in self._status().values()]
             if len(shares) == self._workers:
-                found["train/bubble"] = 1.0 - mean(shares)
+                speed["train/bubble"] = 1.0 - mean(shares)
         self._since_s, self._samples = now, 0
-        return found
+        return speed
 
 
 class _Closable:
@@ -190,7 +190,7 @@ class CSVLogger(_Closable):
         if row["number"] and self._path.exists():
             with open(self._path, newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
-                before = [one for one in reader if int(one["number"]) < row["number"]]
+                before = [row_before for row_before in reader if int(row_before["number"]) < row["number"]]
                 self._columns = list(reader.fieldnames or ())
         else:
             self._columns = []
@@ -252,7 +252,7 @@ class WandbLogger(_Closable):
         _check_installed("wandb")
         self._init = init
         self._run: Any = None
-        self._is_own = False
+        self._starts_run = False
 
     @property
     def experiment(self) -> Any:
@@ -260,7 +260,7 @@ class WandbLogger(_Closable):
         if self._run is None:
             import wandb
 
-            self._is_own = wandb.run is None
+            self._starts_run = wandb.run is None
             self._run = wandb.run or wandb.init(**self._init)
         return self._run
 
@@ -271,9 +271,9 @@ class WandbLogger(_Closable):
         self.experiment.log(dict(metrics), step=step)
 
     def finalize(self, status: str) -> None:
-        if self._is_own:
+        if self._starts_run:
             self._run.finish(exit_code=int(status != "success"))
-        self._run, self._is_own = None, False
+        self._run, self._starts_run = None, False
 
 
 class MLFlowLogger(_Closable):
@@ -291,7 +291,7 @@ class MLFlowLogger(_Closable):
         _check_installed("mlflow")
         self._start = start
         self._run: Any = None
-        self._is_own = False
+        self._starts_run = False
 
     @property
     def experiment(self) -> Any:
@@ -300,7 +300,7 @@ class MLFlowLogger(_Closable):
             import mlflow
 
             active = mlflow.active_run()
-            self._is_own = active is None
+            self._starts_run = active is None
             self._run = active or mlflow.start_run(**self._start)
         return self._run
 
@@ -318,9 +318,9 @@ class MLFlowLogger(_Closable):
     def finalize(self, status: str) -> None:
         import mlflow
 
-        if self._is_own:
+        if self._starts_run:
             mlflow.end_run("FINISHED" if status == "success" else "FAILED")
-        self._run, self._is_own = None, False
+        self._run, self._starts_run = None, False
 
 
 def loggers_of(names: Sequence[str], folder: Path) -> list[Logger]:
@@ -329,16 +329,16 @@ def loggers_of(names: Sequence[str], folder: Path) -> list[Logger]:
     Raises:
         RecipeError: another name, or a package is not installed.
     """
-    known: dict[str, Callable[[], Logger]] = {
+    factories: dict[str, Callable[[], Logger]] = {
         "csv": lambda: CSVLogger(folder / "train.csv"),
         "tensorboard": lambda: TensorBoardLogger(folder / "tensorboard"),
         "wandb": lambda: WandbLogger(name=folder.name, dir=str(folder)),
         "mlflow": lambda: MLFlowLogger(run_name=folder.name),
     }
-    if unknown := [name for name in names if name not in known]:
-        raise RecipeError(f"logger {unknown[0]!r} is not known; choose from {', '.join(known)}")
+    if unknown := [name for name in names if name not in factories]:
+        raise RecipeError(f"logger {unknown[0]!r} is not known; choose from {', '.join(factories)}")
     try:
-        return [known[name]() for name in names]
+        return [factories[name]() for name in names]
     except ImportError as error:
         raise RecipeError(str(error)) from None
 

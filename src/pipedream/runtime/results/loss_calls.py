@@ -77,46 +77,56 @@ def class_amount(targets: torch.Tensor, ignore_index: int = -100, classes: torch
     return float(torch.count_nonzero(counts) if classes is None else classes[targets[counts]].sum())
 
 
-def _classes(given: _Arguments) -> float:
-    ignored = given["ignore_index"]
-    return class_amount(given["target"], -100 if ignored is None else ignored, given["weight"])
+def _count_classes(arguments: _Arguments) -> float:
+    ignored = arguments["ignore_index"]
+    return class_amount(arguments["target"], -100 if ignored is None else ignored, arguments["weight"])
 
 
-def _full(given: _Arguments) -> float:
-    targets = given["target"]
+def _count_targets(arguments: _Arguments) -> float:
+    targets = arguments["target"]
     return class_amount(targets) if targets.is_floating_point() else float(targets.numel())
 
 
-def _elements(*names: str) -> Callable[[_Arguments], float]:
-    return lambda given: float(math.prod(map(max, zip_longest(*(given[n].shape[::-1] for n in names), fillvalue=1))))
+def _count_elements(*names: str) -> Callable[[_Arguments], float]:
+    return lambda arguments: float(
+        math.prod(map(max, zip_longest(*(arguments[n].shape[::-1] for n in names), fillvalue=1)))
+    )
 
 
-def _weighted(given: _Arguments) -> float:
-    return _elements("input", "target")(given) if given["weight"] is None else float(given["weight"].sum())
+def _weigh_elements(arguments: _Arguments) -> float:
+    return (
+        _count_elements("input", "target")(arguments)
+        if arguments["weight"] is None
+        else float(arguments["weight"].sum())
+    )
 
 
-def _divergence(given: _Arguments) -> float:
-    return float(len(given["input"])) if given["reduction"] == "batchmean" else _elements("input", "target")(given)
+def _count_divergence(arguments: _Arguments) -> float:
+    return (
+        float(len(arguments["input"]))
+        if arguments["reduction"] == "batchmean"
+        else _count_elements("input", "target")(arguments)
+    )
 
 
-def _rows(name: str) -> Callable[[_Arguments], float]:
-    return lambda given: float(math.prod(given[name].shape[:-1]))
+def _count_rows(name: str) -> Callable[[_Arguments], float]:
+    return lambda arguments: float(math.prod(arguments[name].shape[:-1]))
 
 
-_pair = _elements("input", "target")
+_pair = _count_elements("input", "target")
 _AMOUNTS: dict[Any, Callable[[_Arguments], float]] = {
-    F.cross_entropy: _classes,
-    F.nll_loss: _classes,
-    F.mse_loss: _weighted,
-    F.kl_div: _divergence,
-    F.cosine_embedding_loss: lambda given: float(given["target"].numel()),
-    F.ctc_loss: lambda given: float(torch.as_tensor(given["target_lengths"]).numel()),
-    F.margin_ranking_loss: _elements("input1", "input2", "target"),
-    F.multi_margin_loss: lambda given: float(given["target"].numel()),
-    F.multilabel_margin_loss: _rows("input"),
-    F.multilabel_soft_margin_loss: _rows("input"),
-    F.triplet_margin_loss: _rows("anchor"),
-    F.triplet_margin_with_distance_loss: _rows("anchor"),
+    F.cross_entropy: _count_classes,
+    F.nll_loss: _count_classes,
+    F.mse_loss: _weigh_elements,
+    F.kl_div: _count_divergence,
+    F.cosine_embedding_loss: lambda arguments: float(arguments["target"].numel()),
+    F.ctc_loss: lambda arguments: float(torch.as_tensor(arguments["target_lengths"]).numel()),
+    F.margin_ranking_loss: _count_elements("input1", "input2", "target"),
+    F.multi_margin_loss: lambda arguments: float(arguments["target"].numel()),
+    F.multilabel_margin_loss: _count_rows("input"),
+    F.multilabel_soft_margin_loss: _count_rows("input"),
+    F.triplet_margin_loss: _count_rows("anchor"),
+    F.triplet_margin_with_distance_loss: _count_rows("anchor"),
 }
 _AMOUNTS |= dict.fromkeys(
     (
@@ -126,8 +136,8 @@ _AMOUNTS |= dict.fromkeys(
     _pair,
 )  # fmt: skip
 if hasattr(F, "linear_cross_entropy"):
-    _AMOUNTS[F.linear_cross_entropy] = _classes
-_OF_CLASSES = frozenset(function for function, amount in _AMOUNTS.items() if amount is _classes)
+    _AMOUNTS[F.linear_cross_entropy] = _count_classes
+_OF_CLASSES = frozenset(function for function, amount in _AMOUNTS.items() if amount is _count_classes)
 _DEFAULTS = {
     function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     for function in _AMOUNTS
@@ -162,15 +172,15 @@ class LossCalls(TorchFunctionMode):
         self._pushed = False
         self._noted: dict[int, tuple[torch.Tensor, _Noted]] = {}
         # By id; the values keep the tensors, so that no id is used again.
-        self._given: dict[int, torch.Tensor] = {}
-        self._given_numbers: set[float] = set()
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._input_numbers: set[float] = set()
         self._samples = 1
         self._thread = 0
-        self._names = {function.__name__: (function, self._watched(function)) for function in _AMOUNTS}
+        self._names = {function.__name__: (function, self._watch_function(function)) for function in _AMOUNTS}
         # While it is watched, a function names itself by what watches it.
         self._functions = {key: function for function, watched in self._names.values() for key in (function, watched)}
 
-    def given(self, inputs: Any, samples: int) -> Self:
+    def watch(self, inputs: Any, samples: int) -> Self:
         """Takes the coming forward's inputs: a sum that is divided by a number among them remains a sum.
 
         Such a number is not split with the batch, as Hugging Face's ``num_items_in_batch``.
@@ -180,15 +190,15 @@ class LossCalls(TorchFunctionMode):
         for item in leaves_of(inputs):
             if isinstance(item, torch.Tensor):
                 if item.numel() == 1 and not item.ndim:
-                    self._given[id(item)] = item
+                    self._inputs[id(item)] = item
             elif isinstance(item, (int, float)) and not isinstance(item, bool):
-                self._given_numbers.add(float(item))
+                self._input_numbers.add(float(item))
         return self
 
     def clear(self) -> None:
         self._noted.clear()
-        self._given.clear()
-        self._given_numbers.clear()
+        self._inputs.clear()
+        self._input_numbers.clear()
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
@@ -208,8 +218,8 @@ class LossCalls(TorchFunctionMode):
 
     def amounts(self, loss: torch.Tensor) -> Amounts | None:
         """Returns what the loss of the watched forward is a mean over; None if it was not recognised."""
-        found = self._noted.get(id(loss))
-        amounts = None if found is None or found[1].kind == "elements" else _evaluated(found[1], self._samples)
+        entry = self._noted.get(id(loss))
+        amounts = None if entry is None or entry[1].kind == "elements" else _evaluate_note(entry[1], self._samples)
         if self.recognised is None:
             self._sees_all = not self._only_by_name
             self.recognised = amounts is not None
@@ -220,7 +230,7 @@ class LossCalls(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         self._pushed = True
 
-    def _watched(self, function: Any) -> Any:
+    def _watch_function(self, function: Any) -> Any:
         @wraps(function)
         def call(*args: Any, **keywords: Any) -> Any:
             if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
@@ -250,7 +260,7 @@ class LossCalls(TorchFunctionMode):
         if not self._noted:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        derive = self._derivation(name, args, kwargs)
+        derive = self._derive_note(name, args, kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             noted = None if derive is None else derive(result)
@@ -264,56 +274,60 @@ class LossCalls(TorchFunctionMode):
 
     def _note_call(self, function: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: torch.Tensor) -> None:
         defaults = _DEFAULTS[function]
-        given = {**defaults, **dict(zip(defaults, args, strict=False)), **keywords}
-        if given.get("size_average") is not None or given.get("reduce") is not None:
+        arguments = {**defaults, **dict(zip(defaults, args, strict=False)), **keywords}
+        if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
             return
-        reduction = given["reduction"]
+        reduction = arguments["reduction"]
         if reduction == "none":
             noted = _Noted("elements")
         elif reduction == "sum":
             noted = _Noted("sum")
         else:
-            amount = partial(_AMOUNTS[function], given)
-            noted = _Noted("mean", (amount,), full=(partial(_full, given) if function in _OF_CLASSES else amount,))
+            amount = partial(_AMOUNTS[function], arguments)
+            noted = _Noted(
+                "mean", (amount,), full=(partial(_count_targets, arguments) if function in _OF_CLASSES else amount,)
+            )
         self._noted[id(result)] = (result, noted)
 
-    def _of(self, item: Any) -> _Noted | None:
-        found = self._noted.get(id(item)) if isinstance(item, torch.Tensor) else None
-        return None if found is None else found[1]
+    def _find_note(self, item: Any) -> _Noted | None:
+        entry = self._noted.get(id(item)) if isinstance(item, torch.Tensor) else None
+        return None if entry is None else entry[1]
 
-    def _derivation(
+    def _derive_note(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Callable[[torch.Tensor], _Noted | None] | None:
         """Returns from a function's result to its note; called before the function, which may write in place."""
         operands = [*leaves_of(args), *kwargs.values()]
-        found = [noted for noted in map(self._of, operands) if noted is not None]
-        if not found:
-            if name in _FORMS and args and id(args[0]) in self._given:
-                return self._given_again
+        notes = [noted for noted in map(self._find_note, operands) if noted is not None]
+        if not notes:
+            if name in _FORMS and args and id(args[0]) in self._inputs:
+                return self._note_input
             return None
-        first = found[0]
+        first = notes[0]
         if name in _FORMS:
             return lambda result: first
         if name in ("sum", "mean"):
-            return lambda result: _reduced(first, name, args[0], result)
+            return lambda result: _reduce_note(first, name, args[0], result)
         if name in _JOINS:
-            return lambda result: _joined(found)
+            return lambda result: _join_notes(notes)
         if name in _SUMS:
-            others = [item for item in operands[:2] if self._of(item) is None]
-            joined = _added(_joined(found), others)
+            others = [item for item in operands[:2] if self._find_note(item) is None]
+            joined = _add_terms(_join_notes(notes), others)
             return lambda result: joined
-        if name in _PRODUCTS and len(found) == 1:
-            scaled = all(_is_number(item) or first.kind == "elements" for item in operands[:2] if not self._of(item))
+        if name in _PRODUCTS and len(notes) == 1:
+            scaled = all(
+                _is_number(item) or first.kind == "elements" for item in operands[:2] if not self._find_note(item)
+            )
             return lambda result: first if scaled else None
-        if name in _QUOTIENTS and self._of(operands[0]) and len(found) == 1:
-            divided = self._divided(first, *operands[:2])
+        if name in _QUOTIENTS and self._find_note(operands[0]) and len(notes) == 1:
+            divided = self._divide_note(first, *operands[:2])
             return lambda result: divided
         return None
 
-    def _given_again(self, result: torch.Tensor) -> None:
-        self._given[id(result)] = result
+    def _note_input(self, result: torch.Tensor) -> None:
+        self._inputs[id(result)] = result
 
-    def _divided(self, noted: _Noted, divided: torch.Tensor, divisor: Any) -> _Noted | None:
+    def _divide_note(self, noted: _Noted, divided: torch.Tensor, divisor: Any) -> _Noted | None:
         if noted.kind == "elements":
             return noted
         if not _is_number(divisor):
@@ -321,17 +335,17 @@ class LossCalls(TorchFunctionMode):
         if noted.kind == "mean":
             return noted
         if isinstance(divisor, torch.Tensor):
-            if id(divisor) in self._given:
+            if id(divisor) in self._inputs:
                 return noted
             count, total = divisor.detach().clone(), divided.detach().clone()
-            return _Noted("mean", (lambda: _count(count, total),))
+            return _Noted("mean", (lambda: _read_count(count, total),))
         number = float(divisor)
-        if number == self._samples or (number not in self._given_numbers and not number % self._samples):
+        if number == self._samples or (number not in self._input_numbers and not number % self._samples):
             return _Noted("mean", (lambda: number,))
         return noted  # a factor that has nothing to do with the batch
 
 
-def _reduced(noted: _Noted, name: str, argument: Any, result: torch.Tensor) -> _Noted:
+def _reduce_note(noted: _Noted, name: str, argument: Any, result: torch.Tensor) -> _Noted:
     if noted.kind != "elements" or result.ndim:
         return noted
     if name == "sum":
@@ -340,15 +354,15 @@ def _reduced(noted: _Noted, name: str, argument: Any, result: torch.Tensor) -> _
     return _Noted("mean", (lambda: count,))
 
 
-def _joined(found: list[_Noted]) -> _Noted | None:
-    if len({noted.kind for noted in found}) > 1:
+def _join_notes(notes: list[_Noted]) -> _Noted | None:
+    if len({noted.kind for noted in notes}) > 1:
         return None
-    amounts = tuple(amount for noted in found for amount in noted.amounts)
-    full = tuple(amount for noted in found for amount in noted.full)
-    return _Noted(found[0].kind, amounts, tuple(term for noted in found for term in noted.terms), full)
+    amounts = tuple(amount for noted in notes for amount in noted.amounts)
+    full = tuple(amount for noted in notes for amount in noted.full)
+    return _Noted(notes[0].kind, amounts, tuple(term for noted in notes for term in noted.terms), full)
 
 
-def _added(noted: _Noted | None, others: list[Any]) -> _Noted | None:
+def _add_terms(noted: _Noted | None, others: list[Any]) -> _Noted | None:
     """Returns the note of a sum with what no loss has made."""
     if noted is None or noted.kind == "elements":
         return noted
@@ -362,12 +376,12 @@ def _added(noted: _Noted | None, others: list[Any]) -> _Noted | None:
     return noted
 
 
-def _count(divisor: torch.Tensor, divided: torch.Tensor) -> float:
+def _read_count(divisor: torch.Tensor, divided: torch.Tensor) -> float:
     """Returns the count that a sum is divided by; 0 for a sum of nothing, whose count is often raised to 1."""
     return float(divisor) if float(divisor) != 1.0 or float(divided) else 0.0
 
 
-def _evaluated(noted: _Noted, samples: int) -> Amounts | None:
+def _evaluate_note(noted: _Noted, samples: int) -> Amounts | None:
     # Many sums of losses start from a 0.
     terms = tuple(value for value in map(float, noted.terms) if value)
     if noted.kind == "mean":

@@ -42,30 +42,34 @@ def probe_weight(
         again = loss_of_output(evaluate(batch))
         if again is None:
             return LossWeight.UNKNOWN
-        whole, amounts, tolerance = _loss_of(calls, evaluate, batch, samples)
-        if not _equal(whole, float(again), tolerance):
+        whole, amounts, tolerance = _evaluate_loss(calls, evaluate, batch, samples)
+        if not _is_close(whole, float(again), tolerance):
             return LossWeight.UNKNOWN if amounts is None else LossWeight.RECOGNISED
-        found = [_loss_of(calls, evaluate, part, size) for part, size in zip(parts, sizes, strict=True)]
-    losses = [loss for loss, _, _ in found]
-    every = [own for own in (amounts, *(own for _, own, _ in found)) if own is not None]
-    if amounts is not None and [own.is_sum for own in every] == [amounts.is_sum] * (len(parts) + 1):
-        if not all(one.fits(other) for one in every for other in every):
+        evaluations = [_evaluate_loss(calls, evaluate, part, size) for part, size in zip(parts, sizes, strict=True)]
+    losses = [loss for loss, _, _ in evaluations]
+    every = [
+        part_amounts
+        for part_amounts in (amounts, *(part_amounts for _, part_amounts, _ in evaluations))
+        if part_amounts is not None
+    ]
+    if amounts is not None and [part_amounts.is_sum for part_amounts in every] == [amounts.is_sum] * (len(parts) + 1):
+        if not all(first.fits(other) for first in every for other in every):
             return LossWeight.OTHER
-        shares = [1.0 if own.is_sum else max(own.values) for own in every[1:]]
-        if _equal(whole, sum(losses) if amounts.is_sum else _mean(losses, shares), tolerance):
+        shares = [1.0 if part_amounts.is_sum else max(part_amounts.values) for part_amounts in every[1:]]
+        if _is_close(whole, sum(losses) if amounts.is_sum else _compute_mean(losses, shares), tolerance):
             return LossWeight.RECOGNISED
-    if _equal(whole, _mean(losses, sizes), tolerance):
+    if _is_close(whole, _compute_mean(losses, sizes), tolerance):
         return LossWeight.SAMPLES
-    if _equal(whole, sum(losses), tolerance):
+    if _is_close(whole, sum(losses), tolerance):
         return LossWeight.SUM
     return LossWeight.OTHER
 
 
-def _loss_of(
+def _evaluate_loss(
     calls: LossCalls, evaluate: Callable[[Any], Any], batch: Any, samples: int
 ) -> tuple[float, Amounts | None, float]:
     """Returns the loss, what it is a mean over, and the relative error that its precision allows."""
-    with calls.given(batch, samples):
+    with calls.watch(batch, samples):
         output = evaluate(batch)
     loss = loss_of_output(output)
     assert loss is not None, "the model computed a loss for the batch, but not for a part of it"
@@ -74,14 +78,14 @@ def _loss_of(
     return float(loss), calls.amounts(loss), 1e-9 if precision < 1e-10 else max(1e-5, 2 * precision)
 
 
-def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
+def _compute_mean(losses: Sequence[float], weights: Sequence[float]) -> float:
     counted = [(loss * weight, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
     total = sum(weight for _, weight in counted)
     return sum(product for product, _ in counted) / total if total else float("nan")
 
 
-def _equal(one: float, other: float, tolerance: float) -> bool:
-    return abs(one - other) <= tolerance * max(abs(one), abs(other))
+def _is_close(value: float, other: float, tolerance: float) -> bool:
+    return abs(value - other) <= tolerance * max(abs(value), abs(other))
 
 
 def _split(batch: Any, samples: int, sizes: Sequence[int]) -> list[Any]:

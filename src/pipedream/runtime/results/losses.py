@@ -84,7 +84,7 @@ class Loss:
         self.module = self._unwrapped if isinstance(self._unwrapped, nn.Module) else None
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
         self._calls = LossCalls() if watches else None
-        self._own_calls = LossCalls() if loss is not None and weight is None and not self._is_torch_loss else None
+        self._user_calls = LossCalls() if loss is not None and weight is None and not self._is_torch_loss else None
         self._is_watched = False
         self._first_part: tuple[int, Amounts] | None = None  # of the minibatch
         self._copied_weights: tuple[torch.Tensor, int, torch.Tensor] | None = None
@@ -108,7 +108,7 @@ class Loss:
         if self._calls is None or (self._calls.recognised is False and self._of_model is LossWeight.UNKNOWN):
             return nullcontext()
         self._is_watched = True
-        return self._calls.given(inputs, samples)
+        return self._calls.watch(inputs, samples)
 
     def __call__(
         self,
@@ -134,30 +134,30 @@ class Loss:
             ValueError: the weight of the model's own loss is unknown.
         """
         received = batch if received is None else received
-        watched = self._own_calls if minibatch is not None else None
+        watched = self._user_calls if minibatch is not None else None
         if watched is not None and watched.recognised is False:
             watched = None
-        with nullcontext() if watched is None else watched.given((), samples):
-            found = self._evaluated(output, batch)
-        if isinstance(found, tuple):
-            total, weight = found
+        with nullcontext() if watched is None else watched.watch((), samples):
+            result = self._evaluate(output, batch)
+        if isinstance(result, tuple):
+            total, weight = result
             return total, float(weight), True
         if watched is not None and minibatch is not None:
-            found = self._scalar(found)
-            return found, *self._weight_of_own(watched, found, samples, share, minibatch)
+            result = self._check_scalar(result)
+            return result, *self._weigh_user_loss(watched, result, samples, share, minibatch)
         if self.function is None and self.weight is None:
-            return self._scalar(found), *self._weight_of_model(found, samples, share, minibatch)
-        found = self._scalar(found)
+            return self._check_scalar(result), *self._weigh_model_loss(result, samples, share, minibatch)
+        result = self._check_scalar(result)
         if self.weight is not None:
-            return found, float(self.weight(received)), False
+            return result, float(self.weight(received)), False
         reduction = self._reduction
         if reduction == "sum" and self._is_torch_loss:
             # The minibatch's loss is the sum of its parts: their weights sum to one.
-            return found, share, True
-        weight = self._torch_weight(output, received, reduction)
-        return found, float(samples if weight is None else weight), False
+            return result, share, True
+        weight = self._weigh_torch_loss(output, received, reduction)
+        return result, float(samples if weight is None else weight), False
 
-    def _weight_of_own(
+    def _weigh_user_loss(
         self, calls: LossCalls, loss: torch.Tensor, samples: int, share: float, minibatch: int
     ) -> tuple[float, bool]:
         """Returns the weight of a loss of the user's own, and whether it is a sum.
@@ -172,11 +172,11 @@ class Loss:
         first = self._first_part
         if first is None or first[0] != minibatch or not max(first[1].values):
             self._first_part = first = minibatch, amounts
-        was, per_sample = (max(found.full) / found.samples for found in (first[1], amounts))
+        was, per_sample = (max(part.full) / part.samples for part in (first[1], amounts))
         if not first[1].fits(amounts) or abs(was - per_sample) > 1e-9 * was:
-            found, before = (", ".join(f"{v:g}" for v in each.values) for each in (amounts, first[1]))
+            here, before = (", ".join(f"{v:g}" for v in each.values) for each in (amounts, first[1]))
             raise ValueError(
-                f"the loss is a mean over {found} in a part of {samples} samples, and over {before} in a part of "
+                f"the loss is a mean over {here} in a part of {samples} samples, and over {before} in a part of "
                 f"{first[1].samples} of the same minibatch, so that its parts do not count by their samples; give "
                 "weight=..., a function from a batch to the amount that the loss is a mean over, let the loss return "
                 "(sum, weight), or train with microbatches=1"
@@ -184,7 +184,7 @@ class Loss:
         most = max(range(len(amounts.full)), key=lambda i: amounts.full[i])
         return samples * amounts.values[most] / amounts.full[most], False
 
-    def _weight_of_model(
+    def _weigh_model_loss(
         self, loss: torch.Tensor, samples: int, share: float, minibatch: int | None
     ) -> tuple[float, bool]:
         """Returns the weight of the model's own loss, and whether the loss is a sum."""
@@ -209,9 +209,9 @@ class Loss:
         if self._first_part is None or self._first_part[0] != minibatch or not max(self._first_part[1].values):
             self._first_part = minibatch, amounts
         if not self._first_part[1].fits(amounts):
-            found = ", ".join(f"{value:g}" for value in amounts.values) + f" for {samples} samples"
+            amounts_here = ", ".join(f"{value:g}" for value in amounts.values) + f" for {samples} samples"
             raise ValueError(
-                f"the model's own loss is a sum of means over different amounts (here {found}), in a ratio that "
+                f"the model's own loss is a sum of means over different amounts (here {amounts_here}), in a ratio that "
                 "differs between the parts of a minibatch; train with microbatches=1 and one replica of the last "
                 "stage, or give weight=..., a function from a batch to the amount by which its loss is to count"
             )
@@ -224,49 +224,47 @@ class Loss:
         reduction = self._reduction
         if reduction == "sum":
             return share
-        count = self._torch_count(output, batch, reduction) or 0
+        count = self._count_in_torch_loss(output, batch, reduction) or 0
         return float(count if count and count % samples == 0 else samples)
 
     def value(self, output: Any, batch: Any) -> torch.Tensor:
         """Returns the value alone: for the weight, the targets would have to be read."""
-        found = self._evaluated(output, batch)
-        return found[0] if isinstance(found, tuple) else self._scalar(found)
+        result = self._evaluate(output, batch)
+        return result[0] if isinstance(result, tuple) else self._check_scalar(result)
 
-    def _evaluated(self, output: Any, batch: Any) -> Any:
+    def _evaluate(self, output: Any, batch: Any) -> Any:
         if self.function is not None:
-            return _called(self.function, "loss", output, batch)
-        found = loss_of_output(output)
-        if found is None:
+            return _call_function(self.function, "loss", output, batch)
+        loss = loss_of_output(output)
+        if loss is None:
             what = type(output).__name__
             raise TypeError(f"loss=None needs a model whose output has .loss, but the output is a {what}; give a loss")
-        return found
+        return loss
 
     @staticmethod
-    def _scalar(found: Any) -> torch.Tensor:
-        if not isinstance(found, torch.Tensor) or found.numel() != 1:
-            what = (
-                f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-            )
+    def _check_scalar(loss: Any) -> torch.Tensor:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TypeError(f"the loss returned {what}; let it return a scalar tensor, or (sum, weight)")
-        return found if not found.ndim else found.reshape(())
+        return loss if not loss.ndim else loss.reshape(())
 
-    def _torch_weight(self, output: Any, targets: Any, reduction: str) -> float | None:
-        count = self._torch_count(output, targets, reduction)
+    def _weigh_torch_loss(self, output: Any, targets: Any, reduction: str) -> float | None:
+        count = self._count_in_torch_loss(output, targets, reduction)
         if count is None or not self._is_of_classes or targets.is_floating_point():
             return None if count is None else float(count)
-        return class_amount(targets, self._option("ignore_index", -100), self._class_weights(targets.device))
+        return class_amount(targets, self._read_option("ignore_index", -100), self._move_class_weights(targets.device))
 
-    def _class_weights(self, device: torch.device) -> torch.Tensor | None:
+    def _move_class_weights(self, device: torch.device) -> torch.Tensor | None:
         """The loss's weights of classes on the targets' device, to which they are copied once."""
-        weights: torch.Tensor | None = self._option("weight", None)
+        weights: torch.Tensor | None = self._read_option("weight", None)
         if weights is None or weights.device == device:
             return weights
-        known = self._copied_weights
-        if known is None or known[0] is not weights or known[1] != weights._version:
-            known = self._copied_weights = weights, weights._version, weights.to(device)
-        return known[2]
+        copied = self._copied_weights
+        if copied is None or copied[0] is not weights or copied[1] != weights._version:
+            copied = self._copied_weights = weights, weights._version, weights.to(device)
+        return copied[2]
 
-    def _torch_count(self, output: Any, targets: Any, reduction: str) -> int | None:
+    def _count_in_torch_loss(self, output: Any, targets: Any, reduction: str) -> int | None:
         if not self._is_torch_loss or not isinstance(targets, torch.Tensor):
             return None
         if self._is_of_classes:
@@ -282,9 +280,9 @@ class Loss:
         average, reduce = (self._keywords.get(name) for name in ("size_average", "reduce"))
         if average is not None or reduce is not None:  # deprecated
             return _Reduction.legacy_get_string(average, reduce, emit_warning=False)
-        return str(self._option("reduction", "mean"))
+        return str(self._read_option("reduction", "mean"))
 
-    def _option(self, name: str, default: Any) -> Any:
+    def _read_option(self, name: str, default: Any) -> Any:
         if isinstance(self._unwrapped, nn.Module):
             return getattr(self._unwrapped, name, default)
         return self._keywords.get(name, default)
@@ -294,20 +292,20 @@ def metric_scores(
     metrics: Mapping[str, Metric], output: Any, batch: Any, samples: int
 ) -> list[tuple[float | torch.Tensor, float]]:
     """Returns for each metric its sum and its weight, each as value and factor; a value on a GPU is not read."""
-    found: list[tuple[float | torch.Tensor, float]] = []
+    scores: list[tuple[float | torch.Tensor, float]] = []
     with torch.no_grad():
         for name, metric in metrics.items():
-            value = _called(metric, f"metric {name!r}", output, batch)
+            value = _call_function(metric, f"metric {name!r}", output, batch)
             total, weight = (
                 ((value[0], 1.0), (value[1], 1.0))
                 if isinstance(value, tuple)
                 else ((value, float(samples)), (float(samples), 1.0))
             )
-            found += [total, weight]
-    return found
+            scores += [total, weight]
+    return scores
 
 
-def _called(function: Callable[[Any, Any], Any], name: str, output: Any, batch: Any) -> Any:
+def _call_function(function: Callable[[Any, Any], Any], name: str, output: Any, batch: Any) -> Any:
     """Calls a loss or a metric; an error of one that expects targets where it gets the batch states the rule."""
     try:
         return function(output, batch)
@@ -335,9 +333,9 @@ def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
 
 def loss_of_output(output: Any) -> torch.Tensor | None:
     """Returns the loss that a model has computed itself, if it has."""
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("loss")
-    if found is None and isinstance(output, torch.Tensor) and output.numel() == 1:
-        found = output
-    return found
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, torch.Tensor) and output.numel() == 1:
+        loss = output
+    return loss

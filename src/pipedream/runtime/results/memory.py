@@ -68,7 +68,7 @@ class MemoryMeter:
             return
         if self._reading_s <= _FIRST_READS_S + _READING_SHARE * (time.perf_counter() - self._begin_s):
             before_s = time.thread_time()
-            self._most_bytes = max(self._most_bytes, _heap_bytes())
+            self._most_bytes = max(self._most_bytes, _read_heap_bytes())
             self._reading_s += time.thread_time() - before_s
 
     def at_drain(self) -> Peak:
@@ -76,7 +76,7 @@ class MemoryMeter:
         if self._device is not None:
             now = torch.cuda.memory_allocated(self._device)
             return Peak(torch.cuda.max_memory_allocated(self._device) - now, self.reserved_bytes)
-        rise_bytes = max(0, self._most_bytes - _heap_bytes()) if _heap_has_tensors() else None
+        rise_bytes = max(0, self._most_bytes - _read_heap_bytes()) if _heap_has_tensors() else None
         return Peak(rise_bytes, self.reserved_bytes)
 
     @property
@@ -105,24 +105,24 @@ def tensor_bytes(*roots: Any) -> int:
     seen: set[int] = set()
     left = deque(roots)
     while left:
-        one = left.pop()
-        if id(one) in seen:
+        item = left.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
-            left.append(one.grad if one.is_leaf else None)
-        elif isinstance(one, nn.Module):
-            left.extend((*one.parameters(), *one.buffers()))
-        elif isinstance(one, torch.optim.Optimizer):
-            left.extend((one.state, one.param_groups))
-        elif isinstance(one, Mapping):
-            left.extend(one.values())
-        elif isinstance(one, (list, tuple, set, deque)):
-            left.extend(one)
-        elif type(one).__module__.startswith("pipedream.runtime."):
-            left.extend(getattr(one, "__dict__", {}).values())
-            left.extend(getattr(one, name, None) for name in getattr(type(one), "__slots__", ()))
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+            left.append(item.grad if item.is_leaf else None)
+        elif isinstance(item, nn.Module):
+            left.extend((*item.parameters(), *item.buffers()))
+        elif isinstance(item, torch.optim.Optimizer):
+            left.extend((item.state, item.param_groups))
+        elif isinstance(item, Mapping):
+            left.extend(item.values())
+        elif isinstance(item, (list, tuple, set, deque)):
+            left.extend(item)
+        elif type(item).__module__.startswith("pipedream.runtime."):
+            left.extend(getattr(item, "__dict__", {}).values())
+            left.extend(getattr(item, name, None) for name in getattr(type(item), "__slots__", ()))
     return sum(storages.values())
 
 
@@ -135,17 +135,17 @@ class _Heap(ctypes.Structure):
     )
 
 
-def _heap_bytes() -> int:
+def _read_heap_bytes() -> int:
     """Returns the bytes that malloc has given out, from its heaps and as maps of their own; 0 without glibc 2.33."""
-    read = _heap_reader()
+    read = _find_heap_reader()
     if read is None:
         return 0
-    found = read()
-    return int(found.used_bytes + found.map_bytes)
+    heap = read()
+    return int(heap.used_bytes + heap.map_bytes)
 
 
 @cache
-def _heap_reader() -> Any:
+def _find_heap_reader() -> Any:
     read = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if read is not None:
         read.restype = _Heap
@@ -155,6 +155,6 @@ def _heap_reader() -> Any:
 @cache
 def _heap_has_tensors() -> bool:
     """Returns whether torch's memory is in the heap that is read; not if another malloc was loaded first."""
-    before = _heap_bytes()
+    before = _read_heap_bytes()
     block = torch.empty(1 << 20, dtype=torch.uint8)
-    return _heap_bytes() - before >= block.numel()
+    return _read_heap_bytes() - before >= block.numel()

@@ -65,7 +65,7 @@ class Recorder:
         self._loose_versions: list[tuple[int, ...]] = []
         self._versions = _Newest(_VERSIONS)
         self._busy: dict[str, tuple[float, float]] = {}
-        self._made_s = time.perf_counter()
+        self._start_s = time.perf_counter()
         self.phase = 0
         self.peaks: dict[int, tuple[int, Peak]] = {}
 
@@ -109,8 +109,8 @@ class Recorder:
         """In seconds of this machine's clock; on a GPU, waits for the last op."""
         self._settle(wait=True)
         rows = self._spans.rows()
-        found = rows[rows["phase"] == phase].tolist()
-        return [Span(self._rank, _KINDS[code], stage, i, start, end) for _, code, stage, i, start, end in found]
+        phase_rows = rows[rows["phase"] == phase].tolist()
+        return [Span(self._rank, _KINDS[code], stage, i, start, end) for _, code, stage, i, start, end in phase_rows]
 
     def gradient_versions(self, phase: int) -> list[GradientVersions]:
         self._settle_versions()
@@ -122,10 +122,10 @@ class Recorder:
 
         On a GPU the time ends with the last op that is over.
         """
-        begin, known = self._busy.get(reader, (self._made_s, 0.0))
+        begin, last_share = self._busy.get(reader, (self._start_s, 0.0))
         end = self._settle(wait=False)
         if end <= begin:
-            return known  # all this time a GPU has run a single op
+            return last_share  # all this time a GPU has run a single op
         rows = self._spans.rows()
         rows = rows[(rows["kind"] < len(WORK)) & (rows["end_s"] >= begin)]
         busy_s = float((rows["end_s"] - np.maximum(rows["start_s"], begin)).sum())
@@ -139,9 +139,9 @@ class Recorder:
         """
         now_s = time.perf_counter() if self._gpu is None else self._gpu.settle(wait)
         over = []
-        while self._loose and (end_s := _seconds(self._loose[0][5])) == end_s:
+        while self._loose and (end_s := _read_seconds(self._loose[0][5])) == end_s:
             *numbers, start, _ = self._loose.popleft()
-            over.append((*numbers, _seconds(start), end_s))
+            over.append((*numbers, _read_seconds(start), end_s))
         self._spans.add(over)
         return now_s
 
@@ -235,5 +235,5 @@ class GpuTimer:
         return moment.seconds
 
 
-def _seconds(moment: Moment) -> float:
+def _read_seconds(moment: Moment) -> float:
     return moment.seconds if isinstance(moment, GpuMoment) else moment

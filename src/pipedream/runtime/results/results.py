@@ -223,7 +223,7 @@ class Results:
             for numbers in sums.read():
                 self._add(sums, numbers)
         message = sums.message()
-        by_gradients = frozenset() if index is None else self._reached(index)
+        by_gradients = frozenset() if index is None else self._find_reached(index)
         if by_gradients:
             assert index is not None
             self._carried[index] = message
@@ -250,41 +250,41 @@ class Results:
 
     def arrived(self, index: int, message: Message) -> None:
         """Takes the results that travelled with the gradients of a microbatch, if they are for this rank."""
-        if self._rank not in self._reached(index):
+        if self._rank not in self._find_reached(index):
             return
         replica = index % len(self._owners)
-        first = self._first_of(replica, index // self._split)
+        first = self._find_first(replica, index // self._split)
         key = (first - len(self._owners)) // self._split if self.delay else index // self._split
         self._parts[replica, key] = MinibatchSums.of(message)
 
-    def _reached(self, index: int) -> frozenset[int]:
+    def _find_reached(self, index: int) -> frozenset[int]:
         """Returns the ranks that get the gradients of a microbatch before they read its results."""
         if not self._split:
             return frozenset()
         turn = index % self._placement.cycle
-        found = self._reached_ranks.get(turn)
-        if found is None:
+        reached = self._reached_ranks.get(turn)
+        if reached is None:
             rank_of = self._placement.rank_of
             ranks = (rank for rank, stage in enumerate(self._first_stages) if rank_of(stage, turn) == rank)
-            found = self._reached_ranks[turn] = frozenset(ranks) - {rank_of(-1, turn)}
-        return found
+            reached = self._reached_ranks[turn] = frozenset(ranks) - {rank_of(-1, turn)}
+        return reached
 
-    def _first_of(self, replica: int, key: int) -> int:
+    def _find_first(self, replica: int, key: int) -> int:
         """Returns the first microbatch of a replica of the last stage from the minibatch `key` on."""
         begin = key * self._split
         return begin + (replica - begin) % len(self._owners)
 
-    def _carrier_of(self, replica: int, key: int) -> int:
+    def _find_carrier(self, replica: int, key: int) -> int:
         """Returns the microbatch whose gradients carry a replica's part of a minibatch."""
         count = len(self._owners)
         if self.delay:
-            key = self._first_of(replica, key + 1) // self._split
+            key = self._find_first(replica, key + 1) // self._split
         last = (key + 1) * self._split - 1
         return last - (last - replica) % count
 
     # -- at every rank ------------------------------------------------------------------------------
 
-    def _replicas_of(self, key: int) -> Sequence[int]:
+    def _list_replicas(self, key: int) -> Sequence[int]:
         """Returns the replicas of the last stage that have a part of a minibatch; in an evaluation all have."""
         count = len(self._owners)
         if not self._split:
@@ -298,13 +298,13 @@ class Results:
             total: microbatches of the stream, once it has ended.
         """
         sums: MinibatchSums | None = None
-        for replica in self._replicas_of(key):
+        for replica in self._list_replicas(key):
             part = self._parts.pop((replica, key), None)
             if part is None:
                 if self._split:
-                    carrier = self._carrier_of(replica, key)
-                    assert self._rank not in self._reached(carrier) or (total is not None and carrier >= total)
-                part = MinibatchSums.of((yield from self._received(self._owners[replica])))
+                    carrier = self._find_carrier(replica, key)
+                    assert self._rank not in self._find_reached(carrier) or (total is not None and carrier >= total)
+                part = MinibatchSums.of((yield from self._receive(self._owners[replica])))
             if sums is None:
                 sums = part
             else:
@@ -333,8 +333,8 @@ class Results:
             self.senders[0].send(message)
 
     def receive_output(self, index: int, owner: int) -> Waiting[Output]:
-        message = self._outputs.pop(index) if owner == self._rank else (yield from self._received(owner))
+        message = self._outputs.pop(index) if owner == self._rank else (yield from self._receive(owner))
         return Output(message.minibatch, unflatten(message.structure, message.tensors))  # type: ignore[arg-type]
 
-    def _received(self, owner: int) -> Waiting[Message]:
+    def _receive(self, owner: int) -> Waiting[Message]:
         return (yield from wait_for(self.receivers[owner].receive()))

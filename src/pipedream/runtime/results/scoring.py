@@ -68,21 +68,21 @@ class Scorer:
         loss = value
         if not weight:
             # Nothing counts here (e.g. all tokens are padding), and 0/0 is not a number.
-            value = _zero(output, value)
+            value = _make_zero(output, value)
         if not again:
             seen = map_tensors(output, torch.Tensor.detach) if self._metrics else None
             self._record(key, message, seen, targets.value, loss, weight, is_sum)
         if self._mean_of_rounds:  # a round takes the gradient of each minibatch's mean
             return value, float(weight > 0), 1.0 / weight if is_sum and weight else 1.0
-        unit = self._weight_unit(message, output, targets.received)
+        unit = self._choose_unit(message, output, targets.received)
         return value, weight / unit, (1.0 if is_sum else weight) / unit
 
-    def _weight_unit(self, message: Message, output: Any, targets: Any) -> float:
+    def _choose_unit(self, message: Message, output: Any, targets: Any) -> float:
         if not self._has_units:
             return 1.0
         weight = self._loss.weight_from_shapes(output, targets, message.samples, message.share)
         # Of the whole minibatch: the same for each microbatch on each replica.
-        return _near(round(weight / message.share))
+        return _round_to_power(round(weight / message.share))
 
     def score_evaluation(self, message: Message, output: Any, targets: Targets) -> None:
         """Records an evaluation's batch; all have the key 0."""
@@ -101,7 +101,7 @@ class Scorer:
 
 
 @lru_cache
-def _near(weight: int) -> float:
+def _round_to_power(weight: int) -> float:
     """Returns the power of two that is nearest by its exponent."""
     return 2.0 ** round(log2(max(weight, 1)))
 
@@ -112,7 +112,7 @@ def needs_weights(program: Program) -> bool:
     return program.microbatches > 1 or (max(updates.per_update) > 1 and not updates.mean_of_rounds)
 
 
-def _zero(output: Any, loss: torch.Tensor) -> torch.Tensor:
+def _make_zero(output: Any, loss: torch.Tensor) -> torch.Tensor:
     """Returns a 0 whose gradients are 0, although the loss may be nan."""
-    found = [t.sum() for t in tensors_in(output) if t.requires_grad and t.numel() > 1]
-    return (torch.stack(found).sum() if found else loss.nan_to_num()) * 0.0
+    sums = [t.sum() for t in tensors_in(output) if t.requires_grad and t.numel() > 1]
+    return (torch.stack(sums).sum() if sums else loss.nan_to_num()) * 0.0

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.runtime.comm.message import Message, MessageLayout, write
+from pipedream.runtime.comm.message import Message, MessageFormat, write
 from pipedream.runtime.stage.recompute import ForwardFunction, without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
@@ -39,20 +39,20 @@ class WeightPacket:
                         slots.setdefault(id(tensor), []).append((held, name))
         self._slots = list(slots.values())
         sent = [_like(handle, low_precision.get(name)) for name, handle in module.handles.items()]
-        self._layout = MessageLayout.of(
+        self._format = MessageFormat.of(
             Message(0, tensors=(*sent, *(_like(held[0][0][held[0][1]]) for held in self._slots)))
         )
 
     def pack(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tensors = [leaves[name] for name in self._names] + [s[0][0][s[0][1]] for s in self._slots]
         device = tensors[0].device if tensors else torch.device("cpu")
-        payload = torch.empty(self._layout.payload_bytes, dtype=torch.uint8, device=device)
-        write(tensors, self._layout.tensors_in(payload))
+        payload = torch.empty(self._format.payload_bytes, dtype=torch.uint8, device=device)
+        write(tensors, self._format.tensors_in(payload))
         return payload
 
     def unpack(self, payload: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns the weights by name, as leaves, and the other slots' tensors; all are views of the payload."""
-        found = [tensor for tensor in self._layout.tensors_in(payload) if tensor is not None]
+        found = [tensor for tensor in self._format.tensors_in(payload) if tensor is not None]
         count = len(self._names)
         leaves = {name: leaf.requires_grad_() for name, leaf in zip(self._names, found[:count], strict=True)}
         return leaves, found[count:]
