@@ -24,7 +24,7 @@ import pipedream
 from pipedream.cli.shared.parsing import OptionParser
 from pipedream.cli.shared.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
-from pipedream.runtime.failure.stopped import stay_with_launcher
+from pipedream.runtime.failure.processes import stay_with_launcher
 
 __all__ = ["COMMANDS", "app", "load", "main", "script"]
 
@@ -131,7 +131,8 @@ def _failed(error: PipelineError | OSError) -> int:
         return status  # the worker that failed prints it
     text = f"pipedream: {error}"
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from pipedream.runtime.failure.notes import is_launched_here, write_error
+        from pipedream.runtime.failure.notes import write_error
+        from pipedream.runtime.failure.processes import is_launched_here
 
         if write_error(text) and is_launched_here():
             return status  # our own launcher prints it

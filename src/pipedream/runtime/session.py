@@ -68,9 +68,8 @@ from pipedream.runtime.data.microbatches import (
 )
 from pipedream.runtime.data.reader import EpochRange
 from pipedream.runtime.data.source import DataSource
-from pipedream.runtime.failure.activity import Activity
+from pipedream.runtime.failure.activity import Activity, Interrupts
 from pipedream.runtime.failure.guard import Guard
-from pipedream.runtime.failure.interrupts import Interrupts
 from pipedream.runtime.first_minibatch import ReferenceRun, StageCheck, UserModel
 from pipedream.runtime.plain_stage import PlainStage
 from pipedream.runtime.results.memory import keep_freed_memory

@@ -15,9 +15,8 @@ import pytest
 
 from pipedream.runtime.failure import guard, notes
 from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.failure.guard import Guard
-from pipedream.runtime.failure.heartbeat import Heartbeat
-from pipedream.runtime.failure.process import RankProcess, is_running
+from pipedream.runtime.failure.guard import Guard, Heartbeat
+from pipedream.runtime.failure.processes import RankProcess, is_running
 from pipedream.runtime.failure.verdict import FailureDetector, RankStatus, Verdict
 
 

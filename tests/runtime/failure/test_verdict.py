@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.runtime.failure.activity import Activity, TaskDurations
-from pipedream.runtime.failure.process import RankProcess
+from pipedream.runtime.failure.processes import RankProcess
 from pipedream.runtime.failure.verdict import SILENT_S, FailureDetector, RankStatus, Verdict
 
 LOOK_S = 0.125

@@ -1,4 +1,4 @@
-"""What a rank is doing: written by its main thread, read by the guard's threads.
+"""What a rank is doing, written by its main thread and read by the guard's threads; and Ctrl-C.
 
 Only a task can be stuck: loading, a forward, a backward, an optimizer's step. Waiting for a message, the caller's own
 loop and saving are never judged.
@@ -6,9 +6,12 @@ loop and saving are never judged.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class TaskDurations:
@@ -87,3 +90,44 @@ class Activity:
             return self.place
         words = self.describe_op()
         return f"{words} ({task[0]})" if task is not None and task[0] == "loading data" else words
+
+
+class Interrupts:
+    """Ctrl-C in order: the data stops, the pipeline drains, then the caller gets a KeyboardInterrupt.
+
+    Records SIGINT instead of raising it; a second one raises KeyboardInterrupt unless `patient`.
+
+    A worker must be patient: its launcher passes on what the terminal has sent it already.
+
+    Attributes:
+        count: signals so far.
+    """
+
+    def __init__(self, patient: bool) -> None:
+        self._patient = patient
+        self._before: Any = None
+        self.heard = False
+        self.count = 0
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether a KeyboardInterrupt may be a signal's, not one that the user's code has raised."""
+        return self.heard or self._before is None
+
+    def start(self) -> None:
+        """Does nothing outside of the main thread, which alone receives signals."""
+        if self._before is None and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._hear)
+
+    def stop(self) -> None:
+        if self._before is not None:
+            # A worker of the command, which would end at once, has only files left to write.
+            ignored = self._patient and self._before is signal.SIG_DFL
+            signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else self._before)
+            self._before = None
+
+    def _hear(self, number: int, frame: Any) -> None:
+        if self.heard and not self._patient:
+            raise KeyboardInterrupt
+        self.heard = True
+        self.count += 1

@@ -1,6 +1,6 @@
 """The guard: when one worker fails, all workers end.
 
-The ranks exchange their status and the first failure through the process group's store (`heartbeat.py`); a thread
+The ranks exchange their status and the first failure through the process group's store (`Heartbeat`); a thread
 judges them (`verdict.py`). When a worker dies, connections close and the others usually wake up. But one that waits
 for a stopped or healthy third worker would wait forever, as a blocking wait of gloo cannot be cancelled from Python; so
 after a grace period the thread ends the process. It also kills an unresponsive worker of the same machine.
@@ -9,6 +9,7 @@ after a grace period the thread ends the process. It also kills an unresponsive 
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import os
 import sys
@@ -16,8 +17,10 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,8 @@ from pipedream.core.errors import PeerError, PipelineError, WorkerError, is_brok
 from pipedream.core.user_code import shortened, with_place
 from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.failure.heartbeat import Heartbeat
-from pipedream.runtime.failure.process import RankProcess
-from pipedream.runtime.failure.stopped import watch_from_outside
-from pipedream.runtime.failure.verdict import STUCK_AFTER_S, FailureDetector, Verdict
+from pipedream.runtime.failure.processes import RankProcess, is_launched_here, watch_from_outside
+from pipedream.runtime.failure.verdict import STUCK_AFTER_S, FailureDetector, RankStatus, Verdict
 
 _LOOK_S = 0.1
 _GRACE_S = 3.0
@@ -42,7 +43,135 @@ _PEER_WORDS = ("Connection reset by peer", "Connection closed by peer")
 _CONNECTION_WAIT_S = 3.0
 """How long the error that broke a connection may take to arrive from the rank that raised it."""
 
+PERIOD_S = 0.5
+_ANSWER = timedelta(seconds=2)
+_REPORT = "failure"
+_CALLS = 8  # more than are made from beat to beat where it matters: most of them wait for the others
+
 _of_job: Guard | None = None
+
+
+class Heartbeat:
+    """Writes this rank's status and reads those of the others until `end`.
+
+    Args:
+        store: a client that nobody else uses, with keys of this run only.
+
+    Attributes:
+        exchanges: successful ones so far.
+        statuses: rank -> newest status of the others.
+        report: (reporting rank, failure), the first.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, ranks: int, where: Callable[[], str], activity: Callable[[], Activity] = Activity
+    ) -> None:
+        self._store = store
+        self._store.set_timeout(_ANSWER)
+        self._rank = rank
+        self._keys = {other: f"beat/{other}" for other in range(ranks) if other != rank}
+        self._seen: list[int] = []
+        self._where = where
+        self._activity = activity
+        self._process = RankProcess.this()
+        self._count = 0
+        self._failure_here: Verdict | None = None
+        self._ending = False
+        self._wake = threading.Event()
+        self._exchanged = threading.Event()
+        self.exchanges = 0
+        self.statuses: dict[int, RankStatus] = {}
+        self.report: tuple[int, Verdict] | None = None
+        self._thread = threading.Thread(target=self._run, name="pipedream-heartbeat", daemon=True)
+        self._thread.start()
+
+    def report_failure(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
+        """Returns the failure reported first, perhaps another rank's; None if the store does not answer."""
+        self._failure_here = verdict
+        end_s = time.monotonic() + wait_s
+        while self.report is None and time.monotonic() < end_s:
+            self._exchange_now(end_s)
+        return self.report
+
+    def newest_failure(self, wait_s: float) -> tuple[int, Verdict] | None:
+        """Returns the first reported failure, asking the store again."""
+        end_s, enough = time.monotonic() + wait_s, self.exchanges + 2  # the first may have been under way before
+        while self.report is None and self.exchanges < enough and time.monotonic() < end_s:
+            self._exchange_now(end_s)
+        return self.report
+
+    def _exchange_now(self, end_s: float) -> None:
+        self._exchanged.clear()
+        self._wake.set()
+        self._exchanged.wait(max(0.0, end_s - time.monotonic()))
+
+    def end(self) -> None:
+        """Marks this rank as ended in order."""
+        self._ending = True
+        self._wake.set()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            ending = self._ending
+            try:
+                self._exchange(ending)
+            except (RuntimeError, ValueError):
+                # The detector sees that no exchange succeeds. A late answer could be taken
+                # for that of the next call, so the next call uses a new connection.
+                self._reconnect()
+            else:
+                self._exchanged.set()
+            if ending:
+                return
+            self._wake.wait(PERIOD_S)
+
+    def _reconnect(self) -> None:
+        with suppress(RuntimeError):
+            fresh = self._store.clone()
+            fresh.set_timeout(_ANSWER)
+            self._store = fresh
+
+    def _exchange(self, ending: bool) -> None:
+        if self._failure_here is not None and self.report is None:
+            text = json.dumps([self._rank, asdict(self._failure_here)])
+            self.report = _parse_report(self._store.compare_set(_REPORT, "", text))
+        self._count += 1
+        activity, where = self._activity(), self._where()
+        calls = list(activity.calls)
+        status = RankStatus(
+            self._count,
+            where,
+            self._process,
+            ending,
+            interrupts=activity.interrupts(),
+            session=activity.session,
+            calls=len(calls),
+            last_calls=calls[-_CALLS:],
+        )
+        self._store.set(f"beat/{self._rank}", json.dumps(asdict(status)))
+        if ending:
+            return
+        for rank, key in self._keys.items():
+            if rank not in self._seen and self._store.check([key]):
+                self._seen.append(rank)
+        if self._seen:
+            texts = self._store.multi_get([self._keys[rank] for rank in self._seen])
+            self.statuses = {rank: _parse_status(text) for rank, text in zip(self._seen, texts, strict=True)}
+        if self.report is None and self._store.check([_REPORT]):
+            self.report = _parse_report(self._store.get(_REPORT))
+        self.exchanges += 1
+
+
+def _parse_status(text: bytes) -> RankStatus:
+    fields = json.loads(text)
+    return RankStatus(**fields | {"process": RankProcess(**fields["process"])})
+
+
+def _parse_report(text: bytes) -> tuple[int, Verdict]:
+    reporter, fields = json.loads(text)
+    return int(reporter), Verdict(**fields)
 
 
 class Guard:
@@ -256,7 +385,7 @@ def _print_verdict(verdict: Verdict) -> None:
     """Prints once for the run: through our own launcher if it is running."""
     text = f"pipedream: {_make_peer_error(verdict)}"
     left = notes.write_error(text, verdict=True)
-    if not (left and notes.is_launched_here()):
+    if not (left and is_launched_here()):
         print(text, file=sys.stderr, flush=True)
 
 

@@ -32,8 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pipedream.core.errors import BAD_CALL
 from pipedream.runtime.failure import notes
-from pipedream.runtime.failure.process import RankProcess, children
-from pipedream.runtime.failure.stopped import launcher_variable, watch_stopped
+from pipedream.runtime.failure.processes import RankProcess, children, launcher_variable, watch_stopped
 
 _ADDRESS = "127.0.0.1"
 _BACKEND = "pipedream-loopback"

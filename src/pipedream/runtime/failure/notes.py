@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pipedream.runtime.failure.process import is_running
-
 LOST_CONNECTION = "lost the connection to another worker, which left no message"
 """Of a worker that does not know more; the launcher may."""
 
@@ -21,12 +19,6 @@ RUN_ID_PREFIX = "pipedream-"
 """Of the runs of our own launcher."""
 
 _PLACE = "place.txt"
-
-
-def is_launched_here() -> bool:
-    """Returns whether our own launcher started this worker and still runs."""
-    is_our_launcher = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
-    return is_our_launcher and "TORCHELASTIC_ERROR_FILE" in os.environ and is_running(os.getppid())
 
 
 def write_error(message: str, *, verdict: bool = False) -> bool:

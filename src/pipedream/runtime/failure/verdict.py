@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.failure.process import RankProcess
+from pipedream.runtime.failure.processes import RankProcess
 
 SILENT_S = 6.0
 """A rank without a new status for this long has failed: twelve heartbeats. As much again remains of the 15 s in which a

@@ -1,4 +1,6 @@
-"""Launcher and workers of one machine watch each other, from the first line of the command to its last.
+"""The processes of one machine: which is which, and how launcher and workers watch each other.
+
+A process is identified so that an unresponsive one is killed, and no other in its place.
 
 A stopped process (SIGSTOP, Ctrl-Z) answers no signal but SIGKILL: the launcher kills a stopped worker. Workers whose
 launcher is stopped end, and a process that they leave kills it. Workers of a launcher that has died are killed by the
@@ -17,10 +19,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from pipedream.runtime.failure import notes
-from pipedream.runtime.failure.process import RankProcess, is_stopped, parent_of
 
 LAUNCHER = "PIPEDREAM_LAUNCHER"
 """Variable of a worker with its launcher's process id and start time."""
@@ -31,6 +35,94 @@ _LAUNCHER_LOOKED_AT_S = 2.0
 _LAUNCHER_STOPPED_S = 10.0  # long enough to continue it when its workers have ended
 _ALL_STOPPED_S = 10.0  # longer than the guard of a rank that is not stopped takes
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A process on some machine.
+
+    Attributes:
+        host: boot id of the machine and namespace of its process ids.
+        started: in kernel ticks; unlike an id not used again.
+    """
+
+    host: str
+    pid: int
+    started: int
+
+    @staticmethod
+    def this() -> RankProcess:
+        return RankProcess.of(os.getpid())
+
+    @staticmethod
+    def of(pid: int) -> RankProcess:
+        """Returns a process of this machine; it started at 0 if there is none."""
+        return RankProcess(_name_host(), pid, _read_start(pid))
+
+    @property
+    def is_local(self) -> bool:
+        return bool(self.host) and self.host == _name_host()
+
+    def kill(self) -> bool:
+        """Returns whether it still ran on this machine."""
+        if not self.is_local or not self.started:
+            return False
+        with suppress(OSError):
+            file = os.pidfd_open(self.pid)  # from here on a reused id would be noticed
+            try:
+                if _read_start(self.pid) == self.started:
+                    signal.pidfd_send_signal(file, signal.SIGKILL)
+                    return True
+            finally:
+                os.close(file)
+        return False
+
+
+def is_running(pid: int) -> bool:
+    """Returns whether a process is neither stopped nor dead."""
+    fields = _read_stat(pid)
+    return bool(fields) and fields[0] not in "TtZX"
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped, not by a debugger."""
+    return _read_stat(pid)[:1] == ["T"]
+
+
+def parent_of(pid: int) -> int:
+    """Returns the id of a process's parent; 0 if there is no such process."""
+    return int((_read_stat(pid) or ["", "0"])[1])
+
+
+def children() -> list[int]:
+    """Returns the ids of this process's children, as far as the system says."""
+    pids: list[int] = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            pids += map(int, file.read_text(encoding="ascii").split())
+    return pids
+
+
+def _name_host() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no /proc here: then no process is killed
+        return ""
+
+
+def _read_start(pid: int) -> int:
+    fields = _read_stat(pid)
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+def _read_stat(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat after the command's name."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
 
 
 def watch_stopped(
@@ -61,6 +153,12 @@ def launcher_variable() -> str:
     """Returns the environment variable by which workers know this process as their launcher."""
     this = RankProcess.this()
     return f"{LAUNCHER}={this.pid} {this.started}"
+
+
+def is_launched_here() -> bool:
+    """Returns whether our own launcher started this worker and still runs."""
+    is_our_launcher = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(notes.RUN_ID_PREFIX)
+    return is_our_launcher and "TORCHELASTIC_ERROR_FILE" in os.environ and is_running(os.getppid())
 
 
 def stay_with_launcher() -> None:

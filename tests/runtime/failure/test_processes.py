@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipedream.runtime.failure import stopped
+from pipedream.runtime.failure import processes
 
 WORKER = """
 import os, subprocess, sys, time
-watch = "import sys; from pipedream.runtime.failure import stopped; stopped._ALL_STOPPED_S = 0.6; "
-end = "stopped._end_worker(int(sys.argv[1]))"
+watch = "import sys; from pipedream.runtime.failure import processes; processes._ALL_STOPPED_S = 0.6; "
+end = "processes._end_worker(int(sys.argv[1]))"
 subprocess.Popen([sys.executable, "-c", watch + end, str(os.getpid())], start_new_session=True)
 print("watched", flush=True)
 time.sleep(600)
@@ -28,20 +28,20 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]
     started: list[tuple[str, int]] = []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv(stopped.LAUNCHER, raising=False)
-    monkeypatch.setattr(stopped, "_start", lambda *what: started.append(what))
-    stopped.watch_from_outside.cache_clear()
+    monkeypatch.delenv(processes.LAUNCHER, raising=False)
+    monkeypatch.setattr(processes, "_start", lambda *what: started.append(what))
+    processes.watch_from_outside.cache_clear()
     yield started
-    stopped.watch_from_outside.cache_clear()
+    processes.watch_from_outside.cache_clear()
 
 
 def test_a_worker_of_torchrun_is_watched_once(torchrun: list[tuple[str, int]]) -> None:
-    stopped.stay_with_launcher()
-    stopped.watch_from_outside()
+    processes.stay_with_launcher()
+    processes.watch_from_outside()
     assert torchrun == [("worker", os.getpid())]
 
 
-@pytest.mark.parametrize("variable", [{"WORLD_SIZE": "1"}, {"TORCHELASTIC_RUN_ID": None}, {stopped.LAUNCHER: "1 1"}])
+@pytest.mark.parametrize("variable", [{"WORLD_SIZE": "1"}, {"TORCHELASTIC_RUN_ID": None}, {processes.LAUNCHER: "1 1"}])
 def test_others_are_not(
     torchrun: list[tuple[str, int]], variable: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +50,7 @@ def test_others_are_not(
             monkeypatch.delenv(name)
         else:
             monkeypatch.setenv(name, value)
-    stopped.watch_from_outside()
+    processes.watch_from_outside()
     assert torchrun == []
 
 
