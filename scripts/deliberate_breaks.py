@@ -388,21 +388,21 @@ BREAKS = (
     # Checkpoints
     Break(
         "checkpoint: one more than asked for is kept",
-        "runtime/checkpoint/storage.py",
+        "runtime/checkpoint/folders.py",
         "[: -keep if keep else 0]",
         "[: -keep - 1 if keep else 0]",
         ("runtime/checkpoint/test_checkpoints.py",),
     ),
     Break(
         "checkpoint: a file that was cut short is not noticed",
-        "runtime/checkpoint/storage.py",
-        "if found != size:",
-        "if found > size:",
+        "runtime/checkpoint/folders.py",
+        "if size_here != size:",
+        "if size_here > size:",
         ("runtime/checkpoint/test_checkpoints.py",),
     ),
     Break(
         "checkpoint: tensors are not compared with their checksums",
-        "runtime/checkpoint/storage.py",
+        "runtime/checkpoint/pieces.py",
         "_compute_crc32(tensor) != piece.crc32",
         "False",
         ("runtime/checkpoint/test_checkpoints.py",),
@@ -416,7 +416,7 @@ BREAKS = (
     ),
     Break(
         "checkpoint: the oldest is taken for the newest",
-        "runtime/checkpoint/storage.py",
+        "runtime/checkpoint/folders.py",
         "return next(reversed(complete_checkpoints(path)), None)",
         "return next(iter(complete_checkpoints(path)), None)",
         ("runtime/checkpoint/test_checkpoints.py",),

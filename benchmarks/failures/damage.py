@@ -22,7 +22,7 @@ from torch import nn
 import pipedream
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.checkpoint import storage
+from pipedream.runtime.checkpoint import folders, pieces
 
 KINDS = ("flipped bit", "zeroed range", "truncation")
 OUTCOMES = ("refused", "exact", "wrong")
@@ -51,8 +51,8 @@ def saved(folder: Path) -> Path:
 
 def read(path: Path) -> tuple[Checkpoint, dict[str, bytes]]:
     """Reads all of a checkpoint."""
-    manifest = storage.read_manifest(path)
-    tensors = storage.read_tensors(path, manifest, manifest.tensors)
+    manifest = folders.read_manifest(path)
+    tensors = pieces.read_tensors(path, manifest, manifest.tensors)
     return manifest, {name: bytes(t.reshape(-1).view(torch.uint8).numpy()) for name, t in tensors.items()}
 
 

@@ -39,7 +39,7 @@ from pipedream.capture import capture
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import manual_plan
-from pipedream.runtime.checkpoint.storage import complete_checkpoints
+from pipedream.runtime.checkpoint.folders import complete_checkpoints
 from pipedream.training.resume import CHECKPOINTS
 from pipedream.workflows.plan import plan
 

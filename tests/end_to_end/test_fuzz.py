@@ -28,7 +28,7 @@ from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, St
 from pipedream.core.errors import ArtifactError, PipelineError, RecipeError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
-from pipedream.runtime.checkpoint import storage
+from pipedream.runtime.checkpoint import folders
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 PLAN = zoo.plan_of(zoo.make("mlp"), 2, (2, 1))
@@ -173,16 +173,16 @@ def test_the_command_on_a_spoiled_file(
 @settings(max_examples=50, **QUIET)
 @given(data=st.data())
 def test_a_spoiled_checkpoint_is_loaded_or_refused(data: st.DataObject, saved: Path) -> None:
-    manifest = (saved / storage.MANIFEST).read_text()
+    manifest = (saved / folders.MANIFEST).read_text()
     text = data.draw(spoiled(Checkpoint.from_json(manifest)))
-    (saved / storage.MANIFEST).write_text(text, encoding="utf-8", errors="replace")
+    (saved / folders.MANIFEST).write_text(text, encoding="utf-8", errors="replace")
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     try:
         _, error = tried(lambda: go_on(saved))
         assert error is None or str(error)
         assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
     finally:
-        (saved / storage.MANIFEST).write_text(manifest)
+        (saved / folders.MANIFEST).write_text(manifest)
 
 
 def go_on(saved: Path) -> None:

@@ -25,7 +25,7 @@ from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.core.schedule.program import Program
 from pipedream.experimental.roundpipe import roundpipe
 from pipedream.experimental.timeprest_interpolated import timeprest_interpolated
-from pipedream.runtime.checkpoint.storage import complete_checkpoints, read_manifest
+from pipedream.runtime.checkpoint.folders import complete_checkpoints, read_manifest
 from pipedream.schedules import METHODS, build, canonical, layout_of, method_of, uniform, with_options
 from pipedream.schedules.asynchronous.compensated import pb_lwp_sc
 from pipedream.schedules.asynchronous.paci import paci

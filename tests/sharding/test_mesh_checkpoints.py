@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pipedream
-from pipedream.runtime.checkpoint import storage
+from pipedream.runtime.checkpoint import folders, pieces
 from tests.sharding.test_mesh_training import MODELS, Case, D, Mlp, _made
 
 PIECE_BYTES = 512
@@ -41,9 +41,9 @@ Outcome = tuple[list[float], dict[str, torch.Tensor], dict[str, int]]
 
 def _epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
     """Trains an epoch from one checkpoint to the next; returns losses, weights, and the bytes read and wanted."""
-    storage._PIECE_BYTES = PIECE_BYTES
+    pieces._PIECE_BYTES = PIECE_BYTES
     counts = {"read": 0, "wanted": 0}
-    read, assemble = storage._read_piece, storage.assemble
+    read, assemble = pieces._read_piece, pieces.assemble
 
     def counted_read(*args: Any) -> torch.Tensor:
         values = read(*args)
@@ -56,8 +56,8 @@ def _epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "_read_piece", counted_read)
-        patch.setattr(storage, "assemble", counted_assemble)
+        patch.setattr(pieces, "_read_piece", counted_read)
+        patch.setattr(pieces, "assemble", counted_assemble)
         pipeline, batches = _made(case, mesh)
         with pipeline:
             if before:
@@ -81,9 +81,9 @@ def _check(found: Outcome, wanted: Outcome) -> None:
 
 def _written(folder: str) -> Mapping[str, int]:
     """Returns the bytes of values in each file; each value must be in one."""
-    path = storage.newest_checkpoint(folder)
+    path = folders.newest_checkpoint(folder)
     assert path is not None
-    manifest = storage.verify_checkpoint(path)
+    manifest = pieces.verify_checkpoint(path)
     sizes = {file.name: file.stat().st_size for file in path.glob("*.distcp")}
     found = dict.fromkeys(manifest.files, 0)
     for stored in manifest.tensors.values():

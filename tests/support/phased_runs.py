@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 import pipedream as pd
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import phase_at, read_phases
-from pipedream.runtime.checkpoint import storage
+from pipedream.runtime.checkpoint import folders
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,10 @@ SAVE_AT = (4, 12, 20, 30, 42)
 def check_resumed(run: Run, folder: Path, train: Callable[..., Outcome], save_at: tuple[int, ...] = SAVE_AT) -> None:
     """Trains without a stop, and again from each of its checkpoints; all save at the same minibatches."""
     whole = train(run, folder / "a", None, save_at)
-    saved = storage.complete_checkpoints(folder / "a")
+    saved = folders.complete_checkpoints(folder / "a")
     assert len(saved) >= len(save_at)
     for path in saved[:-1]:
-        manifest = storage.read_manifest(path)
+        manifest = folders.read_manifest(path)
         assert manifest.phases == run.phases
         shutil.copytree(path, folder / "b" / path.name)
         rest = train(run, folder / "b", folder / "b", save_at)

@@ -10,7 +10,7 @@ import torch
 
 from pipedream.core.plan.plan import Plan
 from pipedream.recipe import load_recipe
-from pipedream.runtime.checkpoint.storage import read_manifest
+from pipedream.runtime.checkpoint.folders import read_manifest
 from pipedream.training.train import train_recipe
 
 FILES = Path(__file__).parent / "files_of_0_1"

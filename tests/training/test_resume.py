@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.runtime.checkpoint import storage
+from pipedream.runtime.checkpoint import folders, pieces
 from pipedream.runtime.checkpoint.remote import RemotePath
 from pipedream.training import loop
 from pipedream.training.resume import CHECKPOINTS, resume_point
@@ -177,7 +177,7 @@ def leg_workers(leg: Leg) -> int:
 def check_resumed(leg: Leg, folder: Path, run: Callable[..., Outcome]) -> None:
     """Trains without a stop, and again from a checkpoint in the middle; both save at the same minibatches."""
     whole = run(folder / "a", None)
-    saved = storage.complete_checkpoints(folder / "a")
+    saved = folders.complete_checkpoints(folder / "a")
     assert len(saved) == 3
     assert [int(path.name.split("-")[1]) for path in saved] == whole.drains
     for path in saved[:2]:
@@ -189,7 +189,7 @@ def check_resumed(leg: Leg, folder: Path, run: Callable[..., Outcome]) -> None:
         assert rest.drains == whole.drains
         for there, here in ((rest.state, whole.state), (rest.ema, whole.ema)):
             assert all(torch.equal(there[name], here[name]) for name in here)
-        one, other = (storage.read_manifest(storage.complete_checkpoints(folder / f)[-1]) for f in "ab")
+        one, other = (folders.read_manifest(folders.complete_checkpoints(folder / f)[-1]) for f in "ab")
         assert one.stages == other.stages
         assert one.random == other.random
         shutil.rmtree(folder / "b")
@@ -246,9 +246,9 @@ def test_optimizer_state_is_one_processes_own(tmp_path: Path) -> None:
     saved = []
     for i, counts in enumerate([(1,), (2, 1), (1, 1, 1)]):
         go(Leg(counts, 10, schedule="1f1b", microbatches=4), tmp_path / str(i), None)
-        path = storage.complete_checkpoints(tmp_path / str(i))[0]
-        manifest = storage.read_manifest(path)
-        saved.append((manifest, storage.read_tensors(path, manifest, manifest.tensors)))
+        path = folders.complete_checkpoints(tmp_path / str(i))[0]
+        manifest = folders.read_manifest(path)
+        saved.append((manifest, pieces.read_tensors(path, manifest, manifest.tensors)))
     (manifest, alone), *others = saved
     assert {name.split("/")[-1] for name in alone if name.startswith("optimizer")} == {"step", "exp_avg", "exp_avg_sq"}
     for other_manifest, tensors in others:
@@ -296,10 +296,10 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     asked = ("error_feedback:1", "gap_aware", "t1:40")
     first = Leg((2, 1), 10, compensation=asked, scheduler="none")
     go(first, tmp_path / "1", None)
-    path = storage.complete_checkpoints(tmp_path / "1")[0]
-    manifest = storage.read_manifest(path)
+    path = folders.complete_checkpoints(tmp_path / "1")[0]
+    manifest = folders.read_manifest(path)
     assert [str(one) for one in manifest.compensation] == ["error_feedback:1.0", "gap_aware", "t1:40"]
-    kept = storage.read_tensors(path, manifest, manifest.tensors)
+    kept = pieces.read_tensors(path, manifest, manifest.tensors)
     assert {name.split("/")[-1] for name in kept if name.startswith("compensation")} == {
         "last_update", "mean_square", "steps", "greatest_rate",
     }  # fmt: skip
@@ -322,7 +322,7 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
         again = list(pipeline.train(Fresh(animal.batches), epochs=1))
         assert again
         pipeline.save(tmp_path / "2")
-    manifest = storage.read_manifest(storage.complete_checkpoints(tmp_path / "2")[0])
+    manifest = folders.read_manifest(folders.complete_checkpoints(tmp_path / "2")[0])
     assert [state.rounds_before for state in manifest.stages] == [rounds] * 3
     # And one that knows of no compensation goes on from it.
     with pd.Pipeline(zoo.make("mlp").model, plan, schedule="pipedream", **settings) as pipeline:
@@ -352,7 +352,7 @@ OPTIONS: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "workers": 2, 
 def test_a_resumed_run_reports_all_of_it(tmp_path: Path) -> None:
     """Seconds, evaluations, target and losses are carried through the checkpoint."""
     first = train_recipe(regression, epochs=2, out=tmp_path / "a", **OPTIONS)
-    saved = storage.read_manifest(storage.complete_checkpoints(tmp_path / "a" / CHECKPOINTS)[-1])
+    saved = folders.read_manifest(folders.complete_checkpoints(tmp_path / "a" / CHECKPOINTS)[-1])
     assert [row["minibatches"] for row in first["evaluations"]] == [5, 10]
     assert saved.extra["evaluations"] == first["evaluations"]
     rest = train_recipe(regression, resume=tmp_path / "a", out=tmp_path / "b", **OPTIONS)
@@ -408,7 +408,7 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(path.name for path in store.glob("*")) == sorted([*files, CHECKPOINTS])
     with (store / "weights.pt").open("rb") as file:
         assert file.read() == (here / "weights.pt").read_bytes()
-    assert [storage.minibatches_of(p.name) for p in storage.complete_checkpoints(store / CHECKPOINTS)] == [10, 15]
+    assert [folders.minibatches_of(p.name) for p in folders.complete_checkpoints(store / CHECKPOINTS)] == [10, 15]
     store.remove_folder()
 
 
@@ -438,11 +438,11 @@ def test_losses_that_cannot_be_saved_end_the_run(tmp_path: Path, monkeypatch: py
     run = tmp_path / "run"
 
     def full(path: Path, text: str) -> None:
-        if storage.complete_checkpoints(run / CHECKPOINTS):
+        if folders.complete_checkpoints(run / CHECKPOINTS):
             raise ArtifactError(f"cannot write {path}: No space left on device; free space")
 
     monkeypatch.setattr(loop, "write_text", full)
     with pytest.raises(WorkerError, match=r"saving the losses so far: .*No space left") as caught:
         train_recipe(regression, out=run, **OPTIONS)
     assert f"checkpoints in {run / CHECKPOINTS} are intact" in str(caught.value)
-    assert storage.verify_checkpoint(storage.complete_checkpoints(run / CHECKPOINTS)[0]).minibatches == 5
+    assert pieces.verify_checkpoint(folders.complete_checkpoints(run / CHECKPOINTS)[0]).minibatches == 5

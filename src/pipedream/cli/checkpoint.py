@@ -49,8 +49,8 @@ def checkpoint(
       pipedream checkpoint verify runs/digits
       pipedream checkpoint gather host1/digits host2/digits -o runs/digits
     """
+    from pipedream.runtime.checkpoint.folders import gather_parts
     from pipedream.runtime.checkpoint.remote import any_path
-    from pipedream.runtime.checkpoint.storage import gather_parts
     from pipedream.training.resume import CHECKPOINTS, checkpoints_of
 
     if (verb is _Verb.GATHER) != (output is not None):
@@ -66,7 +66,7 @@ def checkpoint(
 
 def _verify(paths: Iterable[Any], as_json: bool) -> None:
     """Prints which are intact; raises an `ArtifactError` that names the damage of the others."""
-    from pipedream.runtime.checkpoint.storage import verify_checkpoint
+    from pipedream.runtime.checkpoint.pieces import verify_checkpoint
 
     results: dict[str, str | None] = {}
     for path in paths:

@@ -18,7 +18,7 @@ from pipedream.core.checkpoint import Checkpoint, Position, RunRequest, SavedSta
 from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.plan.mesh import Box
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.checkpoint import optimizer_state, parameters, storage
+from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, pieces, writer
 from pipedream.runtime.checkpoint.extra_state import extra_states_of, set_extra_states
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.remote import AnyPath
@@ -71,7 +71,7 @@ class Checkpointer:
         self._owners: dict[str, int] = {}
         self._shardings = shardings or {}
         self._shared_names = parameters.shared_names(model)
-        self.writer = storage.Writer(self._rank, writer_group, device)
+        self.writer = writer.Writer(self._rank, writer_group, device)
 
     def save(
         self,
@@ -120,11 +120,11 @@ class Checkpointer:
 
     def newest(self, folder: AnyPath) -> AnyPath | None:
         """Returns the newest checkpoint in a folder, or the folder if it is one; every rank calls it."""
-        return storage.newest_of_all(storage.newest_checkpoint(folder), self._group)
+        return folders.newest_of_all(folders.newest_checkpoint(folder), self._group)
 
     def read(self, path: AnyPath) -> Checkpoint:
         """Reads the manifest; every rank calls it, and raises the same `ArtifactError` if it is damaged."""
-        manifest, self._owners = storage.read_shared_manifest(path, self._group)
+        manifest, self._owners = folders.read_shared_manifest(path, self._group)
         return manifest
 
     def restore(self, path: AnyPath, manifest: Checkpoint) -> None:
@@ -215,31 +215,31 @@ class Checkpointer:
 
     def _fetch(self, path: AnyPath, manifest: Checkpoint, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
         """Returns parts of tensors from this machine's files, and those that others have from them."""
-        elsewhere = storage.absent_files(path, manifest)
-        shares = storage.shares_of(manifest, boxes)
+        elsewhere = folders.absent_files(path, manifest)
+        shares = pieces.shares_of(manifest, boxes)
         here = [share for share in shares if share.stored_in(manifest).file not in elsewhere]
         lacking = [
             (name, number, [(side.start, side.stop) for side in box])
             for name, number, box in (share for share in shares if share.stored_in(manifest).file in elsewhere)
         ]
         asked = [
-            (rank, storage.Share(name, number, tuple(range(*side) for side in box)))
+            (rank, pieces.Share(name, number, tuple(range(*side) for side in box)))
             for rank, text in enumerate(gather_texts(json.dumps(lacking), self._group))
             for name, number, box in json.loads(text)
         ]
         mine = {share for _, share in asked if self._owner(manifest, share) == self._rank}
 
-        given = self._on_every_rank(lambda: dict(storage.read_shares(path, manifest, {*here, *mine})))
+        given = self._on_every_rank(lambda: dict(pieces.read_shares(path, manifest, {*here, *mine})))
         for rank, share in asked:
             owner = self._owner(manifest, share)
             if rank == self._rank:
-                given[share] = storage.empty_of(manifest.tensors[share.name].dtype, share.box)
+                given[share] = pieces.empty_of(manifest.tensors[share.name].dtype, share.box)
                 dist.recv(_bytes_of(given[share]), group=self._group, group_src=owner)
             elif owner == self._rank:
                 dist.send(_bytes_of(given[share]), group=self._group, group_dst=rank)
-        return storage.assemble(manifest, boxes, ((share, given.pop(share)) for share in shares))
+        return pieces.assemble(manifest, boxes, ((share, given.pop(share)) for share in shares))
 
-    def _owner(self, manifest: Checkpoint, share: storage.Share) -> int:
+    def _owner(self, manifest: Checkpoint, share: pieces.Share) -> int:
         """Returns the rank that reads a share for those whose machines lack its file."""
         return self._owners[share.stored_in(manifest).file]
 
@@ -280,7 +280,7 @@ class Checkpointer:
 
     def _wanted(self, path: AnyPath, manifest: Checkpoint) -> list[str]:
         names = list(self._wanted_names(manifest))
-        storage.check_names(path, manifest, names)
+        folders.check_names(path, manifest, names)
         return names
 
     def _wanted_names(self, manifest: Checkpoint) -> Iterable[str]:

@@ -12,14 +12,14 @@ from pathlib import Path
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
 from pipedream.core.model.profile import Profile
-from pipedream.runtime.checkpoint.lock import FolderLock
-from pipedream.runtime.checkpoint.remote import AnyPath, any_path
-from pipedream.runtime.checkpoint.storage import (
+from pipedream.runtime.checkpoint.folders import (
     complete_checkpoints,
     newest_checkpoint,
     newest_of_all,
     read_shared_manifest,
 )
+from pipedream.runtime.checkpoint.lock import FolderLock
+from pipedream.runtime.checkpoint.remote import AnyPath, any_path
 from pipedream.runtime.comm import process_group
 
 CHECKPOINTS = "checkpoints"

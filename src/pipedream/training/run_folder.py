@@ -31,8 +31,8 @@ from pipedream.report.html import save_page
 from pipedream.report.lanes import start_window
 from pipedream.report.trace import save_trace
 from pipedream.runtime.checkpoint.files import save_weights
+from pipedream.runtime.checkpoint.folders import newest_checkpoint
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath
-from pipedream.runtime.checkpoint.storage import newest_checkpoint
 from pipedream.training.resume import CHECKPOINTS
 
 _SHOWN_MICROBATCHES = 40  # of the begin of a run

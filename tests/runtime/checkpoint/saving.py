@@ -9,7 +9,7 @@ import torch
 import zoo
 
 import pipedream as pd
-from pipedream.runtime.checkpoint import storage
+from pipedream.runtime.checkpoint import folders
 from pipedream.runtime.checkpoint.remote import AnyPath, any_path
 
 
@@ -30,7 +30,7 @@ def save(
 ) -> list[AnyPath]:
     """Trains and saves after each epoch, every other time in the background; returns what there is then."""
     run(folder, counts, epochs, keep)
-    return storage.complete_checkpoints(any_path(folder))
+    return folders.complete_checkpoints(any_path(folder))
 
 
 def run(

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from pipedream.core.artifact import system_error
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.runtime.checkpoint import storage
+from pipedream.runtime.checkpoint import folders, pieces, writer
 from pipedream.runtime.data.rng import restore_rng, saved_rng
 from pipedream.training.resume import CHECKPOINTS, check_unused, resume_point
 from tests.runtime.checkpoint.saving import load, pipeline, save
@@ -51,9 +51,9 @@ def test_the_writers_thread_uses_the_gpu_of_the_tensors(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(torch, "save", recorded_save)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((str(device), threading.get_ident())))
-    writer = storage.Writer(0, None, torch.device("cuda", 1))
-    writer.begin(tmp_path / "second", storage.read_manifest(path), {"model/a": torch.ones(2)}, None)
-    writer.finish()
+    background = writer.Writer(0, None, torch.device("cuda", 1))
+    background.begin(tmp_path / "second", folders.read_manifest(path), {"model/a": torch.ones(2)}, None)
+    background.finish()
     assert [what for what, _ in done] == ["cuda:1", "save"]
     assert done[0][1] == done[1][1] != threading.get_ident()
 
@@ -67,12 +67,12 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_named_after_its_minibatches(tmp_path: Path) -> None:
-    assert storage.folder_name(91) == "minibatch-00000091", "earlier versions have written this name"
-    assert [storage.minibatches_of(name) for name in ("minibatch-00000091", "minibatch-123456789")] == [91, 123456789]
+    assert folders.folder_name(91) == "minibatch-00000091", "earlier versions have written this name"
+    assert [folders.minibatches_of(name) for name in ("minibatch-00000091", "minibatch-123456789")] == [91, 123456789]
     for name in (".minibatch-00000091", "minibatch-of-mine", "minibatch-", "minibatch-00000091-old", "91"):
-        assert storage.minibatches_of(name) is None
+        assert folders.minibatches_of(name) is None
     saved = save(tmp_path, epochs=2)
-    assert names(saved) == [storage.folder_name(storage.read_manifest(path).minibatches) for path in saved]
+    assert names(saved) == [folders.folder_name(folders.read_manifest(path).minibatches) for path in saved]
 
 
 def test_the_newest_checkpoint_of_a_run_folder_is_resumed(tmp_path: Path) -> None:
@@ -86,21 +86,21 @@ def test_the_newest_checkpoint_of_a_run_folder_is_resumed(tmp_path: Path) -> Non
 
 
 def test_what_is_not_complete_is_not_taken(tmp_path: Path) -> None:
-    assert storage.newest_checkpoint(tmp_path) is None
-    assert storage.newest_checkpoint(tmp_path / "nowhere") is None
+    assert folders.newest_checkpoint(tmp_path) is None
+    assert folders.newest_checkpoint(tmp_path / "nowhere") is None
     saved = save(tmp_path, epochs=2)
-    (tmp_path / storage.folder_name(99)).mkdir()
-    (tmp_path / f".{storage.folder_name(98)}").mkdir()
-    (tmp_path / f".{storage.folder_name(98)}" / storage.MANIFEST).write_text("{}")
+    (tmp_path / folders.folder_name(99)).mkdir()
+    (tmp_path / f".{folders.folder_name(98)}").mkdir()
+    (tmp_path / f".{folders.folder_name(98)}" / folders.MANIFEST).write_text("{}")
     (tmp_path / "minibatch-of-mine").mkdir()
-    (tmp_path / "minibatch-of-mine" / storage.MANIFEST).write_text("{}")
-    assert storage.complete_checkpoints(tmp_path) == saved
-    assert storage.newest_checkpoint(tmp_path) == saved[-1]
-    assert storage.newest_checkpoint(saved[0]) == saved[0]
+    (tmp_path / "minibatch-of-mine" / folders.MANIFEST).write_text("{}")
+    assert folders.complete_checkpoints(tmp_path) == saved
+    assert folders.newest_checkpoint(tmp_path) == saved[-1]
+    assert folders.newest_checkpoint(saved[0]) == saved[0]
 
 
 def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    left = tmp_path / f".{storage.folder_name(1)}"
+    left = tmp_path / f".{folders.folder_name(1)}"
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half")
     saved = save(tmp_path, epochs=1)
@@ -139,7 +139,7 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
 
 def test_tensors_are_not_unpickled(tmp_path: Path) -> None:
     path = save(tmp_path, epochs=1)[0]
-    manifest = json.loads((path / storage.MANIFEST).read_text())
+    manifest = json.loads((path / folders.MANIFEST).read_text())
     evil = tmp_path / "evil"
     torch.save(Evil(tmp_path / "ran"), evil)
     stored = next(iter(manifest["tensors"].values()))
@@ -147,7 +147,7 @@ def test_tensors_are_not_unpickled(tmp_path: Path) -> None:
     manifest["files"][stored["file"]] = stored["length"] = evil.stat().st_size
     manifest["tensors"] = {name: stored | {"offset": 0} for name in manifest["tensors"]}
     del manifest["crc32"]
-    (path / storage.MANIFEST).write_text(json.dumps(manifest))
+    (path / folders.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ArtifactError, match="cannot be read: UnpicklingError: a tensor's bytes") as caught:
         load(tmp_path)
     assert "weights_only" not in str(caught.value), "torch advises to run it"
@@ -182,10 +182,10 @@ def manifest_with(**wrong: Any) -> Callable[[Path], None]:
     """Returns a way to change each tensor's line in the manifest, whose checksum is removed."""
 
     def change(path: Path) -> None:
-        manifest = json.loads((path / storage.MANIFEST).read_text())
+        manifest = json.loads((path / folders.MANIFEST).read_text())
         del manifest["crc32"]
         manifest["tensors"] = {name: stored | wrong for name, stored in manifest["tensors"].items()}
-        (path / storage.MANIFEST).write_text(json.dumps(manifest))
+        (path / folders.MANIFEST).write_text(json.dumps(manifest))
 
     return change
 
@@ -212,9 +212,9 @@ def test_damage_is_told(tmp_path: Path, change: Callable[[Path], None], words: s
     change(path)
     with pytest.raises(ArtifactError, match=words) as caught:
         load(tmp_path)
-    before = storage.complete_checkpoints(tmp_path)[0]
+    before = folders.complete_checkpoints(tmp_path)[0]
     assert f"resume from {before} (--resume {before})" in str(caught.value), "it names the one before"
-    assert load(storage.complete_checkpoints(tmp_path)[0]) == (1, 0), "which is whole"
+    assert load(folders.complete_checkpoints(tmp_path)[0]) == (1, 0), "which is whole"
 
 
 def test_no_damage_is_read_as_other_weights(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_the_command_verifies(run_command: Callable[..., tuple[int, str, str]], 
     assert (status, [line.split(", ")[0] for line in out.splitlines()]) == (0, [f"{old}: intact", f"{new}: intact"])
     file = new / "__0_0.distcp"
     data = file.read_bytes()
-    values = storage.read_tensors(new, storage.read_manifest(new), ["model/0.weight"])["model/0.weight"]
+    values = pieces.read_tensors(new, folders.read_manifest(new), ["model/0.weight"])["model/0.weight"]
     at = data.index(values.numpy().tobytes())
     file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     status, out, error = run_command("checkpoint", "verify", str(tmp_path / CHECKPOINTS))
@@ -276,7 +276,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
         assert "saving the checkpoint of minibatch 10" in told[0]
         assert "File too large" in told[0]
         assert "earlier checkpoints are intact" in told[0]
-    assert names(storage.complete_checkpoints(tmp_path)) == ["minibatch-00000005"]
+    assert names(folders.complete_checkpoints(tmp_path)) == ["minibatch-00000005"]
     assert not list(tmp_path.glob(".minibatch*")), "what was written takes no more space"
     assert load(tmp_path) == (1, 0)
 
@@ -305,7 +305,7 @@ def test_a_folder_that_is_removed_during_a_run_is_an_error(tmp_path: Path) -> No
 
 
 def test_manifest_goes_through_json(tmp_path: Path) -> None:
-    manifest = storage.read_manifest(save(tmp_path, epochs=1)[0])
+    manifest = folders.read_manifest(save(tmp_path, epochs=1)[0])
     assert Checkpoint.from_json(manifest.to_json()) == manifest
     assert manifest.minibatches == 5
     assert {name.split("/")[0] for name in manifest.tensors} == {"model", "optimizer"}
@@ -329,7 +329,7 @@ def test_a_run_that_resumes_from_an_older_one_replaces_the_newer(tmp_path: Path)
     animal = zoo.make("mlp")
     with pipeline(animal) as made:
         made.load(old)
-        assert storage.complete_checkpoints(tmp_path) == [old, new], "loading changes nothing"
+        assert folders.complete_checkpoints(tmp_path) == [old, new], "loading changes nothing"
         for done in made.train(animal.batches):
             if done.ends_epoch:
                 made.save(tmp_path)

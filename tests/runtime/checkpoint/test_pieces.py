@@ -20,7 +20,7 @@ from pipedream.core.artifact import decode
 from pipedream.core.checkpoint import Checkpoint, Stored
 from pipedream.core.errors import ArtifactError
 from pipedream.core.plan.mesh import Box, box_of
-from pipedream.runtime.checkpoint import storage
+from pipedream.runtime.checkpoint import folders, pieces
 from tests.runtime.checkpoint import saving
 from tests.runtime.checkpoint.saving import load, save
 
@@ -52,9 +52,9 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], parts: dict[str, lis
     for rank in range(max(map(len, parts.values()))):
         own = {name: tensors[name][_slices(of[rank])] for name, of in parts.items() if rank < len(of)}
         places = {name: (parts[name][rank], tensors[name].shape) for name in own}
-        rows.append(storage._write_tensors(folder / f"__{rank}_0.distcp", own, places))
-    manifest = storage.read_manifest(template)
-    return Checkpoint(**{**vars(manifest), **storage._merge_rows(rows)})
+        rows.append(pieces.write_tensors(folder / f"__{rank}_0.distcp", own, places))
+    manifest = folders.read_manifest(template)
+    return Checkpoint(**{**vars(manifest), **pieces.merge_rows(rows)})
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
@@ -67,18 +67,18 @@ def test_any_part_of_what_any_mesh_wrote_is_read(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 24), max_size=3)))
     tensor = torch.randn(shape)
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "_PIECE_BYTES", BYTES)
-        patch.setattr(storage, "_READ_BYTES", data.draw(st.sampled_from([1, 5000, 1 << 26])))
+        patch.setattr(pieces, "_PIECE_BYTES", BYTES)
+        patch.setattr(pieces, "_READ_BYTES", data.draw(st.sampled_from([1, 5000, 1 << 26])))
         folder = Path(scratch)
         manifest = written(folder, {"model/a": tensor}, {"model/a": boxes(shape, *data.draw(cuts(len(shape))))})
         manifest = Checkpoint.from_json(manifest.to_json())
         for box in boxes(shape, *data.draw(cuts(len(shape)))):
             wanted = {"model/a": box}
-            found = storage.read_shares(folder, manifest, storage.shares_of(manifest, wanted))
-            part = storage.assemble(manifest, wanted, found)["model/a"]
+            found = pieces.read_shares(folder, manifest, pieces.shares_of(manifest, wanted))
+            part = pieces.assemble(manifest, wanted, found)["model/a"]
             assert part.dtype == tensor.dtype
             assert torch.equal(part, tensor[_slices(box)])
-        assert torch.equal(storage.read_tensors(folder, manifest, ["model/a"])["model/a"], tensor)
+        assert torch.equal(pieces.read_tensors(folder, manifest, ["model/a"])["model/a"], tensor)
 
 
 def test_of_equal_pieces_one_counts(tmp_path: Path) -> None:
@@ -89,24 +89,24 @@ def test_of_equal_pieces_one_counts(tmp_path: Path) -> None:
     manifest = written(tmp_path, tensors, {"model/a": [(range(0),), (range(3),)], "model/b": [part, part]})
     assert [piece.file for piece in manifest.tensors["model/b"].pieces] == ["__0_0.distcp"]
     assert manifest.files == {f"__{n}_0.distcp": (tmp_path / f"__{n}_0.distcp").stat().st_size for n in (0, 1)}
-    assert not storage.absent_files(tmp_path, manifest)
-    assert torch.equal(storage.read_tensors(tmp_path, manifest, ["model/b"])["model/b"], tensor)
+    assert not folders.absent_files(tmp_path, manifest)
+    assert torch.equal(pieces.read_tensors(tmp_path, manifest, ["model/b"])["model/b"], tensor)
 
 
 def test_little_is_read_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a mesh of four read a weight that one rank wrote, cut in either dimension."""
-    monkeypatch.setattr(storage, "_PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 1 << 14)
     tensor = torch.randn(256, 512)
     manifest = written(tmp_path, {"model/a": tensor}, {"model/a": [tuple(map(range, tensor.shape))]})
     read = files_read(monkeypatch)
     for dimension in (0, 1):
         for box in boxes(tuple(tensor.shape), [dimension], [4]):
             read.clear()
-            shares = storage.shares_of(manifest, {"model/a": box})
-            list(storage.read_shares(tmp_path, manifest, shares))
+            shares = pieces.shares_of(manifest, {"model/a": box})
+            list(pieces.read_shares(tmp_path, manifest, shares))
             assert tensor.nbytes // 4 < sum(read) < 1.1 * tensor.nbytes / 4
     lying = [
-        len(storage._group_reads(storage.shares_of(manifest, {"model/a": box}), manifest))
+        len(pieces._group_reads(pieces.shares_of(manifest, {"model/a": box}), manifest))
         for box in boxes((256, 512), [0], [4])
     ]
     assert lying == [1] * 4, "rows lie together, and are read at once"
@@ -145,7 +145,7 @@ class Counted:
     "shape", [(), (3,), (0, 5), (1 << 20,), (50257, 1024), (512, 512, 3, 3), (8, 1024, 4096), (2, 1 << 20)]
 )
 def test_large_tensors_are_cut_in_every_dimension(shape: tuple[int, ...]) -> None:
-    found = storage._split_into_pieces(shape, 4)
+    found = pieces._split_into_pieces(shape, 4)
     assert sum(prod(map(len, box)) for box in found) == prod(shape)
     assert len(found) <= 64
     if prod(shape) * 4 > 64 << 20:
@@ -155,14 +155,14 @@ def test_large_tensors_are_cut_in_every_dimension(shape: tuple[int, ...]) -> Non
 
 
 def test_a_damaged_piece_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_PIECE_BYTES", BYTES)
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", BYTES)
     path = save(tmp_path, epochs=1)[0]
     assert isinstance(path, Path)
-    manifest = storage.read_manifest(path)
+    manifest = folders.read_manifest(path)
     stored = manifest.tensors["model/0.weight"]
     assert len(stored.pieces) > 1
     piece = stored.pieces[-1]
-    whole = storage.read_tensors(path, manifest, ["model/0.weight"])["model/0.weight"]
+    whole = pieces.read_tensors(path, manifest, ["model/0.weight"])["model/0.weight"]
     file = path / piece.file
     data = bytearray(file.read_bytes())
     at = data.index(whole[_slices(piece.box)].contiguous().numpy().tobytes(), piece.offset)
@@ -173,19 +173,19 @@ def test_a_damaged_piece_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         load(tmp_path)
     with pytest.raises(ArtifactError, match="another checksum"):
-        storage.verify_checkpoint(path)
+        pieces.verify_checkpoint(path)
     # A rank that does not need this piece is not concerned.
-    others = storage.shares_of(manifest, {"model/0.weight": stored.pieces[0].box})
-    assert len(list(storage.read_shares(path, manifest, others))) == 1
+    others = pieces.shares_of(manifest, {"model/0.weight": stored.pieces[0].box})
+    assert len(list(pieces.read_shares(path, manifest, others))) == 1
 
 
 def test_torchs_own_tools_read_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_PIECE_BYTES", BYTES)
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", BYTES)
     path = save(tmp_path, epochs=1)[0]
-    manifest = storage.read_manifest(path)
+    manifest = folders.read_manifest(path)
     dcp_to_torch_save(path, tmp_path / "found.pt")
     found = torch.load(tmp_path / "found.pt", weights_only=True)
-    for name, tensor in storage.read_tensors(path, manifest, manifest.tensors).items():
+    for name, tensor in pieces.read_tensors(path, manifest, manifest.tensors).items():
         assert torch.equal(found[name], tensor)
 
 
@@ -210,7 +210,7 @@ def test_wrong_pieces_are_refused(wrong: dict[str, Any], words: str) -> None:
 
 def save_and_load_apart(base: Path) -> dict[str, torch.Tensor]:
     """Saves and loads where each rank is a machine of its own, with all pieces small."""
-    storage._PIECE_BYTES = BYTES
+    pieces._PIECE_BYTES = BYTES
     home = base / str(dist.get_rank())
     home.mkdir(exist_ok=True)
     os.chdir(home)

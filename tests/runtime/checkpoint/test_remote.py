@@ -17,7 +17,7 @@ import zoo
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from pipedream.core.errors import ArtifactError, WorkerError
-from pipedream.runtime.checkpoint import storage
+from pipedream.runtime.checkpoint import folders, pieces
 from pipedream.runtime.checkpoint.remote import RemotePath, any_path
 from pipedream.training.resume import CHECKPOINTS
 from tests.runtime.checkpoint import saving
@@ -52,7 +52,7 @@ def test_a_run_continues_exactly(tmp_path: Path) -> None:
     saving.run(URL, epochs=2)
     found = saving.run(URL, epochs=4, resume=URL)
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    assert names() == [storage.folder_name(5 * epochs) for epochs in (1, 2, 3, 4)], "and nothing else is left"
+    assert names() == [folders.folder_name(5 * epochs) for epochs in (1, 2, 3, 4)], "and nothing else is left"
 
 
 def test_the_newest_are_kept() -> None:
@@ -73,11 +73,11 @@ def test_torchs_reader_reads_it() -> None:
 
 def test_a_checkpoint_without_its_manifest_does_not_exist(memory: Any) -> None:
     old, new = saving.save(URL, epochs=2)
-    (new / storage.MANIFEST).unlink()
-    assert storage.complete_checkpoints(any_path(URL)) == [old]
+    (new / folders.MANIFEST).unlink()
+    assert folders.complete_checkpoints(any_path(URL)) == [old]
     assert saving.load(URL) == (1, 0)
     saving.run(URL, epochs=3, resume=URL)
-    assert names() == [storage.folder_name(5 * epochs) for epochs in (1, 2, 3)]
+    assert names() == [folders.folder_name(5 * epochs) for epochs in (1, 2, 3)]
 
 
 @pytest.mark.slow
@@ -114,8 +114,8 @@ def test_a_killed_save_leaves_the_checkpoint_before(monkeypatch: pytest.MonkeyPa
         before, allowed_then = allowed, allowed
         done, allowed = -(10**9), allowed_then
         assert saving.load(URL)[0] in (1, 2), before
-        for path in storage.complete_checkpoints(any_path(URL)):
-            storage.verify_checkpoint(path)
+        for path in folders.complete_checkpoints(any_path(URL)):
+            pieces.verify_checkpoint(path)
         allowed += 1
         if saving.load(URL)[0] == 2:
             break
@@ -127,7 +127,7 @@ def test_damage_is_found(run_command: Callable[..., tuple[int, str, str]]) -> No
     old, new = saving.save(run, epochs=2)
     status, out, _ = run_command("checkpoint", "verify", URL)
     assert (status, [line.split(", ")[0] for line in out.splitlines()]) == (0, [f"{old}: intact", f"{new}: intact"])
-    stored = storage.read_manifest(new).tensors["model/0.weight"].pieces[0]
+    stored = folders.read_manifest(new).tensors["model/0.weight"].pieces[0]
     flip(new / stored.file, stored.offset + stored.length // 2)
     status, out, error = run_command("checkpoint", "verify", run)
     assert (status, out.splitlines()[1]) == (2, f"{new}: damaged")
@@ -135,10 +135,10 @@ def test_damage_is_found(run_command: Callable[..., tuple[int, str, str]]) -> No
     with pytest.raises(ArtifactError, match=f"resume from {old}"):
         saving.load(run)
     assert saving.load(str(old)) == (1, 0)
-    (new / stored.file).write_bytes(bytes(storage.read_manifest(old).files[stored.file]))
+    (new / stored.file).write_bytes(bytes(folders.read_manifest(old).files[stored.file]))
     with pytest.raises(ArtifactError, match=f"cannot be read: (?!OSError).*resume from {old}"):
         saving.load(run)
-    flip(old / storage.MANIFEST, 100)
+    flip(old / folders.MANIFEST, 100)
     with pytest.raises(ArtifactError, match=r"damaged|not JSON"):
         saving.load(str(old))
 
@@ -254,7 +254,7 @@ def test_several_processes(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/run"
     whole = processes.results(train, 2, str(tmp_path / "local"), 4, False)[0]
     processes.results(train, 2, url, 3, False)
-    newest = tmp_path / "run" / storage.folder_name(15)
+    newest = tmp_path / "run" / folders.folder_name(15)
     assert sorted(path.name for path in newest.iterdir()) == [
         ".metadata",
         "__0_0.distcp",
@@ -263,7 +263,7 @@ def test_several_processes(tmp_path: Path) -> None:
     ]
     found = processes.results(train, 2, url, 4, True)[0]
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    assert names(url) == [storage.folder_name(15), storage.folder_name(20)]
+    assert names(url) == [folders.folder_name(15), folders.folder_name(20)]
     for failed in processes.launch(train, 2, "memory://of/one/process", 1, False):
         assert "rank 1 does not see what rank 0 has written" in str(failed.error)
 
@@ -279,5 +279,5 @@ def test_the_manifest_is_written_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RemotePath, "open", recorded)
     (path,) = saving.save(URL, epochs=1)
-    assert order[-3:] == ["__0_0.distcp", ".metadata", storage.MANIFEST]
-    assert json.loads((path / storage.MANIFEST).read_text())["minibatches"] == 5
+    assert order[-3:] == ["__0_0.distcp", ".metadata", folders.MANIFEST]
+    assert json.loads((path / folders.MANIFEST).read_text())["minibatches"] == 5

@@ -1,6 +1,6 @@
 """Folders in an object store, or on any other file system of fsspec, which comes with torch.
 
-Torch's distributed checkpoint has an `FsspecWriter`, which agrees on a plan first (see `storage`) and assumes an empty
+Torch's distributed checkpoint has an `FsspecWriter`, which agrees on a plan first (see `writer`) and assumes an empty
 folder; its file system cannot say how large a file is. So files are opened here. They are in torch's form:
 its `FsspecReader` reads them.
 """

@@ -1,0 +1,355 @@
+"""The folders of checkpoints: their names and manifests, and how they appear and disappear at once.
+
+A rank that does not see rank 0's folder has one of the same name on its own machine, without a manifest, which it
+renames before rank 0 does. A rank that resumes gets what its machine lacks from a rank that has it.
+
+An object store (`remote`) has no rename: its files are written where they stay, the manifest last, and removed after
+it. A folder without a manifest is what a killed save has left, and the next save removes it.
+
+The manifest is JSON and tensors are read with ``weights_only``: a checkpoint from elsewhere cannot run code. The
+``.metadata``, for torch's own tools, is a pickle and is never read here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from pipedream.core.checkpoint import Checkpoint
+from pipedream.core.errors import ArtifactError
+from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
+from pipedream.runtime.comm.process_group import broadcast_text, gather_texts
+
+MANIFEST = "checkpoint.json"
+"""Name of the file that describes a checkpoint; a folder without it is not a checkpoint."""
+
+_PREFIX = "minibatch-"
+_COPIED_BYTES = 16 << 20  # at once
+
+
+def folder_name(minibatches: int) -> str:
+    """Returns the name of a checkpoint's folder, e.g. 'minibatch-00000091' after 91 minibatches."""
+    return f"{_PREFIX}{minibatches:08d}"
+
+
+def minibatches_of(name: str) -> int | None:
+    """Returns the number in a checkpoint folder's name; None for any other name."""
+    match = re.fullmatch(rf"{_PREFIX}(\d+)", name)
+    return int(match[1]) if match else None
+
+
+def complete_checkpoints(folder: AnyPath) -> list[AnyPath]:
+    """Returns a folder's complete checkpoints, the oldest first."""
+    return list_checkpoints(folder)
+
+
+def list_checkpoints(folder: AnyPath, *, parts: bool = False) -> list[AnyPath]:
+    minibatches = {
+        path: number
+        for path in folder.glob(f"{_PREFIX}*")
+        if (number := minibatches_of(path.name)) is not None and (parts or (path / MANIFEST).is_file())
+    }
+    return sorted(minibatches, key=minibatches.__getitem__)
+
+
+def newest_checkpoint(folder: str | os.PathLike[str] | RemotePath) -> AnyPath | None:
+    """Returns a folder's newest complete checkpoint, or the folder if it is one itself, or None."""
+    path = any_path(folder)
+    if (path / MANIFEST).is_file():
+        return path
+    return next(reversed(complete_checkpoints(path)), None)
+
+
+def newest_of_all(newest_here: AnyPath | None, group: dist.ProcessGroup | None) -> AnyPath | None:
+    """Returns the newest of what the ranks have found; every rank calls it.
+
+    Without a shared folder one machine has the manifest: that of rank 0 when it was saved.
+    """
+    number = -1 if newest_here is None else (minibatches_of(newest_here.resolve().name) or 0)
+    rows = [json.loads(row) for row in gather_texts(json.dumps([number, str(newest_here)]), group)]
+    newest, path = max(rows, key=lambda row: int(row[0]))
+    return any_path(path) if newest >= 0 else None
+
+
+def read_manifest(path: AnyPath) -> Checkpoint:
+    """Reads a manifest; raises an `ArtifactError` if it is damaged, or a file is missing or truncated."""
+    try:
+        return _read_manifest(path)
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}; {advise_other(path)}") from None
+
+
+def read_shared_manifest(path: AnyPath, group: dist.ProcessGroup | None) -> tuple[Checkpoint, dict[str, int]]:
+    """Reads a manifest that some ranks see, and files of which each rank sees some; every rank calls it.
+
+    Returns the manifest, and for each file the first rank that has it whole.
+
+    Raises:
+        ArtifactError: the same on every rank: see `read_manifest`.
+    """
+    page = path / MANIFEST
+    try:
+        text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        text = str(error)  # is refused as no JSON
+    text = next(filter(None, gather_texts(text, group)), "")
+    try:
+        manifest = Checkpoint.from_json(text, str(page))
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}; {advise_other(path)}") from None
+    rows = [json.loads(row) for row in gather_texts(json.dumps(_find_file_problems(path, manifest)), group)]
+    ranks_by_file = {name: [rank for rank, row in enumerate(rows) if name not in row] for name in manifest.files}
+    for name, ranks in ranks_by_file.items():
+        if not ranks:
+            advice = broadcast_text(advise_other(path), group)
+            raise ArtifactError(f"the checkpoint {path} {rows[0][name]}; {advice}")
+    return manifest, {name: ranks[0] for name, ranks in ranks_by_file.items()}
+
+
+def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None) -> list[bool]:
+    """Returns for each rank whether it sees rank 0's folder, which exists; every rank calls it.
+
+    Raises:
+        ArtifactError: the same on every rank: rank 0 cannot write into it, or it is a URL that a rank does not see.
+    """
+    mark, token, failure = folder / ".shared", uuid4().hex, ""
+    if rank == 0:
+        try:
+            mark.write_text(token, encoding="utf-8")
+        except OSError as error:
+            failure = f"cannot write into the folder {folder}: {error}; choose another one"
+    token, failure = json.loads(broadcast_text(json.dumps([token, failure]), group))
+    if failure:
+        raise ArtifactError(failure)
+    seen, why = False, "another file is there"
+    try:
+        seen = mark.read_text(encoding="utf-8") == token
+    except OSError as error:
+        why = str(error)
+    rows = gather_texts("" if seen else why, group)
+    if rank == 0:
+        mark.unlink(missing_ok=True)
+    for other, problem in enumerate(rows):
+        if problem and isinstance(folder, RemotePath):
+            raise ArtifactError(
+                f"rank {other} does not see what rank 0 has written into {folder} ({problem}); give a store that all "
+                "machines reach, with the same credentials"
+            )
+    return [not problem for problem in rows]
+
+
+def _read_manifest(path: AnyPath) -> Checkpoint:
+    manifest = _load_manifest(path)
+    for problem in _find_file_problems(path, manifest).values():
+        raise ArtifactError(f"the checkpoint {path} {problem}")
+    return manifest
+
+
+def _load_manifest(path: AnyPath) -> Checkpoint:
+    page = path / MANIFEST
+    try:
+        text = page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"cannot read the Checkpoint in {page}: {error}") from None
+    return Checkpoint.from_json(text, str(page))
+
+
+def _find_file_problems(path: AnyPath, manifest: Checkpoint) -> dict[str, str]:
+    """Returns what is wrong with files, by their names."""
+    problems = {}
+    for name, size in manifest.files.items():
+        if (path / name).is_symlink():
+            problems[name] = (
+                f"is not read: its {name} is a link, which may lead to any file; put a copy of the file in its place"
+            )
+            continue
+        try:
+            size_here = (path / name).stat().st_size
+        except OSError as error:
+            problems[name] = f"is damaged: {error}"
+            continue
+        if size_here != size:
+            problems[name] = f"is damaged: {name} has {size_here} bytes, and had {size} when it was saved"
+    return problems
+
+
+def check_names(path: AnyPath, manifest: Checkpoint, names: Iterable[str]) -> None:
+    """Raises an `ArtifactError` if a tensor is not in the checkpoint."""
+    for name in names:
+        if name not in manifest.tensors:
+            raise ArtifactError(f"the checkpoint {path} has no tensor {name!r}; it is of another model or optimizer")
+
+
+def absent_files(path: AnyPath, manifest: Checkpoint) -> set[str]:
+    """Returns the names of files that this machine has not, or not whole."""
+    return set(_find_file_problems(path, manifest))
+
+
+def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
+    """Makes one checkpoint in the folder `out` from the parts that machines without a shared folder have kept.
+
+    Args:
+        folders: of checkpoints; the newest manifest in them counts.
+
+    Raises:
+        ArtifactError: no folder has a manifest, a file is missing or damaged, or `out` has this checkpoint.
+    """
+    places = list(folders)
+    checkpoints = [path for path in map(newest_checkpoint, places) if path is not None]
+    source = max(checkpoints, key=lambda path: path.name, default=None)
+    if source is None:
+        raise ArtifactError(
+            f"none of {', '.join(map(str, places))} has a manifest ({MANIFEST}); add the folder of rank 0's machine"
+        )
+    manifest = _load_manifest(source)
+    path = out / source.name
+    if path.exists():
+        raise ArtifactError(f"a checkpoint {path} exists already; gather into another folder")
+    scratch = name_scratch(path)
+    remove_tree(scratch)
+    scratch.mkdir(parents=True)
+    parts = [folder if folder.name == source.name else folder / source.name for folder in places]
+    whole = {name: part / name for part in parts for name in set(manifest.files) - absent_files(part, manifest)}
+    for name in manifest.files:
+        if name not in whole:
+            raise ArtifactError(f"none of {', '.join(map(str, parts))} has a whole {name}; give the folder that does")
+        copy_file(whole[name], scratch / name)
+    commit(scratch, path, manifest)
+    return path
+
+
+def commit(scratch: AnyPath, path: AnyPath, manifest: Checkpoint) -> None:
+    (scratch / ".metadata").write_bytes(pickle.dumps(_make_metadata(manifest)))
+    page = scratch / MANIFEST
+    with page.open("wb") as file:
+        file.write(manifest.to_json().encode() + b"\n")
+        flush(page, file)
+    move(scratch, path)
+    if isinstance(path, Path):
+        _flush_folder(path.parent)
+
+
+def flush(path: AnyPath, file: Any) -> None:
+    if isinstance(path, Path):
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    with suppress(OSError):  # not every file system lets a folder be flushed
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def name_scratch(path: AnyPath) -> AnyPath:
+    """Returns the folder in which a checkpoint is written, and from which it is removed."""
+    return path.with_name(f".{path.name}") if isinstance(path, Path) else path
+
+
+def remove_leftovers(folder: AnyPath, but: AnyPath | None = None) -> None:
+    """Removes what killed saves have left."""
+    if isinstance(folder, Path):
+        left: Iterable[AnyPath] = folder.glob(f".{_PREFIX}*")
+    else:
+        left = set(list_checkpoints(folder, parts=True)) - set(list_checkpoints(folder))
+    for leftover in left:
+        if leftover != but:
+            remove_tree(leftover)
+
+
+def remove_tree(path: AnyPath) -> None:
+    if isinstance(path, Path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        (path / MANIFEST).unlink(missing_ok=True)  # first: without it the rest is no checkpoint
+        path.remove_folder()
+
+
+def move(source: AnyPath, target: AnyPath) -> None:
+    """Gives a folder another name, at once on disk."""
+    if source == target:
+        return
+    if isinstance(source, Path):
+        source.rename(str(target))
+        return
+    for file in source.glob("*"):
+        copy_file(file, target / file.name)
+    remove_tree(source)
+
+
+def copy_file(source: AnyPath, target: AnyPath) -> None:
+    with source.open("rb") as reader, target.open("wb") as taken:
+        shutil.copyfileobj(reader, taken, _COPIED_BYTES)
+
+
+def set_aside(path: AnyPath) -> None:
+    replaced = path.with_name(f"{path.name}.replaced")
+    remove_tree(replaced)
+    move(path, replaced)
+
+
+def prune(folder: AnyPath, keep: int | None, *, parts: bool = False) -> None:
+    """Removes the oldest; with `parts` also folders without a manifest."""
+    for old in list_checkpoints(folder, parts=parts)[: -keep if keep else 0]:
+        doomed = name_scratch(old)
+        move(old, doomed)
+        remove_tree(doomed)
+
+
+def _make_metadata(manifest: Checkpoint) -> Metadata:
+    """Returns what torch's distributed checkpoint keeps about the same tensors."""
+    tensors, places = {}, {}
+    for name, stored in manifest.tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.shape)) for piece in stored.pieces]
+        properties = TensorProperties(dtype=getattr(torch, stored.dtype))
+        tensors[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+        for number, piece in enumerate(stored.pieces):
+            index = MetadataIndex(name, torch.Size(piece.start), number)
+            places[index] = _StorageInfo(piece.file, piece.offset, piece.length)
+    return Metadata(
+        dict(tensors),
+        planner_data={name: (name,) for name in tensors},
+        storage_data=places,
+        storage_meta=StorageMeta(),
+        version=CURRENT_DCP_VERSION,
+    )
+
+
+def summarise_error(error: BaseException) -> str:
+    text = (str(error).strip().splitlines() or [repr(error)])[0]
+    return f"{type(error).__name__}: {text}"
+
+
+def advise_other(path: AnyPath) -> str:
+    """Names the newest other checkpoint whose manifest is intact; one before this, if there is one."""
+    others = [other for other in complete_checkpoints(path.parent) if other.name != path.name]
+    for other in sorted(others, key=lambda other: (other.name < path.name, other.name), reverse=True):
+        try:
+            _read_manifest(other)
+        except ArtifactError:
+            continue
+        return f"resume from {other} (--resume {other})"
+    return "its folder has no other checkpoint: start again"
