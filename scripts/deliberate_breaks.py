@@ -654,8 +654,8 @@ BREAKS = (
     Break(
         "partition: partial sums go to a whole as to a cut",
         "partitioner/cost.py",
-        "return (2 if to_whole else 1) * _size(source.whole)",
-        "return _size(source.whole)",
+        "return (2 if to_whole else 1) * _count_elements(source.whole)",
+        "return _count_elements(source.whole)",
         ("partitioner/test_partition.py",),
     ),
     Break(
@@ -703,8 +703,8 @@ BREAKS = (
     Break(
         "partition: ties are all drawn alike",
         "partitioner/minimise.py",
-        "choice = self._chosen(random.choice)",
-        "choice = self._chosen(min)",
+        "choice = self._choose(random.choice)",
+        "choice = self._choose(min)",
         ("sharding/test_partitioned.py::test_transposed_weights_cost_nothing",),
     ),
     Break(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipedream import Operators, partition
 from pipedream.core.errors import PlanError
-from pipedream.partitioner.cost import Halves, at_rest, halved, halved_index, in_step, moved
+from pipedream.partitioner.cost import Halves, count_moved, halve_access, halve_box, halve_index, halve_tensor
 from pipedream.partitioner.partition import METHODS, completed
 from pipedream.partitioner.search import Choice, Search, State, all_choices
 
@@ -123,21 +123,21 @@ BOX = (range(8), range(6))
 @pytest.mark.parametrize(
     ("source", "target", "elements"),
     [
-        (Halves(BOX, BOX, BOX, is_pending=True), at_rest(BOX, 0), 48),
-        (Halves(BOX, BOX, BOX, is_pending=True), at_rest(BOX, None), 96),
-        (at_rest(BOX, None), at_rest(BOX, 1), 0),
-        (at_rest(BOX, None), at_rest(BOX, None), 0),
-        (at_rest(BOX, 0), at_rest(BOX, 0), 0),
-        (at_rest(BOX, 0), at_rest(BOX, 1), 24),
-        (at_rest(BOX[:1], 0), at_rest(BOX[:1], 0), 0),
-        (at_rest(BOX, 0), at_rest(BOX, None), 48),
-        (at_rest((range(4), range(6)), 0), at_rest(BOX, None), 48),
-        (at_rest((range(4), range(6)), None), at_rest(BOX, None), 24),
-        (at_rest((range(7), range(6)), 0), at_rest((range(7), range(6)), None), 8400),
+        (Halves(BOX, BOX, BOX, is_pending=True), halve_tensor(BOX, 0), 48),
+        (Halves(BOX, BOX, BOX, is_pending=True), halve_tensor(BOX, None), 96),
+        (halve_tensor(BOX, None), halve_tensor(BOX, 1), 0),
+        (halve_tensor(BOX, None), halve_tensor(BOX, None), 0),
+        (halve_tensor(BOX, 0), halve_tensor(BOX, 0), 0),
+        (halve_tensor(BOX, 0), halve_tensor(BOX, 1), 24),
+        (halve_tensor(BOX[:1], 0), halve_tensor(BOX[:1], 0), 0),
+        (halve_tensor(BOX, 0), halve_tensor(BOX, None), 48),
+        (halve_tensor((range(4), range(6)), 0), halve_tensor(BOX, None), 48),
+        (halve_tensor((range(4), range(6)), None), halve_tensor(BOX, None), 24),
+        (halve_tensor((range(7), range(6)), 0), halve_tensor((range(7), range(6)), None), 8400),
     ],
 )
 def test_published_costs(source: Halves, target: Halves, elements: int) -> None:
-    assert moved(source, target) == elements
+    assert count_moved(source, target) == elements
 
 
 def test_a_halo_is_fetched() -> None:
@@ -188,10 +188,10 @@ def exhaustive(ops: Operators, state: State) -> float:
         for index in all_choices(ops, number, ranges):
             total = 0
             for access in step.accesses:
-                rest = at_rest(state.boxes[access.tensor], schemes[access.tensor])
+                rest = halve_tensor(state.boxes[access.tensor], schemes[access.tensor])
                 is_result = access is step.line.result
-                use = in_step(access, ops.tensors[access.tensor], ranges, index, is_result=is_result)
-                total += moved(use, rest) if is_result else moved(rest, use)
+                use = halve_access(access, ops.tensors[access.tensor], ranges, index, is_result=is_result)
+                total += count_moved(use, rest) if is_result else count_moved(rest, use)
             found.append(total)
         return min(found)
 
@@ -302,9 +302,9 @@ def test_regions_follow_the_cuts() -> None:
     state = State.uncut(ops)
     for cut in found.cuts:
         for name, box in state.boxes.items():
-            assert halved(box, cut.schemes[name]) == state.after(cut).boxes[name]
+            assert halve_box(box, cut.schemes[name]) == state.after(cut).boxes[name]
         for own, index in zip(state.ranges, cut.indices, strict=True):
-            assert halved_index(own, index) in state.after(cut).ranges
+            assert halve_index(own, index) in state.after(cut).ranges
         state = state.after(cut)
     assert found.cuts[0].schemes["w1"] == found.cuts[0].schemes["g1"]
 

@@ -55,10 +55,10 @@ def layout(
       pipedream layout examples/resnet_digits.py --mesh data:2,model:2
     """
     ranks = Mesh(mesh)
-    rates = _rates(ranks, [word for text in bandwidth or [] for word in text.split(",")])
+    rates = _parse_rates(ranks, [word for text in bandwidth or [] for word in text.split(",")])
     _check_rates(objective, operations_per_s, rates)
     limit = memory_of(memory)
-    found = laid_out(
+    report = laid_out(
         step_of(step, element_bytes, seed),
         ranks,
         objective,
@@ -67,20 +67,20 @@ def layout(
         operations_per_s=operations_per_s,
         bytes_per_s=rates,
     )
-    print_json(found) if as_json else print(layout_table(found))
+    print_json(report) if as_json else print(layout_table(report))
 
 
 def _check_rates(objective: str, operations_per_s: float | None, rates: dict[str, float] | None) -> None:
-    given = {"--operations-per-s": operations_per_s, "--bandwidth": rates}
-    missing = [name for name, value in given.items() if value is None]
+    options = {"--operations-per-s": operations_per_s, "--bandwidth": rates}
+    missing = [name for name, value in options.items() if value is None]
     if objective == "time" and missing:
         raise PlanError(f"--objective time was asked for without {' and '.join(missing)}; give both rates of a rank")
-    if objective == "memory" and len(missing) < len(given):
-        extra = " and ".join(name for name in given if name not in missing)
+    if objective == "memory" and len(missing) < len(options):
+        extra = " and ".join(name for name in options if name not in missing)
         raise PlanError(f"{extra} was given, but has no effect on the least memory; add --objective time, or remove it")
 
 
-def _rates(mesh: Mesh, words: list[str]) -> dict[str, float] | None:
+def _parse_rates(mesh: Mesh, words: list[str]) -> dict[str, float] | None:
     """Returns bytes per second for each dimension of the mesh."""
     if not words:
         return None

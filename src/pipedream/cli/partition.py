@@ -48,5 +48,5 @@ def partition(
     """
     check_request(ranks, method)  # before a recipe is loaded
     described = step_of(step, element_bytes, seed)
-    found = partitioned(described, ranks, method, batch=batch or "", replicate=not no_replicate)
-    print_json(found) if as_json else print(partition_table(found))
+    comparison = partitioned(described, ranks, method, batch=batch or "", replicate=not no_replicate)
+    print_json(comparison) if as_json else print(partition_table(comparison))

@@ -35,48 +35,48 @@ class Halves(NamedTuple):
     is_even: bool = True
 
 
-def _size(box: Box | None) -> int:
+def _count_elements(box: Box | None) -> int:
     return 0 if box is None else prod(map(len, box))
 
 
-def _halves(values: range) -> tuple[range, range]:
+def _split_range(values: range) -> tuple[range, range]:
     middle = values.start + -(-len(values) // 2)
     return range(values.start, middle), range(middle, values.stop)
 
 
-def halved(box: Box, cut: int | None, *, second: bool = False) -> Box:
+def halve_box(box: Box, cut: int | None, *, second: bool = False) -> Box:
     """Returns one half of a tensor; where it does not divide, the first is larger."""
-    return box if cut is None else (*box[:cut], _halves(box[cut])[second], *box[cut + 1 :])
+    return box if cut is None else (*box[:cut], _split_range(box[cut])[second], *box[cut + 1 :])
 
 
-def halved_index(ranges: Mapping[str, range], index: str | None, *, second: bool = False) -> dict[str, range]:
+def halve_index(ranges: Mapping[str, range], index: str | None, *, second: bool = False) -> dict[str, range]:
     """Returns what one half computes."""
-    return dict(ranges) if index is None else {**ranges, index: _halves(ranges[index])[second]}
+    return dict(ranges) if index is None else {**ranges, index: _split_range(ranges[index])[second]}
 
 
-def at_rest(box: Box, cut: int | None) -> Halves:
+def halve_tensor(box: Box, cut: int | None) -> Halves:
     """Returns the halves of a tensor while no operator uses it."""
     is_even = cut is None or len(box[cut]) % 2 == 0
-    return Halves(halved(box, cut), halved(box, cut, second=True), box, is_even=is_even)
+    return Halves(halve_box(box, cut), halve_box(box, cut, second=True), box, is_even=is_even)
 
 
-def in_step(
+def halve_access(
     access: Access, shape: tuple[int, ...], ranges: Mapping[str, range], index: str | None, *, is_result: bool
 ) -> Halves:
     """Returns the halves that an operator reads or computes, where an index is halved."""
     whole = span(access, ranges, shape)
     if index is None:
         return Halves(whole, whole, whole)
-    first, second = _halves(ranges[index])
+    first, second = _split_range(ranges[index])
     is_even = len(first) == len(second)
     if not _uses(access, index):
         return Halves(whole, whole, whole, is_result, is_even)
-    one, other = (span(access, {**ranges, index: half}, shape) for half in (first, second))
-    return Halves(one, other, whole, is_even=is_even)
+    first_box, second_box = (span(access, {**ranges, index: half}, shape) for half in (first, second))
+    return Halves(first_box, second_box, whole, is_even=is_even)
 
 
 def _uses(access: Access, index: str) -> bool:
-    return any(name == index for one in access.indices if one for name, _ in one.terms)
+    return any(name == index for expression in access.indices if expression for name, _ in expression.terms)
 
 
 def is_offered(step: Operator, shapes: Sequence[tuple[int, ...]], ranges: Mapping[str, range], index: str) -> bool:
@@ -88,30 +88,32 @@ def is_offered(step: Operator, shapes: Sequence[tuple[int, ...]], ranges: Mappin
         shapes: of the tensors in `Operator.accesses`.
     """
     for access, shape in zip(step.accesses, shapes, strict=True):
-        if not any(one and one.plain is None for one in access.indices):
+        if not any(expression and expression.plain is None for expression in access.indices):
             continue
         is_result = access is step.line.result
-        found = in_step(access, shape, ranges, index, is_result=is_result)
-        common = 0 if found.first == found.second else _size(overlap(found.first, found.second))
-        if common and (is_result or 2 * common > _size(found.first)):
+        halves = halve_access(access, shape, ranges, index, is_result=is_result)
+        common = 0 if halves.first == halves.second else _count_elements(overlap(halves.first, halves.second))
+        if common and (is_result or 2 * common > _count_elements(halves.first)):
             return False
     return True
 
 
-def moved(source: Halves, target: Halves) -> int:
+def count_moved(source: Halves, target: Halves) -> int:
     """Returns the elements that both halves of the ranks together get from each other.
 
     Those of the authors' prototype: partial sums r to a cut |r|, to a whole 2|r|; a whole to anything 0; a cut to a
     whole |r|, and what the target has beyond the source; from one cut to another what each lacks.
     """
     if not (source.is_even and target.is_even):
-        return _UNEVEN * (_size(source.whole) + _size(target.whole))
+        return _UNEVEN * (_count_elements(source.whole) + _count_elements(target.whole))
     to_whole = target.first == target.second
     if source.is_pending:
-        return (2 if to_whole else 1) * _size(source.whole)
+        return (2 if to_whole else 1) * _count_elements(source.whole)
     from_whole = source.first == source.second
     if to_whole:
-        return _size(target.whole) - (_size(overlap(source.whole, target.whole)) if from_whole else 0)
+        return _count_elements(target.whole) - (
+            _count_elements(overlap(source.whole, target.whole)) if from_whole else 0
+        )
     if from_whole:
         return 0
-    return _size(overlap(source.first, target.second)) + _size(overlap(source.second, target.first))
+    return _count_elements(overlap(source.first, target.second)) + _count_elements(overlap(source.second, target.first))

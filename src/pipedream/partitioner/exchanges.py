@@ -16,7 +16,7 @@ from math import prod
 from pipedream.core.operators.operators import Operators, span
 from pipedream.core.operators.text import Access
 from pipedream.core.plan.mesh import Box, Piece, overlap
-from pipedream.partitioner.cost import halved, halved_index
+from pipedream.partitioner.cost import halve_box, halve_index
 from pipedream.partitioner.partition import Partition
 
 
@@ -49,7 +49,7 @@ class Exchanges:
         """All of them."""
         return range(self.partition.ranks)
 
-    def _halves(self, rank: int) -> list[bool]:
+    def _list_halves(self, rank: int) -> list[bool]:
         """Whether it is in the second half, for each cut."""
         count = len(self.partition.cuts)
         return [bool(rank >> (count - 1 - at) & 1) for at in range(count)]
@@ -57,30 +57,30 @@ class Exchanges:
     @cached_property
     def rests(self) -> dict[str, tuple[Box, ...]]:
         """Tensor -> what each rank has of it."""
-        found = {}
+        rests = {}
         for name, shape in self.operators.tensors.items():
             boxes = []
             for rank in self.ranks:
                 box = tuple(map(range, shape))
-                for cut, second in zip(self.partition.cuts, self._halves(rank), strict=True):
-                    box = halved(box, cut.schemes[name], second=second)
+                for cut, second in zip(self.partition.cuts, self._list_halves(rank), strict=True):
+                    box = halve_box(box, cut.schemes[name], second=second)
                 boxes.append(box)
-            found[name] = tuple(boxes)
-        return found
+            rests[name] = tuple(boxes)
+        return rests
 
     @cached_property
     def ranges(self) -> tuple[tuple[dict[str, range], ...], ...]:
         """For each operator, what each rank computes: index -> values."""
-        found = []
+        all_ranges = []
         for number, step in enumerate(self.operators.steps):
-            own = []
+            by_rank = []
             for rank in self.ranks:
                 ranges = {name: range(size) for name, size in step.sizes.items()}
-                for cut, second in zip(self.partition.cuts, self._halves(rank), strict=True):
-                    ranges = halved_index(ranges, cut.indices[number], second=second)
-                own.append(ranges)
-            found.append(tuple(own))
-        return tuple(found)
+                for cut, second in zip(self.partition.cuts, self._list_halves(rank), strict=True):
+                    ranges = halve_index(ranges, cut.indices[number], second=second)
+                by_rank.append(ranges)
+            all_ranges.append(tuple(by_rank))
+        return tuple(all_ranges)
 
     def used(self, number: int, access: Access) -> tuple[Box, ...]:
         """Returns the part of an operand, or of the result, that each rank of an operator uses, or computes."""
@@ -89,7 +89,7 @@ class Exchanges:
 
     def operand(self, number: int, access: Access) -> tuple[Piece, ...]:
         """Returns the pieces of an operand that the ranks need; those from a rank to itself too."""
-        return _pieces(self.rests[access.tensor], self.used(number, access))
+        return _plan_pieces(self.rests[access.tensor], self.used(number, access))
 
     def result(self, number: int) -> Result:
         """Returns how the result of an operator gets to where it rests."""
@@ -97,18 +97,18 @@ class Exchanges:
         boxes, rests = self.used(number, step.line.result), self.rests[step.result]
         partial = [tuple(ranges[name] for name in sorted(step.reduced)) for ranges in self.ranges[number]]
         if len(set(partial)) == 1:
-            return Result(boxes, (), boxes, _pieces(boxes, rests))
-        shares = _shares(rests)
+            return Result(boxes, (), boxes, _plan_pieces(boxes, rests))
+        shares = _plan_shares(rests)
         sums: list[Piece] = []
         for terms in dict.fromkeys(partial):
             having = [rank for rank in self.ranks if partial[rank] == terms]
-            sums += _pieces(boxes, shares, having)
-        return Result(boxes, tuple(sums), shares, _pieces(shares, rests))
+            sums += _plan_pieces(boxes, shares, having)
+        return Result(boxes, tuple(sums), shares, _plan_pieces(shares, rests))
 
     @property
     def elements(self) -> int:
         """That all ranks send together in a step."""
-        return sum(_sent(pieces) for _, pieces in self._each())
+        return sum(_count_sent(pieces) for _, pieces in self._iterate())
 
     def sent_bytes(self, element_bytes: Mapping[str, int], steps: int | None = None) -> int:
         """Returns the bytes that all ranks send together, given those of an element of each tensor.
@@ -116,20 +116,20 @@ class Exchanges:
         Args:
             steps: only in so many of the first operators.
         """
-        return sum(element_bytes[name] * _sent(pieces) for name, pieces in self._each(steps))
+        return sum(element_bytes[name] * _count_sent(pieces) for name, pieces in self._iterate(steps))
 
     def bytes_of_busiest(self, element_bytes: Mapping[str, int], steps: int | None = None) -> list[int]:
         """Returns for each exchange the bytes that one rank sends, or receives, at most; see `sent_bytes`."""
-        found = []
-        for name, pieces in self._each(steps):
+        busiest = []
+        for name, pieces in self._iterate(steps):
             ends: Counter[tuple[str, int]] = Counter()
             for piece in pieces:
                 if piece.sender != piece.receiver:
                     ends["sends", piece.sender] += prod(map(len, piece.box))
                     ends["receives", piece.receiver] += prod(map(len, piece.box))
             if ends:
-                found.append(element_bytes[name] * max(ends.values()))
-        return found
+                busiest.append(element_bytes[name] * max(ends.values()))
+        return busiest
 
     def seconds(
         self, element_bytes: Mapping[str, int], bytes_per_s: float, latency_s: float, steps: int | None = None
@@ -143,19 +143,19 @@ class Exchanges:
         busiest = self.bytes_of_busiest(element_bytes, steps)
         return latency_s * len(busiest) + sum(busiest) / bytes_per_s
 
-    def _each(self, steps: int | None = None) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+    def _iterate(self, steps: int | None = None) -> Iterator[tuple[str, tuple[Piece, ...]]]:
         """Yields the tensor and the pieces of each exchange, in order."""
         for number, step in enumerate(self.operators.steps[:steps]):
-            yield from ((one.tensor, self.operand(number, one)) for one in step.line.operands)
+            yield from ((access.tensor, self.operand(number, access)) for access in step.line.operands)
             result = self.result(number)
             yield from ((step.result, pieces) for pieces in (result.sums, result.pieces))
 
 
-def _sent(pieces: Sequence[Piece]) -> int:
+def _count_sent(pieces: Sequence[Piece]) -> int:
     return sum(prod(map(len, piece.box)) for piece in pieces if piece.sender != piece.receiver)
 
 
-def _pieces(
+def _plan_pieces(
     have: Sequence[Box | None], need: Sequence[Box | None], having: Sequence[int] | None = None
 ) -> tuple[Piece, ...]:
     """Returns what the ranks send, each element from the receiver itself or the nearest rank that has it.
@@ -166,28 +166,28 @@ def _pieces(
     """
     owners: dict[Box, list[int]] = {}
     for rank in range(len(have)) if having is None else having:
-        if (own := have[rank]) is not None:
-            owners.setdefault(own, []).append(rank)
-    found = []
-    for receiver, wanted in enumerate(need):
+        if (owned := have[rank]) is not None:
+            owners.setdefault(owned, []).append(rank)
+    pieces = []
+    for receiver, needed in enumerate(need):
         for box, ranks in owners.items():
-            part = None if wanted is None else overlap(wanted, box)
+            part = None if needed is None else overlap(needed, box)
             if part is not None:
                 # The rank that differs in the lowest bits: a neighbour in the last cuts.
-                found.append(Piece(min(ranks, key=lambda rank: rank ^ receiver), receiver, part))
-    return tuple(found)
+                pieces.append(Piece(min(ranks, key=lambda rank: rank ^ receiver), receiver, part))
+    return tuple(pieces)
 
 
-def _shares(rests: Sequence[Box]) -> tuple[Box | None, ...]:
+def _plan_shares(rests: Sequence[Box]) -> tuple[Box | None, ...]:
     """Returns equal parts of what several ranks have whole; the first has a tensor without dimensions."""
-    found: list[Box | None] = []
+    shares: list[Box | None] = []
     for rank, box in enumerate(rests):
-        same = [other for other, own in enumerate(rests) if own == box]
+        same = [other for other, other_box in enumerate(rests) if other_box == box]
         if not box:
-            found.append(box if rank == same[0] else None)
+            shares.append(box if rank == same[0] else None)
             continue
         longest = max(range(len(box)), key=lambda at: len(box[at]))
         each, turn = -(-len(box[longest]) // len(same)), same.index(rank)
         part = box[longest][turn * each : (turn + 1) * each]
-        found.append((*box[:longest], part, *box[longest + 1 :]))
-    return tuple(found)
+        shares.append((*box[:longest], part, *box[longest + 1 :]))
+    return tuple(shares)

@@ -48,66 +48,66 @@ class IntegerProgram:
         self, options: Mapping[str, Sequence[str]], apart: Iterable[frozenset[str]], terms: Iterable[Term]
     ) -> None:
         self._options = options
-        self._apart = _largest(names.intersection(options) for names in apart)
-        self._blocks = _largest((frozenset[str](), *(term.names.intersection(options) for term in terms)))
-        pairs = [(name, one) for name, own in options.items() for one in own]
+        self._apart = _keep_largest(names.intersection(options) for names in apart)
+        self._blocks = _keep_largest((frozenset[str](), *(term.names.intersection(options) for term in terms)))
+        pairs = [(name, dimension) for name, dimensions in options.items() for dimension in dimensions]
         self._cut = {pair: at for at, pair in enumerate(pairs, 1)}
         self._ways: dict[frozenset[str], list[tuple[int, Over]]] = {}
         variables = 1 + len(pairs)
         for block in self._blocks:
-            ways = list(self._ways_to_cut(sorted(block), {}))
+            ways = list(self._yield_ways(sorted(block), {}))
             self._ways[block] = list(enumerate(ways, variables))
             variables += len(ways)
         self.variables = variables
-        self._rows: list[tuple[Row, float, float]] = list(self._agreement())
+        self._rows: list[tuple[Row, float, float]] = list(self._yield_agreement())
 
     @property
     def constraints(self) -> int:
         """The number of its rows."""
         return len(self._rows)
 
-    def _ways_to_cut(self, names: Sequence[str], before: Over) -> Iterator[Over]:
+    def _yield_ways(self, names: Sequence[str], before: Over) -> Iterator[Over]:
         if not names:
             yield before
             return
         name, *rest = names
-        yield from self._ways_to_cut(rest, before)
-        for one in self._options[name]:
-            if not any(name in together and self._is_taken(together, one, before) for together in self._apart):
-                yield from self._ways_to_cut(rest, {**before, name: one})
+        yield from self._yield_ways(rest, before)
+        for dimension in self._options[name]:
+            if not any(name in together and self._is_taken(together, dimension, before) for together in self._apart):
+                yield from self._yield_ways(rest, {**before, name: dimension})
 
     @staticmethod
-    def _is_taken(together: frozenset[str], one: str, before: Over) -> bool:
-        return any(other in together and used == one for other, used in before.items())
+    def _is_taken(together: frozenset[str], dimension: str, before: Over) -> bool:
+        return any(other in together and used == dimension for other, used in before.items())
 
-    def _agreement(self) -> Iterator[tuple[Row, float, float]]:
+    def _yield_agreement(self) -> Iterator[tuple[Row, float, float]]:
         """Yields rows with their least and greatest value."""
         for ways in self._ways.values():
             yield {at: 1.0 for at, _ in ways}, 1, 1
-        for (name, one), cut in self._cut.items():
+        for (name, dimension), cut in self._cut.items():
             for block, ways in self._ways.items():
                 if name in block:
-                    yield {cut: -1.0} | {at: 1.0 for at, over in ways if over.get(name) == one}, 0, 0
+                    yield {cut: -1.0} | {at: 1.0 for at, over in ways if over.get(name) == dimension}, 0, 0
         # What a block has together is already apart there.
-        for name, own in self._options.items():
+        for name, dimensions in self._options.items():
             if not any(name in block for block in self._blocks):
-                yield {self._cut[name, one]: 1.0 for one in own}, 0, 1
+                yield {self._cut[name, dimension]: 1.0 for dimension in dimensions}, 0, 1
         for together in self._apart:
-            for one in sorted({one for name in together for one in self._options[name]}):
-                row = {self._cut[name, one]: 1.0 for name in together if one in self._options[name]}
+            for dimension in sorted({dimension for name in together for dimension in self._options[name]}):
+                row = {self._cut[name, dimension]: 1.0 for name in together if dimension in self._options[name]}
                 if len(row) > 1 and not any(together <= block for block in self._blocks):
                     yield row, 0, 1
 
     def row(self, weights: Mapping[Any, float]) -> Row:
         """Returns the sum of some terms, each with a weight."""
-        found: Row = {}
+        row: Row = {}
         for term, weight in weights.items():
             names = term.names.intersection(self._options)
             block = next(block for block in self._blocks if names <= block)
             for at, over in self._ways[block]:
                 value = weight * term.value({name: over[name] for name in names if name in over})
-                found[at] = found.get(at, 0.0) + value
-        return found
+                row[at] = row.get(at, 0.0) + value
+        return row
 
     def count(self) -> Row:
         """Returns the number of names that are cut."""
@@ -119,7 +119,7 @@ class IntegerProgram:
 
     def without(self, over: Over) -> None:
         """Excludes one solution."""
-        row = {at: -1.0 if over.get(name) == one else 1.0 for (name, one), at in self._cut.items()}
+        row = {at: -1.0 if over.get(name) == dimension else 1.0 for (name, dimension), at in self._cut.items()}
         self._rows.append((row, 1.0 - sum(value < 0 for value in row.values()), np.inf))
 
     def least(self, objective: Row) -> dict[str, str] | None:
@@ -137,26 +137,26 @@ class IntegerProgram:
         ]
         at, variable, value = zip(*entries, strict=True)
         matrix = csr_array((value, (at, variable)), shape=(len(self._rows), self.variables))
-        found = milp(
+        solution = milp(
             costs,
             integrality=whole,
             bounds=Bounds(0, high),
             constraints=LinearConstraint(matrix, [low for _, low, _ in self._rows], [high for *_, high in self._rows]),
             options={"mip_rel_gap": 0.0},
         )
-        if found.status == 2:
+        if solution.status == 2:
             return None
-        if found.x is None:
+        if solution.x is None:
             raise PlanError(
-                f"HiGHS found no layout: {found.message}; fix some names so that there are fewer to choose from"
+                f"HiGHS found no layout: {solution.message}; fix some names so that there are fewer to choose from"
             )
-        return {name: one for (name, one), at in self._cut.items() if found.x[at] > 0.5}
+        return {name: dimension for (name, dimension), at in self._cut.items() if solution.x[at] > 0.5}
 
 
-def _largest(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+def _keep_largest(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
     """Returns the sets that are part of no other, the smallest first."""
-    found: list[frozenset[str]] = []
-    for one in sorted(set(sets), key=lambda names: (-len(names), sorted(names))):
-        if not any(one <= other for other in found):
-            found.append(one)
-    return found[::-1]
+    largest: list[frozenset[str]] = []
+    for names in sorted(set(sets), key=lambda names: (-len(names), sorted(names))):
+        if not any(names <= other for other in largest):
+            largest.append(names)
+    return largest[::-1]

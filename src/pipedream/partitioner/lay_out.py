@@ -64,14 +64,14 @@ def lay_out(
         rates = rates_of(elements_per_s, mesh)
     elif operations_per_s is not None or elements_per_s is not None:
         raise PlanError("operations_per_s and elements_per_s have no effect on the objective 'memory'; remove them")
-    search = _Search(operators, mesh, _checked(operators.named, fixed))
+    search = _Search(operators, mesh, _check_fixed(operators.named, fixed))
     if operations_per_s is None:
-        found = search.least_peak(memory_elements)
+        layout = search.least_peak(memory_elements)
     else:
-        found = search.least_time(operations_per_s, rates, memory_elements)
-    if found is None:
-        raise PlanError(_nothing_fits(search, memory_elements or 0))
-    return found
+        layout = search.least_time(operations_per_s, rates, memory_elements)
+    if layout is None:
+        raise PlanError(_explain_shortage(search, memory_elements or 0))
+    return layout
 
 
 def memory_program(operators: Operators, mesh: Mesh) -> IntegerProgram:
@@ -79,15 +79,15 @@ def memory_program(operators: Operators, mesh: Mesh) -> IntegerProgram:
     return _Search(operators, mesh).program()
 
 
-def _checked(named: Named, fixed: Iterable[str]) -> frozenset[str]:
-    found = frozenset(fixed)
-    for name in sorted(found - named.sizes.keys() - named.whole.keys()):
+def _check_fixed(named: Named, fixed: Iterable[str]) -> frozenset[str]:
+    names = frozenset(fixed)
+    for name in sorted(names - named.sizes.keys() - named.whole.keys()):
         near = get_close_matches(name, [*named.sizes, *named.whole], n=1)
         raise PlanError(
             f"fixed has {name!r}, which is an index of no operator; "
             + (f"did you mean {near[0]!r}?" if near else f"they have {', '.join(sorted(named.sizes))}")
         )
-    return found
+    return names
 
 
 class _Share(NamedTuple):
@@ -97,7 +97,7 @@ class _Share(NamedTuple):
     mesh: Mesh
 
     def value(self, over: Over) -> float:
-        return 1 / prod(self.mesh.dimensions[one] for one in over.values())
+        return 1 / prod(self.mesh.dimensions[dimension] for dimension in over.values())
 
 
 class _Copy(NamedTuple):
@@ -143,31 +143,33 @@ class _Search:
         named = operators.named
         self._steps = Counter(named.steps)
         fitting = {
-            name: [one for one, ranks in mesh.dimensions.items() if all(size % ranks == 0 for size in sizes)]
+            name: [
+                dimension for dimension, ranks in mesh.dimensions.items() if all(size % ranks == 0 for size in sizes)
+            ]
             for name, sizes in named.sizes.items()
             if name not in fixed
         }
-        self._options = {name: own for name, own in fitting.items() if own}
+        self._options = {name: dimensions for name, dimensions in fitting.items() if dimensions}
         self._uncut = self.report({})
 
     def report(self, over: Over) -> Report:
-        return self.operators.report(_layout(over), self.mesh)
+        return self.operators.report(_build_layout(over), self.mesh)
 
     def program(self, *others: Term) -> IntegerProgram:
-        """Returns a program whose `peak` is that of a rank, as `_scaled`.
+        """Returns a program whose `peak` is that of a rank, as `_scale`.
 
         Args:
             others: terms that it is asked for too.
         """
-        held = _held(self.operators, self.mesh)
-        terms = [*others, *(term for row in held for term in row)]
-        found = IntegerProgram(self._options, self.operators.named.apart, terms)
-        for elements in held:
-            row = found.row({term: self._scaled(weight) for term, weight in elements.items()})
-            found.at_most({**row, found.peak: -1.0}, 0)
-        return found
+        memory_rows = _list_memory_rows(self.operators, self.mesh)
+        terms = [*others, *(term for row in memory_rows for term in row)]
+        program = IntegerProgram(self._options, self.operators.named.apart, terms)
+        for elements in memory_rows:
+            row = program.row({term: self._scale(weight) for term, weight in elements.items()})
+            program.at_most({**row, program.peak: -1.0}, 0)
+        return program
 
-    def _scaled(self, elements: float) -> float:
+    def _scale(self, elements: float) -> float:
         """Returns elements of a rank so that the least possible peak is 1."""
         return elements * self.mesh.size / (self._uncut.peak or 1)
 
@@ -178,9 +180,9 @@ class _Search:
         least = self.report(over).peak
         if memory_elements is not None and least > memory_elements:
             return None
-        program.at_most({program.peak: 1.0}, self._scaled(least))
+        program.at_most({program.peak: 1.0}, self._scale(least))
         more = {variable: -value for variable, value in program.count().items()}
-        return _layout(self._first(program, more, lambda report: report.peak <= least) or over)
+        return _build_layout(self._find_first(program, more, lambda report: report.peak <= least) or over)
 
     def least_time(
         self, operations_per_s: float, elements_per_s: Mapping[str, float], memory_elements: int | None = None
@@ -196,8 +198,8 @@ class _Search:
         seconds = program.row({term: count * scale for term, count in terms.items()})
         most = np.inf if memory_elements is None else memory_elements
         if memory_elements is not None:
-            program.at_most({program.peak: 1.0}, self._scaled(memory_elements))
-        over = self._first(program, seconds, lambda report: report.peak <= most)
+            program.at_most({program.peak: 1.0}, self._scale(memory_elements))
+        over = self._find_first(program, seconds, lambda report: report.peak <= most)
         if over is None:
             return None
         least = self.report(over).seconds(operations_per_s, elements_per_s) * (1 + 1e-9)
@@ -206,27 +208,27 @@ class _Search:
         def is_as_good(report: Report) -> bool:
             return report.peak <= most and report.seconds(operations_per_s, elements_per_s) <= least
 
-        return _layout(self._first(program, {program.peak: 1.0}, is_as_good) or over)
+        return _build_layout(self._find_first(program, {program.peak: 1.0}, is_as_good) or over)
 
-    def _first(self, program: IntegerProgram, objective: Row, accepts: Callable[[Report], bool]) -> Over | None:
+    def _find_first(self, program: IntegerProgram, objective: Row, accepts: Callable[[Report], bool]) -> Over | None:
         """Returns the best solution that satisfies the constraints exactly; the solver has tolerances."""
         while (over := program.least(objective)) is not None and not accepts(self.report(over)):
             program.without(over)
         return over
 
 
-def _layout(over: Over) -> Layout:
-    return Layout(",".join(f"{name}:{one}" for name, one in sorted(over.items())))
+def _build_layout(over: Over) -> Layout:
+    return Layout(",".join(f"{name}:{dimension}" for name, dimension in sorted(over.items())))
 
 
-def _held(operators: Operators, mesh: Mesh) -> list[dict[Term, float]]:
+def _list_memory_rows(operators: Operators, mesh: Mesh) -> list[dict[Term, float]]:
     """Returns what a rank holds at each operator, without operators at which another one holds more of everything."""
     named = operators.named
     terms: dict[Term, int] = {}
     entries: list[tuple[int, int, int]] = []
     end = max(1, len(named.steps))
     for name, live in named.live.items():
-        term = terms.setdefault(_Share(frozenset(one for one in named.at_rest[name] if one), mesh), len(terms))
+        term = terms.setdefault(_Share(frozenset(index for index in named.at_rest[name] if index), mesh), len(terms))
         size = prod(operators.tensors[name])
         entries += [(live.start, term, size), (live.stop, term, -size)]
     for at, step in enumerate(named.steps):
@@ -245,7 +247,7 @@ def _held(operators: Operators, mesh: Mesh) -> list[dict[Term, float]]:
     return [{term: float(row[at]) for term, at in terms.items() if row[at]} for row in kept]
 
 
-def _nothing_fits(search: _Search, memory_elements: int) -> str:
+def _explain_shortage(search: _Search, memory_elements: int) -> str:
     """Returns an error that says by how much, and what would fit."""
     least = search.least_peak() or Layout()
     peak = search.operators.report(least, search.mesh).peak
@@ -253,9 +255,9 @@ def _nothing_fits(search: _Search, memory_elements: int) -> str:
     if search.fixed:
         free = _Search(search.operators, search.mesh).least_peak(memory_elements)
         advice += [f"let {', '.join(sorted(search.fixed))} be cut ({free} fits)"] if free else []
-    for mesh in _larger(search.mesh):
-        if found := _Search(search.operators, mesh, search.fixed).least_peak(memory_elements):
-            advice.append(f"take a mesh such as {mesh} ({found})")
+    for mesh in _list_larger_meshes(search.mesh):
+        if fitting := _Search(search.operators, mesh, search.fixed).least_peak(memory_elements):
+            advice.append(f"take a mesh such as {mesh} ({fitting})")
             break
     return (
         f"no layout on the mesh {search.mesh} fits {memory_elements} elements on a rank: the least is {peak}, by "
@@ -263,10 +265,10 @@ def _nothing_fits(search: _Search, memory_elements: int) -> str:
     )
 
 
-def _larger(mesh: Mesh) -> list[Mesh]:
+def _list_larger_meshes(mesh: Mesh) -> list[Mesh]:
     """Returns meshes with one dimension up to 64 times as large, the smallest first."""
     return [
-        Mesh(",".join(f"{name}:{size * times if name == one else size}" for name, size in mesh.dimensions.items()))
+        Mesh(",".join(f"{name}:{size * times if name == enlarged else size}" for name, size in mesh.dimensions.items()))
         for times in (2, 4, 8, 16, 32, 64)
-        for one in mesh.dimensions
+        for enlarged in mesh.dimensions
     ]

@@ -36,7 +36,10 @@ class Table:
     def aligned(self, variables: Sequence[Variable]) -> Costs:
         """Returns the costs with an axis for each of `variables`, of size 1 where the table lacks it."""
         order = sorted(range(len(self.variables)), key=lambda at: variables.index(self.variables[at]))
-        sizes = [self.costs.shape[self.variables.index(one)] if one in self.variables else 1 for one in variables]
+        sizes = [
+            self.costs.shape[self.variables.index(variable)] if variable in self.variables else 1
+            for variable in variables
+        ]
         return self.costs.transpose(order).reshape(sizes)
 
 
@@ -61,12 +64,12 @@ def elimination_order(
 
     order, largest = [], 0
     costs = {name: cost(name) for name in sizes}
-    waiting = [(own, at, name) for at, (name, own) in enumerate(costs.items())]
+    waiting = [(priority, at, name) for at, (name, priority) in enumerate(costs.items())]
     turn = {name: at for _, at, name in waiting}
     heapify(waiting)
     while waiting:
-        own, _, name = heappop(waiting)
-        if costs.get(name) != own:
+        priority, _, name = heappop(waiting)
+        if costs.get(name) != priority:
             continue  # it has changed since
         order.append(name)
         largest = max(largest, costs.pop(name)[1])
@@ -74,7 +77,7 @@ def elimination_order(
         for other in near:
             neighbours[other] |= near
             neighbours[other] -= {name, other}
-        changed = near.union(*(neighbours[other] for other in near)) if own[0] else near
+        changed = near.union(*(neighbours[other] for other in near)) if priority[0] else near
         for other in changed:
             costs[other] = cost(other)
             heappush(waiting, (costs[other], turn[other], other))
@@ -105,17 +108,17 @@ class Elimination:
         for table in tables:
             self._wait(table, waiting, place)
         for name in order:
-            found = waiting.pop(name)
-            others = {one for table in found for one in table.variables} - {name}
+            bucket = waiting.pop(name)
+            others = {variable for table in bucket for variable in table.variables} - {name}
             variables = (name, *sorted(others, key=place.__getitem__))
-            shape = [sizes[one] for one in variables]
+            shape = [sizes[variable] for variable in variables]
             if prod(shape) > _MOST_CELLS:
                 raise PlanError(
                     f"the cheapest of all choices for {len(order)} tensors and operators was asked for, but its search "
                     f"needs a table of {prod(shape):.1g} entries, more than {_MOST_CELLS:.1g}; take the method "
                     "'spartan', or partition parts of the model, such as its layers"
                 )
-            summed = Table(variables, reduce(np.add, (table.aligned(variables) for table in found), np.zeros(shape)))
+            summed = Table(variables, reduce(np.add, (table.aligned(variables) for table in bucket), np.zeros(shape)))
             self._buckets.append((name, summed))
             self._wait(Table(variables[1:], summed.costs.min(axis=0)), waiting, place)
 
@@ -130,30 +133,30 @@ class Elimination:
 
         Of more than `most` some are drawn at random, for those that follow each other are nearly the same.
         """
-        found = list(islice(self._every(), most + 1))
-        if len(found) <= most or most == 1:
-            yield from found[:most]
+        choices = list(islice(self._iterate(), most + 1))
+        if len(choices) <= most or most == 1:
+            yield from choices[:most]
             return
-        random, known = Random(0), set()
+        random, seen = Random(0), set()
         for _ in range(most):
-            choice = self._chosen(random.choice)
-            if (values := tuple(choice.values())) not in known:
-                known.add(values)
+            choice = self._choose(random.choice)
+            if (values := tuple(choice.values())) not in seen:
+                seen.add(values)
                 yield choice
 
-    def _chosen(self, pick: Callable[[list[int]], int]) -> dict[Variable, int]:
+    def _choose(self, pick: Callable[[list[int]], int]) -> dict[Variable, int]:
         chosen: dict[Variable, int] = {}
         for name, table in reversed(self._buckets):
-            chosen[name] = pick(_tied(table, chosen))
+            chosen[name] = pick(_find_tied(table, chosen))
         return chosen
 
-    def _every(self) -> Iterator[dict[Variable, int]]:
+    def _iterate(self) -> Iterator[dict[Variable, int]]:
         chosen: dict[Variable, int] = {}
         tied: list[list[int]] = []  # of each variable from the last eliminated on, values that are still to be taken
         while True:
             while len(tied) < len(self._buckets):
                 name, table = self._buckets[-1 - len(tied)]
-                tied.append(_tied(table, chosen)[::-1])
+                tied.append(_find_tied(table, chosen)[::-1])
                 chosen[name] = tied[-1].pop()
             yield dict(chosen)
             while tied and not tied[-1]:
@@ -163,9 +166,9 @@ class Elimination:
             chosen[self._buckets[-len(tied)][0]] = tied[-1].pop()
 
 
-def _tied(table: Table, chosen: Mapping[Variable, int]) -> list[int]:
+def _find_tied(table: Table, chosen: Mapping[Variable, int]) -> list[int]:
     """Returns the values of a bucket's variable that are best with those of the other variables."""
-    at: Any = (slice(None), *(chosen[one] for one in table.variables[1:]))
+    at: Any = (slice(None), *(chosen[variable] for variable in table.variables[1:]))
     row = table.costs[at]
-    found: list[int] = np.flatnonzero(row == row.min()).tolist()
-    return found
+    values: list[int] = np.flatnonzero(row == row.min()).tolist()
+    return values

@@ -71,8 +71,8 @@ def partition(
         PlanError: an unknown method, another number of ranks, no batch index for "data", or a step too large to search.
     """
     check_request(ranks, method)
-    known = batch in operators.inputs or any(batch in step.sizes for step in operators.steps)
-    if not known and (batch or method == "data"):
+    is_known = batch in operators.inputs or any(batch in step.sizes for step in operators.steps)
+    if not is_known and (batch or method == "data"):
         raise PlanError(
             f"the partition method {method!r} was asked for with the batch index {batch!r}, which no operator has; "
             "give the index of the samples, such as batch='b', or an input whose first dimension counts them"
@@ -81,11 +81,11 @@ def partition(
         raise PlanError(
             "the partition method 'data' was asked for without replicas, but it keeps weights whole; take another one"
         )
-    search = Search(operators, None if replicate else partial(_without_replicas, operators))
+    search = Search(operators, None if replicate else partial(_list_choices_without_replicas, operators))
     cuts = METHODS[method](search, ranks.bit_length() - 1, batch)
-    found = Partition(method, ranks, cuts, 0)
+    draft = Partition(method, ranks, cuts, 0)
     return replace(
-        found, at_least=found.elements if method == "joint" else min(found.elements, _bound(search, len(cuts)))
+        draft, at_least=draft.elements if method == "joint" else min(draft.elements, _bound(search, len(cuts)))
     )
 
 
@@ -103,46 +103,46 @@ def check_request(ranks: int, method: str) -> None:
         )
 
 
-def completed(operators: Operators, ranks: int, given: Mapping[str, Sequence[int | None]]) -> Partition:
+def completed(operators: Operators, ranks: int, fixed: Mapping[str, Sequence[int | None]]) -> Partition:
     """Returns a recursive partition in which some tensors, and those alike, have given schemes.
 
     Args:
-        given: tensor -> the dimension that each cut divides, or None.
+        fixed: tensor -> the dimension that each cut divides, or None.
     """
     group = {name: names[0] for names in operators.groups for name in names}
-    schemes = {group[name]: cuts for name, cuts in given.items()}
+    schemes = {group[name]: cuts for name, cuts in fixed.items()}
 
-    def allowed(at: int, one: Variable, own: Any) -> Sequence[Any]:
-        return [schemes[one][at]] if one in schemes else all_choices(operators, one, own)
+    def allowed(at: int, variable: Variable, part: Any) -> Sequence[Any]:
+        return [schemes[variable][at]] if variable in schemes else all_choices(operators, variable, part)
 
-    state, found = State.uncut(operators), []
+    state, halvings = State.uncut(operators), []
     for at in range(ranks.bit_length() - 1):
         elements, choices = Search(operators, partial(allowed, at)).cheapest(state)
         (choice,) = next(choices)
-        found.append(Halving(choice.schemes, choice.indices, elements))
+        halvings.append(Halving(choice.schemes, choice.indices, elements))
         state = state.after(choice)
-    return Partition("recursive", ranks, tuple(found), 0)
+    return Partition("recursive", ranks, tuple(halvings), 0)
 
 
-def _without_replicas(operators: Operators, one: Variable, own: Any) -> Sequence[Any]:
-    found = all_choices(operators, one, own)
-    if not isinstance(one, str):
-        return found
-    return [cut for cut in found if cut is not None and len(own[cut]) % 2 == 0] or [None]
+def _list_choices_without_replicas(operators: Operators, variable: Variable, part: Any) -> Sequence[Any]:
+    choices = all_choices(operators, variable, part)
+    if not isinstance(variable, str):
+        return choices
+    return [cut for cut in choices if cut is not None and len(part[cut]) % 2 == 0] or [None]
 
 
-def _recursive(search: Search, cuts: int, batch: str = "") -> tuple[Halving, ...]:
+def _search_recursively(search: Search, cuts: int, batch: str = "") -> tuple[Halving, ...]:
     """Makes one cut after the other, each at the least cost, and follows ties until they differ."""
     ties = max(1, min(_TIES, _WORK // max(1, len(search.sizes))))
     kept: list[tuple[State, tuple[Halving, ...]]] = [(search.uncut, ())]
     for cut in range(cuts):
         most = ties if cut < cuts - 1 else 1  # after the last cut, any of them
-        found = [(*search.cheapest(state, most=most), state, before) for state, before in kept]
-        least = min(elements for elements, *_ in found)
-        each = -(-most // sum(elements == least for elements, *_ in found))
+        candidates = [(*search.cheapest(state, most=most), state, before) for state, before in kept]
+        least = min(elements for elements, *_ in candidates)
+        each = -(-most // sum(elements == least for elements, *_ in candidates))
         ways = (
             (state.after(choice), (*before, Halving(choice.schemes, choice.indices, elements)))
-            for elements, choices, state, before in found
+            for elements, choices, state, before in candidates
             if elements == least
             for (choice,) in islice(choices, each)
         )
@@ -150,66 +150,66 @@ def _recursive(search: Search, cuts: int, batch: str = "") -> tuple[Halving, ...
     return kept[0][1]
 
 
-def _joint(search: Search, cuts: int, batch: str = "") -> tuple[Halving, ...]:
+def _search_jointly(search: Search, cuts: int, batch: str = "") -> tuple[Halving, ...]:
     if not search.uniform and (cells := search.cells**cuts) > _CELLS:
         raise PlanError(
             f"all {cuts} cuts of {len(search.operators.steps)} operators at once were asked for, whose largest table "
             f"would have about {cells:.1g} entries, more than {_CELLS:.1g}; use 'recursive'"
         )
-    return _counted(search, next(search.cheapest(search.uncut, cuts)[1]) if cuts else ())
+    return _count_moves(search, next(search.cheapest(search.uncut, cuts)[1]) if cuts else ())
 
 
-def _counted(search: Search, choices: Iterable[Choice]) -> tuple[Halving, ...]:
-    state, found = search.uncut, []
+def _count_moves(search: Search, choices: Iterable[Choice]) -> tuple[Halving, ...]:
+    state, halvings = search.uncut, []
     for choice in choices:
-        found.append(Halving(choice.schemes, choice.indices, search.elements(state, choice)))
+        halvings.append(Halving(choice.schemes, choice.indices, search.elements(state, choice)))
         state = state.after(choice)
-    return tuple(found)
+    return tuple(halvings)
 
 
-def _equal(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
-    return _joint(Search(search.operators, search.allowed, uniform=True), cuts)
+def _search_equal_cuts(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
+    return _search_jointly(Search(search.operators, search.allowed, uniform=True), cuts)
 
 
-def _without_reduction(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
+def _search_without_reduction(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
     """Cuts no index that is reduced, where there is another (as in Jia et al., ICML 2018)."""
 
-    def only(one: Variable, own: Any) -> Sequence[Any]:
-        found = search.allowed(one, own)
-        if isinstance(one, str):
-            return found
-        reduced = search.operators.steps[one].reduced
-        return [index for index in found if index not in reduced] or found
+    def only(variable: Variable, part: Any) -> Sequence[Any]:
+        choices = search.allowed(variable, part)
+        if isinstance(variable, str):
+            return choices
+        reduced = search.operators.steps[variable].reduced
+        return [index for index in choices if index not in reduced] or choices
 
-    return _recursive(Search(search.operators, only), cuts)
+    return _search_recursively(Search(search.operators, only), cuts)
 
 
-def _along(search: Search, cuts: int, batch: str, *, at: int) -> tuple[Halving, ...]:
+def _shard_along(search: Search, cuts: int, batch: str, *, at: int) -> tuple[Halving, ...]:
     """Cuts every tensor along its first or last dimension."""
 
-    def only(one: Variable, own: Any) -> Sequence[Any]:
-        if not isinstance(one, str):
-            return all_choices(search.operators, one, own)
-        return [at % len(own)] if own else [None]
+    def only(variable: Variable, part: Any) -> Sequence[Any]:
+        if not isinstance(variable, str):
+            return all_choices(search.operators, variable, part)
+        return [at % len(part)] if part else [None]
 
-    return _recursive(Search(search.operators, only), cuts)
+    return _search_recursively(Search(search.operators, only), cuts)
 
 
-def _data(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
+def _shard_batch(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
     """Cuts what has the batch along it; everything else is whole, and computed by all."""
-    dimension, index = _samples(search.operators, batch)
+    dimension, index = _locate_samples(search.operators, batch)
 
-    def only(one: Variable, own: Any) -> Sequence[Any]:
-        if isinstance(one, str):
-            return [dimension.get(one)]
+    def only(variable: Variable, part: Any) -> Sequence[Any]:
+        if isinstance(variable, str):
+            return [dimension.get(variable)]
         # Where samples are the inner of merged dimensions, halves of them are no parts.
-        name = index.get(one)
-        return [name if name in all_choices(search.operators, one, own) else None]
+        name = index.get(variable)
+        return [name if name in all_choices(search.operators, variable, part) else None]
 
-    return _recursive(Search(search.operators, only), cuts)
+    return _search_recursively(Search(search.operators, only), cuts)
 
 
-def _samples(operators: Operators, batch: str) -> tuple[dict[str, int], dict[int, str]]:
+def _locate_samples(operators: Operators, batch: str) -> tuple[dict[str, int], dict[int, str]]:
     """Returns the dimension of each tensor and the index of each operator that count the samples.
 
     Args:
@@ -229,10 +229,10 @@ def _samples(operators: Operators, batch: str) -> tuple[dict[str, int], dict[int
         number = next(iter(waiting))
         del waiting[number]
         places = [
-            (max(one.terms, key=lambda term: term[1])[0], access.tensor, at)  # of a merged dimension the slowest
+            (max(expression.terms, key=lambda term: term[1])[0], access.tensor, at)  # of a merged dimension the slowest
             for access in steps[number].accesses
-            for at, one in enumerate(access.indices)
-            if one is not None and one.terms and not one.offset
+            for at, expression in enumerate(access.indices)
+            if expression is not None and expression.terms and not expression.offset
         ]
         name = index.get(number) or next((name for name, tensor, at in places if dimension.get(tensor) == at), None)
         if name is None:
@@ -241,11 +241,11 @@ def _samples(operators: Operators, batch: str) -> tuple[dict[str, int], dict[int
         for other, tensor, at in places:
             if other == name and tensor not in dimension:
                 dimension |= dict.fromkeys(group[tensor], at)
-                waiting |= dict.fromkeys(number for one in group[tensor] for number in uses[one])
+                waiting |= dict.fromkeys(number for member in group[tensor] for number in uses[member])
     return dimension, index
 
 
-def _spartan(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
+def _search_greedily(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
     """Lets one tensor after the other, the largest first, take its cheapest scheme (Huang et al., ATC 2015)."""
 
     def each() -> Iterator[Choice]:
@@ -254,20 +254,20 @@ def _spartan(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
             yield (choice := search.greedy(state))
             state = state.after(choice)
 
-    return _counted(search, each())
+    return _count_moves(search, each())
 
 
 _Method = Callable[[Search, int, str], tuple[Halving, ...]]
 
 METHODS: Mapping[str, _Method] = {
-    "recursive": _recursive,
-    "joint": _joint,
-    "all-row": partial(_along, at=0),
-    "spartan": _spartan,
-    "equal": _equal,
-    "no-reduction": _without_reduction,
-    "data": _data,
-    "model": partial(_along, at=-1),
+    "recursive": _search_recursively,
+    "joint": _search_jointly,
+    "all-row": partial(_shard_along, at=0),
+    "spartan": _search_greedily,
+    "equal": _search_equal_cuts,
+    "no-reduction": _search_without_reduction,
+    "data": _shard_batch,
+    "model": partial(_shard_along, at=-1),
 }
 """Name -> what finds the cuts."""
 

@@ -21,7 +21,7 @@ import numpy as np
 from pipedream.core.operators.operators import Operators
 from pipedream.core.operators.text import Access, Affine
 from pipedream.core.plan.mesh import Box
-from pipedream.partitioner.cost import at_rest, halved, halved_index, in_step, is_offered, moved
+from pipedream.partitioner.cost import count_moved, halve_access, halve_box, halve_index, halve_tensor, is_offered
 from pipedream.partitioner.minimise import Costs, Elimination, Table, Variable, elimination_order
 from pipedream.partitioner.time_steps import equal_time_steps
 
@@ -62,26 +62,26 @@ class State:
 
     def after(self, choice: Choice) -> State:
         """Returns that of the first half."""
-        boxes = {name: halved(box, choice.schemes[name]) for name, box in self.boxes.items()}
+        boxes = {name: halve_box(box, choice.schemes[name]) for name, box in self.boxes.items()}
         ranges = zip(self.ranges, choice.indices, strict=True)
-        return State(boxes, tuple(halved_index(own, index) for own, index in ranges))
+        return State(boxes, tuple(halve_index(operator_ranges, index) for operator_ranges, index in ranges))
 
 
 Allowed = Callable[[Variable, Any], Sequence[Any]]
 """A tensor and its part, or the number of an operator and its indices' ranges -> its schemes or indices."""
 
 
-def all_choices(operators: Operators, one: Variable, own: Any) -> list[Any]:
+def all_choices(operators: Operators, variable: Variable, part: Any) -> list[Any]:
     """Returns all schemes of a tensor, or all indices of an operator.
 
     None is where both halves compute all of it, which is offered for copies, and where there is no index.
     """
-    if isinstance(one, str):
-        return [None, *range(len(own))]
-    step = operators.steps[one]
+    if isinstance(variable, str):
+        return [None, *range(len(part))]
+    step = operators.steps[variable]
     shapes = [operators.tensors[access.tensor] for access in step.accesses]
-    found = [index for index in step.sizes if not step.is_affine or is_offered(step, shapes, own, index)]
-    return [*found, None] if step.line.is_copy or not found else found
+    choices = [index for index in step.sizes if not step.is_affine or is_offered(step, shapes, part, index)]
+    return [*choices, None] if step.line.is_copy or not choices else choices
 
 
 class Search:
@@ -114,14 +114,14 @@ class Search:
         self._first: dict[int, Elimination] = {}
         self._known: dict[object, Costs] = {}
         tensors = {name: group[0] for group in operators.groups for name in group}
-        self._alike(tensors, list(range(len(operators.steps))))
+        self._choose_together(tensors, list(range(len(operators.steps))))
         if self.cells > most_cells:
-            self._alike(*equal_time_steps(operators, tensors))
-        order, cells = self._ordered(by_fill=True)
+            self._choose_together(*equal_time_steps(operators, tensors))
+        order, cells = self._find_order(by_fill=True)
         if cells < self.cells:
             self._order, self.cells = order, cells
 
-    def _alike(self, tensors: Mapping[str, str], steps: Sequence[int]) -> None:
+    def _choose_together(self, tensors: Mapping[str, str], steps: Sequence[int]) -> None:
         """Chooses together for several tensors, or operators; takes the one that chooses for each."""
         self._tensors, self._steps = tensors, steps
         self._pairs = Counter(
@@ -130,15 +130,18 @@ class Search:
             for access in step.accesses
         )
         variables: list[Variable] = [*dict.fromkeys(tensors.values()), *dict.fromkeys(steps)]
-        self.sizes = {one: len(all_choices(self.operators, one, self._own(self.uncut, one))) for one in variables}
-        self._order, self.cells = self._ordered(by_fill=False)
+        self.sizes = {
+            variable: len(all_choices(self.operators, variable, self._get_part(self.uncut, variable)))
+            for variable in variables
+        }
+        self._order, self.cells = self._find_order(by_fill=False)
 
-    def _ordered(self, *, by_fill: bool) -> tuple[list[Variable], int]:
+    def _find_order(self, *, by_fill: bool) -> tuple[list[Variable], int]:
         return elimination_order([pair[:2] for pair in self._pairs], self.sizes, by_fill=by_fill)
 
     @staticmethod
-    def _own(state: State, one: Variable) -> Any:
-        return state.boxes[one] if isinstance(one, str) else state.ranges[one]
+    def _get_part(state: State, variable: Variable) -> Any:
+        return state.boxes[variable] if isinstance(variable, str) else state.ranges[variable]
 
     def cheapest(self, state: State, cuts: int = 1, most: int = 1) -> tuple[int, Iterator[tuple[Choice, ...]]]:
         """Returns the fewest elements that some cuts move, and choices that move as few.
@@ -149,18 +152,26 @@ class Search:
         Raises:
             PlanError: a table would be too large.
         """
-        values = {one: self._values(one, self._own(state, one), cuts) for one in self._order}
-        found = self._first.get(cuts) if state is self.uncut else None
-        if found is None:
+        values = {
+            variable: self._list_ways(variable, self._get_part(state, variable), cuts) for variable in self._order
+        }
+        elimination = self._first.get(cuts) if state is self.uncut else None
+        if elimination is None:
             tables = [
-                Table(pair[:2], times * self._costs(pair, values[pair[0]], values[pair[1]]))
+                Table(pair[:2], times * self._compute_costs(pair, values[pair[0]], values[pair[1]]))
                 for pair, times in self._pairs.items()
             ]
-            found = Elimination(tables, {one: len(own) for one, own in values.items()}, self._order)
+            elimination = Elimination(
+                tables, {variable: len(options) for variable, options in values.items()}, self._order
+            )
         if state is self.uncut:
-            self._first[cuts] = found
-        choices = ({one: values[one][at] for one, at in chosen.items()} for chosen in found.choices(most))
-        return round(found.least), (tuple(self._choice(taken, at) for at in range(cuts)) for taken in choices)
+            self._first[cuts] = elimination
+        choices = (
+            {variable: values[variable][at] for variable, at in chosen.items()} for chosen in elimination.choices(most)
+        )
+        return round(elimination.least), (
+            tuple(self._build_choice(taken, at) for at in range(cuts)) for taken in choices
+        )
 
     def elements(self, state: State, choice: Choice) -> int:
         """Returns the elements that one cut moves."""
@@ -169,7 +180,7 @@ class Search:
             step, tensor, *_ = pair
             index: _Taken = ((choice.indices[step], state.ranges[step]),)
             scheme: _Taken = ((choice.schemes[tensor], state.boxes[tensor]),)
-            total += times * round(self._costs(pair, [index], [scheme]).item())
+            total += times * round(self._compute_costs(pair, [index], [scheme]).item())
         return total
 
     def greedy(self, state: State) -> Choice:
@@ -177,57 +188,60 @@ class Search:
 
         Operators take their cheapest index, with the cheapest schemes of the tensors that have none yet.
         """
-        values = {one: self._values(one, self._own(state, one), 1) for one in self._order}
+        values = {variable: self._list_ways(variable, self._get_part(state, variable), 1) for variable in self._order}
         costs: dict[Variable, dict[str, Costs]] = defaultdict(dict)  # operator -> tensor -> costs of index and scheme
         for pair, times in self._pairs.items():
             step, tensor = pair[:2]
-            costs[step][tensor] = costs[step].get(tensor, 0) + times * self._costs(pair, values[step], values[tensor])
+            costs[step][tensor] = costs[step].get(tensor, 0) + times * self._compute_costs(
+                pair, values[step], values[tensor]
+            )
         tensors = sorted(
-            (one for one in self._order if isinstance(one, str)), key=lambda one: -prod(map(len, state.boxes[one]))
+            (variable for variable in self._order if isinstance(variable, str)),
+            key=lambda variable: -prod(map(len, state.boxes[variable])),
         )
         taken: dict[Variable, _Taken] = {}
         for tensor in tensors:
-            around = [own for own in costs.values() if tensor in own]
+            around = [tables for tables in costs.values() if tensor in tables]
             each = np.zeros(len(values[tensor]))
-            for own in around:
-                others = [table.min(axis=1, keepdims=True) for name, table in own.items() if name != tensor]
-                each += sum(others, own[tensor]).min(axis=0)
+            for tables in around:
+                others = [table.min(axis=1, keepdims=True) for name, table in tables.items() if name != tensor]
+                each += sum(others, tables[tensor]).min(axis=0)
             at = int(np.argmin(each))
             taken[tensor] = values[tensor][at]
-            for own in around:
-                own[tensor] = own[tensor][:, [at]]
-        for number, own in costs.items():
-            taken[number] = values[number][int(np.argmin(sum(table[:, 0] for table in own.values())))]
-        return self._choice(taken, 0)
+            for tables in around:
+                tables[tensor] = tables[tensor][:, [at]]
+        for number, tables in costs.items():
+            taken[number] = values[number][int(np.argmin(sum(table[:, 0] for table in tables.values())))]
+        return self._build_choice(taken, 0)
 
-    def _choice(self, taken: Mapping[Variable, _Taken], at: int) -> Choice:
-        schemes = {name: taken[one][at][0] for name, one in self._tensors.items()}
-        return Choice(schemes, tuple(taken[one][at][0] for one in self._steps))
+    def _build_choice(self, taken: Mapping[Variable, _Taken], at: int) -> Choice:
+        schemes = {name: taken[variable][at][0] for name, variable in self._tensors.items()}
+        return Choice(schemes, tuple(taken[variable][at][0] for variable in self._steps))
 
-    def _values(self, one: Variable, own: Any, cuts: int) -> list[_Taken]:
+    def _list_ways(self, variable: Variable, part: Any, cuts: int) -> list[_Taken]:
         if not cuts:
             return [()]
-        found = []
-        for choice in self.allowed(one, own):
-            left = halved(own, choice) if isinstance(one, str) else halved_index(own, choice)
-            for rest in self._values(one, left, cuts - 1):
+        ways = []
+        for choice in self.allowed(variable, part):
+            left = halve_box(part, choice) if isinstance(variable, str) else halve_index(part, choice)
+            for rest in self._list_ways(variable, left, cuts - 1):
                 if not (self.uniform and rest and rest[0][0] != choice):
-                    found.append(((choice, own), *rest))
-        return found
+                    ways.append(((choice, part), *rest))
+        return ways
 
-    def _costs(self, pair: _Pair, steps: list[_Taken], tensors: list[_Taken]) -> Costs:
+    def _compute_costs(self, pair: _Pair, steps: list[_Taken], tensors: list[_Taken]) -> Costs:
         """Returns what an operator and a tensor move, for each choice of both, over all cuts."""
         _, tensor, indices, is_result = pair
         shape = self.operators.tensors[tensor]
-        key = indices, is_result, shape, _hashable(steps), _hashable(tensors)
+        key = indices, is_result, shape, _make_hashable(steps), _make_hashable(tensors)
         if key not in self._known:
             access = Access(tensor, indices, 0)
             costs = np.zeros((len(steps), len(tensors)))
             for at in range(len(steps[0])):
-                used = [in_step(access, shape, taken[at][1], taken[at][0], is_result=is_result) for taken in steps]
-                rests = [at_rest(taken[at][1], taken[at][0]) for taken in tensors]
+                used = [halve_access(access, shape, taken[at][1], taken[at][0], is_result=is_result) for taken in steps]
+                rests = [halve_tensor(taken[at][1], taken[at][0]) for taken in tensors]
                 ways = ((rest, use) for use, rest in product(used, rests))
-                each = [moved(use, rest) if is_result else moved(rest, use) for rest, use in ways]
+                each = [count_moved(use, rest) if is_result else count_moved(rest, use) for rest, use in ways]
                 costs += 2**at * np.reshape(each, costs.shape)
             self._known[key] = costs
         return self._known[key]
@@ -239,7 +253,7 @@ _Pair = tuple[int, str, tuple[Affine | None, ...], bool]
 """An operator, a tensor, its indices, and whether it is the result."""
 
 
-def _hashable(taken: list[_Taken]) -> object:
+def _make_hashable(taken: list[_Taken]) -> object:
     return tuple(
-        (choice, tuple(own.items()) if isinstance(own, dict) else own) for value in taken for choice, own in value
+        (choice, tuple(part.items()) if isinstance(part, dict) else part) for value in taken for choice, part in value
     )

@@ -20,14 +20,14 @@ class _Classes:
         self._above: dict[object, object] = {}
         self.unions = 0
 
-    def of(self, one: object) -> object:
-        while (above := self._above.get(one, one)) != one:
-            self._above[one] = one = self._above.get(above, above)
-        return one
+    def of(self, member: object) -> object:
+        while (above := self._above.get(member, member)) != member:
+            self._above[member] = member = self._above.get(above, above)
+        return member
 
-    def unite(self, one: object, other: object) -> bool:
+    def unite(self, member: object, other: object) -> bool:
         """Returns whether they were apart."""
-        first, second = self.of(one), self.of(other)
+        first, second = self.of(member), self.of(other)
         if first != second:
             self._above[second] = first
             self.unions += 1
@@ -44,7 +44,7 @@ def equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> tuple[d
     Args:
         groups: tensor -> one that shares its layout.
     """
-    forms = [_form(operators, step) for step in operators.steps]
+    forms = [_describe_form(operators, step) for step in operators.steps]
     readers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
     for number, step in enumerate(operators.steps):
         for at, access in enumerate(step.accesses):
@@ -58,19 +58,24 @@ def equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> tuple[d
     for step in operators.steps:
         if {access.tensor for access in step.line.operands} <= of_weights:
             of_weights.add(step.result)
-    weight_of = _weight_of(operators, groups, weights)
-    own = [[one.tensor for one in step.line.operands if one.tensor in of_weights] for step in operators.steps]
+    weight_of = _map_to_weights(operators, groups, weights)
+    weights_read = [
+        [access.tensor for access in step.line.operands if access.tensor in of_weights] for step in operators.steps
+    ]
     before = -1
     while changes and before != (before := steps.unions):
         for first, *others in changes:
             for other in others:
                 pairs = list(zip(operators.steps[first].accesses, operators.steps[other].accesses, strict=True))
-                if any(weight_of.get(one.tensor) != weight_of.get(two.tensor) for one, two in pairs):
+                if any(
+                    weight_of.get(first_access.tensor) != weight_of.get(other_access.tensor)
+                    for first_access, other_access in pairs
+                ):
                     continue
                 if steps.unite(first, other):
-                    for one, two in pairs:
-                        tensors.unite(one.tensor, two.tensor)
-        changes = _with_equal_tensors(readers, own, tensors, steps)
+                    for first_access, other_access in pairs:
+                        tensors.unite(first_access.tensor, other_access.tensor)
+        changes = _group_equal_readers(readers, weights_read, tensors, steps)
     first_tensor: dict[object, str] = {}
     first_step: dict[object, int] = {}
     return (
@@ -79,20 +84,20 @@ def equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> tuple[d
     )
 
 
-def _weight_of(operators: Operators, groups: Mapping[str, str], weights: set[str]) -> dict[str, str]:
+def _map_to_weights(operators: Operators, groups: Mapping[str, str], weights: set[str]) -> dict[str, str]:
     """Returns the weight that tensors belong to: those like it, and terms that add up to those, one for each step."""
     group_of_weights = {groups[name] for name in weights}
-    found = {name: group for name, group in groups.items() if group in group_of_weights}
+    owner = {name: group for name, group in groups.items() if group in group_of_weights}
     for step in reversed(operators.steps):
-        if step.result in found and not step.reduced:
+        if step.result in owner and not step.reduced:
             size = prod(operators.tensors[step.result])
             for access in step.line.operands:
                 if prod(operators.tensors[access.tensor]) == size:
-                    found.setdefault(access.tensor, found[step.result])
-    return found
+                    owner.setdefault(access.tensor, owner[step.result])
+    return owner
 
 
-def _with_equal_tensors(
+def _group_equal_readers(
     readers: Mapping[tuple[str, str, int], list[int]],
     weights: Sequence[Sequence[str]],
     tensors: _Classes,
@@ -103,13 +108,13 @@ def _with_equal_tensors(
     for (name, form, at), numbers in readers.items():
         taken: Counter[object] = Counter()
         for number in numbers:
-            own = tuple(tensors.of(weight) for weight in weights[number])
-            turns[tensors.of(name), form, at, own, taken[own]].append(number)
-            taken[own] += 1
+            classes = tuple(tensors.of(weight) for weight in weights[number])
+            turns[tensors.of(name), form, at, classes, taken[classes]].append(number)
+            taken[classes] += 1
     return [same for same in turns.values() if len({steps.of(number) for number in same}) > 1]
 
 
-def _form(operators: Operators, step: Operator) -> str:
+def _describe_form(operators: Operators, step: Operator) -> str:
     """Returns an operator without the names of its tensors, with their sizes."""
     sizes = [operators.tensors[access.tensor] for access in step.accesses]
     return f"{_TENSOR.sub('[', step.line.text)} {sizes}"

@@ -40,12 +40,12 @@ def one_rank(
     parameters = dict(named_parameters(layers, graph))
     whole = {name: parameter.data for name, parameter in parameters.items()}
     modules = {id(module): module for layer in layers for module in layer.modules()}.values()
-    own = [module._parameters for module in modules]
-    with _fake_mesh(mesh, device) as (device_mesh, group):
+    parameter_dicts = [module._parameters for module in modules]
+    with _make_fake_mesh(mesh, device) as (device_mesh, group):
         try:
             yield OneRank(layers, parameters, StageSharding(layout, device_mesh, group), device_mesh, group)
         finally:
-            for module, slots in zip(modules, own, strict=True):
+            for module, slots in zip(modules, parameter_dicts, strict=True):
                 module._parameters = slots
             for name, parameter in parameters.items():
                 parameter.data = whole[name]
@@ -75,43 +75,49 @@ class OneRank:
         sharding.cut(self._parameters)
         modules = {id(module): module for layer in layers for module in layer.modules()}
         sharding.prepare(modules.values())
-        known = {id(parameter): name for name, parameter in self._parameters.items()}
+        name_of = {id(parameter): name for name, parameter in self._parameters.items()}
         self._slots = [
-            (module._parameters, slot, known[id(parameter)])
+            (module._parameters, slot, name_of[id(parameter)])
             for module in modules.values()
             for slot, parameter in module._parameters.items()
-            if id(parameter) in known
+            if id(parameter) in name_of
         ]
         self._callers = {id(layer): sharding.caller(layer) for layer in layers}
         self._names = {
-            id(layer): [known[id(one)] for one in layer.parameters() if id(one) in known] for layer in layers
+            id(layer): [name_of[id(parameter)] for parameter in layer.parameters() if id(parameter) in name_of]
+            for layer in layers
         }
         self.sent_bytes: list[int] = []
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """Of each layer (`StageSharding.gathered_bytes`)."""
+        """Bytes gathered for each layer (`StageSharding.gathered_bytes`)."""
         names = (self._names[id(layer)] for layer in self._layers)
-        return [self._sharding.gathered_bytes({name: self._parameters[name] for name in own}) for own in names]
+        return [
+            self._sharding.gathered_bytes({name: self._parameters[name] for name in layer_names})
+            for layer_names in names
+        ]
 
     def call(self, function: Callable[..., Any], arguments: Sample) -> Any:
         """Calls a layer; other functions as they are."""
         if id(function) not in self._names:
             return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
-        return self._left(self._run(function, arguments), whole=function is self._layers[-1])
+        return self._take_parts(self._run(function, arguments), whole=function is self._layers[-1])
 
     def _run(self, layer: Callable[..., Any], arguments: Sample) -> Any:
         tensors, structure = tree_flatten(arguments)
         if layer is self._layers[0]:
-            self._samples = next(one.shape[0] for one in tensors if isinstance(one, torch.Tensor))
-            inside = [self._sharding.cut_input(one, self._samples) if _is_part(one) else one for one in tensors]
+            self._samples = next(tensor.shape[0] for tensor in tensors if isinstance(tensor, torch.Tensor))
+            inside = [
+                self._sharding.cut_input(tensor, self._samples) if _is_part(tensor) else tensor for tensor in tensors
+            ]
         else:
             placed = iter(self._entering)
-            inside = [self._sharding.like(one, next(placed)) if _is_part(one) else one for one in tensors]
+            inside = [self._sharding.like(tensor, next(placed)) if _is_part(tensor) else tensor for tensor in tensors]
         arguments = tree_unflatten(inside, structure)
         leaves = {name: self._parameters[name] for name in self._names[id(layer)]}
         weights = self._sharding.weights(leaves)
-        own = [(slots, slot, slots[slot]) for slots, slot, name in self._slots if name in weights]
+        replaced = [(slots, slot, slots[slot]) for slots, slot, name in self._slots if name in weights]
         try:
             for slots, slot, name in self._slots:
                 if name in weights:
@@ -120,10 +126,10 @@ class OneRank:
                 call = self._callers[id(layer)]
                 return call(**arguments) if isinstance(arguments, Mapping) else call(*arguments)
         finally:
-            for slots, slot, parameter in own:
+            for slots, slot, parameter in replaced:
                 slots[slot] = parameter
 
-    def _left(self, value: Any, *, whole: bool) -> Any:
+    def _take_parts(self, value: Any, *, whole: bool) -> Any:
         """Returns the parts of an output; at the model's end whole tensors."""
         self._entering = []
 
@@ -146,49 +152,49 @@ class OneRank:
         device = self._mesh[0].device_type
         for layer in self._layers:
             parameters = {name: self._parameters[name] for name in self._names[id(layer)]}
-            arguments = tree_map(_detached, arguments)
-            inputs = [one for one in tree_flatten(arguments)[0] if _is_part(one) and one.requires_grad]
-            arguments = tree_map(lambda one: one.clone() if _is_part(one) else one, arguments)
-            with CountCollectives(*self._mesh) as forward, torch.enable_grad(), _casting(device, autocast):
+            arguments = tree_map(_detach, arguments)
+            inputs = [tensor for tensor in tree_flatten(arguments)[0] if _is_part(tensor) and tensor.requires_grad]
+            arguments = tree_map(lambda tensor: tensor.clone() if _is_part(tensor) else tensor, arguments)
+            with CountCollectives(*self._mesh) as forward, torch.enable_grad(), _make_autocast(device, autocast):
                 inside = self._run(layer, arguments)
-                value = self._left(inside, whole=layer is self._layers[-1])
-            outputs = [one for one in tree_flatten(value)[0] if _is_part(one) and one.requires_grad]
+                value = self._take_parts(inside, whole=layer is self._layers[-1])
+            outputs = [tensor for tensor in tree_flatten(value)[0] if _is_part(tensor) and tensor.requires_grad]
             with CountCollectives(*self._mesh) as backward:
                 if outputs and (inputs or parameters):
-                    found = torch.autograd.grad(
+                    computed = torch.autograd.grad(
                         outputs, [*inputs, *parameters.values()], list(map(torch.ones_like, outputs)), allow_unused=True
                     )
-                    own = zip(parameters, found[len(inputs) :], strict=True)
-                    gradients |= {name: one for name, one in own if one is not None}
+                    by_name = zip(parameters, computed[len(inputs) :], strict=True)
+                    gradients |= {name: gradient for name, gradient in by_name if gradient is not None}
             forwards.append(forward.found)
             backwards.append(backward.found)
             sent = (
-                self._sharding.leave(one.detach(), self._sharding.batch_cut(one, self._samples))
-                for one in tree_flatten(inside)[0]
-                if _is_part(one)
+                self._sharding.leave(tensor.detach(), self._sharding.batch_cut(tensor, self._samples))
+                for tensor in tree_flatten(inside)[0]
+                if _is_part(tensor)
             )
-            self.sent_bytes.append(sum(one.nbytes for one in sent))
-            arguments = (tree_map(_detached, value),)
+            self.sent_bytes.append(sum(part.nbytes for part in sent))
+            arguments = (tree_map(_detach, value),)
         with CountCollectives(*self._mesh) as update:
             self._sharding.sum_gradients(list(gradients), list(gradients.values()))
         return forwards, backwards, update.found
 
 
-def _casting(device: str, autocast: torch.dtype | None) -> AbstractContextManager[Any]:
+def _make_autocast(device: str, autocast: torch.dtype | None) -> AbstractContextManager[Any]:
     return nullcontext() if autocast is None else torch.autocast(device, dtype=autocast)
 
 
-def _is_part(one: Any) -> bool:
+def _is_part(tensor: Any) -> bool:
     """A meta tensor in a bundle stands for one that is not sent."""
-    return isinstance(one, torch.Tensor) and not one.is_meta
+    return isinstance(tensor, torch.Tensor) and not tensor.is_meta
 
 
-def _detached(one: Any) -> Any:
-    return one.detach().requires_grad_(one.requires_grad) if _is_part(one) else one
+def _detach(tensor: Any) -> Any:
+    return tensor.detach().requires_grad_(tensor.requires_grad) if _is_part(tensor) else tensor
 
 
 @contextmanager
-def _fake_mesh(mesh: Mesh, device: torch.device) -> Iterator[tuple[DeviceMesh, dist.ProcessGroup]]:
+def _make_fake_mesh(mesh: Mesh, device: torch.device) -> Iterator[tuple[DeviceMesh, dist.ProcessGroup]]:
     """Yields a mesh whose first rank is this process, and a group of all its ranks; the others do not exist."""
     joined = dist.is_initialized()
     if not joined:
@@ -209,15 +215,15 @@ def _fake_mesh(mesh: Mesh, device: torch.device) -> Iterator[tuple[DeviceMesh, d
         sizes = list(mesh.dimensions.values())
         numbers = torch.arange(mesh.size).view(sizes)
         names = tuple(mesh.dimensions)
-        made = DeviceMesh.from_group(
+        device_mesh = DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],
             device.type,
             mesh=numbers if len(groups) > 1 else None,
             mesh_dim_names=names,
         )
         # DTensor remembers what it has done on a mesh, and would use these groups on a real one that is equal.
-        made._thread_id, made._hash = -1, None
-        yield made, everyone
+        device_mesh._thread_id, device_mesh._hash = -1, None
+        yield device_mesh, everyone
     finally:
         if joined:
             for group in (*groups, everyone):

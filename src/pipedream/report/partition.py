@@ -12,29 +12,29 @@ _MOST_TENSORS = 10
 _MOST_NAMES = 20
 
 
-def partition_table(found: Mapping[str, Any]) -> str:
+def partition_table(comparison: Mapping[str, Any]) -> str:
     """Returns cuts, the schemes of the largest tensors, and all methods."""
-    ranks, cuts = found["ranks"], found["cuts"]
+    ranks, cuts = comparison["ranks"], comparison["cuts"]
     lines = [
-        f"{found['method']} over {ranks} rank{'' if ranks == 1 else 's'}: {found['elements']:,} elements a step "
-        f"(lower bound {found['at_least']:,}), {found['sent_elements']:,} on the wire, "
-        f"{format_bytes(found['sent_bytes'])}"
+        f"{comparison['method']} over {ranks} rank{'' if ranks == 1 else 's'}: {comparison['elements']:,} elements a "
+        f"step (lower bound {comparison['at_least']:,}), {comparison['sent_elements']:,} on the wire, "
+        f"{format_bytes(comparison['sent_bytes'])}"
     ]
     if cuts:
         numbered = [(f"{at + 1}", f"{cut['pairs']}", f"{cut['elements']:,}") for at, cut in enumerate(cuts)]
-        lines += ["", *_table(("cut", "pairs", "elements of a pair"), numbered, "rrr")]
-        lines += ["", *_schemes(found["tensors"])]
+        lines += ["", *_format_table(("cut", "pairs", "elements of a pair"), numbered, "rrr")]
+        lines += ["", *_format_schemes(comparison["tensors"])]
     rows = [
         (name, f"{row['elements']:,}", f"{row['sent_elements']:,}", format_bytes(row["sent_bytes"]))
-        for name, row in found["methods"].items()
+        for name, row in comparison["methods"].items()
     ]
-    lines += ["", *_table(("method", "elements", "on the wire", "bytes"), rows, "lrrr")]
-    if found["refused"]:
-        lines += ["", f"left out: {', '.join(found['refused'])} (--json says why)"]
+    lines += ["", *_format_table(("method", "elements", "on the wire", "bytes"), rows, "lrrr")]
+    if comparison["refused"]:
+        lines += ["", f"left out: {', '.join(comparison['refused'])} (--json says why)"]
     return "\n".join(lines)
 
 
-def _schemes(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _format_schemes(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns a row for each of the largest shapes and its cuts."""
     equal: dict[tuple[tuple[int, ...], tuple[int | None, ...]], list[str]] = {}
     for name, tensor in tensors.items():
@@ -49,33 +49,33 @@ def _schemes(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for (shape, cuts), names in largest[:_MOST_TENSORS]
     ]
     head = "tensor" if len(largest) <= _MOST_TENSORS else "largest tensors"
-    return _table((head, "shape", "dimension of each cut"), rows, "lll")
+    return _format_table((head, "shape", "dimension of each cut"), rows, "lll")
 
 
-def layout_table(found: Mapping[str, Any]) -> str:
+def layout_table(report: Mapping[str, Any]) -> str:
     """Returns the layout, and what it takes beside no layout."""
-    rules = found["rules"]
-    least = "least peak memory" if found["objective"] == "memory" else "least time"
-    lines = [f"{rules or 'no name is cut'} on the mesh {found['mesh'] or '-'}, {least}", ""]
-    both = found["layout"], found["none"]
-    names = [("peak of a rank, elements", *(f"{one['peak_elements']:,}" for one in both))]
-    names.append(("  in bytes", *(format_bytes(one["peak_bytes"]) for one in both)))
-    names.append(("operations of all ranks", *(f"{one['done']:,}" for one in both)))
-    names.append(("  without duplicates", *(f"{one['unique']:,}" for one in both)))
-    moved = [{(row["kind"], row["over"]): row["elements"] for row in one["moved"]} for one in both]
-    for key in sorted({key for one in moved for key in one}):
-        names.append((f"{key[0]} over {key[1]}, elements", *(f"{one.get(key, 0):,}" for one in moved)))
+    rules = report["rules"]
+    least = "least peak memory" if report["objective"] == "memory" else "least time"
+    lines = [f"{rules or 'no name is cut'} on the mesh {report['mesh'] or '-'}, {least}", ""]
+    both = report["layout"], report["none"]
+    names = [("peak of a rank, elements", *(f"{column['peak_elements']:,}" for column in both))]
+    names.append(("  in bytes", *(format_bytes(column["peak_bytes"]) for column in both)))
+    names.append(("operations of all ranks", *(f"{column['done']:,}" for column in both)))
+    names.append(("  without duplicates", *(f"{column['unique']:,}" for column in both)))
+    moved = [{(row["kind"], row["over"]): row["elements"] for row in column["moved"]} for column in both]
+    for key in sorted({key for column in moved for key in column}):
+        names.append((f"{key[0]} over {key[1]}, elements", *(f"{column.get(key, 0):,}" for column in moved)))
     if both[0]["seconds"] is not None:
-        names.append(("time", *(format_seconds(one["seconds"]) for one in both)))
-    lines += _table(("", "layout", "no layout"), names, "lrr")
-    free = [name for name in found["names"] if f"{name}:" not in f",{rules}"]
+        names.append(("time", *(format_seconds(column["seconds"]) for column in both)))
+    lines += _format_table(("", "layout", "no layout"), names, "lrr")
+    free = [name for name in report["names"] if f"{name}:" not in f",{rules}"]
     if free:
         shown = ", ".join(free[:_MOST_NAMES]) + (f" and {len(free) - _MOST_NAMES} more" * (len(free) > _MOST_NAMES))
         lines += ["", f"not cut: {shown}"]
     return "\n".join(lines)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     """Returns aligned lines.
 
     Args:

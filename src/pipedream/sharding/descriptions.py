@@ -21,7 +21,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.operators.operator import Operator
 from pipedream.core.operators.operators import Operators, span, unclipped
 from pipedream.core.operators.text import read_lines
-from pipedream.partitioner.cost import halved_index, is_offered
+from pipedream.partitioner.cost import halve_index, is_offered
 
 A = torch.ops.aten
 _LETTERS = "abcdefghjklmnpqstuvwxyz"
@@ -156,7 +156,7 @@ def _contradiction(call: OperatorCall, description: Description) -> str:
     for index in step.sizes:
         if len(ranges[index]) < 2 or not is_offered(step, shapes, ranges, index):
             continue
-        halves = [halved_index(ranges, index, second=second) for second in (False, True)]
+        halves = [halve_index(ranges, index, second=second) for second in (False, True)]
         try:
             parts = [_computed(call, description, step, random, own) for own in halves]
         except RuntimeError:

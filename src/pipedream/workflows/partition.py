@@ -51,43 +51,43 @@ def partitioned(
         PlanError: see `pipedream.partition`.
     """
     ops, samples = step.operators, batch or step.batch
-    found = partition(ops, ranks, method, batch=samples, replicate=replicate)
-    methods, refused = {method: _sent(step, found)}, {}
+    chosen = partition(ops, ranks, method, batch=samples, replicate=replicate)
+    methods, refused = {method: _report_method(step, chosen)}, {}
     for other in METHODS:
         if other != method:
             try:
-                methods[other] = _sent(step, partition(ops, ranks, other, batch=samples, replicate=replicate))
+                methods[other] = _report_method(step, partition(ops, ranks, other, batch=samples, replicate=replicate))
             except PlanError as error:
                 refused[other] = str(error)
     return {
         "method": method,
         "ranks": ranks,
         **methods[method],
-        "cuts": [{"pairs": 2**at, "elements": cut.elements} for at, cut in enumerate(found.cuts)],
+        "cuts": [{"pairs": 2**at, "elements": cut.elements} for at, cut in enumerate(chosen.cuts)],
         "tensors": {
             name: {
                 "shape": list(ops.tensors[name]),
                 "element_bytes": step.element_bytes[name],
-                "cuts": [cut.schemes[name] for cut in found.cuts],
+                "cuts": [cut.schemes[name] for cut in chosen.cuts],
                 "alike": group[0],
             }
             for group in ops.groups
             for name in group
         },
         "operators": [
-            {"text": str(one), "indices": [cut.indices[number] for cut in found.cuts]}
-            for number, one in enumerate(ops.steps)
+            {"text": str(operator), "indices": [cut.indices[number] for cut in chosen.cuts]}
+            for number, operator in enumerate(ops.steps)
         ],
         "methods": {name: methods[name] for name in METHODS if name in methods},
         "refused": refused,
     }
 
 
-def _sent(step: DescribedStep, found: Partition) -> dict[str, int]:
-    exchanges = Exchanges(step.operators, found)
+def _report_method(step: DescribedStep, partition: Partition) -> dict[str, int]:
+    exchanges = Exchanges(step.operators, partition)
     return {
-        "elements": found.elements,
-        "at_least": found.at_least,
+        "elements": partition.elements,
+        "at_least": partition.at_least,
         "sent_elements": exchanges.elements,
         "sent_bytes": exchanges.sent_bytes(step.element_bytes),
     }
@@ -116,12 +116,12 @@ def laid_out(
         PlanError: see `pipedream.lay_out`.
     """
     each, ops = step.usual_bytes, step.operators
-    rates = bytes_per_s and {one: rate / each for one, rate in bytes_per_s.items()}
+    rates = bytes_per_s and {dimension: rate / each for dimension, rate in bytes_per_s.items()}
     fits = None if memory_bytes is None else memory_bytes // each
     if fits == 0:
         raise PlanError(f"a memory of {memory_bytes} bytes was given, but an element has {each}; give more")
     try:
-        found = lay_out(
+        chosen = lay_out(
             ops,
             mesh,
             objective,
@@ -140,14 +140,14 @@ def laid_out(
         seconds = None
         if operations_per_s is not None and rates is not None:
             seconds = report.seconds(operations_per_s, rates)
-        return _reported(report, each) | {"seconds": seconds}
+        return _report_layout(report, each) | {"seconds": seconds}
 
     return {
         "mesh": mesh.text,
         "objective": objective,
-        "rules": found.rules,
+        "rules": chosen.rules,
         "element_bytes": each,
-        "layout": row(found),
+        "layout": row(chosen),
         "none": row(Layout()),
         "fixed": sorted(fixed),
         "names": {name: sorted(sizes) for name, sizes in ops.named.sizes.items()},
@@ -155,7 +155,7 @@ def laid_out(
     }
 
 
-def _reported(report: Report, element_bytes: int) -> dict[str, Any]:
+def _report_layout(report: Report, element_bytes: int) -> dict[str, Any]:
     moved = [{"kind": kind, "over": over, "elements": elements} for (kind, over), elements in report.moved.items()]
     return {
         "peak_elements": report.peak,

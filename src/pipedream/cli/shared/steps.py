@@ -34,9 +34,9 @@ def step_of(path: str, element_bytes: int | None, seed: int) -> DescribedStep:
         from pipedream.recipe import load_recipe
         from pipedream.training.job import describe_recipe
 
-        found = describe_recipe(load_recipe(path, seed=seed))
+        described = describe_recipe(load_recipe(path, seed=seed))
         if element_bytes is None:
-            return found
+            return described
     else:
-        found = DescribedStep(Operators.load(path), {})
-    return replace(found, element_bytes=dict.fromkeys(found.operators.tensors, element_bytes or 4))
+        described = DescribedStep(Operators.load(path), {})
+    return replace(described, element_bytes=dict.fromkeys(described.operators.tensors, element_bytes or 4))

@@ -67,16 +67,16 @@ def rates_of(elements_per_s: float | Mapping[str, float], mesh: Mesh) -> dict[st
     Raises:
         PlanError: a dimension that the mesh lacks, or that has no rate, or a rate that is not positive.
     """
-    given = elements_per_s if isinstance(elements_per_s, Mapping) else dict.fromkeys(mesh.dimensions, elements_per_s)
-    for over in given:
+    rates = elements_per_s if isinstance(elements_per_s, Mapping) else dict.fromkeys(mesh.dimensions, elements_per_s)
+    for over in rates:
         if over not in mesh.dimensions:
             raise PlanError(f"elements_per_s has {over!r}, which is not a dimension of the mesh {mesh}; remove it")
     for over in mesh.dimensions:
-        if over not in given:
+        if over not in rates:
             raise PlanError(f"elements_per_s has no rate for {over!r} of the mesh {mesh}; give one for each dimension")
-        if not given[over] > 0:
-            raise PlanError(f"elements_per_s is {given[over]} for {over!r}; give a positive number")
-    return dict(given)
+        if not rates[over] > 0:
+            raise PlanError(f"elements_per_s is {rates[over]} for {over!r}; give a positive number")
+    return dict(rates)
 
 
 class Use(NamedTuple):
@@ -94,7 +94,8 @@ class Use(NamedTuple):
 
     def _is_copied(self, over: Over) -> bool:
         return any(
-            over.get(one or "") != over.get(two or "") for one, two in zip(self.names, self.at_rest, strict=True)
+            over.get(name or "") != over.get(rest_name or "")
+            for name, rest_name in zip(self.names, self.at_rest, strict=True)
         )
 
     def copied(self, over: Over, mesh: Mesh) -> int:
@@ -114,15 +115,15 @@ class Use(NamedTuple):
             for names in (source, target)
         )
         elements = part(self.elements, source, over, mesh)
-        for one in after.keys() - before.keys():
-            elements //= mesh.dimensions[one]
-        for one in mesh.dimensions:
-            if one in before and one in after and before[one] != after[one]:
-                yield "all-to-all", one, elements
-        for one in mesh.dimensions:
-            if one in before and one not in after:
-                elements *= mesh.dimensions[one]
-                yield "all-gather", one, elements
+        for dimension in after.keys() - before.keys():
+            elements //= mesh.dimensions[dimension]
+        for dimension in mesh.dimensions:
+            if dimension in before and dimension in after and before[dimension] != after[dimension]:
+                yield "all-to-all", dimension, elements
+        for dimension in mesh.dimensions:
+            if dimension in before and dimension not in after:
+                elements *= mesh.dimensions[dimension]
+                yield "all-gather", dimension, elements
 
 
 class Step(NamedTuple):
@@ -148,13 +149,13 @@ class Step(NamedTuple):
         """Returns what it takes by itself; its peak is that of the copies."""
         done = mesh.size * part(self.operations, self.names, over, mesh)
         moved: dict[tuple[str, str], int] = {}
-        collectives = [one for use in self.operands for one in use.relaid(over, mesh, is_result=False)]
+        collectives = [collective for use in self.operands for collective in use.relaid(over, mesh, is_result=False)]
         pending = part(self.result.elements, self.result.names, over, mesh)
         collectives += [("all-reduce", over[name], pending) for name in sorted(self.reduced) if name in over]
         collectives += self.result.relaid(over, mesh, is_result=True)
-        for kind, one, elements in collectives:
-            if mesh.dimensions[one] > 1:
-                moved[kind, one] = moved.get((kind, one), 0) + mesh.size * elements
+        for kind, dimension, elements in collectives:
+            if mesh.dimensions[dimension] > 1:
+                moved[kind, dimension] = moved.get((kind, dimension), 0) + mesh.size * elements
         return Report(mesh, self.copied(over, mesh), done, self.operations, moved)
 
 
@@ -185,62 +186,64 @@ class Named:
         operators: Sequence[Operator],
     ) -> None:
         self._operators, self._tensors = operators, tensors
-        self.whole = self._not_cut()
+        self.whole = self._find_whole_names()
         self.sizes: dict[str, list[int]] = {}
         for operator in operators:
             for name, size in operator.sizes.items():
                 if name not in self.whole and size not in self.sizes.setdefault(name, []):
                     self.sizes[name].append(size)
-        self.at_rest = self._names_at_rest(groups)
-        self.steps = tuple(map(self._step, operators))
-        self.live = self._lifetimes()
+        self.at_rest = self._name_dimensions(groups)
+        self.steps = tuple(map(self._build_step, operators))
+        self.live = self._compute_lifetimes()
 
-    def _outermost(self, operator: Operator, access: Access) -> Names:
+    def _find_outermost(self, operator: Operator, access: Access) -> Names:
         sizes = self._tensors[access.tensor]
         return tuple(operator.outermost(index, size) for index, size in zip(access.indices, sizes, strict=True))
 
-    def _not_cut(self) -> dict[str, str]:
+    def _find_whole_names(self) -> dict[str, str]:
         """Returns indices that cannot be cut: those of affine expressions, and of two dimensions of one tensor."""
-        found: dict[str, str] = {}
+        whole: dict[str, str] = {}
         for operator in self._operators:
             line = f"line {operator.line.number}, {str(operator)!r}"
             for access in operator.accesses:
-                outermost = self._outermost(operator, access)
-                for index, own in zip(access.indices, outermost, strict=True):
+                outermost = self._find_outermost(operator, access)
+                for index, outer in zip(access.indices, outermost, strict=True):
                     for name, _ in index.terms if index else ():
-                        if name != own:
-                            found.setdefault(name, f"{line}, has it in an expression")
-                for twice in {own for own in outermost if own and outermost.count(own) > 1}:
-                    found.setdefault(twice, f"{line}, has it in two dimensions of {access.tensor!r}")
-        return found
+                        if name != outer:
+                            whole.setdefault(name, f"{line}, has it in an expression")
+                for twice in {name for name in outermost if name and outermost.count(name) > 1}:
+                    whole.setdefault(twice, f"{line}, has it in two dimensions of {access.tensor!r}")
+        return whole
 
-    def _names(self, operator: Operator) -> Iterator[tuple[str, Names]]:
+    def _yield_names(self, operator: Operator) -> Iterator[tuple[str, Names]]:
         """Yields each tensor that it reads, then the one that it computes."""
         for access in operator.accesses:
-            outermost = self._outermost(operator, access)
+            outermost = self._find_outermost(operator, access)
             yield access.tensor, tuple(name if name in self.sizes else None for name in outermost)
 
-    def _names_at_rest(self, groups: Sequence[Sequence[str]]) -> dict[str, Names]:
+    def _name_dimensions(self, groups: Sequence[Sequence[str]]) -> dict[str, Names]:
         first: dict[str, list[str | None]] = {}
         for group in groups:
             first |= dict.fromkeys(group, [None] * len(self._tensors[group[0]]))
         for operator in self._operators:
-            for tensor, names in self._names(operator):
-                found = first[tensor]
+            for tensor, names in self._yield_names(operator):
+                rest_names = first[tensor]
                 for at, name in enumerate(names):
-                    if found[at] is None and name not in found:
-                        found[at] = name
-        return {name: tuple(found) for name, found in first.items()}
+                    if rest_names[at] is None and name not in rest_names:
+                        rest_names[at] = name
+        return {name: tuple(rest_names) for name, rest_names in first.items()}
 
-    def _step(self, operator: Operator) -> Step:
+    def _build_step(self, operator: Operator) -> Step:
         uses = {
             (tensor, names): Use(prod(self._tensors[tensor]), names, self.at_rest[tensor])
-            for tensor, names in self._names(operator)
+            for tensor, names in self._yield_names(operator)
         }
         *operands, result = uses.values()
         # What an operator does for `:` is not known; at least it looks at each element.
         whole = max(
-            prod(size for size, one in zip(self._tensors[access.tensor], access.indices, strict=True) if one is None)
+            prod(
+                size for size, index in zip(self._tensors[access.tensor], access.indices, strict=True) if index is None
+            )
             for access in operator.accesses
         )
         return Step(
@@ -251,7 +254,7 @@ class Named:
             operator.reduced.intersection(self.sizes),
         )
 
-    def _lifetimes(self) -> dict[str, range]:
+    def _compute_lifetimes(self) -> dict[str, range]:
         end = max(1, len(self._operators))
         starts = {operator.result: at for at, operator in enumerate(self._operators)}
         last = {access.tensor: at for at, operator in enumerate(self._operators) for access in operator.line.operands}
@@ -265,19 +268,19 @@ class Named:
             elements = part(prod(self._tensors[name]), self.at_rest[name], over, mesh)
             change[live.start] += elements
             change[live.stop] -= elements
-        held = peak = 0
+        live_elements = peak = 0
         done = unique = 0
         moved: dict[tuple[str, str], int] = {}
-        known: dict[Step, Report] = {}
+        reports: dict[Step, Report] = {}
         for at, more in enumerate(change[:-1]):
-            held += more
-            peak = max(peak, held)
+            live_elements += more
+            peak = max(peak, live_elements)
             if at < len(self.steps):
                 step = self.steps[at]
-                own = known[step] = known.get(step) or step.report(over, mesh)
-                peak = max(peak, held + own.peak)
-                done, unique = done + own.done, unique + own.unique
-                for key, elements in own.moved.items():
+                report = reports[step] = reports.get(step) or step.report(over, mesh)
+                peak = max(peak, live_elements + report.peak)
+                done, unique = done + report.done, unique + report.unique
+                for key, elements in report.moved.items():
                     moved[key] = moved.get(key, 0) + elements
         return Report(mesh, peak, done, unique, dict(sorted(moved.items())))
 
@@ -293,21 +296,21 @@ class Named:
                     f"the layout {layout} cuts {name!r}, which is an index of no operator; they have "
                     f"{', '.join(sorted(self.sizes)) or 'no index that may be cut'}"
                 )
-        over = {name: one for name, one in layout.over.items() if one in mesh.dimensions}
-        for name, one in over.items():
+        over = {name: dimension for name, dimension in layout.over.items() if dimension in mesh.dimensions}
+        for name, dimension in over.items():
             if name in self.whole:
                 raise PlanError(f"the layout {layout} cuts {name!r}, but {self.whole[name]}; remove the rule")
             for size in self.sizes[name]:
-                if size % mesh.dimensions[one]:
+                if size % mesh.dimensions[dimension]:
                     raise PlanError(
                         f"the layout {layout} cuts {name!r}, which has size {size} in an operator, over "
-                        f"{one}:{mesh.dimensions[one]}, which does not divide it; choose another size, or remove the "
-                        f"rule {name}:{one}"
+                        f"{dimension}:{mesh.dimensions[dimension]}, which does not divide it; choose another size, or "
+                        f"remove the rule {name}:{dimension}"
                     )
         for together, where in self.apart.items():
-            found: dict[str, str] = {}
+            name_on: dict[str, str] = {}
             for name in sorted(together & over.keys()):
-                if (other := found.setdefault(over[name], name)) != name:
+                if (other := name_on.setdefault(over[name], name)) != name:
                     raise PlanError(
                         f"the layout {layout} cuts both {other!r} and {name!r} over {over[name]!r}, but {where} has "
                         "both; remove one of the rules"
@@ -317,9 +320,9 @@ class Named:
     @cached_property
     def apart(self) -> dict[frozenset[str], str]:
         """Sets of names no two of which may lie on one dimension of a mesh, each with what has them all."""
-        found: dict[frozenset[str], str] = {}
+        apart: dict[frozenset[str], str] = {}
         for operator, step in zip(self._operators, self.steps, strict=True):
-            found.setdefault(step.names, f"{str(operator)!r} (line {operator.line.number})")
+            apart.setdefault(step.names, f"{str(operator)!r} (line {operator.line.number})")
         for tensor, names in self.at_rest.items():
-            found.setdefault(frozenset(name for name in names if name), f"the tensor {tensor!r}")
-        return found
+            apart.setdefault(frozenset(name for name in names if name), f"the tensor {tensor!r}")
+        return apart

@@ -40,7 +40,7 @@ class Operator:
     @cached_property
     def reduced(self) -> frozenset[str]:
         """The indices that the result lacks."""
-        return frozenset(self.sizes) - _names(self.line.result)
+        return frozenset(self.sizes) - _collect_names(self.line.result)
 
     def outermost(self, index: Affine | None, size: int) -> str | None:
         """Returns the index whose equal parts are equal parts of a dimension, in order, or None.
@@ -64,5 +64,5 @@ class Operator:
         return self.line.text
 
 
-def _names(access: Access) -> frozenset[str]:
+def _collect_names(access: Access) -> frozenset[str]:
     return frozenset(name for index in access.indices if index for name, _ in index.terms)

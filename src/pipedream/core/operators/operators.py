@@ -48,14 +48,14 @@ class Operators(Artifact):
                 raise PlanError(f"the tensor {name!r} has the sizes {shape}; give each dimension at least 1")
         _check_order(self.steps)
         for names in self.alike:
-            shapes = {name: self.tensors[self._known(name, "alike")] for name in names}
+            shapes = {name: self.tensors[self._check_known(name, "alike")] for name in names}
             if len(set(shapes.values())) > 1:
                 raise PlanError(f"{shapes} should be alike, but differ in size; name tensors of one size")
 
     @cached_property
     def steps(self) -> tuple[Operator, ...]:
         """Each line of the text."""
-        return tuple(self._checked(line) for line in read_lines(self.text))
+        return tuple(self._build_operator(line) for line in read_lines(self.text))
 
     @cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -78,7 +78,7 @@ class Operators(Artifact):
     @cached_property
     def outputs(self) -> tuple[str, ...]:
         """The tensors that are computed and that no operator reads."""
-        read = {one.tensor for step in self.steps for one in step.line.operands}
+        read = {access.tensor for step in self.steps for access in step.line.operands}
         return tuple(step.result for step in self.steps if step.result not in read)
 
     @cached_property
@@ -107,7 +107,7 @@ class Operators(Artifact):
         """
         return self.named.report(layout, mesh)
 
-    def _known(self, name: str, where: str) -> str:
+    def _check_known(self, name: str, where: str) -> str:
         if name not in self.tensors:
             near = get_close_matches(name, self.tensors, n=1)
             raise PlanError(
@@ -116,13 +116,13 @@ class Operators(Artifact):
             )
         return name
 
-    def _checked(self, line: Line) -> Operator:
+    def _build_operator(self, line: Line) -> Operator:
         sizes = dict(line.bounds)
         owner = dict.fromkeys(sizes, "where")
         affine: dict[str, Access] = {}
         for access in (line.result, *line.operands):
             where = f"line {line.number}, column {access.column} of the operators"
-            shape = self.tensors[self._known(access.tensor, where)]
+            shape = self.tensors[self._check_known(access.tensor, where)]
             if len(access.indices) != len(shape):
                 raise PlanError(
                     f"{where}: {access.tensor!r} has {len(access.indices)} indices in {line.text!r}, but "
@@ -133,8 +133,8 @@ class Operators(Artifact):
                     affine.setdefault(name, access)
                 if index is None or (name := index.plain or "") == "":
                     continue
-                known = sizes.setdefault(name, size)
-                if known != size and (name not in line.bounds or access is line.result or known > size):
+                first_size = sizes.setdefault(name, size)
+                if first_size != size and (name not in line.bounds or access is line.result or first_size > size):
                     raise PlanError(
                         f"{where}: the index {name!r} of {line.text!r} has two sizes, {sizes[name]} in {owner[name]!r} "
                         f"and {size} in {access.tensor!r}; use another name for one of them, or correct the sizes"
@@ -152,14 +152,14 @@ class Operators(Artifact):
                     f"line {line.number}, column {access.column} of the operators: the size of {name!r} in "
                     f"{line.text!r} is not known, since no tensor has it alone as an index; add `where {name} < 3`"
                 )
-        found = Operator(line, {name: sizes[name] for name in affine})
-        if found.reduced and not line.reduction:
-            name = next(name for name in affine if name in found.reduced)
+        operator = Operator(line, {name: sizes[name] for name in affine})
+        if operator.reduced and not line.reduction:
+            name = next(name for name in affine if name in operator.reduced)
             raise PlanError(
                 f"line {line.number} of the operators: {line.text!r} has the index {name!r} only on the right; "
                 "reduce it by +=, *=, max= or min=, or use : for a dimension that a function needs whole"
             )
-        return found
+        return operator
 
 
 def _check_order(steps: tuple[Operator, ...]) -> None:
@@ -195,9 +195,9 @@ def unclipped(index: Affine, ranges: Mapping[str, range]) -> range:
 
 def span(access: Access, ranges: Mapping[str, range], shape: tuple[int, ...]) -> Box:
     """Returns the part of a tensor that an operator needs for these ranges of its indices; padding is left out."""
-    found = []
+    box = []
     for index, size in zip(access.indices, shape, strict=True):
         values = range(size) if index is None else unclipped(index, ranges)
         start = min(max(values.start, 0), size)
-        found.append(range(start, max(start, min(values.stop, size))))
-    return tuple(found)
+        box.append(range(start, max(start, min(values.stop, size))))
+    return tuple(box)

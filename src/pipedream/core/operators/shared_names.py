@@ -38,7 +38,7 @@ def shared_text(
     taken = set(names.values())
     lines = []
     for number, operator in enumerate(operators):
-        own = {}
+        shared = {}
         for letter in operator.sizes:
             place = classes.of((number, letter))
             if place not in names:  # it runs over no whole dimension
@@ -47,8 +47,8 @@ def shared_text(
                     name += "_"
                 taken.add(name)
                 names[place] = name
-            own[letter] = names[place]
-        lines.append(with_indices(operator.line, own))
+            shared[letter] = names[place]
+        lines.append(with_indices(operator.line, shared))
     return "\n".join(lines)
 
 
@@ -66,9 +66,9 @@ class _Connected:
             self._of[place], self._places[place], self._owners[place] = place, [place], {place[0]}
         return self._of[place]
 
-    def join(self, one: _Place, other: _Place) -> None:
+    def join(self, place: _Place, other: _Place) -> None:
         """Makes one class of two, unless it would have two places of an operator or tensor."""
-        kept, moved = sorted((self.of(one), self.of(other)), key=lambda place: -len(self._places[place]))
+        kept, moved = sorted((self.of(place), self.of(other)), key=lambda place: -len(self._places[place]))
         if kept == moved or self._owners[kept] & self._owners[moved]:
             return
         self._owners[kept] |= self._owners.pop(moved)

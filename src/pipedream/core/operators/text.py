@@ -79,12 +79,12 @@ def read_lines(text: str) -> list[Line]:
     Raises:
         PlanError: text that is not of this form, with line and column.
     """
-    found = []
+    lines = []
     for number, whole in enumerate(text.splitlines(), 1):
         line = whole.partition("#")[0].rstrip()
         if line.strip():
-            found.append(_read_line(number, line))
-    return found
+            lines.append(_read_line(number, line))
+    return lines
 
 
 def with_indices(line: Line, names: Mapping[str, str]) -> str:
@@ -108,17 +108,17 @@ def _read_line(number: int, line: str) -> Line:
         _refuse(
             number, column, line, "is not a result, one of = += *= max= min=, and an expression, as y[i] += x[i, j]"
         )
-    (result,) = _accesses(number, line, match["left"], 0)
+    (result,) = _read_accesses(number, line, match["left"], 0)
     operands: dict[object, Access] = {}  # one that is read twice at the same place is one
-    for one in _accesses(number, line, match["right"], match.start("right")):
-        operands.setdefault((one.tensor, one.indices), one)
-    bounds = _bounds(number, line, where.end()) if where else {}
+    for access in _read_accesses(number, line, match["right"], match.start("right")):
+        operands.setdefault((access.tensor, access.indices), access)
+    bounds = _read_bounds(number, line, where.end()) if where else {}
     reduction, is_copy = match["sign"][:-1], _TENSOR.fullmatch(match["right"]) is not None
     return Line(number, line.strip(), result, reduction, tuple(operands.values()), bounds, is_copy and not reduction)
 
 
-def _bounds(number: int, line: str, start: int) -> dict[str, int]:
-    found = {}
+def _read_bounds(number: int, line: str, start: int) -> dict[str, int]:
+    bounds = {}
     column = start
     for part in line[start:].split(","):
         match = _BOUND.fullmatch(part)
@@ -126,16 +126,16 @@ def _bounds(number: int, line: str, start: int) -> dict[str, int]:
             _refuse(
                 number, column + 1, line, f"has {part.strip()!r} after `where`; write an index and a size, as r < 3"
             )
-        found[match[1]] = int(match[2])
+        bounds[match[1]] = int(match[2])
         column += len(part) + 1
-    return found
+    return bounds
 
 
 def _refuse(number: int, column: int, line: str, what: str) -> NoReturn:
     raise PlanError(f"line {number}, column {column} of the operators: {line.strip()!r} {what}")
 
 
-def _accesses(number: int, line: str, part: str, start: int) -> list[Access]:
+def _read_accesses(number: int, line: str, part: str, start: int) -> list[Access]:
     """Returns the tensors that are read in an expression, from left to right."""
     shown = part.lstrip()
     start += len(part) - len(shown)
@@ -145,7 +145,7 @@ def _accesses(number: int, line: str, part: str, start: int) -> list[Access]:
         tree = ast.parse(source, mode="eval")
     except SyntaxError as error:
         _refuse(number, start + (error.offset or 1), line, f"cannot be read: {error.msg}")
-    found: list[Access] = []
+    accesses: list[Access] = []
 
     def column(node: ast.expr) -> int:
         return start + node.col_offset - 2 * source[: node.col_offset].count("[()]") + 1
@@ -154,15 +154,15 @@ def _accesses(number: int, line: str, part: str, start: int) -> list[Access]:
         match node:
             case ast.Subscript(value=ast.Name(id=tensor), slice=indices):
                 each = indices.elts if isinstance(indices, ast.Tuple) else [indices]
-                found.append(Access(tensor, tuple(map(index, each)), column(node)))
+                accesses.append(Access(tensor, tuple(map(index, each)), column(node)))
             case ast.BinOp(left=left, right=right):
                 read(left)
                 read(right)
             case ast.UnaryOp(operand=operand):
                 read(operand)
             case ast.Call(func=ast.Name() | ast.Attribute(), args=arguments, keywords=named):
-                for one in [*arguments, *(word.value for word in named)]:
-                    read(one)
+                for argument in [*arguments, *(word.value for word in named)]:
+                    read(argument)
             case ast.Constant():
                 pass
             case ast.Name(id=name):
@@ -192,8 +192,10 @@ def _accesses(number: int, line: str, part: str, start: int) -> list[Access]:
                     sums[name] = sums.get(name, 0) + sign * times
                 return sums
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                one, other = affine(left), affine(right)
-                constant, rest = (one, other) if set(one) <= {""} else (other, one)
+                first_terms, second_terms = affine(left), affine(right)
+                constant, rest = (
+                    (first_terms, second_terms) if set(first_terms) <= {""} else (second_terms, first_terms)
+                )
                 if set(constant) <= {""}:
                     return {name: times * constant.get("", 0) for name, times in rest.items()}
         _refuse(
@@ -204,4 +206,4 @@ def _accesses(number: int, line: str, part: str, start: int) -> list[Access]:
         )
 
     read(tree.body)
-    return found
+    return accesses

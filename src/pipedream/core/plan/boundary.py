@@ -70,9 +70,9 @@ class Boundary:
         names, tensor = self.layout.output_names(self.layer), f"the output of {self.layer!r}"
         count = len((names or "").split())
         if names is not None and count not in map(len, shapes):
-            found = ", ".join(str(tuple(shape)) for shape in shapes)
+            sizes = ", ".join(str(tuple(shape)) for shape in shapes)
             raise PlanError(
-                f"{tensor} has {count} names ({names}), but its shape is {found}; name each dimension once, in order"
+                f"{tensor} has {count} names ({names}), but its shape is {sizes}; name each dimension once, in order"
             )
         cuts = []
         for shape in shapes:

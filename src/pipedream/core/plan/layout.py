@@ -57,17 +57,17 @@ class Layout:
     cuts: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", ",".join(f"{cut}:{over}" for cut, over in self._parsed()))
+        object.__setattr__(self, "rules", ",".join(f"{cut}:{over}" for cut, over in self._parse()))
 
     @classmethod
-    def of(cls, found: _Found) -> Layout:
+    def of(cls, partition: _Found) -> Layout:
         """Returns the layout of a `Partition`, for a mesh with a dimension for each of its cuts: ``cut1:2,cut2:2``.
 
         Weights rest as they were found to, together with their versions, gradients and optimizer states. Each layer
         runs by operators whose indices are chosen for that (`pipedream.sharding.partitioned_layer`).
         """
-        tensors = found.cuts[0].schemes if found.cuts else {}
-        return cls(cuts={name: tuple(cut.schemes[name] for cut in found.cuts) for name in tensors})
+        tensors = partition.cuts[0].schemes if partition.cuts else {}
+        return cls(cuts={name: tuple(cut.schemes[name] for cut in partition.cuts) for name in tensors})
 
     @staticmethod
     def tensor_of(parameter: str) -> str:
@@ -81,14 +81,14 @@ class Layout:
             PlanError: only some of its dimensions are cuts, or are not the first ones, of two ranks each.
         """
         count = max(map(len, self.cuts.values()), default=0)
-        wanted = {f"{_CUT}{at + 1}": 2 for at in range(count)}
-        if not wanted or not mesh.dimensions.keys() & wanted.keys():
+        expected = {f"{_CUT}{at + 1}": 2 for at in range(count)}
+        if not expected or not mesh.dimensions.keys() & expected.keys():
             return False
-        if list(mesh.dimensions.items()) != list(wanted.items())[: len(mesh.dimensions)] or self.at_rest:
+        if list(mesh.dimensions.items()) != list(expected.items())[: len(mesh.dimensions)] or self.at_rest:
             raise PlanError(
-                f"a layout with {count} cuts into halves has meshes such as {_halves(count)}, without at_rest; found "
-                f"{mesh}{f' and at_rest={self.at_rest!r}' if self.at_rest else ''}; use such a mesh, and replicas of "
-                "the stage in place of other dimensions"
+                f"a layout with {count} cuts into halves has meshes such as {_format_halves(count)}, without at_rest; "
+                f"found {mesh}{f' and at_rest={self.at_rest!r}' if self.at_rest else ''}; use such a mesh, and "
+                "replicas of the stage in place of other dimensions"
             )
         return True
 
@@ -96,35 +96,35 @@ class Layout:
         """Returns the placements of a parameter, see `placements`."""
         if self.is_cut(mesh):
             cuts = self.cuts.get(self.tensor_of(name)) or self.cuts.get(name) or ()
-            found = (*cuts, *[None] * len(mesh.dimensions))[: len(mesh.dimensions)]
-            for over, cut in zip(mesh.dimensions, found, strict=True):
-                times = 2 ** found[: list(mesh.dimensions).index(over) + 1].count(cut)
+            placed = (*cuts, *[None] * len(mesh.dimensions))[: len(mesh.dimensions)]
+            for over, cut in zip(mesh.dimensions, placed, strict=True):
+                times = 2 ** placed[: list(mesh.dimensions).index(over) + 1].count(cut)
                 if cut is not None and (cut >= len(shape) or shape[cut] % times):
                     raise PlanError(
                         f"the layout cuts dimension {cut} of {name!r} over {over!r}, but its shape is {tuple(shape)}; "
                         "describe and partition this model, with sizes that the ranks divide"
                     )
-            return found
+            return placed
         names = self.names_of(name)
         if names is None:
             return (None,) * len(mesh.dimensions)
         return self.placements(names, shape, mesh, f"the parameter {name!r}")
 
-    def _parsed(self) -> list[tuple[str, str]]:
-        found: dict[str, str] = {}
+    def _parse(self) -> list[tuple[str, str]]:
+        rules: dict[str, str] = {}
         for rule, cut, over in pairs_of(self.rules):
             if not cut.isidentifier() or not over.isidentifier():
                 raise PlanError(
                     f"the layout {self.rules!r} has {rule!r}, which is not a rule; write the dimension of a "
                     "tensor and that of the mesh, such as d_ff:model"
                 )
-            if found.get(cut, over) != over:
+            if rules.get(cut, over) != over:
                 raise PlanError(
-                    f"the layout cuts {cut!r} over two dimensions of the mesh, {cut}:{found[cut]} and {cut}:{over}; a "
+                    f"the layout cuts {cut!r} over two dimensions of the mesh, {cut}:{rules[cut]} and {cut}:{over}; a "
                     "dimension of a tensor can be cut over one: keep one of the rules"
                 )
-            found[cut] = over
-        return list(found.items())
+            rules[cut] = over
+        return list(rules.items())
 
     def __str__(self) -> str:
         parts = [
@@ -137,7 +137,7 @@ class Layout:
     @cached_property
     def over(self) -> dict[str, str]:
         """Tensor dimension -> mesh dimension."""
-        return dict(self._parsed())
+        return dict(self._parse())
 
     def placements(
         self, names: str, shape: Sequence[int], mesh: Mesh, tensor: str = "a tensor", *, uneven: bool = False
@@ -158,13 +158,13 @@ class Layout:
                 f"{tensor} has {len(words)} names ({names}), but {len(shape)} dimensions {tuple(shape)}; name each "
                 "dimension once, in order"
             )
-        found: dict[str, int] = {}
+        placed: dict[str, int] = {}
         for dimension, name in enumerate(words):
             over = self.over.get(name)
             if over not in mesh.dimensions:
                 continue
-            if over in found:
-                first = words[found[over]]
+            if over in placed:
+                first = words[placed[over]]
                 raise PlanError(
                     f"{tensor} ({names}) would be cut twice over {over!r}, by the rules {first}:{over} and "
                     f"{name}:{over}; remove one of them, or use another name in this tensor"
@@ -174,8 +174,8 @@ class Layout:
                     f"{tensor} has {shape[dimension]} of {name!r}, which {over}:{mesh.dimensions[over]} of the mesh "
                     f"does not divide; choose another size, or remove the rule {name}:{over}"
                 )
-            found[over] = dimension
-        return tuple(found.get(over) for over in mesh.dimensions)
+            placed[over] = dimension
+        return tuple(placed.get(over) for over in mesh.dimensions)
 
     def of_model(self, model: Any) -> Layout:
         """Returns it with the names that modules have for their own parameters, where it has none itself.
@@ -183,12 +183,14 @@ class Layout:
         Args:
             model: a module, some of whose modules may have ``layout_names``: parameter -> names of its dimensions.
         """
-        own = {
+        model_names = {
             f"{path}.{name}".removeprefix("."): names
             for path, module in model.named_modules()
             for name, names in getattr(module, "layout_names", {}).items()
         }
-        return replace(self, names={**self.names, **{n: own[n] for n in own if self.names_of(n) is None}})
+        return replace(
+            self, names={**self.names, **{n: model_names[n] for n in model_names if self.names_of(n) is None}}
+        )
 
     def boundary(
         self, names: str | None, shape: Sequence[int], samples: int, mesh: Mesh, tensor: str = "a tensor"
@@ -221,10 +223,10 @@ class Layout:
         """
         dimensions = list(dict.fromkeys([*self.over.values(), *([self.at_rest] if self.at_rest else [])]))
         cuts = range(1, max(map(len, self.cuts.values()), default=0) + 1)
-        meshes = [*every_mesh(dimensions, most), *(Mesh(_halves(count)) for count in cuts if 2**count <= most)]
-        return {mesh: self._problem(mesh, shapes, samples) for mesh in meshes}
+        meshes = [*every_mesh(dimensions, most), *(Mesh(_format_halves(count)) for count in cuts if 2**count <= most)]
+        return {mesh: self._find_problem(mesh, shapes, samples) for mesh in meshes}
 
-    def _problem(self, mesh: Mesh, shapes: Mapping[str, Sequence[int]], samples: int | None) -> str:
+    def _find_problem(self, mesh: Mesh, shapes: Mapping[str, Sequence[int]], samples: int | None) -> str:
         batch = self.over.get(BATCH)
         used = {self.at_rest, batch}
         for name, shape in shapes.items():
@@ -270,8 +272,8 @@ class Layout:
                     f"the layout names the dimensions of {pattern!r}, which matches no parameter and no layer's "
                     f"output (LAYER{_OUT}){f'; did you mean {near[0]!r}?' if near else ''}"
                 )
-        known = {tensor for name in parameters for tensor in (name, self.tensor_of(name))}
-        if any(map(self.is_cut, meshes)) and not known & self.cuts.keys():
+        parameter_tensors = {tensor for name in parameters for tensor in (name, self.tensor_of(name))}
+        if any(map(self.is_cut, meshes)) and not parameter_tensors & self.cuts.keys():
             raise PlanError(
                 f"the layout was found for the tensors {', '.join(list(self.cuts)[:5])}, none of which is a parameter "
                 "of the model; partition what pipedream.operators(model, ...) returns"
@@ -298,5 +300,5 @@ class Layout:
                     )
 
 
-def _halves(count: int) -> str:
+def _format_halves(count: int) -> str:
     return ",".join(f"{_CUT}{at + 1}:2" for at in range(count))

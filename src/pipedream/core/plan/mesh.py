@@ -32,25 +32,25 @@ class Mesh:
     text: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "text", ",".join(f"{name}:{size}" for name, size in self._parsed()))
+        object.__setattr__(self, "text", ",".join(f"{name}:{size}" for name, size in self._parse()))
 
-    def _parsed(self) -> list[tuple[str, int]]:
-        found: dict[str, int] = {}
+    def _parse(self) -> list[tuple[str, int]]:
+        sizes: dict[str, int] = {}
         for part, name, size in pairs_of(self.text) if self.text.strip() != _NONE else ():
             if not name.isidentifier() or not size.isdecimal() or not 1 <= int(size) <= MOST_WORKERS:
                 raise PlanError(
                     f"the mesh {self.text!r} has {part!r}, which is not a name and a size; write a mesh as "
                     "model:2 or data:2,model:2"
                 )
-            if name in found:
+            if name in sizes:
                 raise PlanError(f"the mesh {self.text!r} has the dimension {name!r} twice; give each a name of its own")
-            found[name] = int(size)
-        return list(found.items())
+            sizes[name] = int(size)
+        return list(sizes.items())
 
     @cached_property
     def dimensions(self) -> dict[str, int]:
         """Name -> ranks."""
-        return dict(self._parsed())
+        return dict(self._parse())
 
     @property
     def size(self) -> int:
@@ -75,11 +75,11 @@ class Piece(NamedTuple):
 
 def pairs_of(text: str) -> list[tuple[str, str, str]]:
     """Returns each part of a text such as ``a:b, c:d``, and its two words."""
-    found = []
+    pairs = []
     for part in text.split(",") if text.strip() else ():
         first, _, second = part.partition(":")
-        found.append((part.strip(), first.strip(), second.strip()))
-    return found
+        pairs.append((part.strip(), first.strip(), second.strip()))
+    return pairs
 
 
 def meshes_of(text: str, stages: int | None = None) -> tuple[Mesh, ...]:
@@ -91,15 +91,15 @@ def meshes_of(text: str, stages: int | None = None) -> tuple[Mesh, ...]:
     Raises:
         PlanError: another number of meshes.
     """
-    found = tuple(map(Mesh, text.split("/")))
+    meshes = tuple(map(Mesh, text.split("/")))
     if stages is None:
-        return found
-    if len(found) not in (1, stages):
+        return meshes
+    if len(meshes) not in (1, stages):
         raise PlanError(
-            f"the meshes {text!r} are for {len(found)} stages, but there are {stages}; give one for each, or a single "
+            f"the meshes {text!r} are for {len(meshes)} stages, but there are {stages}; give one for each, or a single "
             f"one for all ({_NONE} is a single rank)"
         )
-    return found * stages if len(found) == 1 else found
+    return meshes * stages if len(meshes) == 1 else meshes
 
 
 def every_mesh(dimensions: Sequence[str], most: int) -> list[Mesh]:
@@ -147,9 +147,9 @@ def box_of(
     return tuple(box)
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def overlap(box: Box, other: Box) -> Box | None:
     """Returns what two parts of a tensor have in common; None if that is nothing."""
-    common = tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    common = tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, other, strict=True))
     return common if all(common) else None
 
 
@@ -171,11 +171,11 @@ def pieces(
     for rank, coordinates in enumerate(sender.coordinates()):
         box = box_of(shape, sent, list(sender.dimensions.values()), coordinates)
         owners.setdefault(box, []).append(rank)
-    found = []
+    to_send = []
     for rank, coordinates in enumerate(receiver.coordinates()):
         mine = box_of(shape, received, list(receiver.dimensions.values()), coordinates)
         for box, ranks in owners.items():
             part = overlap(mine, box)
             if part is not None:
-                found.append(Piece(ranks[rank % len(ranks)], rank, part))
-    return found
+                to_send.append(Piece(ranks[rank % len(ranks)], rank, part))
+    return to_send
