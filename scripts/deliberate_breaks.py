@@ -303,7 +303,7 @@ BREAKS = (
     Break(
         "update: the schedule of a replicated stage runs on its own clock",
         "runtime/update/optimizer.py",
-        "return self._rounds_made - self.scheduled",
+        "return self._finished_rounds - self.scheduled",
         "return self.updates - self.scheduled",
         ("runtime/update/test_optimizer.py", "end_to_end/test_replicas.py"),
     ),
@@ -496,8 +496,8 @@ BREAKS = (
     Break(
         "data: inputs that hold the samples along another dimension are cut along the first",
         "runtime/data/batches.py",
-        "yield from ((leaf, batch_dim) for leaf in _leaves_of(value))",
-        "yield from ((leaf, 0) for leaf in _leaves_of(value))",
+        "yield from ((leaf, batch_dim) for leaf in _list_leaves(value))",
+        "yield from ((leaf, 0) for leaf in _list_leaves(value))",
         ("runtime/data/test_batches.py", "test_pipeline.py"),
     ),
     Break(

@@ -121,7 +121,7 @@ class Pipeline:
         self.drains: list[int] = []
         self.extra: Mapping[str, Any] = {}
         loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
-        if any(needs_weights(found.program) for found in self.prepared):
+        if any(needs_weights(prepared.program) for prepared in self.prepared):
             loss.check_split()
         settings = Settings(
             loss=loss,
@@ -135,17 +135,17 @@ class Pipeline:
             compile=compile_arguments(options.compile),
             scaling=scaling,
             batch_dim=options.batch_dim,
-            layout=_checked_layout(options, self.prepared, model, captured.graph),
+            layout=_check_layout(options, self.prepared, model, captured.graph),
             parallelize=options.parallelize,
         )
         blueprint = Blueprint(
-            programs=[found.program for found in self.prepared],
+            programs=[prepared.program for prepared in self.prepared],
             evaluation=build_evaluation(self.prepared[0].schedule),
             stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
             settings=settings,
             device=process_device(options.device),
             shared=shared,
-            compared=lambda: _compared(model, options, seed),
+            settings_to_agree=lambda: _list_settings_to_agree(model, options, seed),
             last_layers=[captured.graph.layers[stage.last - 1].name for stage in plan.stages],
         )
         self._session = Session(
@@ -154,7 +154,7 @@ class Pipeline:
             blueprint,
             stuck_after_s=options.stuck_after_s,
             weights=options.weights,
-            plain=PlainModel(model, captured) if options.check and not _runs_styles(options, plan) else None,
+            plain=PlainModel(model, captured) if options.check and not _applies_styles(options, plan) else None,
             free_bytes=lambda: available_bytes(blueprint.device, 1),
         )
         warn_of_loopback(plan, self._session.rank)
@@ -183,7 +183,7 @@ class Pipeline:
         self._finish()
         self._session.note_call("train()", self._number)
         self._training, self.should_stop = True, False
-        self._loggers.begin(self._hyperparameters)
+        self._loggers.begin(self._list_hyperparameters)
         state, self._data_state = self._data_state, None
         if state is None and continues:
             state = self._session.data_state(*self.position)
@@ -258,7 +258,7 @@ class Pipeline:
         self._loggers.pause()
         return self._number
 
-    def _called(self, name: str) -> None:
+    def _begin_collective_call(self, name: str) -> None:
         """Begins a call that every rank must make at the same place: drains, and waits for the others."""
         self._session.note_call(name, self._number - len(self.ready))
         self.drain()
@@ -282,16 +282,16 @@ class Pipeline:
             name: loggers get ``NAME/loss`` and so on; callbacks and ReduceLROnPlateau follow the evaluations named
                 'test'. By default 'test', or with `ema` 'test_ema'.
         """
-        self._called("evaluate()")
+        self._begin_collective_call("evaluate()")
         done = self._session.evaluate(loader, self._adapt_batch, ema)
         self._raise_interrupt()
-        found, name = {"loss": done.loss, **done.metrics}, name or ("test_ema" if ema else "test")
-        self._loggers.evaluation(name, found, max(self._number - 1, 0))
+        means, name = {"loss": done.loss, **done.metrics}, name or ("test_ema" if ema else "test")
+        self._loggers.evaluation(name, means, max(self._number - 1, 0))
         if name == "test":
-            self._session.evaluated(found[self._options.monitor])
+            self._session.evaluated(means[self._options.monitor])
             for callback in self._callbacks:
-                callback.on_evaluation(self, found)
-        return found
+                callback.on_evaluation(self, means)
+        return means
 
     def predict(self, loader: Iterable[Any], *, ema: bool = False) -> Iterator[Any]:
         """Yields the model's output for each batch, in the model's own type, at rank 0 only; drains first.
@@ -299,7 +299,7 @@ class Pipeline:
         Every rank must iterate it to its end. The loader may yield pairs or bare inputs. Objects in the output that
         cannot be sent, such as a cache of keys and values, are None.
         """
-        self._called("predict()")
+        self._begin_collective_call("predict()")
         for output in self._session.predict(loader, lambda batch: (self._adapt_batch.input_of(batch), None), ema):
             yield output.value
         self._raise_interrupt()
@@ -317,7 +317,7 @@ class Pipeline:
         If a compensation trains predicted weights, these are returned, as they are evaluated and averaged; with
         `predicted=False` the weights they are predicted from, w of `core.schedule.compensation` (SpecTrain, LWP).
         """
-        self._called("state_dict()")
+        self._begin_collective_call("state_dict()")
         return self._session.state_dict(ema, predicted)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, ema: bool = False, predicted: bool = True) -> None:
@@ -329,7 +329,7 @@ class Pipeline:
         Raises:
             CaptureError: the model has no ``save_pretrained``.
         """
-        self._called("save_pretrained()")
+        self._begin_collective_call("save_pretrained()")
         self._session.save_pretrained(Path(folder), ema, predicted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -340,7 +340,7 @@ class Pipeline:
         Raises:
             CaptureError: a name is missing or a shape differs.
         """
-        self._called("load_state_dict()")
+        self._begin_collective_call("load_state_dict()")
         self._session.load_state_dict(state)
 
     def save(
@@ -371,7 +371,7 @@ class Pipeline:
         """
         self.extra = self.extra if extra is None else dict(extra)
         check_json(self.extra, "extra")
-        self._called("save()")
+        self._begin_collective_call("save()")
         data = self._session.data_state(*self.position)
         position = Position(
             self._number,
@@ -381,7 +381,9 @@ class Pipeline:
             data=data,
             callbacks=states_of(self._callbacks),
         )
-        listening = [one for one in self._callbacks if type(one).on_checkpoint is not Callback.on_checkpoint]
+        listening = [
+            callback for callback in self._callbacks if type(callback).on_checkpoint is not Callback.on_checkpoint
+        ]
         wait = wait or bool(listening)
         path = self._session.save(any_path(folder), self._request, position, keep=keep, wait=wait, extra=self.extra)
         if listening and path != self._checkpoint:
@@ -402,22 +404,22 @@ class Pipeline:
         Raises:
             ArtifactError: no checkpoint, or one that is damaged or of another model, optimizer or scheduler.
         """
-        self._called("load()")
-        found = self._session.newest_checkpoint(any_path(folder))
-        if found is None:
+        self._begin_collective_call("load()")
+        path = self._session.newest_checkpoint(any_path(folder))
+        if path is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
-        manifest = self._session.read_checkpoint(found)
+        manifest = self._session.read_checkpoint(path)
         if not manifest.has_checksums and self._session.rank == 0:
-            warnings.warn(f"the checkpoint {found} has no checksums, so damage may go unnoticed", stacklevel=2)
+            warnings.warn(f"the checkpoint {path} has no checksums, so damage may go unnoticed", stacklevel=2)
         self._enter(phase_at(self.phases, manifest.minibatches, manifest.epoch))
-        self._session.restore(found, manifest)
+        self._session.restore(path, manifest)
         self._number = manifest.minibatches
         self._epoch = manifest.epoch
         self._epoch_batches = manifest.epoch_batches
         self.drains = list(manifest.drains)
         self._data_state = manifest.data
         self.extra = manifest.extra
-        self._checkpoint = found
+        self._checkpoint = path
         load_states(self._callbacks, manifest.callbacks)
         return self.position
 
@@ -455,7 +457,7 @@ class Pipeline:
         Raises:
             PipelineError: no such phase.
         """
-        self._called("timeline()")
+        self._begin_collective_call("timeline()")
         number = max(self.trained, default=self._phase) if phase is None else phase
         return self._session.timeline(number, self.plan.batch)
 
@@ -484,7 +486,7 @@ class Pipeline:
         factor, late = self.schedule.updates.rate_factor, self.schedule.weights.mean_staleness
         return tuple(rate * factor(s, late(s), rounds) for s in range(len(self.plan.stages)))
 
-    def _hyperparameters(self) -> dict[str, Any]:
+    def _list_hyperparameters(self) -> dict[str, Any]:
         plan = self.plan
         return plain(vars(self._options)) | {
             "schedule": self.schedule.name,
@@ -515,16 +517,16 @@ class Pipeline:
                 self._loggers.finalize("failed")
 
 
-def _runs_styles(options: PipelineOptions, plan: Plan) -> bool:
+def _applies_styles(options: PipelineOptions, plan: Plan) -> bool:
     """Whether layers run as torch's styles change them; in a single process a mesh is one rank."""
     return options.parallelize is not None and plan.ranks > plan.workers and is_distributed()
 
 
-def _checked_layout(options: PipelineOptions, phases: Sequence[Prepared], model: Any, graph: LayerGraph) -> Layout:
+def _check_layout(options: PipelineOptions, phases: Sequence[Prepared], model: Any, graph: LayerGraph) -> Layout:
     """Raises a `PlanError` if the layout does not fit the model or the meshes, or a method cannot have meshes."""
     plan, layout = phases[0].program.plan, (options.layout or Layout()).of_model(model)
     meshes = plan.meshes
-    for program in (found.program for found in phases if plan.ranks > plan.workers):
+    for program in (phase.program for phase in phases if plan.ranks > plan.workers):
         if any(map(program.placement.is_remote, range(len(plan.stages)))):
             raise PlanError(
                 f"the plan {plan.config} has meshes, but with {program.name!r} workers compute with weights of others, "
@@ -547,7 +549,7 @@ def _checked_layout(options: PipelineOptions, phases: Sequence[Prepared], model:
     return layout
 
 
-def _compared(model: Any, options: PipelineOptions, seed: int) -> dict[str, str]:
-    names = {one.name for one in fields(options)} - _OWN_TO_RANKS - _IN_PROGRAMS
-    found = {name: text_of(getattr(options, name)) for name in sorted(names)}
-    return found | {"seed": str(seed), "the model": describe_model(model)}
+def _list_settings_to_agree(model: Any, options: PipelineOptions, seed: int) -> dict[str, str]:
+    names = {option.name for option in fields(options)} - _OWN_TO_RANKS - _IN_PROGRAMS
+    texts = {name: text_of(getattr(options, name)) for name in sorted(names)}
+    return texts | {"seed": str(seed), "the model": describe_model(model)}

@@ -12,9 +12,9 @@ from pipedream.core.plan.stage import Stage
 from pipedream.runtime.stage.emulated import (
     EmulatedOptimizer,
     EmulatedStage,
-    emulated_batch,
-    emulated_model,
-    emulated_optimizer,
+    make_emulated_batch,
+    make_emulated_model,
+    make_emulated_optimizer,
 )
 from pipedream.runtime.stage.split_backward import split_backward
 
@@ -94,11 +94,11 @@ def test_stage_without_weights_still_has_a_backward() -> None:
 
 
 def test_update_waits_and_changes_nothing() -> None:
-    model = emulated_model([stage(), stage()], 1)
+    model = make_emulated_model([stage(), stage()], 1)
     named = [(name, parameter) for name, parameter in model.named_parameters() if name.startswith("stage1")]
-    optimizer = emulated_optimizer([stage(), stage()])(named)
+    optimizer = make_emulated_optimizer([stage(), stage()])(named)
     assert isinstance(optimizer, EmulatedOptimizer)
-    model(emulated_batch(1)[0]).sum().backward()
+    model(make_emulated_batch(1)[0]).sum().backward()
     took = []
     for _ in range(3):
         start = time.perf_counter()

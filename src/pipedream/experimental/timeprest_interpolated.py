@@ -72,7 +72,7 @@ class Interpolated(NewerBackward):
             if old is newest:
                 return newest
             if not made:
-                made.append(versions.new_storage())
+                made.append(versions.make_storage())
             share = self.between.weight(newest.version - old.version)
             # .data: where the forward is done again these leaves have a graph of their own.
             rows = zip(made[0].leaves.values(), newest.leaves.values(), old.leaves.values(), strict=True)

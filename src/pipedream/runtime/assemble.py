@@ -35,7 +35,7 @@ from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update.loss_scale import LossScale, LossScaleOptions
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
-from pipedream.runtime.update.tied_weights import TiedGradientSum, copies_of_tied
+from pipedream.runtime.update.tied_weights import TiedGradientSum, copy_tied
 from pipedream.runtime.update_barrier import UpdateBarrier
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.stage import StageSharding
@@ -79,7 +79,7 @@ class Blueprint:
         evaluation: forwards alone, verified.
         stages: (name, module) of each stage's layers.
         last_layers: the name of the layer that ends each stage, in the model's graph.
-        compared: returns settings that must be equal on all ranks, as texts by name.
+        settings_to_agree: returns settings that must be equal on all ranks, as texts by name.
     """
 
     programs: Sequence[Program]
@@ -88,7 +88,7 @@ class Blueprint:
     settings: Settings
     device: torch.device
     shared: Sequence[TiedWeights] = ()
-    compared: Callable[[], Mapping[str, str]] = dict
+    settings_to_agree: Callable[[], Mapping[str, str]] = dict
     last_layers: Sequence[str] = ()
 
     @property
@@ -133,50 +133,54 @@ def connect(
     """Makes and connects the process groups of programs with the same channels; every rank calls it."""
     placement = program.placement
     pairs = dict.fromkeys((c.sender, c.receiver) for c in program.channels)
-    holders = [list(one.ranks(placement)) for one in shared]
+    holders = [list(weights.ranks(placement)) for weights in shared]
     return connect_groups(list(pairs), placement.ranks, holders, device, meshes)
 
 
-def local_workers(blueprint: Blueprint, handles: Sequence[dict[str, nn.Parameter]]) -> list[Worker]:
+def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.Parameter]]) -> list[Worker]:
     """Returns all workers, joined by queues in one process."""
     program, placement, shared = blueprint.program, blueprint.placement, blueprint.shared
-    channels = {number: LocalChannel() for number in range(len(program.channels))}
+    queues = {number: LocalChannel() for number in range(len(program.channels))}
     owners = placement.ranks[-1]
     results = {(owner, rank): LocalChannel() for owner in owners for rank in range(placement.workers) if rank != owner}
     everyone = LocalGroup(placement.workers)
     replica_groups = [LocalGroup(count) for count in placement.replicas]
-    holders = [(one, one.ranks(placement), LocalGroup(len(one.ranks(placement)))) for one in shared]
+    holders = [(weights, weights.ranks(placement), LocalGroup(len(weights.ranks(placement)))) for weights in shared]
     workers = []
     for rank in range(placement.workers):
         stage_states = {}
         for stage, replica in placement.stage_replicas(rank):
-            layers, own = blueprint.stages[stage], handles[stage]
+            layers, replica_parameters = blueprint.stages[stage], parameters[stage]
             if replica:
-                layers, own = _copied(layers, own, chain.from_iterable(blueprint.stages))
-            stage_states[stage] = _stage_state(
+                layers, replica_parameters = _copy_layers(
+                    layers, replica_parameters, chain.from_iterable(blueprint.stages)
+                )
+            stage_states[stage] = _make_stage_state(
                 blueprint,
                 stage,
                 layers,
-                own,
+                replica_parameters,
                 replica_groups[stage].member(replica) if placement.replicas[stage] > 1 else None,
-                copies=copies_of_tied(own, stage, shared) if not replica else None,
+                copies=copy_tied(replica_parameters, stage, shared) if not replica else None,
             )
-        ends = WorkerChannels(
-            {n: channels[n] for n, c in enumerate(program.channels) if c.sender == rank},
-            {n: channels[n] for n, c in enumerate(program.channels) if c.receiver == rank},
+        channels = WorkerChannels(
+            {n: queues[n] for n, c in enumerate(program.channels) if c.sender == rank},
+            {n: queues[n] for n, c in enumerate(program.channels) if c.receiver == rank},
             {other: channel for (owner, other), channel in results.items() if owner == rank},
             {owner: channel for (owner, other), channel in results.items() if other == rank},
         )
-        remote_forwards = remote_forwards_of(blueprint, rank, dict(enumerate(handles)))
-        tied = [(one, group.member(ranks.index(rank))) for one, ranks, group in holders if rank in ranks]
-        workers.append(_worker(blueprint, rank, stage_states, remote_forwards, ends, everyone.member(rank), tied, rank))
+        remote_forwards = make_remote_forwards(blueprint, rank, dict(enumerate(parameters)))
+        tied = [(weights, group.member(ranks.index(rank))) for weights, ranks, group in holders if rank in ranks]
+        workers.append(
+            _make_worker(blueprint, rank, stage_states, remote_forwards, channels, everyone.member(rank), tied, rank)
+        )
     return workers
 
 
-def distributed_worker(
+def make_distributed_worker(
     blueprint: Blueprint,
     rank: int,
-    handles: Mapping[int, dict[str, nn.Parameter]],
+    parameters: Mapping[int, dict[str, nn.Parameter]],
     remote_forwards: dict[int, RemoteForward],
     connections: Connections,
     shardings: Mapping[int, StageSharding],
@@ -190,37 +194,37 @@ def distributed_worker(
     stage_states = {}
     for stage, _ in placement.stage_replicas(rank):
         group = connections.stages[stage]
-        stage_states[stage] = _stage_state(
+        stage_states[stage] = _make_stage_state(
             blueprint,
             stage,
             blueprint.stages[stage],
-            handles[stage],
+            parameters[stage],
             DistributedGroup(group) if group is not None else None,
-            copies=copies_of_tied(handles[stage], stage, [one.among(handles) for one in shared]),
+            copies=copy_tied(parameters[stage], stage, [weights.among(parameters) for weights in shared]),
             sharding=shardings.get(stage),
             boundary=blueprint.boundary(stage),
         )
     tied: list[tuple[TiedWeights, Group]] = [
-        (one, DistributedGroup(group))
-        for one, group in zip(shared, connections.holders, strict=True)
-        if group is not None and rank in one.ranks(placement)
+        (weights, DistributedGroup(group))
+        for weights, group in zip(shared, connections.holders, strict=True)
+        if group is not None and rank in weights.ranks(placement)
     ]
-    return _worker(
+    return _make_worker(
         blueprint,
         rank,
         stage_states,
         remote_forwards,
-        _distributed_channels(blueprint, connections),
+        _make_distributed_channels(blueprint, connections),
         DistributedGroup(connections.everyone),
         tied,
         connections.process,
     )
 
 
-def _distributed_channels(blueprint: Blueprint, connections: Connections) -> WorkerChannels:
+def _make_distributed_channels(blueprint: Blueprint, connections: Connections) -> WorkerChannels:
     program, worker, process = blueprint.program, connections.rank, connections.process
     in_flight = [max(counts) for counts in zip(*map(most_in_flight, blueprint.programs), strict=True)]
-    found: dict[int, dict[int, Any]] = {}
+    peer_ends: dict[int, dict[int, Any]] = {}
     linked: dict[tuple[int, int], list[int]] = {}
     max_unread: dict[int, int] = {}
     for number, channel in enumerate(program.channels):
@@ -234,13 +238,13 @@ def _distributed_channels(blueprint: Blueprint, connections: Connections) -> Wor
         max_unread[number] = most + 1
         how = number, channel.depth, max_unread[number], blueprint.device
         sends = worker == channel.sender
-        found[number] = {}
+        peer_ends[number] = {}
         for peer in connections.peers(channel.receiver if sends else channel.sender):
             pair = (process, peer) if sends else (peer, process)
             if pair in connections.links and channel.carries != "input":  # the targets stay in the memory of the CPU
                 linked.setdefault(pair, []).append(number)
             else:
-                found[number][peer] = (connections.sender if sends else connections.receiver)(peer, *how)
+                peer_ends[number][peer] = (connections.sender if sends else connections.receiver)(peer, *how)
     for pair, numbers in linked.items():
         depth, communicator = sum(program.channels[n].depth for n in numbers), connections.links[pair]
         # Of more messages than all channels may have unread, one channel has too many; the receiver has read its
@@ -250,23 +254,25 @@ def _distributed_channels(blueprint: Blueprint, connections: Connections) -> Wor
         if process == pair[0]:
             sending = SendingLink(connections.sender(pair[1], *how, apart=blueprint.device.type), communicator)
             for n in numbers:
-                found[n][pair[1]] = LinkSender(sending, n)
+                peer_ends[n][pair[1]] = LinkSender(sending, n)
         else:
             headers = connections.receiver(pair[0], *how, apart=blueprint.device.type)
             receiving = ReceivingLink(headers, communicator, blueprint.device)
             for n in numbers:
-                found[n][pair[0]] = LinkReceiver(receiving, n)
-    ends = WorkerChannels({}, {}, *_result_channels(blueprint, connections))
-    for number, peers in found.items():
+                peer_ends[n][pair[0]] = LinkReceiver(receiving, n)
+    channels = WorkerChannels({}, {}, *_make_result_channels(blueprint, connections))
+    for number, peers in peer_ends.items():
         channel = program.channels[number]
         if worker == channel.sender:
-            ends.senders[number] = _sender(connections, channel.receiver, peers)
+            channels.senders[number] = _make_sender(connections, channel.receiver, peers)
         else:
-            ends.receivers[number] = _receiver(connections, channel.sender, peers)
-    return ends
+            channels.receivers[number] = _make_receiver(connections, channel.sender, peers)
+    return channels
 
 
-def _result_channels(blueprint: Blueprint, connections: Connections) -> tuple[dict[int, Sender], dict[int, Receiver]]:
+def _make_result_channels(
+    blueprint: Blueprint, connections: Connections
+) -> tuple[dict[int, Sender], dict[int, Receiver]]:
     """Returns how the workers of the last stage hand out results: senders by worker, there; receivers by theirs."""
     placement, worker = blueprint.placement, connections.rank
     senders: dict[int, Sender] = {}
@@ -283,13 +289,13 @@ def _result_channels(blueprint: Blueprint, connections: Connections) -> tuple[di
                     DistributedSender(end, blueprint.most_unread()) if worker == owner else DistributedReceiver(end)
                 )
             if worker == owner:
-                senders[other] = _sender(connections, other, peers)
+                senders[other] = _make_sender(connections, other, peers)
             else:
-                receivers[owner] = _receiver(connections, owner, peers)
+                receivers[owner] = _make_receiver(connections, owner, peers)
     return senders, receivers
 
 
-def _sender(connections: Connections, worker: int, peers: Mapping[int, Sender]) -> Sender:
+def _make_sender(connections: Connections, worker: int, peers: Mapping[int, Sender]) -> Sender:
     """Returns the sending end of a channel to another worker, from those to its ranks."""
     pair, first = MeshPair(connections.meshes[connections.rank], connections.meshes[worker]), min(peers)
     if pair.sender == pair.receiver:
@@ -297,7 +303,7 @@ def _sender(connections: Connections, worker: int, peers: Mapping[int, Sender]) 
     return MeshSender(pair, connections.place, {peer - first: end for peer, end in peers.items()})
 
 
-def _receiver(connections: Connections, worker: int, peers: Mapping[int, Receiver]) -> Receiver:
+def _make_receiver(connections: Connections, worker: int, peers: Mapping[int, Receiver]) -> Receiver:
     """Returns the receiving end of a channel from another worker, from those of its ranks."""
     pair, first = MeshPair(connections.meshes[worker], connections.meshes[connections.rank]), min(peers)
     if pair.sender == pair.receiver:
@@ -305,7 +311,7 @@ def _receiver(connections: Connections, worker: int, peers: Mapping[int, Receive
     return MeshReceiver(pair, connections.place, {peer - first: end for peer, end in peers.items()})
 
 
-def data_channels(
+def make_data_channels(
     blueprint: Blueprint, rank: int, connections: Connections
 ) -> tuple[dict[int, DistributedSender], DistributedReceiver | None]:
     """Returns how replica 0 of the input stage hands out data: replica -> sender, there; the receiver, elsewhere."""
@@ -326,7 +332,7 @@ def data_channels(
     return senders, receiver
 
 
-def mesh_data_channels(
+def make_mesh_data_channels(
     blueprint: Blueprint, connections: Connections
 ) -> tuple[list[DistributedSender], DistributedReceiver | None]:
     """Returns how the first rank of a worker hands out data: the senders, there; the receiver, elsewhere."""
@@ -339,24 +345,26 @@ def mesh_data_channels(
     return [DistributedSender(end, blueprint.most_unread()) for end in ends], None
 
 
-def remote_forwards_of(
-    blueprint: Blueprint, rank: int, handles: Mapping[int, dict[str, nn.Parameter]]
+def make_remote_forwards(
+    blueprint: Blueprint, rank: int, parameters: Mapping[int, dict[str, nn.Parameter]]
 ) -> dict[int, RemoteForward]:
     """Returns a rank's remote forwards by stage; called while layers that share a parameter still do."""
-    found = {}
+    remote_forwards = {}
     settings = blueprint.settings
     for stage, _ in blueprint.placement.remote_forwards(rank):
         layers = blueprint.stages[stage]
         module = StageModule(
-            layers, dict(handles[stage]), blueprint.device, settings.seed, settings.autocast, settings.compile
+            layers, dict(parameters[stage]), blueprint.device, settings.seed, settings.autocast, settings.compile
         )
-        packet = WeightPacket(module, low_precision_weights(layers, handles[stage], settings.autocast))
-        found[stage] = RemoteForward(module, packet)
-    return found
+        packet = WeightPacket(module, low_precision_weights(layers, parameters[stage], settings.autocast))
+        remote_forwards[stage] = RemoteForward(module, packet)
+    return remote_forwards
 
 
-def _copied(
-    layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], others: Iterable[tuple[str, nn.Module]]
+def _copy_layers(
+    layers: Sequence[tuple[str, nn.Module]],
+    parameters: dict[str, nn.Parameter],
+    others: Iterable[tuple[str, nn.Module]],
 ) -> tuple[list[tuple[str, nn.Module]], dict[str, nn.Parameter]]:
     """Copies for a further replica in one process, where the user's model has each layer only once.
 
@@ -367,37 +375,37 @@ def _copied(
     for module in modules.values():
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in memo:
-                memo[id(parameter)] = _copied_parameter(parameter, memo)
+                memo[id(parameter)] = _copy_parameter(parameter, memo)
         for value in module.__dict__.values():
             if isinstance(value, torch.Tensor) and not value.is_leaf:  # of the last forward, as weight_norm's
                 memo.setdefault(id(value), value.detach().clone())
     copied = [(name, copy.deepcopy(layer, memo)) for name, layer in layers]
-    return copied, {name: memo[id(handle)] for name, handle in handles.items()}
+    return copied, {name: memo[id(handle)] for name, handle in parameters.items()}
 
 
-def _copied_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+def _copy_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     """Copies a parameter by its storage and with its attributes, neither of which its own deepcopy does."""
     data = copy.deepcopy(parameter.data, memo)
-    made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    made.__dict__.update(copy.deepcopy(parameter.__dict__, memo))
-    return made
+    duplicate: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    duplicate.__dict__.update(copy.deepcopy(parameter.__dict__, memo))
+    return duplicate
 
 
-def _stage_state(
+def _make_stage_state(
     blueprint: Blueprint,
     stage: int,
     layers: Sequence[tuple[str, nn.Module]],
-    handles: dict[str, nn.Parameter],
+    parameters: dict[str, nn.Parameter],
     replica_group: Group | None,
     copies: dict[str, nn.Parameter] | None,
     sharding: StageSharding | None = None,
     boundary: Boundary | None = None,
 ) -> StageState:
-    """`copies` are trained instead of handles that another stage here also holds."""
+    """`copies` are trained instead of parameters that another stage here also holds."""
     plan, settings, programs = blueprint.program.plan, blueprint.settings, blueprint.programs
     module = StageModule(
         layers,
-        handles,
+        parameters,
         blueprint.device,
         settings.seed,
         settings.autocast,
@@ -405,24 +413,24 @@ def _stage_state(
         sharding,
         boundary,
     )
-    low = low_precision_weights(layers, handles, settings.autocast)
-    handles = copies or handles
-    versions = Versions(handles, low, watched=replica_group is not None)
-    counted_elsewhere = [name for one in blueprint.shared if stage in one.stages[1:] for name in one.names]
+    low = low_precision_weights(layers, parameters, settings.autocast)
+    parameters = copies or parameters
+    versions = Versions(parameters, low, watched=replica_group is not None)
+    counted_elsewhere = [name for weights in blueprint.shared if stage in weights.stages[1:] for name in weights.names]
     # Under these programs weights change between a forward and its backward.
     moving = [p.weights for p in programs if p.weights.staleness(stage) > 0 or p.weights.predictions(stage)]
     stage_state = StageState(
         module=module,
         versions=versions,
-        gradients=Gradients([handle.dtype for handle in handles.values()]),
+        gradients=Gradients([handle.dtype for handle in parameters.values()]),
         optimizer=Optimizer(
-            handles,
+            parameters,
             settings.optimizer,
             scheduler=settings.scheduler,
             replicas=plan.replicas[stage],
             replica_group=replica_group,
             ema=settings.ema,
-            counted_elsewhere=[list(handles).index(name) for name in counted_elsewhere],
+            counted_elsewhere=[list(parameters).index(name) for name in counted_elsewhere],
             loss_scale=LossScale(settings.scaling) if settings.scaling is not None else None,
             sharding=sharding,
         ),
@@ -430,16 +438,16 @@ def _stage_state(
     )
     stage_state.check_programs(programs, stage)
     if sharding is not None:
-        sharding.adapt_optimizer(stage_state.optimizer.optimizer, handles)
+        sharding.adapt_optimizer(stage_state.optimizer.optimizer, parameters)
     return stage_state
 
 
-def _worker(
+def _make_worker(
     blueprint: Blueprint,
     rank: int,
     stage_states: dict[int, StageState],
     remote_forwards: dict[int, RemoteForward],
-    ends: WorkerChannels,
+    channels: WorkerChannels,
     everyone: Group,
     tied: Sequence[tuple[TiedWeights, Group]],
     process: int,
@@ -448,9 +456,9 @@ def _worker(
     trained = {stage: stage_state.optimizer.named for stage, stage_state in stage_states.items()}
     sums = [
         TiedGradientSum(
-            one, {stage: trained[stage] for stage in one.among(stage_states).stages}, placement.replicas, group
+            weights, {stage: trained[stage] for stage in weights.among(stage_states).stages}, placement.replicas, group
         )
-        for one, group in tied
+        for weights, group in tied
     ]
     packets = {}
     for stage, stage_state in stage_states.items():
@@ -462,8 +470,8 @@ def _worker(
     results = Results(
         rank,
         placement,
-        ends.result_senders,
-        ends.result_receivers,
+        channels.result_senders,
+        channels.result_receivers,
         list(settings.metrics),
         raises_on_nan=settings.policy.on_nan == "error",
         late=blueprint.device.type == "cuda",
@@ -477,8 +485,8 @@ def _worker(
         stage_states=stage_states,
         remote_forwards=remote_forwards,
         weight_packets=packets,
-        senders=ends.senders,
-        receivers=ends.receivers,
+        senders=channels.senders,
+        receivers=channels.receivers,
         results=results,
         scorer=Scorer(settings.loss, settings.metrics, results),
         device=blueprint.device,

@@ -78,11 +78,11 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
         programs=[program],
         evaluation=evaluation,
         stages=[[(str(i), layer)] for i, layer in enumerate(layers)],
-        settings=Settings(Loss(_loss), _no_step, metrics={}),
+        settings=Settings(Loss(_mean_product), _make_idle_optimizer, metrics={}),
         device=torch.device("cpu"),
     )
     samples = [torch.ones(1, size, dtype=torch.float64) for size in _NUMBERS]
-    alone_s = [_layers_s(count, *row) for row in zip(samples, _COUNTED, strict=True)]
+    alone_s = [_measure_layers_s(count, *row) for row in zip(samples, _COUNTED, strict=True)]
     session = Session(nn.Sequential(*layers), graph, blueprint, stuck_after_s=0)
     failed = True
     try:
@@ -103,20 +103,20 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
     small = range(_WARM_UP, _WARM_UP + _COUNTED[0])
     large = range(small.stop + _WARM_UP, small.stop + _WARM_UP + _COUNTED[1])
 
-    def found(number: int, part: range) -> Calibration:
+    def summarize(number: int, part: range) -> Calibration:
         layers_s = sum(row[number] for row in rows) / len(rows)
         return Calibration(
             message_bytes=8 * _NUMBERS[number],
-            op_s=(_spans_s(timeline, "FB", part) - layers_s) / (2 * count),
-            update_s=_spans_s(timeline, "U", range(part.start + 1, part.stop + 1)) / count,
-            other_s=_other_s(timeline, part, together=not session.distributed),
-            arrival_s=_arrival_s(timeline, part) if session.distributed else 0.0,
+            op_s=(_sum_spans_s(timeline, "FB", part) - layers_s) / (2 * count),
+            update_s=_sum_spans_s(timeline, "U", range(part.start + 1, part.stop + 1)) / count,
+            other_s=_measure_other_s(timeline, part, together=not session.distributed),
+            arrival_s=_measure_arrival_s(timeline, part) if session.distributed else 0.0,
         )
 
-    return found(0, small), found(1, large)
+    return summarize(0, small), summarize(1, large)
 
 
-def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _mean_product(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output * target).mean()
 
 
@@ -129,11 +129,11 @@ class _NoStep(torch.optim.SGD):
     step.hooked = True  # type: ignore[attr-defined]  # torch then does not wrap it
 
 
-def _no_step(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def _make_idle_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return _NoStep([parameter for _, parameter in named], lr=0.0)
 
 
-def _layers_s(layers: int, sample: torch.Tensor, counted: int) -> float:
+def _measure_layers_s(layers: int, sample: torch.Tensor, counted: int) -> float:
     """Returns the seconds of the layers and the loss, each run as it is when a model is profiled."""
 
     def passes() -> None:
@@ -142,46 +142,46 @@ def _layers_s(layers: int, sample: torch.Tensor, counted: int) -> float:
 
     def loss() -> None:
         values = sample.detach().requires_grad_()
-        torch.autograd.grad(_loss(values, torch.ones(1)), values)
+        torch.autograd.grad(_mean_product(values, torch.ones(1)), values)
 
     layer = _Layer()
-    return layers * _seconds_of(passes, counted) + _seconds_of(loss, counted)
+    return layers * _measure_s(passes, counted) + _measure_s(loss, counted)
 
 
-def _seconds_of(run: Callable[[], None], counted: int) -> float:
+def _measure_s(run: Callable[[], None], counted: int) -> float:
     seconds = []
     for _ in range(_WARM_UP + counted):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
-    return _lower_quartile(seconds[_WARM_UP:])
+    return _take_lower_quartile(seconds[_WARM_UP:])
 
 
-def _lower_quartile(seconds: Sequence[float]) -> float:
+def _take_lower_quartile(seconds: Sequence[float]) -> float:
     """Other processes only add seconds."""
     return sorted(seconds)[len(seconds) // 4]
 
 
-def _spans_s(timeline: Timeline, kinds: str, part: range) -> float:
+def _sum_spans_s(timeline: Timeline, kinds: str, part: range) -> float:
     """Returns the sum over ranks and kinds of the spans in some minibatches."""
-    found: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    durations: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for span in timeline.spans:
         if span.kind in kinds and span.index in part:
-            found[span.rank, span.kind].append(span.end_s - span.start_s)
-    return sum(map(_lower_quartile, found.values()))
+            durations[span.rank, span.kind].append(span.end_s - span.start_s)
+    return sum(map(_take_lower_quartile, durations.values()))
 
 
-def _other_s(timeline: Timeline, part: range, *, together: bool) -> tuple[float, ...]:
+def _measure_other_s(timeline: Timeline, part: range, *, together: bool) -> tuple[float, ...]:
     """Returns `Calibration.other_s`, of the time between the starts of two forwards.
 
     What a receive takes when it need not wait is the shortest of its spans.
     """
-    found = []
+    seconds = []
     for ranks in [range(timeline.workers)] if together else [[rank] for rank in range(timeline.workers)]:
         spans = [span for span in timeline.spans if span.rank in ranks]
         starts = [span.start_s for span in spans if span.kind == "F" and span.index in part and span.rank == ranks[0]]
         left = [
-            end_s - start_s - sum(_lasting_s(span) for span in spans if start_s <= span.start_s < end_s)
+            end_s - start_s - sum(_measure_span_s(span) for span in spans if start_s <= span.start_s < end_s)
             for start_s, end_s in pairwise(starts)
         ]
         receives: defaultdict[int, list[Span]] = defaultdict(list)
@@ -189,23 +189,23 @@ def _other_s(timeline: Timeline, part: range, *, together: bool) -> tuple[float,
             if span.kind == "wait" and span.index in part and not together:
                 receives[span.index].append(span)
         shortest = [min(span.end_s - span.start_s for span in row) for row in zip(*receives.values(), strict=False)]
-        found.append(max(0.0, median(left)) + sum(shortest))
-    return tuple(found)
+        seconds.append(max(0.0, median(left)) + sum(shortest))
+    return tuple(seconds)
 
 
-def _lasting_s(span: Span) -> float:
+def _measure_span_s(span: Span) -> float:
     return 0.0 if span.kind == "send" else span.end_s - span.start_s
 
 
-def _arrival_s(timeline: Timeline, part: range) -> float:
+def _measure_arrival_s(timeline: Timeline, part: range) -> float:
     """Returns the lower quartile over gradients whose receiver was waiting for them: other processes only delay them.
 
     Only gradients travel from a rank to the one before it, so a span shows whose it is.
     """
 
     def of(kind: str) -> dict[tuple[int, int], Span]:
-        found = (span for span in timeline.spans if span.kind == kind and span.index in part)
-        return {(span.rank, span.index): span for span in found}
+        spans = (span for span in timeline.spans if span.kind == kind and span.index in part)
+        return {(span.rank, span.index): span for span in spans}
 
     waits, sends = of("wait"), of("send")
     last = timeline.workers - 1

@@ -23,7 +23,7 @@ from pipedream.runtime.checkpoint.extra_state import extra_states_of, set_extra_
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.runtime.comm.process_group import gather_texts
-from pipedream.runtime.data.rng import restore_rng, saved_rng
+from pipedream.runtime.data.rng import restore_rng, save_rng
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.worker import Worker
 from pipedream.sharding.stage import StageSharding
@@ -97,7 +97,7 @@ class Checkpointer:
         tensors, places, stages = self._collect()
         if not wait:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        state = json.dumps([stages, saved_rng(self._device)]) if self._is_first else ""
+        state = json.dumps([stages, save_rng(self._device)]) if self._is_first else ""
         texts = [text for text in gather_texts(state, self._group) if text]
         every: dict[int, SavedStage] = {}
         for text in texts:
@@ -131,23 +131,25 @@ class Checkpointer:
         """Restores a checkpoint saved under any plan and schedule; every rank calls it, and raises the same
         `ArtifactError` if it is damaged or of another model or optimizer.
         """
-        names = set(self._on_every_rank(lambda: self._wanted(path, manifest)))
-        self._on_every_rank(lambda: self._check_shapes(manifest))
-        found = self._fetch(path, manifest, {name: self._box(name, manifest.tensors[name].shape) for name in names})
-        self._on_every_rank(lambda: self._restore(path, manifest, found))
+        names = set(self._run_on_every_rank(lambda: self._list_tensors_to_load(path, manifest)))
+        self._run_on_every_rank(lambda: self._check_shapes(manifest))
+        tensors = self._fetch(
+            path, manifest, {name: self._find_box(name, manifest.tensors[name].shape) for name in names}
+        )
+        self._run_on_every_rank(lambda: self._restore(path, manifest, tensors))
         self.writer.loaded(path, manifest.minibatches)
 
-    def _on_every_rank(self, action: Callable[[], T]) -> T:
+    def _run_on_every_rank(self, action: Callable[[], T]) -> T:
         """If the action fails at some ranks, every rank raises the first failure."""
-        failure, found = "", None
+        failure, result = "", None
         try:
-            found = action()
+            result = action()
         except PipelineError as error:
             failure = str(error)
         failures = [text for text in gather_texts(failure, self._group) if text]
         if failures:
             raise ArtifactError(failures[0])
-        return cast(T, found)
+        return cast(T, result)
 
     @property
     def _program(self) -> Program:
@@ -165,18 +167,18 @@ class Checkpointer:
         places: dict[str, Place] = {}
         stages: dict[int, Any] = {}
         extra_states = self.extra_states()
-        for stage, stage_state in self._stage_states(first_replicas=True):
-            own = {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
-            own |= optimizer_state.tensors_of(stage_state.optimizer)
-            own |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
+        for stage, stage_state in self._list_stage_states(first_replicas=True):
+            stage_tensors = {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
+            stage_tensors |= optimizer_state.tensors_of(stage_state.optimizer)
+            stage_tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
             if stage in self._shardings:
                 parts = {
-                    name: self._shardings[stage].saved_part(self._weights_of(name), tensor)
-                    for name, tensor in own.items()
+                    name: self._shardings[stage].saved_part(self._list_weights(name), tensor)
+                    for name, tensor in stage_tensors.items()
                 }
                 places |= {name: place for name, place in parts.items() if place is not None}
-                own = {name: tensor for name, tensor in own.items() if parts[name] is not None}
-            tensors |= own
+                stage_tensors = {name: tensor for name, tensor in stage_tensors.items() if parts[name] is not None}
+            tensors |= stage_tensors
             stages[stage] = encode(
                 replace(
                     optimizer_state.to_saved_stage(stage_state.optimizer),
@@ -188,20 +190,24 @@ class Checkpointer:
                 tensors |= {name: tensor.detach() for name, tensor in self._loss.items()}
         return tensors, places, stages
 
-    def _weights_of(self, name: str) -> list[str]:
+    def _list_weights(self, name: str) -> list[str]:
         """Returns the weights that a tensor of a checkpoint, KIND/WEIGHT or KIND/WEIGHT/KEY, may belong to."""
         _, _, rest = name.partition("/")
-        return [one for owner in (rest, rest.rpartition("/")[0]) for one in self._shared_names.get(owner, (owner,))]
+        return [
+            weight for owner in (rest, rest.rpartition("/")[0]) for weight in self._shared_names.get(owner, (owner,))
+        ]
 
-    def _box(self, name: str, shape: Sequence[int]) -> Box:
+    def _find_box(self, name: str, shape: Sequence[int]) -> Box:
         """Returns the part of a tensor that this rank needs."""
         whole = tuple(map(range, shape))
-        boxes = [sharding.box(self._weights_of(name), shape) for sharding in self._shardings.values()]
+        boxes = [sharding.box(self._list_weights(name), shape) for sharding in self._shardings.values()]
         return next((box for box in boxes if box != whole), whole)
 
     def _check_shapes(self, manifest: Checkpoint) -> None:
         prefix = "model/"
-        shapes = {n.removeprefix(prefix): one.shape for n, one in manifest.tensors.items() if n.startswith(prefix)}
+        shapes = {
+            n.removeprefix(prefix): tensor.shape for n, tensor in manifest.tensors.items() if n.startswith(prefix)
+        }
         for sharding in self._shardings.values():
             sharding.check_shapes(shapes)
 
@@ -210,7 +216,7 @@ class Checkpointer:
         layers = [stage.names for stage in self._program.plan.stages]
         return {
             stage: extra_states_of(self._model, stage, layers, self._names)
-            for stage, _ in self._stage_states(first_replicas=True)
+            for stage, _ in self._list_stage_states(first_replicas=True)
         }
 
     def _fetch(self, path: AnyPath, manifest: Checkpoint, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
@@ -222,48 +228,52 @@ class Checkpointer:
             (name, number, [(side.start, side.stop) for side in box])
             for name, number, box in (share for share in shares if share.stored_in(manifest).file in elsewhere)
         ]
-        asked = [
+        requests = [
             (rank, pieces.Share(name, number, tuple(range(*side) for side in box)))
             for rank, text in enumerate(gather_texts(json.dumps(lacking), self._group))
             for name, number, box in json.loads(text)
         ]
-        mine = {share for _, share in asked if self._owner(manifest, share) == self._rank}
+        mine = {share for _, share in requests if self._find_owner(manifest, share) == self._rank}
 
-        given = self._on_every_rank(lambda: dict(pieces.read_shares(path, manifest, {*here, *mine})))
-        for rank, share in asked:
-            owner = self._owner(manifest, share)
+        parts = self._run_on_every_rank(lambda: dict(pieces.read_shares(path, manifest, {*here, *mine})))
+        for rank, share in requests:
+            owner = self._find_owner(manifest, share)
             if rank == self._rank:
-                given[share] = pieces.empty_of(manifest.tensors[share.name].dtype, share.box)
-                dist.recv(_bytes_of(given[share]), group=self._group, group_src=owner)
+                parts[share] = pieces.empty_of(manifest.tensors[share.name].dtype, share.box)
+                dist.recv(_view_bytes(parts[share]), group=self._group, group_src=owner)
             elif owner == self._rank:
-                dist.send(_bytes_of(given[share]), group=self._group, group_dst=rank)
-        return pieces.assemble(manifest, boxes, ((share, given.pop(share)) for share in shares))
+                dist.send(_view_bytes(parts[share]), group=self._group, group_dst=rank)
+        return pieces.assemble(manifest, boxes, ((share, parts.pop(share)) for share in shares))
 
-    def _owner(self, manifest: Checkpoint, share: pieces.Share) -> int:
+    def _find_owner(self, manifest: Checkpoint, share: pieces.Share) -> int:
         """Returns the rank that reads a share for those whose machines lack its file."""
         return self._owners[share.stored_in(manifest).file]
 
-    def _restore(self, path: AnyPath, manifest: Checkpoint, found: dict[str, torch.Tensor]) -> None:
-        values = {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
-        mine = {name for stage in self._stages() for name in self._names[stage]} | (set(self._unused) & set(values))
+    def _restore(self, path: AnyPath, manifest: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+        values = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
+        mine = {name for stage in self._list_stages() for name in self._names[stage]} | (
+            set(self._unused) & set(values)
+        )
         parameters.load(self._model, values, mine, {}, self._device)
-        for held in manifest.stages:
-            set_extra_states(self._model, held.modules)
+        for saved_stage in manifest.stages:
+            set_extra_states(self._model, saved_stage.modules)
         with torch.no_grad():
             for name, tensor in self._loss.items():
-                if name in found:
-                    tensor.copy_(found[name])
+                if name in tensors:
+                    tensor.copy_(tensors[name])
         share_with_replicas(self._workers)
-        same = self._counts_alike(manifest)
-        for stage, stage_state in self._stage_states():
+        same = self._has_same_counts(manifest)
+        for stage, stage_state in self._list_stage_states():
             stage_state.versions.reload()
             # Stages of one process that train the same weights must not share their optimizers' tensors.
-            alone = len(self._workers) == 1 and not _copies_of(stage_state)
-            own = found if alone else {name: tensor.clone() for name, tensor in found.items()}
+            alone = len(self._workers) == 1 and not _list_copies(stage_state)
+            stage_tensors = tensors if alone else {name: tensor.clone() for name, tensor in tensors.items()}
             if stage_state.predictions is not None:
-                stage_state.predictions.restore(own)
+                stage_state.predictions.restore(stage_tensors)
             try:
-                optimizer_state.restore(stage_state.optimizer, manifest.stages, own, stage=stage if same else None)
+                optimizer_state.restore(
+                    stage_state.optimizer, manifest.stages, stage_tensors, stage=stage if same else None
+                )
             except PipelineError:
                 raise
             except Exception as error:  # the user's optimizer and scheduler check little
@@ -278,29 +288,29 @@ class Checkpointer:
         if manifest.random:
             restore_rng(manifest.random[self._worker_rank % len(manifest.random)], self._device)
 
-    def _wanted(self, path: AnyPath, manifest: Checkpoint) -> list[str]:
-        names = list(self._wanted_names(manifest))
+    def _list_tensors_to_load(self, path: AnyPath, manifest: Checkpoint) -> list[str]:
+        names = list(self._find_tensors_to_load(manifest))
         folders.check_names(path, manifest, names)
         return names
 
-    def _wanted_names(self, manifest: Checkpoint) -> Iterable[str]:
+    def _find_tensors_to_load(self, manifest: Checkpoint) -> Iterable[str]:
         state = named_state(self._model)
         saved = self._model.state_dict(keep_vars=True)
-        for stage in self._stages():
+        for stage in self._list_stages():
             for name in self._names[stage]:
                 # A buffer that is not part of state dicts may be missing; it keeps its value.
                 if name in state and (name in saved or f"model/{name}" in manifest.tensors):
                     yield f"model/{name}"
-        trained = {name for _, stage_state in self._stage_states() for name in stage_state.optimizer.named}
-        here = {name for stage in self._stages() for name in self._names[stage]}
+        trained = {name for _, stage_state in self._list_stage_states() for name in stage_state.optimizer.named}
+        here = {name for stage in self._list_stages() for name in self._names[stage]}
         # A shared weight has its first name, perhaps that of a layer elsewhere.
         yield from (f"model/{name}" for name in trained - here if f"model/{name}" in manifest.tensors)
         yield from (name for name in self._loss if name in manifest.tensors)
         yield from (f"model/{name}" for name in self._unused if f"model/{name}" in manifest.tensors)
-        averaged = any(stage_state.optimizer.ema for _, stage_state in self._stage_states())
+        averaged = any(stage_state.optimizer.ema for _, stage_state in self._list_stage_states())
         stepped = {
             name
-            for _, stage_state in self._stage_states()
+            for _, stage_state in self._list_stage_states()
             if stage_state.predictions is not None
             for name in stage_state.predictions.tensors()
         }
@@ -311,16 +321,16 @@ class Checkpointer:
             if name in stepped or (owner in trained and (of_steps or (kind == "ema" and averaged))):
                 yield name
 
-    def _counts_alike(self, manifest: Checkpoint) -> bool:
+    def _has_same_counts(self, manifest: Checkpoint) -> bool:
         plan, then = self._program.plan, manifest.plan
         spans = [[(stage.first, stage.last, stage.replicas) for stage in p.stages] for p in (plan, then)]
         alike = spans[0] == spans[1] and manifest.schedule == self._program.name
         return alike and manifest.microbatches == self._program.microbatches
 
-    def _stages(self) -> list[int]:
-        return sorted({stage for stage, _ in self._stage_states()})
+    def _list_stages(self) -> list[int]:
+        return sorted({stage for stage, _ in self._list_stage_states()})
 
-    def _stage_states(self, first_replicas: bool = False) -> list[tuple[int, StageState]]:
+    def _list_stage_states(self, first_replicas: bool = False) -> list[tuple[int, StageState]]:
         ranks = self._program.placement.ranks
         return [
             (stage, stage_state)
@@ -339,22 +349,22 @@ def share_with_replicas(workers: Sequence[Worker]) -> None:
             source = stage_state if home is None else home.stage_states[stage]
             if source is not stage_state:
                 with torch.no_grad():
-                    for here, there in zip(_tensors(stage_state), _tensors(source), strict=True):
+                    for here, there in zip(_list_tensors(stage_state), _list_tensors(source), strict=True):
                         here.copy_(there)
-            for name in _copies_of(stage_state):
+            for name in _list_copies(stage_state):
                 stage_state.versions.handles[name].data.copy_(stage_state.module.handles[name].detach())
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _copies_of(stage_state: StageState) -> list[str]:
+def _list_copies(stage_state: StageState) -> list[str]:
     """Names of weights that are copies because another stage trains the user's own."""
     return [
         name for name, handle in stage_state.versions.handles.items() if handle is not stage_state.module.handles[name]
     ]
 
 
-def _tensors(stage_state: StageState) -> list[torch.Tensor]:
+def _list_tensors(stage_state: StageState) -> list[torch.Tensor]:
     return [t for _, layer in stage_state.module.layers for t in (*layer.parameters(), *layer.buffers())]

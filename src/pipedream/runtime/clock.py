@@ -20,12 +20,12 @@ def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: S
         DeadlockError: no worker can continue. (The verifier excludes this.)
     """
     waiting: dict[int, Pending[Any] | None] = dict.fromkeys(range(len(workers)))
-    lead, given = input_ranks[0], dict.fromkeys(input_ranks, 0)
+    lead, yielded = input_ranks[0], dict.fromkeys(input_ranks, 0)
     while waiting:
         moved = False
         for number in list(waiting):
             pending = waiting[number]
-            if (pending is not None and not pending.ready()) or given.get(number, 0) > given[lead]:
+            if (pending is not None and not pending.ready()) or yielded.get(number, 0) > yielded[lead]:
                 continue
             moved = True
             for event in workers[number]:
@@ -33,11 +33,11 @@ def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: S
                     waiting[number] = event
                     if not event.ready():
                         break
-                elif number in given:
-                    given[number] += 1
+                elif number in yielded:
+                    yielded[number] += 1
                     if number == lead:
                         yield event
-                    elif given[number] > given[lead]:
+                    elif yielded[number] > yielded[lead]:
                         waiting[number] = None
                         break
             else:

@@ -80,16 +80,18 @@ class ForwardRunner:
 
         def run(message: Message, again: bool = False) -> Message:
             if stage == 0:
-                value = stage_state.module.first_input(self._value_of(message), message.samples)
+                value = stage_state.module.first_input(self._unpack_value(message), message.samples)
             else:
                 value, saved.graph_inputs = stage_state.module.enter(
                     message.structure, message.tensors, message.gradients
                 )
                 cuts, _ = cuts_of(message.structure)
-                wanted = [cut.reversed() for cut, wants in zip(cuts, message.gradients, strict=False) if wants]
-                saved.gradient_cuts = with_cuts("", wanted)
+                gradient_cuts = [cut.reversed() for cut, wants in zip(cuts, message.gradients, strict=False) if wants]
+                saved.gradient_cuts = with_cuts("", gradient_cuts)
             if index == 0 and not again and isinstance(stage_state, StageState) and stage_state.check is not None:
-                finish = None if targets is None else partial(self._plain_loss, stage_state.check, message, targets)
+                finish = (
+                    None if targets is None else partial(self._compute_plain_loss, stage_state.check, message, targets)
+                )
                 stage_state.check.before_forward(value, self._stream.number(index), stage == 0, finish)
             read = stage_state.read_again(saved) if again else weights
             with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
@@ -102,7 +104,7 @@ class ForwardRunner:
             key = self._stream.minibatch(index)
             with stage_state.module.casting():
                 value, saved.loss_weight, saved.scale = self._scorer.score(
-                    key, message, output, self._targets_of(targets), again
+                    key, message, output, self._unpack_targets(targets), again
                 )
             saved.outputs = (value,)
             return message
@@ -110,7 +112,7 @@ class ForwardRunner:
         return saved, run
 
     @staticmethod
-    def _plain_loss(check: StageCheck, message: Message, targets: Message, output: Any) -> torch.Tensor:
+    def _compute_plain_loss(check: StageCheck, message: Message, targets: Message, output: Any) -> torch.Tensor:
         return check.loss_of(output, message, unflatten(targets.structure, targets.tensors))  # type: ignore[arg-type]
 
     def recompute(self, stage: int, index: int, stage_state: StageState, message: Message) -> SavedForward:
@@ -129,12 +131,12 @@ class ForwardRunner:
         if isinstance(stage_state, RemoteForward):
             leaves, context = stage_state.leaves, stage_state.evaluating()
         else:
-            leaves = self._leaves_of(stage_state)
+            leaves = self._choose_leaves(stage_state)
         scores = stage == self._last and not self._stream.predicts
         with torch.no_grad(), context:
             module = stage_state.module
             if stage == 0:
-                value = module.first_input(self._value_of(message), message.samples)
+                value = module.first_input(self._unpack_value(message), message.samples)
             else:
                 value = to_device(module.value_of(message.structure, message.tensors), self._device)  # type: ignore[arg-type]
             with self._scorer.watching(value, message.samples, trains=False) if scores else nullcontext():
@@ -146,22 +148,22 @@ class ForwardRunner:
                 self._results.send_output(index, message.with_tensors(*flatten(output, opaque_as_none=True)))
             else:
                 with stage_state.module.casting():
-                    targets = self._targets_of(self._mailbox.take("input", stage, index))
+                    targets = self._unpack_targets(self._mailbox.take("input", stage, index))
                     self._scorer.score_evaluation(message, output, targets)
         return message
 
     def pack_weights(self, stage: int, index: int, stage_state: StageState, weight_packet: WeightPacket) -> Message:
         """Weights for another rank's forwards from microbatch `index` on."""
         version = self._program.weights.forward_version(stage, index) if self._stream.trains else 0
-        leaves = stage_state.versions.peek(version).leaves if self._stream.trains else self._leaves_of(stage_state)
+        leaves = stage_state.versions.peek(version).leaves if self._stream.trains else self._choose_leaves(stage_state)
         return Message(index, tensors=(weight_packet.pack(leaves),), version=version)
 
-    def _leaves_of(self, stage_state: StageState) -> dict[str, torch.Tensor]:
+    def _choose_leaves(self, stage_state: StageState) -> dict[str, torch.Tensor]:
         return stage_state.optimizer.ema if self._stream.ema else stage_state.versions.peek().leaves
 
-    def _targets_of(self, message: Message) -> Targets:
+    def _unpack_targets(self, message: Message) -> Targets:
         received = unflatten(message.structure, message.tensors)  # type: ignore[arg-type]
         return Targets(received, to_device(received, self._device))
 
-    def _value_of(self, message: Message) -> Any:
+    def _unpack_value(self, message: Message) -> Any:
         return to_device(unflatten(message.structure, message.tensors), self._device)  # type: ignore[arg-type]

@@ -40,15 +40,15 @@ class ClockOffset:
 
     def measure(self) -> None:
         """Every rank calls it."""
-        self._measured.append((time.perf_counter(), self._now_s() if self._group is not None else 0.0))
+        self._measured.append((time.perf_counter(), self._measure_offset_s() if self._group is not None else 0.0))
 
     def to_rank_0(self, seconds: Sequence[float]) -> list[float]:
         """Returns these moments of this process's clock by that of rank 0."""
         at, offsets = zip(*self._measured, strict=True)
-        found: list[float] = (np.asarray(seconds) + np.interp(seconds, at, offsets)).tolist()
-        return found
+        moments: list[float] = (np.asarray(seconds) + np.interp(seconds, at, offsets)).tolist()
+        return moments
 
-    def _now_s(self) -> float:
+    def _measure_offset_s(self) -> float:
         token = torch.zeros(1, dtype=torch.float64)
         assert self._group is not None
         if dist.get_rank(self._group) == 0:
@@ -94,7 +94,7 @@ def timeline(
     program = programs[phase]
     clock.measure()
     rows: list[Any] = []
-    peak_bytes, reserved_bytes = _peaks(workers, phase)
+    peak_bytes, reserved_bytes = _find_peaks(workers, phase)
     for worker in workers:
         versions, _ = worker.recorder.peaks.get(phase, (1, None))
         spans, began_s = worker.recorder.spans(phase), worker.recorder.began_s
@@ -113,8 +113,8 @@ def timeline(
                 "versions": versions,
             }
         )
-    found = [part for text in gather_texts(json.dumps(rows), group) for part in json.loads(text)]
-    first = {part["rank"]: part for part in reversed(found)}  # of a mesh
+    gathered = [part for text in gather_texts(json.dumps(rows), group) for part in json.loads(text)]
+    first = {part["rank"]: part for part in reversed(gathered)}  # of a mesh
     parts = [first[rank] for rank in sorted(first)]
     start = min((part["began_s"] for part in parts if part["began_s"] is not None), default=0.0)
     moved = tuple(
@@ -131,25 +131,27 @@ def timeline(
         minibatch_microbatches=program.microbatches,
         batch=batch,
         gradient_versions=tuple(GradientVersions(*row) for part in parts for row in part["gradient_versions"]),
-        peak_bytes=_known(part["peak_bytes"] for part in parts),
-        reserved_bytes=_known(part["reserved_bytes"] for part in parts),
+        peak_bytes=_require_all(part["peak_bytes"] for part in parts),
+        reserved_bytes=_require_all(part["reserved_bytes"] for part in parts),
         shares_memory=len(workers) > 1,
         peak_versions=tuple(part["versions"] for part in parts),
     )
 
 
-def _peaks(workers: Sequence[Worker], phase: int) -> tuple[int | None, int | None]:
+def _find_peaks(workers: Sequence[Worker], phase: int) -> tuple[int | None, int | None]:
     """Returns the most bytes of tensors, and the most reserved, of all workers of this process."""
     peaks = [worker.recorder.peaks[phase][1] for worker in workers if phase in worker.recorder.peaks]
     rises = [peak.rise_bytes for peak in peaks if peak.rise_bytes is not None]
-    held = tensor_bytes(*([*worker.stage_states.values(), *worker.remote_forwards.values()] for worker in workers))
-    return held + max(rises) if rises else None, max((peak.reserved_bytes for peak in peaks), default=None)
+    tensors_bytes = tensor_bytes(
+        *([*worker.stage_states.values(), *worker.remote_forwards.values()] for worker in workers)
+    )
+    return tensors_bytes + max(rises) if rises else None, max((peak.reserved_bytes for peak in peaks), default=None)
 
 
-def _known(sizes: Iterable[int | None]) -> tuple[int, ...]:
+def _require_all(sizes: Iterable[int | None]) -> tuple[int, ...]:
     """Returns the bytes of each rank, or () if one does not know them."""
-    found = list(sizes)
-    return tuple(size for size in found if size is not None) if None not in found else ()
+    rows = list(sizes)
+    return tuple(size for size in rows if size is not None) if None not in rows else ()
 
 
 def status(workers: Sequence[Worker], count: int, distributed: bool, reader: str = "") -> dict[int, dict[str, float]]:

@@ -31,11 +31,11 @@ from pipedream.runtime import measured
 from pipedream.runtime.assemble import (
     Blueprint,
     connect,
-    data_channels,
-    distributed_worker,
-    local_workers,
-    mesh_data_channels,
-    remote_forwards_of,
+    make_data_channels,
+    make_distributed_worker,
+    make_local_workers,
+    make_mesh_data_channels,
+    make_remote_forwards,
 )
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.extra_state import keys_of, modules_by_key
@@ -120,7 +120,7 @@ class Session:
         self.rank, processes = join_group(blueprint.device, check_software=False)
         self._worker_rank = 0
         stages, batch_dim = blueprint.program.plan.stages, blueprint.settings.batch_dim
-        self._whole_bytes = sum({id(one): one.nbytes for one in named_state(model).values()}.values())
+        self._whole_bytes = sum({id(tensor): tensor.nbytes for tensor in named_state(model).values()}.values())
         self._stage_names = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
         self._shared_names = parameters.shared_names(model)
         self._unused: list[str] = []
@@ -177,15 +177,15 @@ class Session:
         self._names_here = {name for names in self._stage_names for name in names}
         self._read_weights(weights)
         materialise(model, self._names_here, blueprint.device, blueprint.settings.seed)
-        return local_workers(blueprint, [parameters.trained(model, names) for names in self._stage_names])
+        return make_local_workers(blueprint, [parameters.trained(model, names) for names in self._stage_names])
 
     def _read_weights(self, weights: str | os.PathLike[str] | None) -> set[str]:
         """Loads this rank's part of a file. Returns the names of all ranks' parts."""
         if weights is None:
             return set()
-        found = open_weights(weights)
-        names = [name for owned in self._stage_names for name in owned] + [n for n in self._unused if n in found]
-        state = fit_names(self.model, found, names, self._shared_names, weights)
+        file = open_weights(weights)
+        names = [name for owned in self._stage_names for name in owned] + [n for n in self._unused if n in file]
+        state = fit_names(self.model, file, names, self._shared_names, weights)
         here = self._names_here | (set(self._unused) & set(state))
         parameters.load(self.model, state, here, self._shared_names, self._blueprint.device)
         return set(state)
@@ -195,13 +195,15 @@ class Session:
         connections = self._connections = self._connect(processes)
         self._worker_rank = connections.rank
         self.workers = [self._build_own(connections, weights)]
-        own = self.workers[0].stage_states
-        optimizers = {f"stage {n}'s optimizer": describe_optimizer(own[n].optimizer.optimizer) for n in own}
+        stage_states = self.workers[0].stage_states
+        optimizers = {
+            f"stage {n}'s optimizer": describe_optimizer(stage_states[n].optimizer.optimizer) for n in stage_states
+        }
         check_same_settings(optimizers, self._group)
-        senders, receiver = data_channels(blueprint, self._worker_rank, connections)
-        self._mesh_senders, self._mesh_receiver = mesh_data_channels(blueprint, connections)
-        ends = [*senders.values(), receiver, *self._mesh_senders, self._mesh_receiver]
-        self._data_channels = [end for end in ends if end is not None]
+        senders, receiver = make_data_channels(blueprint, self._worker_rank, connections)
+        self._mesh_senders, self._mesh_receiver = make_mesh_data_channels(blueprint, connections)
+        channels = [*senders.values(), receiver, *self._mesh_senders, self._mesh_receiver]
+        self._data_channels = [end for end in channels if end is not None]
         leaders = connections.leaders
         reads = [] if leaders is None else [self._worker_rank]
         self._data = DataSource(blueprint.programs, reads, leaders, senders, receiver, blueprint.settings.batch_dim)
@@ -219,7 +221,7 @@ class Session:
         connections = connect(program, blueprint.device, blueprint.shared, blueprint.meshes)
         self._group = connections.everyone
         check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), self._group)
-        check_same_settings(blueprint.compared(), self._group)
+        check_same_settings(blueprint.settings_to_agree(), self._group)
         return connections
 
     def _build_own(self, connections: Connections, weights: str | os.PathLike[str] | None) -> Worker:
@@ -263,7 +265,7 @@ class Session:
             stage: parameters.trained(model, self._stage_names[stage])
             for stage, _ in placement.remote_forwards(self._worker_rank)
         }
-        remote_forwards = remote_forwards_of(blueprint, self.rank, visited)
+        remote_forwards = make_remote_forwards(blueprint, self.rank, visited)
         parameters.drop_foreign(model, self._names_here | set(self._unused))
         for remote_forward in remote_forwards.values():
             remote_forward.empty()
@@ -277,14 +279,16 @@ class Session:
             sharding.share_initial(
                 [tensor for name, tensor in named_state(model).items() if name in self._stage_names[stage]]
             )
-            parallelize, given = blueprint.settings.parallelize, {}
+            parallelize, parallelized_layers = blueprint.settings.parallelize, {}
             if parallelize is not None:
-                known, place = dict(model.named_modules()), blueprint.program.plan.stages[stage]
+                modules, place = dict(model.named_modules()), blueprint.program.plan.stages[stage]
                 names = [layer.name for layer in self._graph.layers[place.first : place.last]]
-                layers = [(name, known[name]) for name in names if name in known]
-                given = parallelized(parallelize, layers, connections.mesh)
-            sharding.cut(owned, given)
-        return distributed_worker(blueprint, self._worker_rank, handles, remote_forwards, connections, self._shardings)
+                layers = [(name, modules[name]) for name in names if name in modules]
+                parallelized_layers = parallelized(parallelize, layers, connections.mesh)
+            sharding.cut(owned, parallelized_layers)
+        return make_distributed_worker(
+            blueprint, self._worker_rank, handles, remote_forwards, connections, self._shardings
+        )
 
     @property
     def program(self) -> Program:
@@ -313,14 +317,14 @@ class Session:
         """Why the last stream ended."""
         return self.lead.stop_reason
 
-    def note_call(self, name: str, given: int) -> None:
+    def note_call(self, name: str, minibatches: int) -> None:
         """Notes a call that every rank must make, after its loop was given so many minibatches."""
-        self._activity.calls.append((name, given))
+        self._activity.calls.append((name, minibatches))
 
     def meet(self, settings: Mapping[str, str] | None = None) -> None:
         """Waits until every rank has made the call that was noted last, with the same settings."""
-        name, given = self._activity.calls[-1] if self._activity.calls else ("calibration", 0)
-        call = {CALL: f"{name} after {given} minibatches"}
+        name, minibatches = self._activity.calls[-1] if self._activity.calls else ("calibration", 0)
+        call = {CALL: f"{name} after {minibatches} minibatches"}
         try:
             check_same_settings(call | dict(settings or {}), self._group)
         except (PipelineError, RuntimeError) as error:
@@ -359,28 +363,28 @@ class Session:
             settings["the training data"] = describe_data(loader)
         self.meet(settings)
         try:
-            self._microbatches = self._over_mesh(
+            self._microbatches = self._share_over_mesh(
                 self._data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)
             )
         except PipelineError as error:
-            raise self._reported(error) from error.__cause__
+            raise self._report(error) from error.__cause__
         except Exception as error:
             if state is None:
                 raise
             text = f"the data cannot continue from the saved position: {type(error).__name__}: {error}"
-            raise self._reported(
+            raise self._report(
                 ArtifactError(f"{text}; give the loader that was saved, or another checkpoint")
             ) from error
 
-    def _over_mesh(self, found: dict[int, Microbatches]) -> dict[int, Microbatches]:
+    def _share_over_mesh(self, microbatches: dict[int, Microbatches]) -> dict[int, Microbatches]:
         """Returns the microbatches of all ranks of a worker, from those of its first rank."""
         if self._worker_rank not in self.program.placement.readers:
-            return found
+            return microbatches
         if self._mesh_receiver is not None:
             return {self._worker_rank: ReceivedMicrobatches(self._mesh_receiver)}
         if self._mesh_senders:
-            return {rank: MeshMicrobatches(source, self._mesh_senders) for rank, source in found.items()}
-        return found
+            return {rank: MeshMicrobatches(source, self._mesh_senders) for rank, source in microbatches.items()}
+        return microbatches
 
     def data_state(self, epoch: int, batches: int) -> dict[str, Any]:
         """Returns, as JSON, what `open_feed` needs to continue after `batches` minibatches of an epoch.
@@ -390,22 +394,22 @@ class Session:
         try:
             return self._data.state(epoch, batches)
         except PipelineError as error:
-            raise self._reported(error) from error.__cause__
+            raise self._report(error) from error.__cause__
 
     def train(self, until: int | None = None) -> Iterator[Done]:
         """Trains until the data ends, `stop`, or a total of `until` minibatches; see `Worker.train`."""
-        check = self._comparison()
+        check = self._begin_comparison()
         streams = [worker.train(self._microbatches.get(worker.rank), until) for worker in self.workers]
         for done in self._run(streams):
             if check is not None:
                 try:
                     check.compare_loss(done.loss)
                 except PipelineError as error:
-                    raise self._reported(error) from error
+                    raise self._report(error) from error
                 check = None
             yield done
 
-    def _comparison(self) -> ReferenceRun | None:
+    def _begin_comparison(self) -> ReferenceRun | None:
         """Begins to compare the first minibatch with the model; None after it."""
         plain, self._plain = self._plain, None
         program = self.program
@@ -421,13 +425,13 @@ class Session:
             key = "pipedream/first/" + broadcast_text(uuid.uuid4().hex, self._group)
             with self._activity.at("collecting the weights"):
                 state = named_state(self.model)
-                own = {name: tensor for name, tensor in state.items() if name in self._names_here}
-                values = self._collected(self._wholes(own), state, reader)
+                local_tensors = {name: tensor for name, tensor in state.items() if name in self._names_here}
+                values = self._collect_tensors(self._gather_wholes(local_tensors), state, reader)
                 values |= {
-                    name: values[one]
+                    name: values[first_name]
                     for name in values
-                    for one in self._shared_names.get(name, ())[:1]
-                    if one in values
+                    for first_name in self._shared_names.get(name, ())[:1]
+                    if first_name in values
                 }
             publish, receive = partial(store.set, key), lambda: store.get(key).decode()
         check = self._make_reference_run(plain, values=values, publish=publish, receive=receive)
@@ -508,10 +512,10 @@ class Session:
 
     def evaluate(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Done:
         """Returns the means over a loader, equal on every rank."""
-        with self._evaluation_data(loader, adapt) as data, self._evaluating():
+        with self._open_evaluation_data(loader, adapt) as data, self._enter_evaluation():
             streams = [worker.evaluate(data.get(worker.rank), ema) for worker in self.workers]
-            found = [event for event in self._run(streams) if isinstance(event, Done)]
-        return found[-1]
+            results = [event for event in self._run(streams) if isinstance(event, Done)]
+        return results[-1]
 
     @property
     def follows_evaluations(self) -> bool:
@@ -526,21 +530,21 @@ class Session:
 
     def predict(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Iterator[Output]:
         """Yields the outputs, at rank 0 only."""
-        with self._evaluation_data(loader, adapt) as data, self._evaluating():
+        with self._open_evaluation_data(loader, adapt) as data, self._enter_evaluation():
             for output in self._run([worker.predict(data.get(worker.rank), ema) for worker in self.workers]):
                 if self.rank == 0:
                     yield output
 
-    def _evaluating(self) -> AbstractContextManager[None]:
+    def _enter_evaluation(self) -> AbstractContextManager[None]:
         return evaluating([state for worker in self.workers for state in worker.stage_states.values()])
 
     @contextmanager
-    def _evaluation_data(self, loader: Any, adapt: AdaptBatch) -> Iterator[dict[int, Microbatches]]:
+    def _open_evaluation_data(self, loader: Any, adapt: AdaptBatch) -> Iterator[dict[int, Microbatches]]:
         try:
             try:
-                data = self._over_mesh(self._data.open_evaluation(loader, adapt))
+                data = self._share_over_mesh(self._data.open_evaluation(loader, adapt))
             except PipelineError as error:
-                raise self._reported(error) from error.__cause__
+                raise self._report(error) from error.__cause__
             yield data
         finally:
             self._data.close_evaluation()
@@ -557,25 +561,25 @@ class Session:
                 self._activity.place = None
             self._drain()
         except PipelineError as error:
-            raise self._reported(error) from error.__cause__
+            raise self._report(error) from error.__cause__
         except GeneratorExit:
             raise
         except BaseException as error:  # e.g. of the user's loader
             if isinstance(error, KeyboardInterrupt) and self._guard is None and self.interrupts.may_raise:
                 raise
-            raise self._reported(WorkerError(self.rank, self.lead.where, with_place(error))) from error
+            raise self._report(WorkerError(self.rank, self.lead.where, with_place(error))) from error
         finally:
             self._activity.place = _LOOP
 
     def _drain(self) -> None:
         """Leaves no message and no posted receive between two streams."""
-        ends: list[Sender | Receiver] = list(self._data_channels)
+        channels: list[Sender | Receiver] = list(self._data_channels)
         for worker in self.workers:
-            ends += [*worker.senders.values(), *worker.results.senders.values()]
-            ends += [*worker.receivers.values(), *worker.results.receivers.values()]
-        drain(ends)
+            channels += [*worker.senders.values(), *worker.results.senders.values()]
+            channels += [*worker.receivers.values(), *worker.results.receivers.values()]
+        drain(channels)
 
-    def _reported(self, error: PipelineError) -> PipelineError:
+    def _report(self, error: PipelineError) -> PipelineError:
         """Returns the error to raise here: it, or its cause elsewhere."""
         self._activity.stop()
         return error if self._guard is None else self._guard.first_cause(error, self.lead.where)
@@ -586,13 +590,17 @@ class Session:
         """Returns the whole model's, under the user's names, at rank 0; elsewhere an empty one."""
         with self._activity.at("collecting the weights"):
             state = named_state(self.model)
-            own = {name: tensor for name, tensor in state.items() if name in self._names_here}
+            local_tensors = {name: tensor for name, tensor in state.items() if name in self._names_here}
             if ema or not predicted:
                 optimizers = [s.optimizer for worker in self.workers for s in worker.stage_states.values()]
-                others = {n: t for one in optimizers for n, t in (one.ema if ema else one.unpredicted()).items()}
+                others = {
+                    n: t
+                    for optimizer in optimizers
+                    for n, t in (optimizer.ema if ema else optimizer.unpredicted()).items()
+                }
                 same = {id(tensor): others[name] for name, tensor in state.items() if name in others}
-                own = {name: same.get(id(tensor), tensor) for name, tensor in own.items()}
-            whole: dict[str, Any] = self._collected(self._wholes(own), state)
+                local_tensors = {name: same.get(id(tensor), tensor) for name, tensor in local_tensors.items()}
+            whole: dict[str, Any] = self._collect_tensors(self._gather_wholes(local_tensors), state)
             whole |= {name: state[name].detach().cpu().clone() for name in self._unused}
             for text in gather_texts(json.dumps(self.checkpointer.extra_states()), self._group):
                 for states in json.loads(text).values() if self.rank == 0 else ():
@@ -601,21 +609,21 @@ class Session:
                 return {}
             return {name: whole[name] for name in self.model.state_dict() if name in whole}
 
-    def _wholes(self, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _gather_wholes(self, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Returns whole tensors from the parts of this worker's ranks, which all call it."""
         for sharding in self._shardings.values():
-            own = {name: sharding.whole(self._shared_names.get(name, (name,)), one) for name, one in own.items()}
-        return own
+            parts = {name: sharding.whole(self._shared_names.get(name, (name,)), part) for name, part in parts.items()}
+        return parts
 
-    def _collected(
-        self, own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], to: int = 0
+    def _collect_tensors(
+        self, local_tensors: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], to: int = 0
     ) -> dict[str, torch.Tensor]:
         """Returns all tensors of the model at the first rank of a worker, from the first ranks of all."""
         leaders = None if self._connections is None else self._connections.leaders
         if self.distributed and leaders is None:
             return {}
         placement, rank = self.program.placement, self._worker_rank
-        return parameters.collect(own, state, self._stage_names, placement, rank, leaders, to)
+        return parameters.collect(local_tensors, state, self._stage_names, placement, rank, leaders, to)
 
     def save_pretrained(self, folder: Path, ema: bool, predicted: bool) -> None:
         """Writes the whole model in its own format, at rank 0; every rank calls it."""
@@ -634,9 +642,9 @@ class Session:
         """Each rank reads its part of the whole state."""
         here = self._names_here | (set(self._unused) & set(state))
         for sharding in self._shardings.values():
-            names, tensors = self._shared_names, {n: one for n, one in state.items() if torch.is_tensor(one)}
+            names, tensors = self._shared_names, {n: value for n, value in state.items() if torch.is_tensor(value)}
             sharding.check_shapes({name: tensor.shape for name, tensor in tensors.items()})
-            state = {**state, **{n: sharding.part(names.get(n, (n,)), one) for n, one in tensors.items()}}
+            state = {**state, **{n: sharding.part(names.get(n, (n,)), tensor) for n, tensor in tensors.items()}}
         parameters.load(self.model, state, here, self._shared_names, self._blueprint.device)
         for key, module in modules_by_key(self.model).items():
             if key in state:
@@ -654,7 +662,7 @@ class Session:
             with self._activity.at("saving a checkpoint"):
                 return self.checkpointer.save(folder, request, position, **options)
         except PipelineError as error:
-            raise self._reported(error) from error.__cause__
+            raise self._report(error) from error.__cause__
 
     def newest_checkpoint(self, folder: AnyPath) -> AnyPath | None:
         with self._activity.at("looking for a checkpoint"):
@@ -677,24 +685,24 @@ class Session:
             else:
                 self.checkpointer.writer.check()
         except PipelineError as error:
-            raise self._reported(error) from error.__cause__
+            raise self._report(error) from error.__cause__
 
     # -- what happened ------------------------------------------------------------------------------
 
     def timeline(self, phase: int, batch: int) -> Timeline:
         return measured.timeline(self._blueprint.programs, phase, self.workers, self._group, batch, self._clock)
 
-    def _gathered(self, counts: Mapping[int, int]) -> dict[int, int]:
+    def _gather_counts(self, counts: Mapping[int, int]) -> dict[int, int]:
         rows = [json.loads(text) for text in gather_texts(json.dumps(counts), self._group)]
         return {int(number): count for row in reversed(rows) for number, count in row.items()}
 
-    def any_rank(self, asked: bool) -> bool:
+    def any_rank(self, wish: bool) -> bool:
         """Returns whether a rank asks for something; every rank calls it."""
-        return "yes" in gather_texts("yes" if asked else "", world_group() if self.distributed else None)
+        return "yes" in gather_texts("yes" if wish else "", world_group() if self.distributed else None)
 
     def sent_bytes(self) -> dict[int, int]:
         """Returns worker -> payload bytes, of its first rank; every rank calls it."""
-        return self._gathered(
+        return self._gather_counts(
             {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in self.workers}
         )
 
@@ -710,19 +718,21 @@ class Session:
                         worker.update_barrier.needs_norms,
                     )
                     mine[stage] = stage_state.collectives(program, stage, needs_norms).to_json()
-        found: dict[int, StageCollectives] = {}
+        by_stage: dict[int, StageCollectives] = {}
         for text in gather_texts(json.dumps(mine), self._group):
             for stage, data in json.loads(text).items():
-                found.setdefault(int(stage), StageCollectives.from_json(data))
-        for stage, one in sorted(found.items()) if self.rank == 0 else ():
-            if one.predicted is None:
-                _log.warning("stage %d cannot run without data to predict its collectives: %s", stage, one.problem)
-        return tuple(found.get(stage) for stage in range(self.program.placement.stages))
+                by_stage.setdefault(int(stage), StageCollectives.from_json(data))
+        for stage, collectives in sorted(by_stage.items()) if self.rank == 0 else ():
+            if collectives.predicted is None:
+                _log.warning(
+                    "stage %d cannot run without data to predict its collectives: %s", stage, collectives.problem
+                )
+        return tuple(by_stage.get(stage) for stage in range(self.program.placement.stages))
 
     def skipped_updates(self) -> tuple[int, ...]:
         """Returns each stage's number; every rank calls it."""
         states = [item for worker in self.workers for item in worker.stage_states.items()]
-        skipped = self._gathered({stage: state.optimizer.skipped for stage, state in states})
+        skipped = self._gather_counts({stage: state.optimizer.skipped for stage, state in states})
         return tuple(skipped[stage] for stage in sorted(skipped))
 
     def rate(self) -> tuple[float, int]:

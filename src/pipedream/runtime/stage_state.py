@@ -25,7 +25,7 @@ from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.velocity import check_velocity
 from pipedream.runtime.stage.versions import Versions, WeightSet
-from pipedream.runtime.stage.without_data import predicted_collectives, without_data
+from pipedream.runtime.stage.without_data import drop_data, predict_collectives
 from pipedream.runtime.update.all_reduce import all_reduce_many
 from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
@@ -39,10 +39,10 @@ class _Kept:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.mark = id(tensor), tensor._version
         self.shape = tensor.shape
-        self.numbers = _numbers(tensor)
+        self.numbers = _sum_numbers(tensor)
 
 
-def _numbers(tensor: torch.Tensor) -> tuple[float, float]:
+def _sum_numbers(tensor: torch.Tensor) -> tuple[float, float]:
     """The sum, and the sum of the sizes."""
     flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return float(flat.sum(dtype=torch.float64)), float(
@@ -137,9 +137,11 @@ class StageState:
         self.next_forward = 0
         if self.predictions is not None:
             self.predictions.begin()
-        self._counts = [int(norm.num_batches_tracked) for norm in self._norms() if norm.num_batches_tracked is not None]
+        self._counts = [
+            int(norm.num_batches_tracked) for norm in self._list_norms() if norm.num_batches_tracked is not None
+        ]
         if self.optimizer.replica_group is not None:
-            self._kept = {name: _Kept(tensor) for name, tensor in self._untrained()}
+            self._kept = {name: _Kept(tensor) for name, tensor in self._list_untrained()}
 
     def end(self) -> Waiting[None]:
         """Ends a stream, at a drain; yields where it would wait."""
@@ -150,7 +152,7 @@ class StageState:
     def average_statistics(self) -> Waiting[None]:
         """Averages BatchNorm's statistics over the replicas at a drain, and sums their counts."""
         group = self.optimizer.replica_group
-        norms = self._norms()
+        norms = self._list_norms()
         if group is None or not norms:
             return
         floats = [b for n in norms for b in (n.running_mean, n.running_var) if b is not None]
@@ -163,9 +165,9 @@ class StageState:
             for count, before, total in zip(counts, self._counts, sums[len(floats) :], strict=True):
                 count.copy_(before + total)
 
-    def _untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _list_untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields buffers and frozen parameters, without the statistics that are averaged."""
-        averaged = {id(buffer) for norm in self._norms() for buffer in norm._buffers.values()}
+        averaged = {id(buffer) for norm in self._list_norms() for buffer in norm._buffers.values()}
         for layer_name, layer in self.module.layers:
             for name, tensor in (*layer.named_buffers(layer_name), *layer.named_parameters(layer_name)):
                 if not tensor.requires_grad and id(tensor) not in averaged and not tensor.is_meta:
@@ -173,38 +175,38 @@ class StageState:
 
     def _check_untrained(self) -> None:
         """Raises a `CaptureError` if a forward has changed a buffer, which the other replicas have not."""
-        for name, tensor in self._untrained():
+        for name, tensor in self._list_untrained():
             before = self._kept.get(name)
             if before is not None and before.mark != (id(tensor), tensor._version):
                 now = self._kept[name] = _Kept(tensor)
                 if now.shape == before.shape and now.numbers != before.numbers:  # others are caches
-                    raise CaptureError(self._differs(name))
+                    raise CaptureError(self._describe_difference(name))
 
     def _check_replicas(self) -> Waiting[None]:
         """Raises a `CaptureError` if the replicas have other weights or buffers than this one, at a drain."""
         group = self.optimizer.replica_group
         if group is None:
             return
-        tensors = {**self.versions.handles, **dict(self._untrained())}
-        own = torch.tensor([(*_numbers(t), float(t.numel())) for t in tensors.values()], dtype=torch.float64)
-        (sums,) = yield from all_reduce_many(group, [own])
+        tensors = {**self.versions.handles, **dict(self._list_untrained())}
+        local_sums = torch.tensor([(*_sum_numbers(t), float(t.numel())) for t in tensors.values()], dtype=torch.float64)
+        (sums,) = yield from all_reduce_many(group, [local_sums])
         mean = sums / self.optimizer.replicas
-        for name, (total, size, count), other in zip(tensors, own.tolist(), mean.tolist(), strict=True):
+        for name, (total, size, count), other in zip(tensors, local_sums.tolist(), mean.tolist(), strict=True):
             limit = 1e-6 * max(abs(size), abs(other[1]))
             if count == other[2] and max(abs(total - other[0]), abs(size - other[1])) > limit:
-                raise CaptureError(self._differs(name))
+                raise CaptureError(self._describe_difference(name))
 
-    def _differs(self, name: str) -> str:
+    def _describe_difference(self, name: str) -> str:
         return (
             f"{name!r} differs between the replicas of its stage: the forward, or something outside of the optimizer, "
             "writes it, and each replica would have its own numbers; plan one replica for this stage, or write it "
             "where every replica computes the same"
         )
 
-    def _norms(self) -> list[Any]:
+    def _list_norms(self) -> list[Any]:
         layers = [layer for _, layer in self.module.layers]
-        found = {id(m): m for layer in layers for m in layer.modules() if isinstance(m, _NormBase)}
-        return [m for m in found.values() if m.track_running_stats]
+        norms = {id(m): m for layer in layers for m in layer.modules() if isinstance(m, _NormBase)}
+        return [m for m in norms.values() if m.track_running_stats]
 
     def read(self, version: int) -> tuple[WeightSet, int]:
         """Returns the weights for a forward, and their version; for predicted weights, the one they are predicted from.
@@ -213,24 +215,24 @@ class StageState:
         """
         if self.predictions is not None and not self._until_forward:
             return self.predictions.read(version)
-        found = self.versions.peek(version) if self._until_forward else self.versions.read(version)
-        return found, found.version
+        weights = self.versions.peek(version) if self._until_forward else self.versions.read(version)
+        return weights, weights.version
 
     def read_again(self, saved: SavedForward) -> WeightSet:
         assert saved.weights is not None
         if self._stashes:
             return saved.weights
-        saved.recomputed_weights = self._newer(saved)
+        saved.recomputed_weights = self._choose_backward_weights(saved)
         return saved.recomputed_weights
 
-    def _newer(self, saved: SavedForward) -> WeightSet:
+    def _choose_backward_weights(self, saved: SavedForward) -> WeightSet:
         assert saved.weights is not None
         return self._backward_weights(saved.weights)
 
     def note_received(self, message: Message) -> None:
         """Keeps of the first message what a run without data needs, on a mesh."""
         if self.received is None and self.module.sharding is not None:
-            self.received = without_data(message)
+            self.received = drop_data(message)
 
     def collectives(self, program: Program, stage: int, needs_norms: bool) -> StageCollectives:
         """Returns the collectives of the first microbatch and update, on a mesh.
@@ -244,7 +246,7 @@ class StageState:
         measured = self.module.sharding.collectives
         ops = [op for rank in program.ranks for op in (*rank.warmup, *rank.period) if isinstance(op, Op)]
         try:
-            predicted = predicted_collectives(
+            predicted = predict_collectives(
                 self.module,
                 self.versions.peek().leaves,
                 self.received,
@@ -263,7 +265,7 @@ class StageState:
 
     def backward_context(self, saved: SavedForward) -> AbstractContextManager[None]:
         if self.saved_tensor_hooks is not None and self.saved_tensor_hooks.redirects:
-            return self.saved_tensor_hooks.redirected_to(self._newer(saved))
+            return self.saved_tensor_hooks.redirected_to(self._choose_backward_weights(saved))
         return _NOTHING if self.predictions is None else self.predictions.backward()
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:

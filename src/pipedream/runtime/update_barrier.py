@@ -50,8 +50,8 @@ class UpdateBarrier:
         return self._skips or self._limit is not None
 
     def switch_to(self, program: Program) -> None:
-        wanted = self._skips or (self._limit is not None and not self._locally)
-        self._is_global = wanted and program.couples_updates
+        is_policy_global = self._skips or (self._limit is not None and not self._locally)
+        self._is_global = is_policy_global and program.couples_updates
         self._delay = program.norm_delay
 
     def prepare(self, stage: int, stop_request: float) -> Waiting[tuple[float, bool]]:
@@ -66,8 +66,8 @@ class UpdateBarrier:
             gathered = {}
             for number, stage_state in self._stage_states.items():
                 gathered[number] = yield from stage_state.optimizer.gather(stage_state.gradients, stop_request)
-            for one in self._tied:
-                yield from one.all_reduce({number: found.sums for number, found in gathered.items()})
+            for gradient_sum in self._tied:
+                yield from gradient_sum.all_reduce({number: gradients.sums for number, gradients in gathered.items()})
             self._prepared = {
                 n: stage_state.optimizer.normalise(gathered[n]) for n, stage_state in self._stage_states.items()
             }
@@ -83,7 +83,7 @@ class UpdateBarrier:
     def finish(self) -> Waiting[None]:
         """Receives the norms still under way, at a drain."""
         while self._norms:
-            yield from self._next_norm()
+            yield from self._receive_norm()
 
     def _decide_locally(self, stage_state: StageState) -> None:
         if not self.needs_norms:
@@ -104,16 +104,16 @@ class UpdateBarrier:
         self._norms.append(self._group.all_reduce(torch.tensor([mine], dtype=torch.float64)))
         heard = 0.0
         if len(self._norms) > self._delay:
-            heard = yield from self._next_norm()
+            heard = yield from self._receive_norm()
         for stage, stage_state in self._stage_states.items():
-            own = squares[stage]
+            square = squares[stage]
             if not self._delay:
-                self._decide(stage_state, heard, own if self._locally else heard)
+                self._decide(stage_state, heard, square if self._locally else heard)
             else:
                 # This update's global norm is at least the stage's own.
-                self._decide(stage_state, own, max(own, self.norm_square))
+                self._decide(stage_state, square, max(square, self.norm_square))
 
-    def _next_norm(self) -> Waiting[float]:
+    def _receive_norm(self) -> Waiting[float]:
         square = float((yield from wait_for(self._norms.popleft())))
         if isfinite(square):
             self.norm_square = square

@@ -124,16 +124,16 @@ class Worker:
         self.input_updates = 0
         self.trained: dict[int, tuple[int, int]] = {}
         self._text: Program | None = None
-        self._given = 0
+        self._yielded = 0
         self._turn = 0
         self._actions: dict[Kind | Move, Callable[[int, int], Waiting[Any] | None]] = {
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: partial(self._timed_backward, Kind.BACKWARD.value, "a backward", self._whole_backward),
+            Kind.BACKWARD: partial(self._time_backward, Kind.BACKWARD.value, "a backward", self._run_backward),
             Kind.INPUT_GRADIENT: partial(
-                self._timed_backward, Kind.INPUT_GRADIENT.value, "an input gradient", self._input_gradients
+                self._time_backward, Kind.INPUT_GRADIENT.value, "an input gradient", self._compute_input_gradients
             ),
             Kind.WEIGHT_GRADIENT: partial(
-                self._timed_backward, Kind.WEIGHT_GRADIENT.value, "a weight gradient", self._weight_gradients
+                self._time_backward, Kind.WEIGHT_GRADIENT.value, "a weight gradient", self._compute_weight_gradients
             ),
             Kind.UPDATE: self._update,
             Kind.FETCH: self._fetch,
@@ -141,7 +141,7 @@ class Worker:
             Move.SEND: self._send,
             Move.SYNC: self._sync,
         }
-        self._steps: dict[bool, tuple[list[_Step], list[_Step]]] = {False: self._resolved(evaluation)}
+        self._steps: dict[bool, tuple[list[_Step], list[_Step]]] = {False: self._resolve_steps(evaluation)}
         self.activity = Activity()
         self.stop_requested: Callable[[], bool] = lambda: False
         self.switch_to(program, 0)
@@ -149,14 +149,14 @@ class Worker:
 
     def switch_to(self, program: Program, phase: int) -> None:
         self.program = program
-        self._steps[True] = self._resolved(program)
+        self._steps[True] = self._resolve_steps(program)
         self._update_completed_by = program.update_completed_by(self.rank)
         self._replicas = program.placement.replicas
         self._waits_for_others = {
             stage
             for stage, replicas in enumerate(self._replicas)
             if replicas > 1
-            or any(stage in one.stages for one in program.plan.tied)
+            or any(stage in weights.stages for weights in program.plan.tied)
             or (program.couples_updates and not program.norm_delay)
         }
         self._is_remote = [program.placement.is_remote(stage) for stage in range(len(self._replicas))]
@@ -180,7 +180,7 @@ class Worker:
             WorkerError: an op failed, or the last updates left weights that are not finite; names rank, stage, op and
                 cause.
         """
-        not_finite = self._not_finite()
+        not_finite = self._list_not_finite()
         stream = DataStream(self.program.microbatches, self.done_minibatches, trains=True)
         self._begin(stream, data, self.program.round_minibatches, until)
         self._mailbox.begin(self.program.microbatches)
@@ -197,11 +197,13 @@ class Worker:
         self.done_minibatches += (self._total or 0) // self.program.microbatches
         if self._total:
             self.trained[self.recorder.phase] = begin, self.done_minibatches
-        if found := {name: stage for name, stage in self._not_finite().items() if name not in not_finite}:
-            self._refuse(*next(iter(found.items())))
+        if newly_not_finite := {
+            name: stage for name, stage in self._list_not_finite().items() if name not in not_finite
+        }:
+            self._refuse(*next(iter(newly_not_finite.items())))
         self.recorder.note_peak(max(stage_state.versions.peak for stage_state in self.stage_states.values()))
 
-    def _not_finite(self) -> dict[str, int]:
+    def _list_not_finite(self) -> dict[str, int]:
         """Returns each trained weight that is not finite, with its stage; none where the run continues regardless."""
         if not self.results.raises_on_nan:
             return {}
@@ -238,8 +240,8 @@ class Worker:
         """Yields the outputs in order, at rank 0 only; the stages are in evaluation mode."""
         self._begin(DataStream(predicts=True, ema=ema), data)
         yield from self._run(self._evaluation)
-        while self.rank == 0 and self._given < (self._total or 0):
-            yield (yield from self._next_output())
+        while self.rank == 0 and self._yielded < (self._total or 0):
+            yield (yield from self._receive_output())
 
     @property
     def where(self) -> str:
@@ -253,19 +255,21 @@ class Worker:
         """The learning rate, before the stages' factors."""
         return self.stage_states[min(self.stage_states)].optimizer.rate
 
-    def _next_output(self) -> Waiting[Output]:
-        index = self._given
-        self._given += 1
+    def _receive_output(self) -> Waiting[Output]:
+        index = self._yielded
+        self._yielded += 1
         return self.results.receive_output(index, self.program.placement.rank_of(self._last, index))
 
     # -- the loop -----------------------------------------------------------------------------------
 
-    def _resolved(self, program: Program) -> tuple[list[_Step], list[_Step]]:
+    def _resolve_steps(self, program: Program) -> tuple[list[_Step], list[_Step]]:
         """Returns the steps of the warm-up and of the period."""
         mine = program.ranks[self.rank]
-        return [self._step(program, i) for i in mine.warmup], [self._step(program, i) for i in mine.period]
+        return [self._resolve_step(program, i) for i in mine.warmup], [
+            self._resolve_step(program, i) for i in mine.period
+        ]
 
-    def _step(self, program: Program, instruction: Instruction) -> _Step:
+    def _resolve_step(self, program: Program, instruction: Instruction) -> _Step:
         by = advanced(instruction, program.cycle, program.updates).index - instruction.index
         at = instruction.stage if isinstance(instruction, Op) else instruction.channel
         return _Step(self._actions[instruction.kind], at, instruction.index, by, instruction)
@@ -294,7 +298,7 @@ class Worker:
                 self._turn = 0
                 for instruction in program.instructions(self.rank, self._total, executed):
                     self._instruction = instruction
-                    step = self._step(program, instruction)
+                    step = self._resolve_step(program, instruction)
                     yield from step.run(step.at, step.index) or ()
         except CaptureError as error:
             raise WorkerError(self._process, self.where, str(error)) from error
@@ -325,9 +329,9 @@ class Worker:
             is_empty = message.content is Content.EMPTY
             result = message if is_empty else self._forwards.without_backward(stage, index, stage_state, message)
         elif remote_forward is None:
-            result = self._own_forward(stage, index, self.stage_states[stage], message)
+            result = self._run_local_forward(stage, index, self.stage_states[stage], message)
         else:
-            result = self._remote_forward(stage, index, remote_forward, message)
+            result = self._run_remote_forward(stage, index, remote_forward, message)
         if stage < self._last:
             self._mailbox.put("activation", stage + 1, result)
         else:
@@ -339,15 +343,15 @@ class Worker:
             minibatch = self._stream.minibatch(index)
             if self._stream.minibatch(stage_state.next_forward) > minibatch:
                 self.results.complete(minibatch, index)
-        if self._stream.predicts and self.rank == 0 and index - self._given >= self.program.plan.in_flight[0]:
+        if self._stream.predicts and self.rank == 0 and index - self._yielded >= self.program.plan.in_flight[0]:
             # Outputs are received as they come, so that no worker has to keep many.
-            return self._given_output()
+            return self._yield_output()
         return None
 
-    def _given_output(self) -> Generator[Any, None, None]:
-        yield (yield from self._next_output())
+    def _yield_output(self) -> Generator[Any, None, None]:
+        yield (yield from self._receive_output())
 
-    def _own_forward(self, stage: int, index: int, stage_state: StageState, message: Message) -> Message:
+    def _run_local_forward(self, stage: int, index: int, stage_state: StageState, message: Message) -> Message:
         """Runs a forward of a stage of this rank, and keeps what its backward needs."""
         if message.content is Content.EMPTY:
             self._saved_forwards[stage, index] = SavedForward(None, (), (), (), index)
@@ -366,7 +370,7 @@ class Worker:
             stage_state.check.after_forward(index)
         return result
 
-    def _remote_forward(self, stage: int, index: int, remote_forward: RemoteForward, message: Message) -> Message:
+    def _run_remote_forward(self, stage: int, index: int, remote_forward: RemoteForward, message: Message) -> Message:
         """Runs a forward on fetched weights; its input goes to the stage's own rank, where the backward repeats it."""
         result = message
         if message.content is not Content.EMPTY:
@@ -384,18 +388,18 @@ class Worker:
             self._stop_feed(StopReason.INTERRUPT)
         assert self._data is not None
         self.activity.begin("loading data")
-        found = self._data.take(index)
+        messages = self._data.take(index)
         self.activity.end()
-        if isinstance(found, StopReason):
-            self._end(self._data.ended_at * self._stream.split, found)
+        if isinstance(messages, StopReason):
+            self._end(self._data.ended_at * self._stream.split, messages)
             return None
-        inputs, targets = found
+        inputs, targets = messages
         self._mailbox.put("input", self._last, targets)
         return inputs
 
     # -- backward and update ------------------------------------------------------------------------
 
-    def _timed_backward(
+    def _time_backward(
         self, kind: str, task: str, backward: Callable[[int, int, StageState], None], stage: int, index: int
     ) -> None:
         self.activity.begin(task)
@@ -409,11 +413,11 @@ class Worker:
         self.recorder.note(kind, stage, self._stream.number(index), start)
         self.activity.end()
 
-    def _whole_backward(self, stage: int, index: int, stage_state: StageState) -> None:
+    def _run_backward(self, stage: int, index: int, stage_state: StageState) -> None:
         """B: gradients of the weights and of the received tensors."""
         saved = self._saved_forwards.pop((stage, index))
-        message = self._gradients_of(stage, index)
-        ready = self._ready_hook(Kind.BACKWARD, stage, index, stage_state)
+        message = self._take_gradients(stage, index)
+        ready = self._choose_ready_hook(Kind.BACKWARD, stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
@@ -427,10 +431,10 @@ class Worker:
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
         self._send_back(stage, index, saved, input_gradients, message)
 
-    def _input_gradients(self, stage: int, index: int, stage_state: StageState) -> None:
+    def _compute_input_gradients(self, stage: int, index: int, stage_state: StageState) -> None:
         """I: the half of a backward that the previous stage waits for."""
         saved = self._saved_forwards[stage, index]
-        message = self._gradients_of(stage, index)
+        message = self._take_gradients(stage, index)
         input_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting("backward"):
@@ -440,17 +444,17 @@ class Worker:
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
         self._send_back(stage, index, saved, input_gradients, message)
 
-    def _weight_gradients(self, stage: int, index: int, stage_state: StageState) -> None:
+    def _compute_weight_gradients(self, stage: int, index: int, stage_state: StageState) -> None:
         """W: the other half of a backward."""
         saved = self._saved_forwards.pop((stage, index))
-        ready = self._ready_hook(Kind.WEIGHT_GRADIENT, stage, index, stage_state)
+        ready = self._choose_ready_hook(Kind.WEIGHT_GRADIENT, stage, index, stage_state)
         weight_gradients: list[torch.Tensor | None] = []
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting("weights' backward"):
                 weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, ready)
         self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
 
-    def _ready_hook(
+    def _choose_ready_hook(
         self, kind: Kind, stage: int, index: int, stage_state: StageState
     ) -> Callable[[int, torch.Tensor], None] | None:
         """Returns what starts the all-reduce inside the last backward before a replicated stage's update, else None."""
@@ -466,7 +470,7 @@ class Worker:
         if is_last:
             stage_state.optimizer.close(stage_state.gradients, float(self.stop_requested()))
 
-    def _gradients_of(self, stage: int, index: int) -> Message | None:
+    def _take_gradients(self, stage: int, index: int) -> Message | None:
         """Returns the message with the gradients of a stage's outputs; None at the last stage."""
         if stage == self._last:
             return None
@@ -498,7 +502,7 @@ class Worker:
 
     def _sync(self, stage: int, index: int) -> None:
         """Has nothing to do: the all-reduce that the proof places here was started inside the update's last backward
-        (`_ready_hook`), and the update waits for it (`UpdateBarrier.prepare`).
+        (`_choose_ready_hook`), and the update waits for it (`UpdateBarrier.prepare`).
 
         The earlier start is safe: the replicas of a stage have a group of their own, and all start their buckets in the
         same order.
@@ -542,15 +546,15 @@ class Worker:
         start = self.recorder.mark()
         pending = self._mailbox.receive(number)
         if not pending.ready():
-            return self._awaited(pending, number, index, start)
-        self._arrived(pending.result(), number, index, start)
+            return self._finish_receive(pending, number, index, start)
+        self._note_arrival(pending.result(), number, index, start)
         return None
 
-    def _awaited(self, pending: Pending[Message], number: int, index: int, start: Moment) -> Waiting[None]:
+    def _finish_receive(self, pending: Pending[Message], number: int, index: int, start: Moment) -> Waiting[None]:
         yield pending
-        self._arrived(pending.result(), number, index, start)
+        self._note_arrival(pending.result(), number, index, start)
 
-    def _arrived(self, message: Message, number: int, index: int, start: Moment) -> None:
+    def _note_arrival(self, message: Message, number: int, index: int, start: Moment) -> None:
         ended = self._mailbox.arrived(number, index, message)
         self.recorder.note("wait", self.program.channels[number].target, self._stream.number(index), start)
         if ended is not None and self._total is None:
@@ -580,7 +584,7 @@ class Worker:
             data.begin(stream.split, replica, stream.base, cycle, until)
         self._stream = stream
         self._total = None
-        self._given = 0  # outputs, in a prediction
+        self._yielded = 0  # outputs, in a prediction
         self._mailbox.begin()
         self._forwards.begin(self.program, stream)
         for remote_forward in self.remote_forwards.values():

@@ -193,13 +193,13 @@ def build_emulated_pipeline(
     speed = plan.cluster.speeds[sorted(set(plan.order))[rank] if plan.order else rank]
     stages = [_scale_to_speed(stage, speed) for stage in plan.stages]
     return Pipeline(
-        emulated.emulated_model(stages, parts, splits_backward=built.splits_backward, byte_scale=byte_scale),
+        emulated.make_emulated_model(stages, parts, splits_backward=built.splits_backward, byte_scale=byte_scale),
         plan,
         schedule=schedule,
         compensation=(),  # an emulated update changes nothing, so there is nothing to make up for
         microbatches=microbatches,
         loss=lambda output, batch: output.mean(),
-        optimizer=emulated.emulated_optimizer(stages),
+        optimizer=emulated.make_emulated_optimizer(stages),
         check=False,  # a forward takes the time of a stage
     )
 
@@ -209,7 +209,7 @@ def make_emulated_batches(pipeline: Pipeline, minibatches: int) -> Iterator[Any]
     from pipedream.runtime.stage import emulated
 
     for _ in range(minibatches):
-        yield emulated.emulated_batch(pipeline.program.microbatches)
+        yield emulated.make_emulated_batch(pipeline.program.microbatches)
 
 
 def _scale_to_minibatch(stage: Stage, parts: int) -> Stage:

@@ -26,7 +26,7 @@ from pipedream.core.artifact import system_error
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import folders, pieces, writer
-from pipedream.runtime.data.rng import restore_rng, saved_rng
+from pipedream.runtime.data.rng import restore_rng, save_rng
 from pipedream.training.resume import CHECKPOINTS, check_unused, resume_point
 from tests.runtime.checkpoint.saving import load, pipeline, save
 
@@ -315,7 +315,7 @@ def test_generators_come_back(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     random.gauss(0, 1)
     np.random.normal()
-    text = saved_rng(cpu)
+    text = save_rng(cpu)
     first = [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.normal()]
     restore_rng(text, cpu)
     assert [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.normal()] == first

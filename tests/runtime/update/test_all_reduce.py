@@ -18,7 +18,7 @@ from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
-from pipedream.runtime.stage.emulated import emulated_model
+from pipedream.runtime.stage.emulated import make_emulated_model
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.all_reduce import GradientAllReduce, all_reduce_many, buckets_of
@@ -42,7 +42,7 @@ def test_emulated_weights_with_scaled_bytes_have_as_many_buckets(byte_scale: flo
     def layout(scale: float) -> list[list[int]]:
         size = round(23_000_000 * scale)
         stage = Stage(0, 1, 2, forward_s=0.0, backward_s=0.0, parameter_bytes=size, names=("layer",))
-        return buckets_of(list(emulated_model([stage], 1, byte_scale=scale).parameters()))
+        return buckets_of(list(make_emulated_model([stage], 1, byte_scale=scale).parameters()))
 
     assert layout(byte_scale) == layout(1.0)
     assert len(layout(1.0)) == 6

@@ -32,12 +32,12 @@ def count_samples(inputs: Any, batch_dim: BatchDim = 0) -> int:
     Keyword arguments may be in any order: of their tensors, the most frequent size counts, and of equally frequent ones
     the first. Otherwise it is the size of the first tensor that has the batch dimension; 1 if none has it.
     """
-    return _count(inputs, list(_with_dims(inputs, batch_dim)))
+    return _count(inputs, list(_list_dims(inputs, batch_dim)))
 
 
 def known_samples(inputs: Any, batch_dim: BatchDim = 0) -> int | None:
     """Returns the number of samples; None if no tensor has the batch dimension."""
-    return _known_count(inputs, _with_dims(inputs, batch_dim))
+    return _known_count(inputs, _list_dims(inputs, batch_dim))
 
 
 def split_minibatch(
@@ -47,13 +47,13 @@ def split_minibatch(
 
     A tensor that is in both is cut once.
     """
-    leaves = list(_with_dims(inputs, batch_dim))
+    leaves = list(_list_dims(inputs, batch_dim))
     count = _count(inputs, leaves)
     if parts == 1:
         return [count], [flatten(inputs)], [flatten(targets)]
     cut = _Cut(count, parts)
     flat_inputs = cut.flattened(inputs, leaves)
-    return cut.sizes, flat_inputs, cut.flattened(targets, list(_with_dims(targets, batch_dim)))
+    return cut.sizes, flat_inputs, cut.flattened(targets, list(_list_dims(targets, batch_dim)))
 
 
 def split_batch(value: Any, count: int, parts: int, batch_dim: BatchDim = 0) -> list[Any]:
@@ -62,7 +62,7 @@ def split_batch(value: Any, count: int, parts: int, batch_dim: BatchDim = 0) -> 
     A tensor is split if its size along the batch dimension is `count`, or along dimension 0 if it has no such dimension
     (such as lengths); everything else goes to each microbatch.
     """
-    return [value] if parts == 1 else _Cut(count, parts).of(value, _with_dims(value, batch_dim))
+    return [value] if parts == 1 else _Cut(count, parts).of(value, _list_dims(value, batch_dim))
 
 
 def first_part(value: Any, count: int, size: int, batch_dim: BatchDim = 0) -> Any:
@@ -71,9 +71,9 @@ def first_part(value: Any, count: int, size: int, batch_dim: BatchDim = 0) -> An
     def cut(leaf: Any, dim: int | None) -> Any:
         if dim is None:
             return leaf
-        return _samples(leaf, [size])[0] if isinstance(leaf, PackedSequence) else leaf.narrow(dim, 0, size)
+        return _split_packed(leaf, [size])[0] if isinstance(leaf, PackedSequence) else leaf.narrow(dim, 0, size)
 
-    dims = {id(leaf): _cut_dim(leaf, dim, count) for leaf, dim in _with_dims(value, batch_dim)}
+    dims = {id(leaf): _cut_dim(leaf, dim, count) for leaf, dim in _list_dims(value, batch_dim)}
     return map_tensors(value, lambda leaf: cut(leaf, dims[id(leaf)]), _LEAVES)
 
 
@@ -112,7 +112,7 @@ class _Cut:
         if dim is None:
             return [leaf] * len(self.sizes)
         if isinstance(leaf, PackedSequence):
-            return _samples(leaf, self.sizes)
+            return _split_packed(leaf, self.sizes)
         # A first layer may work in place: `data`, because autograd counts changes of all views of a tensor together.
         return [part.data for part in leaf.split(self.sizes, dim)]
 
@@ -120,23 +120,23 @@ class _Cut:
 def _count(inputs: Any, leaves: Sequence[Leaf]) -> int:
     if not leaves:
         raise WorkerError(0, "the loader", "the batch holds no tensor", "let the loader yield tensors")
-    found = _known_count(inputs, leaves)
-    if found == 0:
+    count = _known_count(inputs, leaves)
+    if count == 0:
         raise WorkerError(0, "the loader", "the batch holds no sample", "let the loader leave out empty batches")
-    return 1 if found is None else found
+    return 1 if count is None else count
 
 
 def _known_count(inputs: Any, leaves: Iterable[Leaf]) -> int | None:
-    sizes = [size for leaf, dim in leaves if (size := _size(leaf, dim)) is not None]
+    sizes = [size for leaf, dim in leaves if (size := _find_size(leaf, dim)) is not None]
     if not sizes:
         return None
     return max(sizes, key=sizes.count) if isinstance(inputs, Mapping) else sizes[0]
 
 
-def _with_dims(value: Any, batch_dim: BatchDim) -> Iterator[Leaf]:
+def _list_dims(value: Any, batch_dim: BatchDim) -> Iterator[Leaf]:
     """Yields the tensors of an input, each with its batch dimension."""
     if isinstance(batch_dim, int):
-        yield from ((leaf, batch_dim) for leaf in _leaves_of(value))
+        yield from ((leaf, batch_dim) for leaf in _list_leaves(value))
         return
     inputs: Mapping[Any, Any] = {0: value}
     if isinstance(value, Mapping):
@@ -144,23 +144,23 @@ def _with_dims(value: Any, batch_dim: BatchDim) -> Iterator[Leaf]:
     elif isinstance(value, tuple) and not isinstance(value, PackedSequence):
         inputs = dict(enumerate(value))
     for name, item in inputs.items():
-        yield from ((leaf, batch_dim.get(name, 0)) for leaf in _leaves_of(item))
+        yield from ((leaf, batch_dim.get(name, 0)) for leaf in _list_leaves(item))
 
 
-def _leaves_of(value: Any) -> list[Any]:
+def _list_leaves(value: Any) -> list[Any]:
     if isinstance(value, _LEAVES):
         return [value]
-    found: list[Any] = []
+    leaves: list[Any] = []
 
     def note(leaf: Any) -> Any:
-        found.append(leaf)
+        leaves.append(leaf)
         return leaf
 
     map_tensors(value, note, _LEAVES)
-    return found
+    return leaves
 
 
-def _size(leaf: Any, dim: int | None) -> int | None:
+def _find_size(leaf: Any, dim: int | None) -> int | None:
     if dim is None:
         return None
     if isinstance(leaf, PackedSequence):
@@ -171,24 +171,24 @@ def _size(leaf: Any, dim: int | None) -> int | None:
 def _cut_dim(leaf: Any, dim: int | None, count: int) -> int | None:
     if dim is None:
         return None
-    size = _size(leaf, dim)
+    size = _find_size(leaf, dim)
     if size is None and isinstance(leaf, torch.Tensor) and leaf.ndim:
         dim, size = 0, leaf.shape[0]
     return dim if size == count else None
 
 
-def _samples(packed: PackedSequence, sizes: list[int]) -> list[Any]:
+def _split_packed(packed: PackedSequence, sizes: list[int]) -> list[Any]:
     """Cuts a packed sequence; a part without samples, which is not run, is None."""
     padded, lengths = pad_packed_sequence(packed, batch_first=True)
     parts: list[Any] = []
     first = 0
     for size in sizes:
-        own = lengths[first : first + size]
-        longest = int(own.max()) if size else 0
+        part_lengths = lengths[first : first + size]
+        longest = int(part_lengths.max()) if size else 0
         parts.append(
             pack_padded_sequence(
                 padded[first : first + size, :longest],
-                own,
+                part_lengths,
                 batch_first=True,
                 enforce_sorted=packed.sorted_indices is None,
             )

@@ -203,15 +203,15 @@ class MeshMicrobatches(Microbatches):
         self.source.begin(per_minibatch, replica, base, cycle, until)
 
     def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
-        found = self.source.take(microbatch)
+        messages = self.source.take(microbatch)
         self.ended_at = self.source.ended_at
-        if isinstance(found, StopReason):
-            message = Message(self.ended_at, Content.END, flags=int(found))
+        if isinstance(messages, StopReason):
+            message = Message(self.ended_at, Content.END, flags=int(messages))
         else:
-            message = _joined(*found)
+            message = _joined(*messages)
         for sender in self._senders:
             sender.send(message)
-        return found
+        return messages
 
     def stop(self, stop_reason: StopReason) -> None:
         self.source.stop(stop_reason)

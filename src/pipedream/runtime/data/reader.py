@@ -97,7 +97,7 @@ class LoaderReader(MinibatchReader):
         """
         if self._initial_state and (epoch, batches) == (self._epochs.first, self._epochs.skip):
             return dict(self._initial_state)
-        before = [known for known in self._epoch_states if known <= epoch]
+        before = [start for start in self._epoch_states if start <= epoch]
         if not before:
             raise PipelineError(
                 f"the data's state was requested at epoch {epoch}, minibatch {batches}, but the loader is being read "
@@ -132,11 +132,11 @@ class IterableReader(LoaderReader):
         self._close_iterator()
 
     def state(self, epoch: int, batches: int) -> dict[str, Any]:
-        found = super().state(epoch, batches)
+        state = super().state(epoch, batches)
         if (epoch, batches) in self._loader_states:
-            state, order = self._loader_states[epoch, batches]
-            found["loader"] = {"epoch": epoch, "batches": batches, "state": to_json(state), "order": order}
-        return found
+            loader_state, order = self._loader_states[epoch, batches]
+            state["loader"] = {"epoch": epoch, "batches": batches, "state": to_json(loader_state), "order": order}
+        return state
 
     def _close_iterator(self) -> None:
         if not getattr(self._loader, "persistent_workers", False):
@@ -150,7 +150,7 @@ class IterableReader(LoaderReader):
             while len(self._loader_states) > _KEPT_STATES:
                 del self._loader_states[next(iter(self._loader_states))]
 
-    def _next_batch(self) -> Any:
+    def _load_batch(self) -> Any:
         if not self._draws:
             return next(self._iterator, _END)
         with self._order.drawing():
@@ -159,7 +159,7 @@ class IterableReader(LoaderReader):
     def _start_epoch(self) -> None:
         with self._order.drawing():
             self._iterator = iter(self._loader)
-        self._draws = not (type(self._iterator) in _OF_STORED or _loads_in_processes(self._loader))
+        self._draws = not (type(self._iterator) in _OF_STORED or _reads_in_processes(self._loader))
 
     def _read(self) -> Generator[Minibatch, None, None]:
         if dist.is_initialized() and isinstance(getattr(self._loader, "dataset", None), IterDataPipe):
@@ -178,18 +178,18 @@ class IterableReader(LoaderReader):
             if restored is None:
                 self._start_epoch()
             batches = restored or 0
-            batch = self._next_batch()
+            batch = self._load_batch()
             if batch is _END and restored == 0:
                 self._start_epoch()  # for loaders that do nothing before their first batch
-                batch = self._next_batch()
+                batch = self._load_batch()
             if batch is _END and batches == 0:
                 raise empty_epoch_error(epoch)
             while batch is not _END:
                 batches += 1
                 self._save_loader_state(epoch, batches)
-                versions = _versions(batch)
-                following = self._next_batch()
-                if _versions(batch) != versions:
+                versions = _list_versions(batch)
+                following = self._load_batch()
+                if _list_versions(batch) != versions:
                     raise WorkerError(
                         0,
                         "the loader",
@@ -207,27 +207,32 @@ class IterableReader(LoaderReader):
 
     def _restore_loader(self, epoch: int) -> int | None:
         """Returns the minibatches before the loader's own state; None if it has none."""
-        own = (self._initial_state or {}).get("loader")
+        loader_state = (self._initial_state or {}).get("loader")
         position = (self._epochs.first, self._epochs.skip)
-        if not self._stateful or own is None or epoch != position[0] or (own["epoch"], own["batches"]) != position:
+        if (
+            not self._stateful
+            or loader_state is None
+            or epoch != position[0]
+            or (loader_state["epoch"], loader_state["batches"]) != position
+        ):
             return None
-        self._loader.load_state_dict(from_json(own["state"]))
+        self._loader.load_state_dict(from_json(loader_state["state"]))
         self._start_epoch()
-        self._order.restore(own["order"], self._loader)
-        if not own["batches"]:
+        self._order.restore(loader_state["order"], self._loader)
+        if not loader_state["batches"]:
             # An iterator that continues from the state at an epoch's end ends at once, and may have drawn for
             # the next epoch.
             self._close_iterator()
             self._start_epoch()
-        return int(own["batches"])
+        return int(loader_state["batches"])
 
 
-def _versions(batch: Any) -> list[int]:
+def _list_versions(batch: Any) -> list[int]:
     """How often each tensor of a batch was written."""
     return [tensor._version for tensor in tensors_in(batch) if not tensor.is_inference()]
 
 
-def _loads_in_processes(loader: Any) -> bool:
+def _reads_in_processes(loader: Any) -> bool:
     """Returns whether the user's code for the next minibatch runs in other processes; it has no sampler."""
     return type(loader) is DataLoader and loader.num_workers > 0 and isinstance(loader.dataset, IterableDataset)
 

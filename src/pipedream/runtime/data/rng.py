@@ -49,121 +49,121 @@ class RngStates(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """All states must have been read."""
         version, words, normal = self.python
-        found: dict[str, Any] = {"torch": _text_of(self.torch), "python": [version, _packed(words), normal]}
+        states: dict[str, Any] = {"torch": _encode_tensor(self.torch), "python": [version, _pack_words(words), normal]}
         if self.numpy is not None:
             name, keys, *rest = self.numpy
-            found["numpy"] = [name, _packed(keys), *rest]
-        return found
+            states["numpy"] = [name, _pack_words(keys), *rest]
+        return states
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> RngStates:
-        version, words, normal = found["python"]
-        numpy = found.get("numpy") if "numpy" in sys.modules else None
+    def from_json(cls, states: Mapping[str, Any]) -> RngStates:
+        version, words, normal = states["python"]
+        numpy = states.get("numpy") if "numpy" in sys.modules else None
         return cls(
-            _tensor_of(found["torch"]),
-            (version, tuple(_unpacked(words)), normal),
-            None if numpy is None else (numpy[0], _unpacked(numpy[1]), *numpy[2:]),
+            _decode_tensor(states["torch"]),
+            (version, tuple(_unpack_words(words)), normal),
+            None if numpy is None else (numpy[0], _unpack_words(numpy[1]), *numpy[2:]),
         )
 
 
-def saved_rng(device: torch.device) -> str:
+def save_rng(device: torch.device) -> str:
     """Returns the states of all global generators, the GPU's included."""
-    found = RngStates.read().to_json()
+    states = RngStates.read().to_json()
     if device.type == "cuda":
-        found["cuda"] = _text_of(torch.cuda.get_rng_state(device))
-    return json.dumps(found)
+        states["cuda"] = _encode_tensor(torch.cuda.get_rng_state(device))
+    return json.dumps(states)
 
 
 def restore_rng(text: str, device: torch.device) -> None:
-    """Raises ArtifactError if `saved_rng` did not write the text."""
+    """Raises ArtifactError if `save_rng` did not write the text."""
     try:
-        found = json.loads(text)
-        RngStates.from_json(found).apply()
-        if device.type == "cuda" and "cuda" in found:
-            torch.cuda.set_rng_state(_tensor_of(found["cuda"]), device)
+        states = json.loads(text)
+        RngStates.from_json(states).apply()
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(_decode_tensor(states["cuda"]), device)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ArtifactError(f"the checkpoint's random state is damaged: {error}; use another checkpoint") from None
 
 
-def generators_of(loader: Any) -> dict[str, torch.Generator]:
+def find_torch_generators(loader: Any) -> dict[str, torch.Generator]:
     """Returns attribute path -> generator of a loader and its samplers."""
-    found = {}
+    generators = {}
     for path in _GENERATORS:
         value = loader
         for name in path.split("."):
             value = getattr(value, name, None)
         if isinstance(value, torch.Generator) and value is not torch.default_generator:
-            found[path] = value
-    return found
+            generators[path] = value
+    return generators
 
 
 _READ = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
-def _own_generators(loader: Any) -> dict[str, Any]:
+def _find_generators(loader: Any) -> dict[str, Any]:
     """Returns attribute path -> generator of Python, NumPy or torch that a loader or one of its samplers holds."""
     numpy: Any = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    found: dict[str, Any] = generators_of(loader)
-    known = {id(torch.default_generator), *map(id, found.values())}
+    generators: dict[str, Any] = find_torch_generators(loader)
+    seen = {id(torch.default_generator), *map(id, generators.values())}
     for path in _READ:
         holder = loader
         for name in path.split(".") if path else ():
             holder = getattr(holder, name, None)
         for name, value in getattr(holder, "__dict__", {}).items():
-            if isinstance(value, kinds) and id(value) not in known:
-                known.add(id(value))
-                found[f"{path}.{name}".lstrip(".")] = value
-    return found
+            if isinstance(value, kinds) and id(value) not in seen:
+                seen.add(id(value))
+                generators[f"{path}.{name}".lstrip(".")] = value
+    return generators
 
 
-def _state_of(generator: Any) -> Any:
+def _read_state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return _text_of(generator.get_state())
+        return _encode_tensor(generator.get_state())
     if isinstance(generator, random.Random):
         return to_json(generator.getstate())
     if hasattr(generator, "bit_generator"):
-        return _arrays_to_json(generator.bit_generator.state)
-    return _arrays_to_json(generator.get_state(legacy=False))
+        return _encode_arrays(generator.bit_generator.state)
+    return _encode_arrays(generator.get_state(legacy=False))
 
 
 def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
-        generator.set_state(_tensor_of(state))
+        generator.set_state(_decode_tensor(state))
     elif isinstance(generator, random.Random):
         generator.setstate(from_json(state))
     elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = _arrays_from_json(state)
+        generator.bit_generator.state = _decode_arrays(state)
     else:
-        generator.set_state(_arrays_from_json(state))
+        generator.set_state(_decode_arrays(state))
 
 
-def _arrays_to_json(state: Any) -> Any:
+def _encode_arrays(state: Any) -> Any:
     if isinstance(state, Mapping):
-        return {key: _arrays_to_json(value) for key, value in state.items()}
+        return {key: _encode_arrays(value) for key, value in state.items()}
     return {"values": state.tolist(), "dtype": str(state.dtype)} if hasattr(state, "tolist") else state
 
 
-def _arrays_from_json(state: Any) -> Any:
+def _decode_arrays(state: Any) -> Any:
     if not isinstance(state, Mapping):
         return state
     if set(state) == {"values", "dtype"}:
         return sys.modules["numpy"].array(state["values"], dtype=state["dtype"])
-    return {key: _arrays_from_json(value) for key, value in state.items()}
+    return {key: _decode_arrays(value) for key, value in state.items()}
 
 
 @contextmanager
 def preserved_rng(loader: Any) -> Iterator[None]:
     """Restores all generators at the end, the loader's included."""
     states = RngStates.read()
-    own = [(generator, generator.get_state()) for generator in generators_of(loader).values()]
+    generator_states = [(generator, generator.get_state()) for generator in find_torch_generators(loader).values()]
     try:
         yield
     finally:
         states.apply()
-        for generator, state in own:
+        for generator, state in generator_states:
             generator.set_state(state)
 
 
@@ -180,7 +180,7 @@ class DataOrder:
         if self._inside:
             yield
             return
-        mine = self._current()
+        mine = self._read_states()
         others = RngStates.read(only_torch)
         (RngStates(mine.torch, None, None) if only_torch else mine).apply()
         self._inside = True
@@ -193,34 +193,34 @@ class DataOrder:
             others.apply()
 
     def snapshot(self, loader: Any) -> dict[str, Any]:
-        states = self._current()
-        own = {path: _state_of(generator) for path, generator in _own_generators(loader).items()}
-        return states.to_json() | {"generators": own}
+        states = self._read_states()
+        generator_states = {path: _read_state(generator) for path, generator in _find_generators(loader).items()}
+        return states.to_json() | {"generators": generator_states}
 
     def restore(self, state: Mapping[str, Any], loader: Any) -> None:
         self._states = RngStates.from_json(state)
-        for path, generator in _own_generators(loader).items():
+        for path, generator in _find_generators(loader).items():
             if path in state["generators"]:
                 _set_state(generator, state["generators"][path])
 
-    def _current(self) -> RngStates:
+    def _read_states(self) -> RngStates:
         if self._states is None:
             self._states = RngStates.read()
         return self._states
 
 
-def _text_of(state: torch.Tensor) -> str:
+def _encode_tensor(state: torch.Tensor) -> str:
     return base64_of(state.cpu().numpy().tobytes())
 
 
-def _tensor_of(text: str) -> torch.Tensor:
+def _decode_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytes_of(text), dtype=torch.uint8)
 
 
-def _packed(words: Iterable[int]) -> str:
+def _pack_words(words: Iterable[int]) -> str:
     return base64_of(b"".join(int(word).to_bytes(4, "little") for word in words))
 
 
-def _unpacked(text: str) -> list[int]:
+def _unpack_words(text: str) -> list[int]:
     data = bytes_of(text)
     return [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]

@@ -23,7 +23,7 @@ from pipedream.runtime.data.batches import BatchDim
 from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.microbatches import LocalMicrobatches, Microbatches, ReceivedMicrobatches
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, tee
-from pipedream.runtime.data.rng import DataOrder, generators_of
+from pipedream.runtime.data.rng import DataOrder, find_torch_generators
 from pipedream.runtime.data.sharded_loader import ShardedLoader, ShardedReader, can_be_sharded
 
 
@@ -66,7 +66,7 @@ class DataSource:
 
     def open_evaluation(self, loader: Any, adapt: AdaptBatch) -> dict[int, Microbatches]:
         """Opens a loader for one epoch; the training's order stays as it is."""
-        self._borrowed = [(generator, generator.get_state()) for generator in generators_of(loader).values()]
+        self._borrowed = [(generator, generator.get_state()) for generator in find_torch_generators(loader).values()]
         self._evaluation.order = DataOrder()
         return self._open(self._evaluation, False, loader, adapt, EpochRange(), None)
 
@@ -168,9 +168,9 @@ class _OpenLoader:
 
     def _shard(self, loader: Any, replica: int, replicas: int) -> ShardedLoader:
         """The same object for the same loader, whose workers may live on."""
-        known = self._sharded
-        if known is None or known.loader is not loader or known.replicas != replicas:
-            if known is not None:
-                known.close()
-            known = self._sharded = ShardedLoader(loader, replica, replicas)
-        return known
+        sharded = self._sharded
+        if sharded is None or sharded.loader is not loader or sharded.replicas != replicas:
+            if sharded is not None:
+                sharded.close()
+            sharded = self._sharded = ShardedLoader(loader, replica, replicas)
+        return sharded

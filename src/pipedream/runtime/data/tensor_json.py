@@ -18,9 +18,9 @@ def to_json(value: Any, where: str = "the loader's state_dict()") -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        held = value.detach().cpu().contiguous()
-        content = held.reshape(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
-        return {_TENSOR: [str(held.dtype).removeprefix("torch."), list(held.shape), base64_of(content)]}
+        tensor = value.detach().cpu().contiguous()
+        content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        return {_TENSOR: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), base64_of(content)]}
     if isinstance(value, bytes):
         return {_BYTES: base64_of(value)}
     if isinstance(value, list):

@@ -38,12 +38,13 @@ def auxiliary(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         return handle_torch_function(auxiliary, (value, loss), value, loss)
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
         raise TypeError(
-            f"auxiliary(value, loss) was given {_kind(value)} as its value, through which no gradient flows; give a "
-            "tensor of floating-point numbers that the model computes with afterwards"
+            f"auxiliary(value, loss) was given {_describe(value)} as its value, through which no gradient flows; give "
+            "a tensor of floating-point numbers that the model computes with afterwards"
         )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise TypeError(
-            f"auxiliary(value, loss) was given {_kind(loss)} as its loss; give a tensor with one floating-point number"
+            f"auxiliary(value, loss) was given {_describe(loss)} as its loss; give a tensor with one "
+            "floating-point number"
         )
     return _Auxiliary.apply(value, loss)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -64,12 +65,12 @@ def auxiliary_scale(scale: float) -> Iterator[None]:
 
 
 @torch.library.custom_op("pipedream::auxiliary_gradient", mutates_args=())
-def _gradient(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _fill_gradient(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The scale. An operation of its own for torch.compile, which would take the present scale for a constant."""
     return torch.full(shape, _scale, dtype=dtype, device=device)
 
 
-@_gradient.register_fake
+@_fill_gradient.register_fake
 def _(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -88,14 +89,14 @@ class _Auxiliary(torch.autograd.Function):
             return None, None
         shape, dtype, device = ctx.like
         if torch.compiler.is_compiling():
-            return gradients[0], _gradient(shape, dtype, device)
+            return gradients[0], _fill_gradient(shape, dtype, device)
         gradient = torch.full(shape, _scale, dtype=dtype, device=device)
         if ctx.mesh is not None:  # of a mesh; every rank has the whole loss
             gradient = DTensor.from_local(gradient, ctx.mesh, [Replicate()] * ctx.mesh.ndim, run_check=False)
         return gradients[0], gradient
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
     return f"a tensor of {value.dtype} of shape {tuple(value.shape)}"

@@ -23,7 +23,7 @@ _ITEM_BYTES = 4
 _MOST_PIECES = 32
 
 
-def emulated_model(
+def make_emulated_model(
     stages: Sequence[Stage], microbatches: int, *, splits_backward: bool = False, byte_scale: float = 1.0
 ) -> nn.Sequential:
     """Returns a model with one layer per stage, named ``stage0``, ``stage1``, ...
@@ -45,12 +45,14 @@ def emulated_model(
     return model
 
 
-def emulated_batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_emulated_batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a minibatch, one row for each microbatch, and its targets."""
     return torch.zeros(microbatches, 1), torch.zeros(microbatches, 1)
 
 
-def emulated_optimizer(stages: Sequence[Stage]) -> Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
+def make_emulated_optimizer(
+    stages: Sequence[Stage],
+) -> Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
     """Returns the factory of optimizers whose steps wait for the planned time."""
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -82,14 +84,14 @@ class EmulatedStage(nn.Module):
         if stage.replicas > 1:
             pieces = max(1, min(_MOST_PIECES, int(stage.parameter_bytes / FIRST_BUCKET_BYTES / byte_scale)))
         ends = [items * piece // pieces for piece in range(pieces + 1)]
-        self.weights = nn.ParameterList(nn.Parameter(_zeros(end - begin)) for begin, end in pairwise(ends))
+        self.weights = nn.ParameterList(nn.Parameter(_allocate_zeros(end - begin)) for begin, end in pairwise(ends))
         for piece in self.weights:
             piece.byte_scale = byte_scale
         self._splits = splits_backward
         self._piece_s = stage.backward_s / microbatches / pieces
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        made = _EmulatedForward.apply(value, self._forward_s, self._columns, self._activation_bytes)  # type: ignore[no-untyped-call]
+        output = _EmulatedForward.apply(value, self._forward_s, self._columns, self._activation_bytes)  # type: ignore[no-untyped-call]
         no_index = torch.empty(0, dtype=torch.long)
         halves = (self._piece_s / 2, self._piece_s / 2)
         if not value.requires_grad:
@@ -97,13 +99,13 @@ class EmulatedStage(nn.Module):
         for weights in self.weights:
             if self._splits:
                 if halves[0]:
-                    made = _EmulatedInputGradient.apply(made, halves[0])  # type: ignore[no-untyped-call]
+                    output = _EmulatedInputGradient.apply(output, halves[0])  # type: ignore[no-untyped-call]
                 # Adds no rows: a node of autograd's own at which the halves of a backward separate.
                 weight_gradient = _EmulatedWeightGradient.apply(weights, self._columns, halves[1])  # type: ignore[no-untyped-call]
-                made = made.index_add_(0, no_index, weight_gradient)
+                output = output.index_add_(0, no_index, weight_gradient)
             else:
-                made = _EmulatedBackward.apply(made, weights, self._piece_s)  # type: ignore[no-untyped-call]
-        return torch.as_tensor(made)
+                output = _EmulatedBackward.apply(output, weights, self._piece_s)  # type: ignore[no-untyped-call]
+        return torch.as_tensor(output)
 
 
 class EmulatedOptimizer(torch.optim.Optimizer):
@@ -126,13 +128,13 @@ class _EmulatedForward(torch.autograd.Function):
         start = time.perf_counter()
         ctx.shape = value.shape
         ctx.save_for_backward(torch.empty(activation_bytes, dtype=torch.uint8))
-        made = _zeros(value.shape[0], columns)
+        output = _allocate_zeros(value.shape[0], columns)
         _wait(start, seconds)
-        return made
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, None, None, None]:
-        return (_zeros(*ctx.shape) if ctx.needs_input_grad[0] else None), None, None, None
+        return (_allocate_zeros(*ctx.shape) if ctx.needs_input_grad[0] else None), None, None, None
 
 
 class _EmulatedBackward(torch.autograd.Function):
@@ -147,7 +149,7 @@ class _EmulatedBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
         _wait(time.perf_counter(), ctx.seconds)
-        return gradients[0], _zeros(ctx.items), None
+        return gradients[0], _allocate_zeros(ctx.items), None
 
 
 class _EmulatedInputGradient(torch.autograd.Function):
@@ -175,10 +177,10 @@ class _EmulatedWeightGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
         _wait(time.perf_counter(), ctx.seconds)
-        return _zeros(ctx.items), None, None
+        return _allocate_zeros(ctx.items), None, None
 
 
-def _zeros(*shape: int) -> torch.Tensor:
+def _allocate_zeros(*shape: int) -> torch.Tensor:
     # numpy asks for zero pages, allocated when written; torch would write them here.
     return torch.from_numpy(np.zeros(shape, dtype=np.float32))
 

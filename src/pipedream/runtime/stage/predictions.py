@@ -31,8 +31,8 @@ class WeightPredictions:
         self._stage = stage
         self._versions = versions
         self._optimizer = optimizer
-        self._forward = _moving(rule.forward_prediction, stage)
-        self._backward = _moving(rule.backward_prediction, stage)
+        self._forward = _drop_if_still(rule.forward_prediction, stage)
+        self._backward = _drop_if_still(rule.backward_prediction, stage)
         self._until = rule.kept_until(stage)
         predictions = [prediction for prediction in (self._forward, self._backward) if prediction is not None]
         for prediction in predictions:
@@ -48,26 +48,26 @@ class WeightPredictions:
         self._gamma = next((prediction.gamma(stage) for prediction in predictions if prediction.by == AVERAGE), 0.0)
         self._saved: list[torch.Tensor] = []
         self._shared: list[torch.Tensor] = []
-        self._shared_asked: int | None = None
+        self._shared_request: int | None = None
         self._shared_version = 0
 
     def begin(self) -> None:
-        self._shared_asked = None
+        self._shared_request = None
 
     def read(self, version: int) -> tuple[WeightSet, int]:
         """Returns what a forward reads (see `Versions.read`), and the version it is predicted from."""
         if self._until is Kind.BACKWARD:
-            found = self._versions.read_prediction(version, self._fill)
-            return found, found.version
+            weights = self._versions.read_prediction(version, self._fill)
+            return weights, weights.version
         if self._until is None:
-            found = self._versions.read(version)
-            return found, found.version
-        if version != self._shared_asked:
+            weights = self._versions.read(version)
+            return weights, weights.version
+        if version != self._shared_request:
             self._shared = self._shared or [torch.empty_like(w) for w in self._weights]
             _copy(self._shared, self._weights)
             assert self._forward is not None
             self._advance(self._forward, self._shared)
-            self._shared_asked = version
+            self._shared_request = version
             self._shared_version = self._versions.newest
         return self._versions.read(self._versions.newest), self._shared_version
 
@@ -77,7 +77,7 @@ class WeightPredictions:
         if self._forward is None or self._until is Kind.BACKWARD:
             yield
         else:
-            with self._in_place(self._forward if self._until is None else self._shared):
+            with self._write_in_place(self._forward if self._until is None else self._shared):
                 yield
 
     @contextmanager
@@ -86,7 +86,7 @@ class WeightPredictions:
         if self._backward is None:
             yield
         else:
-            with self._in_place(self._backward):
+            with self._write_in_place(self._backward):
                 yield
 
     def begin_update(self) -> None:
@@ -111,8 +111,8 @@ class WeightPredictions:
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Missing tensors, as in a checkpoint of another method, begin at 0."""
         for name, tensor in self.tensors().items():
-            found = tensors.get(name)
-            tensor.zero_() if found is None else tensor.copy_(found)
+            saved = tensors.get(name)
+            tensor.zero_() if saved is None else tensor.copy_(saved)
 
     @property
     def _weights(self) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ class WeightPredictions:
         return [handle.data for handle in self._handles]
 
     @contextmanager
-    def _in_place(self, prediction: WeightPrediction | list[torch.Tensor]) -> Iterator[None]:
+    def _write_in_place(self, prediction: WeightPrediction | list[torch.Tensor]) -> Iterator[None]:
         self._save_weights()
         if isinstance(prediction, WeightPrediction):
             self._advance(prediction, self._weights)
@@ -155,7 +155,7 @@ class WeightPredictions:
         add_velocity(self._optimizer.optimizer, by_handle, horizon * self._optimizer.rate_factor)
 
 
-def _moving(prediction: WeightPrediction | None, stage: int) -> WeightPrediction | None:
+def _drop_if_still(prediction: WeightPrediction | None, stage: int) -> WeightPrediction | None:
     return prediction if prediction is not None and prediction.horizons[stage] else None
 
 

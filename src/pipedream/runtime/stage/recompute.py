@@ -46,9 +46,9 @@ class _BufferSlot:
 
     @property
     def tensor(self) -> torch.Tensor:
-        found = self.module._buffers[self.name]
-        assert found is not None, f"buffer {self.name!r} was removed"
-        return found
+        buffer = self.module._buffers[self.name]
+        assert buffer is not None, f"buffer {self.name!r} was removed"
+        return buffer
 
     @property
     def mark(self) -> tuple[int, int]:
@@ -77,11 +77,11 @@ class Recomputation:
         Raises:
             RuntimeError: a buffer changes that did not change in the first microbatch.
         """
-        state, python = self._module.generators.states(), self._python_state()
+        state, python = self._module.generators.states(), self._read_python_state()
         memo: dict[int, torch.Tensor] = {}
         before = [_clone(slot.tensor, memo) for slot in self._moving]
         marks = [slot.mark for slot in self._constant or ()]
-        result = without_graph(run, message)
+        result = run_without_graph(run, message)
         if self._constant is None:
             changed = [
                 slot.tracks or not torch.equal(slot.tensor, old) for slot, old in zip(self._moving, before, strict=True)
@@ -97,23 +97,23 @@ class Recomputation:
                 )
         saved.graph_inputs = ()
         saved.outputs = ()
-        saved.recompute = partial(self._again, message, run, before, state, python)
+        saved.recompute = partial(self._repeat, message, run, before, state, python)
         return result
 
-    def _again(
+    def _repeat(
         self, message: Message, run: ForwardFunction, kept: Sequence[torch.Tensor], state: Any, python: Any
     ) -> None:
-        now, python_now = self._module.generators.states(), self._python_state()
+        now, python_now = self._module.generators.states(), self._read_python_state()
         self._module.generators.restore(state)
         self._set_python_state(python)
         try:
-            with self._with_buffers(kept):
+            with self._use_buffers(kept):
                 run(message, True)
         finally:
             self._module.generators.restore(now)
             self._set_python_state(python_now)
 
-    def _python_state(self) -> tuple[Any, Any, list[dict[str, Any]]]:
+    def _read_python_state(self) -> tuple[Any, Any, list[dict[str, Any]]]:
         """The generators of Python and NumPy, and the modules' attributes that a forward may count or keep in."""
         attributes = [{n: v for n, v in m.__dict__.items() if _is_plain(v)} for m in self._owners]
         return random.getstate(), np.random.get_state(), attributes
@@ -122,18 +122,18 @@ class Recomputation:
         python, numpy, attributes = state
         random.setstate(python)
         np.random.set_state(numpy)
-        for module, own in zip(self._owners, attributes, strict=True):
-            module.__dict__.update(own)
+        for module, values in zip(self._owners, attributes, strict=True):
+            module.__dict__.update(values)
 
     @contextmanager
-    def _with_buffers(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
-        own = [slot.tensor for slot in self._moving]
+    def _use_buffers(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
+        buffers = [slot.tensor for slot in self._moving]
         for slot, tensor in zip(self._moving, others, strict=True):
             slot.module._buffers[slot.name] = tensor
         try:
             yield
         finally:
-            for slot, tensor in zip(self._moving, own, strict=True):
+            for slot, tensor in zip(self._moving, buffers, strict=True):
                 slot.module._buffers[slot.name] = tensor
 
 
@@ -144,10 +144,10 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def without_graph(run: ForwardFunction, message: Message) -> Message:
+def run_without_graph(run: ForwardFunction, message: Message) -> Message:
     """Runs a forward on a copy of the message, by the same paths as in training; keeps none of its tensors."""
-    with torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
-        result = run(_copied(message), False)
+    with torch.autograd.graph.saved_tensors_hooks(_forget, _refuse_unpack):
+        result = run(_copy_message(message), False)
     return replace(result, tensors=tuple(None if t is None else t.detach() for t in result.tensors))
 
 
@@ -155,7 +155,7 @@ def _clone(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
     return memo.setdefault(id(tensor), tensor.detach().clone())
 
 
-def _copied(message: Message) -> Message:
+def _copy_message(message: Message) -> Message:
     memo: dict[int, torch.Tensor] = {}
     return replace(message, tensors=tuple(None if t is None else _clone(t, memo) for t in message.tensors))
 
@@ -164,5 +164,5 @@ def _forget(_: torch.Tensor) -> None:
     return None
 
 
-def _forgotten(_: None) -> torch.Tensor:
+def _refuse_unpack(_: None) -> torch.Tensor:
     raise RuntimeError("a backward ran through a graph that was not kept: a layer runs a backward inside its forward")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pipedream.runtime.comm.message import Message, MessageFormat, write
-from pipedream.runtime.stage.recompute import ForwardFunction, without_graph
+from pipedream.runtime.stage.recompute import ForwardFunction, run_without_graph
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
 
@@ -33,14 +33,14 @@ class WeightPacket:
         slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for inner in {id(m): m for _, layer in module.layers for m in layer.modules()}.values():
             both: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
-            for held in both:
-                for name, tensor in held.items():
+            for tensors in both:
+                for name, tensor in tensors.items():
                     if tensor is not None and id(tensor) not in trained:
-                        slots.setdefault(id(tensor), []).append((held, name))
+                        slots.setdefault(id(tensor), []).append((tensors, name))
         self._slots = list(slots.values())
-        sent = [_like(handle, low_precision.get(name)) for name, handle in module.handles.items()]
+        sent = [_make_like(handle, low_precision.get(name)) for name, handle in module.handles.items()]
         self._format = MessageFormat.of(
-            Message(0, tensors=(*sent, *(_like(held[0][0][held[0][1]]) for held in self._slots)))
+            Message(0, tensors=(*sent, *(_make_like(slots[0][0][slots[0][1]]) for slots in self._slots)))
         )
 
     def pack(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -52,32 +52,32 @@ class WeightPacket:
 
     def unpack(self, payload: torch.Tensor) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Returns the weights by name, as leaves, and the other slots' tensors; all are views of the payload."""
-        found = [tensor for tensor in self._format.tensors_in(payload) if tensor is not None]
+        tensors = [tensor for tensor in self._format.tensors_in(payload) if tensor is not None]
         count = len(self._names)
-        leaves = {name: leaf.requires_grad_() for name, leaf in zip(self._names, found[:count], strict=True)}
-        return leaves, found[count:]
+        leaves = {name: leaf.requires_grad_() for name, leaf in zip(self._names, tensors[:count], strict=True)}
+        return leaves, tensors[count:]
 
     @contextmanager
     def installed(self, others: list[torch.Tensor]) -> Iterator[None]:
         """In this context others are in the untrained slots; updates the list if layers replace them."""
-        own = [[held[name] for held, name in slots] for slots in self._slots]
+        originals = [[holder[name] for holder, name in slots] for slots in self._slots]
         for slots, tensor in zip(self._slots, others, strict=True):
-            for held, name in slots:
-                held[name] = tensor
+            for holder, name in slots:
+                holder[name] = tensor
         try:
             yield
         finally:
             others[:] = [slots[0][0][slots[0][1]] for slots in self._slots]
-            for slots, before in zip(self._slots, own, strict=True):
-                for (held, name), tensor in zip(slots, before, strict=True):
-                    held[name] = tensor
+            for slots, before in zip(self._slots, originals, strict=True):
+                for (holder, name), tensor in zip(slots, before, strict=True):
+                    holder[name] = tensor
 
 
 class _WithoutGraph:
-    def forward(self, held: SavedForward, message: Message, run: ForwardFunction) -> Message:
-        result = without_graph(run, message)
-        held.graph_inputs = ()
-        held.outputs = ()
+    def forward(self, saved: SavedForward, message: Message, run: ForwardFunction) -> Message:
+        result = run_without_graph(run, message)
+        saved.graph_inputs = ()
+        saved.outputs = ()
         return result
 
 
@@ -119,9 +119,9 @@ class RemoteForward:
         assert self._weights.version == version, f"version {self._weights.version} was fetched, not {version}"
         return self._weights, version
 
-    def read_again(self, held: SavedForward) -> WeightSet:
+    def read_again(self, saved: SavedForward) -> WeightSet:
         """A forward is recomputed only on the stage's own rank."""
-        raise AssertionError(f"the forward of microbatch {held.microbatch} was to be recomputed on a remote rank")
+        raise AssertionError(f"the forward of microbatch {saved.microbatch} was to be recomputed on a remote rank")
 
     def forward(self, value: Any, read: WeightSet, microbatch: int, first: bool) -> Any:
         return self.module.forward(value, read.leaves, microbatch, first)
@@ -140,5 +140,5 @@ class RemoteForward:
                 module.training = training
 
 
-def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _make_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.empty_like(tensor, dtype=dtype, device="meta")

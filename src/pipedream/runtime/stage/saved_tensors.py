@@ -62,10 +62,10 @@ class SavedTensorHooks:
         """Raises a `ScheduleError` as `watching`, or if a layer saves tensors in its own way (checkpointing,
         offloading), or if a function keeps a weight that cannot be redirected.
         """
-        known = self._checked and (self._redirect_checked or not self.redirects)
+        is_checked = self._checked and (self._redirect_checked or not self.redirects)
         with self.watching(value, read) as tracker:
             output = layers()
-        if not known:
+        if not is_checked:
             self._redirect_checked = self.redirects
             self._check_graph(tensors_in(output), _WeightLocator(read.leaves if self.redirects else {}), tracker)
         return output
@@ -116,23 +116,23 @@ class SavedTensorHooks:
         self, outputs: Iterable[torch.Tensor], locator: _WeightLocator, tracker: _DataflowTracker | None
     ) -> None:
         """Raises a `ScheduleError` if a tensor that a graph needs avoids these hooks; names the operation."""
-        for node in _nodes(outputs):
-            asked = "the backward rule 'graph' uses the activations of the forward and"
+        for node in _walk_nodes(outputs):
+            rule = "the backward rule 'graph' uses the activations of the forward and"
             hooks = [s.unpack_hook for s in saved_by(node)]
             hooks = [hook.around if isinstance(hook, WithReferences) else hook for hook in hooks]
             if isinstance(node, _CHECKPOINT) or any(hook not in (None, self._unpack) for hook in hooks):
                 raise ScheduleError(
-                    f"{asked} the newest weights, but {node.name()} recomputes what it has saved, or takes it from "
+                    f"{rule} the newest weights, but {node.name()} recomputes what it has saved, or takes it from "
                     f"elsewhere (checkpoint, save_on_cpu); take {_RECOMPUTE}, or remove that"
                 )
             kept: list[Any] = tree_leaves(vars(node)) if isinstance(node, BackwardCFunction) else []
             for item in (item for item in kept if isinstance(item, torch.Tensor)):
-                names = _quoted(locator.owners(item))
-                made = {} if tracker is None else tracker.computed_from(item)
-                if names or made:
-                    names = names or "what was computed from " + _quoted(sorted(made.items()))
+                names = _quote(locator.owners(item))
+                origins = {} if tracker is None else tracker.computed_from(item)
+                if names or origins:
+                    names = names or "what was computed from " + _quote(sorted(origins.items()))
                     raise ScheduleError(
-                        f"{asked} the newest weights, but {node.name()} keeps {names} on its context, where it cannot "
+                        f"{rule} the newest weights, but {node.name()} keeps {names} on its context, where it cannot "
                         f"be replaced; let its forward save_for_backward the weight itself, or take {_RECOMPUTE}"
                     )
 
@@ -170,8 +170,8 @@ class _WeightSlice(NamedTuple):
 
     def look_up(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
         leaf = leaves[self.name].data
-        found = leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
-        return found if self.saved is None else like_part(found, self.saved)
+        part = leaf.as_strided(self.size, self.stride, leaf.storage_offset() + self.offset)
+        return part if self.saved is None else like_part(part, self.saved)
 
 
 class _WeightLocator:
@@ -189,15 +189,15 @@ class _WeightLocator:
         saved, tensor = tensor, local_part(tensor)
         for name, leaf in owners:
             offset = int(tensor.storage_offset() - leaf.storage_offset())
-            inside = offset >= 0 and offset + _extent(tensor) <= _extent(leaf)
+            inside = offset >= 0 and offset + _count_elements_spanned(tensor) <= _count_elements_spanned(leaf)
             alike = tensor.dtype == leaf.dtype and tensor.is_conj() == leaf.is_conj() and not tensor.is_neg()
             # A weight with holes is dense in the other sets.
-            if inside and alike and _extent(leaf) == leaf.numel():
+            if inside and alike and _count_elements_spanned(leaf) == leaf.numel():
                 around = None if saved is tensor else spec_of(saved)
                 return _WeightSlice(name, tensor.size(), tensor.stride(), offset, around)
         raise ScheduleError(
             "the backward rule 'graph' looks up what autograd saves of a weight in another version of it; here it "
-            f"saves a part of {_quoted(owners)} that lies across parameters, in one with holes, or is of another type; "
+            f"saves a part of {_quote(owners)} that lies across parameters, in one with holes, or is of another type; "
             f"take {_RECOMPUTE}, or a parameter with a storage of its own"
         )
 
@@ -205,22 +205,22 @@ class _WeightLocator:
         return self._owners.get(_place(tensor), [])
 
 
-def _quoted(owners: Iterable[tuple[str, Any]]) -> str:
+def _quote(owners: Iterable[tuple[str, Any]]) -> str:
     return " or ".join(repr(name) for name, _ in owners)
 
 
-def _nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Node]:
+def _walk_nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Node]:
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         yield node
-        found = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= found
-        waiting += found
+        children = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= children
+        waiting += children
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def _count_elements_spanned(tensor: torch.Tensor) -> int:
     """Elements of the storage from a tensor's first to its last one, inclusive."""
     if not tensor.numel():
         return 0
@@ -240,34 +240,38 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._weights.setdefault(_place(leaf), []).append(name)
         self._activations = {_place(tensor) for tensor in inputs}
         # A reused storage is classified anew when written; a storage in no table is a constant.
-        self._made: dict[int, dict[str, str]] = {}
+        self._origins: dict[int, dict[str, str]] = {}
         self.refused: dict[str, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, (DTensor, AsyncCollectiveTensor)) for one in types):
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented  # their operations on parts come here
         read = [_place(item) for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        made: dict[str, str] = {}
+        origins: dict[str, str] = {}
         for place in read:
-            made |= dict.fromkeys(self._weights.get(place, ()), name.removeprefix("aten::")) | self._made.get(place, {})
+            origins |= dict.fromkeys(self._weights.get(place, ()), name.removeprefix("aten::")) | self._origins.get(
+                place, {}
+            )
         named = zip(args, func._schema.arguments, strict=False)
-        changed = [value for value, known in named if known.alias_info is not None and known.alias_info.is_write]
+        changed = [
+            value for value, argument in named if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         written = [item for item in tree_leaves((result, changed)) if isinstance(item, torch.Tensor)]
         is_activation = any(place in self._activations for place in read)
         for item in written:
             place = _place(item)
             if place in self._weights:
                 continue
-            self._made.pop(place, None)
+            self._origins.pop(place, None)
             self._activations.discard(place)
             if is_activation:
                 self._activations.add(place)
-            elif made:
-                self._made[place] = made
+            elif origins:
+                self._origins[place] = origins
         if name in _PACKING and _place(result[_PACKING[name]]) not in self._weights:
-            self.refused |= made
+            self.refused |= origins
         return result
 
     def note(self, tensor: torch.Tensor) -> None:
@@ -275,7 +279,7 @@ class _DataflowTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def computed_from(self, tensor: torch.Tensor) -> dict[str, str]:
         """Parameter -> operation, if a tensor was computed from weights alone."""
-        return self._made.get(_place(tensor), {})
+        return self._origins.get(_place(tensor), {})
 
 
 def _place(tensor: torch.Tensor) -> int:

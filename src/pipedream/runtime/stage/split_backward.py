@@ -50,22 +50,22 @@ class _Branch:
 
         The node is called inside a run of autograd, by hooks, so that it computes only what is needed.
         """
-        made: list[Any] = []
+        results: list[Any] = []
         nothing: dict[tuple[Node, int], torch.Tensor] = {}
 
         def feed(off: Node, gradients: _Gradients) -> _Gradients:
-            if not made:
-                found = self.node(*arrived)  # type: ignore[operator]
-                made.extend(found if isinstance(found, tuple) else (found,))
+            if not results:
+                returned = self.node(*arrived)  # type: ignore[operator]
+                results.extend(returned if isinstance(returned, tuple) else (returned,))
             fed = list(gradients)
             for place, to, number in self._ways:
                 if to is off:
-                    new, made[place] = _fitted(made[place], to, number), None
+                    new, results[place] = _fit(results[place], to, number), None
                     fed[number] = _sum(None if fed[number] is nothing[to, number] else fed[number], new)
             return tuple(fed)
 
         for _, to, number in self._ways:
-            nothing[to, number] = _nothing(to, number)
+            nothing[to, number] = _make_zero(to, number)
         hooks = [off.register_prehook(partial(feed, off)) for off in {to: None for _, to, _ in self._ways}]
         try:
             edges = [GradientEdge(to, number) for to, number in nothing]
@@ -80,19 +80,19 @@ class Deferred:
     """The gradients of weights that I has left for W.
 
     Args:
-        made: (weight, gradient) that I has computed.
+        computed: (weight, gradient) that I has computed.
         apart: outputs that do not lead to the path, their gradients, and the weights that they reach.
         arrived: branch -> incoming gradients of its node, in the order of their arrival.
     """
 
     def __init__(
         self,
-        made: list[tuple[torch.Tensor, torch.Tensor]],
+        computed: list[tuple[torch.Tensor, torch.Tensor]],
         apart: tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]],
         branches: list[_Branch],
         arrived: dict[int, _Gradients],
     ) -> None:
-        self._made = made
+        self._computed = computed
         self._apart = apart
         self._branches = branches
         self._arrived = arrived
@@ -103,18 +103,18 @@ class Deferred:
         left = Counter(leaves)
         for number in self._arrived:
             left.update(self._branches[number].leaves)
-        if self._made:
-            torch.autograd.backward([leaf for leaf, _ in self._made], [gradient for _, gradient in self._made])
-            yield from (leaf for leaf, _ in self._made)
-            self._made.clear()
+        if self._computed:
+            torch.autograd.backward([leaf for leaf, _ in self._computed], [gradient for _, gradient in self._computed])
+            yield from (leaf for leaf, _ in self._computed)
+            self._computed.clear()
         if leaves:
             torch.autograd.backward(edges, gradients, inputs=leaves)
-            yield from _done(leaves, left)
+            yield from _count_down(leaves, left)
         self._apart = ([], [], [])
         for number in list(self._arrived):
             branch = self._branches[number]
             branch.run(self._arrived.pop(number))
-            yield from _done(branch.leaves, left)
+            yield from _count_down(branch.leaves, left)
         self._branches = []
 
 
@@ -132,19 +132,19 @@ def split_backward(
     arrived: dict[int, _Gradients] = {}
     hooks = [branch.node.register_prehook(partial(_note, arrived, i)) for i, branch in enumerate(branches)]
     back: list[torch.Tensor | None] = [None] * len(entries)
-    made: list[tuple[torch.Tensor, torch.Tensor]] = []
-    wanted: list[Any] = [*entries, *early]
-    if wanted:
+    computed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    inputs: list[Any] = [*entries, *early]
+    if inputs:
         goes_on = bool(branches or apart)
-        found = torch.autograd.grad(outputs, wanted, gradients, retain_graph=goes_on, allow_unused=True)
-        back = list(found[: len(entries)])
-        made = [(leaf, g) for leaf, g in zip(early, found[len(entries) :], strict=True) if g is not None]
+        results = torch.autograd.grad(outputs, inputs, gradients, retain_graph=goes_on, allow_unused=True)
+        back = list(results[: len(entries)])
+        computed = [(leaf, g) for leaf, g in zip(early, results[len(entries) :], strict=True) if g is not None]
     for hook in hooks:
         hook.remove()
     for node in graph.path.difference(branch.node for branch in branches):
         _let_go(node)
     others = [(edge, g) for edge, g in zip(roots, gradients, strict=True) if edge.node not in graph.reached]
-    return back, Deferred(made, ([edge for edge, _ in others], [g for _, g in others], apart), branches, arrived)
+    return back, Deferred(computed, ([edge for edge, _ in others], [g for _, g in others], apart), branches, arrived)
 
 
 class _Graph:
@@ -174,7 +174,7 @@ class _Graph:
                     self._parents[child] = []
                     waiting.append(child)
                 self._parents[child].append(node)
-        self.reached = self._above([node for node in ends if node in self._parents])
+        self.reached = self._find_above([node for node in ends if node in self._parents])
         self.path = self.reached - ends
 
     def shared_out(self) -> tuple[list[torch.Tensor], list[_Branch], list[torch.Tensor]]:
@@ -186,15 +186,15 @@ class _Graph:
         readers: dict[
             Node, set[Node | None]
         ] = {}  # nodes off the path -> nodes of the path before them; None: an output
-        ways = {leaf: self._above([leaf], self.path) for leaf in self._leaves}
+        ways = {leaf: self._find_above([leaf], self.path) for leaf in self._leaves}
         for leaf, nodes in ways.items():
             for node in nodes:
                 weights_of[node].append(leaf)
         for node in weights_of:
-            above = self._above([node], self.path)
+            above = self._find_above([node], self.path)
             readers[node] = {parent for other in above for parent in self._parents[other] if parent in self.path}
             readers[node] |= {None} if above & self._roots else set()
-        waiting = [leaf for leaf in self._leaves if any(map(_runs_once, readers[leaf]))]
+        waiting = [leaf for leaf in self._leaves if any(map(_must_run_once, readers[leaf]))]
         for node, leaves in weights_of.items():
             if node not in ways and len(readers[node]) > 1:
                 waiting += leaves
@@ -213,22 +213,22 @@ class _Graph:
         apart = late.pop(None, [])
         return [leaf.variable for leaf in early], [_Branch(n, leaves, off) for n, leaves in late.items() if n], apart
 
-    def _above(self, nodes: Sequence[Node], stop: Set[Node] = frozenset()) -> set[Node]:
-        found = set(nodes)
+    def _find_above(self, nodes: Sequence[Node], stop: Set[Node] = frozenset()) -> set[Node]:
+        above = set(nodes)
         waiting = list(nodes)
         while waiting:
             for parent in self._parents[waiting.pop()]:
-                if parent not in found and parent not in stop:
-                    found.add(parent)
+                if parent not in above and parent not in stop:
+                    above.add(parent)
                     waiting.append(parent)
-        return found
+        return above
 
 
 def _note(arrived: dict[int, _Gradients], number: int, gradients: _Gradients) -> None:
     arrived[number] = gradients
 
 
-def _done(leaves: Sequence[torch.Tensor], left: Counter[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _count_down(leaves: Sequence[torch.Tensor], left: Counter[torch.Tensor]) -> Iterator[torch.Tensor]:
     for leaf in leaves:
         left[leaf] -= 1
         if not left[leaf]:
@@ -241,7 +241,7 @@ def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
     return first + second
 
 
-def _fitted(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Tensor | None:
+def _fit(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Tensor | None:
     """Gives a gradient the shape and dtype of a node's output, as autograd does: summed if broadcast."""
     like = node._input_metadata[number]
     if gradient is None:
@@ -249,12 +249,12 @@ def _fitted(gradient: torch.Tensor | None, node: Node, number: int) -> torch.Ten
     return (gradient if gradient.shape == like.shape else gradient.sum_to_size(like.shape)).to(like.dtype)
 
 
-def _nothing(node: Node, number: int) -> torch.Tensor:
+def _make_zero(node: Node, number: int) -> torch.Tensor:
     like = node._input_metadata[number]
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
-def _runs_once(node: Node | None) -> bool:
+def _must_run_once(node: Node | None) -> bool:
     return node is not None and (
         isinstance(node, BackwardCFunction)
         or node.name() in _WHOLE
@@ -266,21 +266,21 @@ def _let_go(node: Node) -> None:
     """Frees what a node has saved, by a hook that packs it into None."""
     for saved in saved_by(node):
         with suppress(RuntimeError):  # freed already, or not kept by the node
-            saved.register_hooks(_forget, _forgotten)
+            saved.register_hooks(_forget, _refuse_unpack)
 
 
 def saved_by(node: Node) -> list[Any]:
     """Returns autograd's handles of the tensors that a node has saved."""
-    found: list[Any] = []
-    for name in _names_of_saved(type(node)):
+    handles: list[Any] = []
+    for name in _list_saved_names(type(node)):
         with suppress(RuntimeError):  # they are freed
-            one = getattr(node, name)
-            found += one if isinstance(one, tuple | list) else [one]
-    return found
+            saved = getattr(node, name)
+            handles += saved if isinstance(saved, tuple | list) else [saved]
+    return handles
 
 
 @cache
-def _names_of_saved(kind: type) -> tuple[str, ...]:
+def _list_saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
@@ -288,5 +288,5 @@ def _forget(_: torch.Tensor) -> None:
     return None
 
 
-def _forgotten(_: None) -> torch.Tensor:
+def _refuse_unpack(_: None) -> torch.Tensor:
     raise RuntimeError("a backward ran again through a graph that a split backward has freed")

@@ -98,9 +98,9 @@ class SavedForward:
 
     @property
     def leaves(self) -> WeightSet:
-        found = self.recomputed_weights or self.weights
-        assert found is not None, "a microbatch without samples has no graph"
-        return found
+        weights = self.recomputed_weights or self.weights
+        assert weights is not None, "a microbatch without samples has no graph"
+        return weights
 
     def output_gradients(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:
         """Returns the gradients of the outputs, and records what the microbatch counts; recomputes the graph if it was
@@ -116,8 +116,8 @@ class SavedForward:
         self.loss_weight = self.loss_weight if message is None else message.loss_weight
         self.auxiliary_scale = self.loss_weight * loss_scale
         if message is None:
-            own = torch.full_like(self.outputs[0], self.scale)
-            return [own if loss_scale == 1.0 else own.mul_(loss_scale)]  # may overflow, and be infinite
+            gradient = torch.full_like(self.outputs[0], self.scale)
+            return [gradient if loss_scale == 1.0 else gradient.mul_(loss_scale)]  # may overflow, and be infinite
         arriving = iter(message.tensors)
         return [next(arriving) if output.requires_grad else None for output in self.outputs]
 
@@ -155,7 +155,7 @@ class StageModule:
             (
                 name,
                 layer,
-                _compiled(layer, compile) if compile is not None else sharding.caller(layer) if sharding else layer,
+                _compile(layer, compile) if compile is not None else sharding.caller(layer) if sharding else layer,
                 hasattr(layer, "reseed"),
                 never_draws(layer),
             )
@@ -163,25 +163,27 @@ class StageModule:
         ]
         self._names = tuple(handles)
         self.handles = handles
-        known = {id(parameter): name for name, parameter in handles.items()}
+        names = {id(parameter): name for name, parameter in handles.items()}
         modules = {id(m): m for _, layer in layers for m in layer.modules()}
         if sharding is not None:
             sharding.prepare(modules.values())
         self._slots = [
-            (module._parameters, slot, known[id(parameter)])
+            (module._parameters, slot, names[id(parameter)])
             for module in modules.values()
             for slot, parameter in module._parameters.items()
-            if parameter is not None and id(parameter) in known
+            if parameter is not None and id(parameter) in names
         ]
         self._names_by_layer: list[list[str]] = []
-        left = dict(known)
+        left = dict(names)
         for _, layer in layers:
-            self._names_by_layer.append([left.pop(id(one)) for one in layer.parameters() if id(one) in left])
+            self._names_by_layer.append(
+                [left.pop(id(parameter)) for parameter in layer.parameters() if id(parameter) in left]
+            )
         every = [pair for name, layer in layers for pair in layer.named_parameters(name)]
         self._frozen = [(name, parameter) for name, parameter in every if not parameter.requires_grad]
         # Recurrent layers have a second list of their weights, which need one buffer on a GPU.
         self._recurrent = [
-            (m, [(slot, known.get(id(m._parameters.get(slot)))) for slot in m._flat_weights_names])
+            (m, [(slot, names.get(id(m._parameters.get(slot)))) for slot in m._flat_weights_names])
             for m in modules.values()
             if isinstance(m, nn.RNNBase)
         ]
@@ -206,10 +208,10 @@ class StageModule:
             first: the value is the model's input; a tuple, if not a packed sequence, is passed as several arguments.
         """
         states = None
-        storages = {} if self._checked else _storages(leaves)
-        self._set_parameters(self._inside(leaves))
+        storages = {} if self._checked else _list_storages(leaves)
+        self._set_parameters(self._expose_weights(leaves))
         try:
-            with self.casting(), self._running("forward"):
+            with self.casting(), self._enter_run("forward"):
                 for name, layer, call, is_slice, never in self._calls:
                     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
                     if hooked or not never:
@@ -225,7 +227,7 @@ class StageModule:
                 self._check_storages(storages, leaves)
             return value
         except BaseException as error:
-            note_module(error, self._named_modules())
+            note_module(error, self._list_named_modules())
             raise
         finally:
             self._set_parameters(self.handles)
@@ -235,7 +237,7 @@ class StageModule:
     def _check_storages(self, before: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> None:
         """Raises a `CaptureError` if the forward has moved a weight, which updates would then not reach."""
         self._checked = True
-        moved = [name for name, storage in _storages(leaves).items() if before[name] != storage]
+        moved = [name for name, storage in _list_storages(leaves).items() if before[name] != storage]
         if moved:
             raise CaptureError(
                 f"the forward moves the weight {moved[0]!r} to other memory (by weight.data = ..., or by a function "
@@ -257,7 +259,7 @@ class StageModule:
                     "trains what requires a gradient then"
                 )
 
-    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+    def _list_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for name, layer in self.layers:
             for path, module in layer.named_modules():
                 yield f"{name}.{path}" if path else name, module
@@ -276,7 +278,7 @@ class StageModule:
         """Returns what a stage before this one has sent."""
         cuts, structure = cuts_of(structure)
         if self.sharding is not None:
-            tensors = [self.sharding.enter(*one) for one in zip(tensors, cuts, strict=True)]
+            tensors = [self.sharding.enter(*pair) for pair in zip(tensors, cuts, strict=True)]
         return unflatten(structure, tensors)
 
     def sent(self, output: Any, samples: int) -> tuple[str, tuple[torch.Tensor, ...]]:
@@ -321,14 +323,14 @@ class StageModule:
             ready: called with a handle's index and gradient once complete, while the backward still runs (on a GPU on a
                 thread of autograd); the result then has None. The leaves must be watched.
         """
-        outputs, arrived = _with_gradients(saved, gradients)
+        outputs, arrived = _select_with_gradients(saved, gradients)
         weights = saved.leaves
         leaves = self._begin_backward(weights, accumulators)
         try:
             if outputs:
                 weights.ready = ready
                 # As torch.autograd.backward, which takes 8 us for checks: the next stage's messages have their shapes.
-                with auxiliary_scale(saved.auxiliary_scale), self._running("backward"):
+                with auxiliary_scale(saved.auxiliary_scale), self._enter_run("backward"):
                     _engine_run_backward(
                         outputs, arrived, False, False, (), allow_unreachable=True, accumulate_grad=True
                     )
@@ -341,9 +343,9 @@ class StageModule:
         self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of the received tensors only; frees what `backward_weights` does not need."""
-        outputs, arrived = _with_gradients(saved, gradients)
+        outputs, arrived = _select_with_gradients(saved, gradients)
         entries = [GradientEdge(node, 0) for node in saved.graph_inputs]
-        with auxiliary_scale(saved.auxiliary_scale), self._running("backward"):
+        with auxiliary_scale(saved.auxiliary_scale), self._enter_run("backward"):
             back, saved.deferred = split_backward(outputs, arrived, entries)
         saved.graph_inputs = ()
         saved.outputs = ()
@@ -364,7 +366,7 @@ class StageModule:
         leaves = self._begin_backward(weights, accumulators)
         try:
             numbers = {leaf: number for number, leaf in enumerate(leaves)}
-            with auxiliary_scale(saved.auxiliary_scale), self._running("weights' backward"):
+            with auxiliary_scale(saved.auxiliary_scale), self._enter_run("weights' backward"):
                 for leaf in saved.deferred.run():
                     if ready is not None and leaf in numbers and leaf.grad is not None:
                         gradient, leaf.grad = leaf.grad, None
@@ -380,7 +382,7 @@ class StageModule:
         They are in the modules too: a checkpointed layer reads its weights again in the backward.
         """
         leaves = [weights.leaves[name] for name in self._names]
-        self._set_parameters(self._inside(weights.leaves))
+        self._set_parameters(self._expose_weights(weights.leaves))
         for leaf, total in zip(leaves, accumulators, strict=True):
             if total is not None and total.dtype == leaf.dtype:
                 leaf.grad = total
@@ -392,14 +394,14 @@ class StageModule:
         for leaf in leaves:
             leaf.grad = None
 
-    def _inside(self, leaves: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _expose_weights(self, leaves: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """What the layers see of the weights."""
         if self.sharding is None:
             return leaves
-        found: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         for names in self._names_by_layer:
-            found |= self.sharding.weights({name: leaves[name] for name in names})
-        return found
+            weights |= self.sharding.weights({name: leaves[name] for name in names})
+        return weights
 
     def _set_parameters(self, leaves: Any) -> None:
         for parameters, slot, name in self._slots:
@@ -425,7 +427,7 @@ class StageModule:
         """Returns a stage of other layers that runs like this one, but not compiled."""
         return StageModule(layers, handles, self.device, 0, self._autocast, None, sharding, self._boundary)
 
-    def _running(self, what: str) -> AbstractContextManager[None]:
+    def _enter_run(self, what: str) -> AbstractContextManager[None]:
         """Context of a pass on a mesh."""
         return _NOTHING if self.sharding is None else self.sharding.running(what)
 
@@ -440,11 +442,11 @@ def _flatten_nothing() -> None:
     pass
 
 
-def _storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def _list_storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
 
 
-def _compiled(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+def _compile(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns a layer compiled, or a slice whose modules are; the user's modules stay as they are.
 
     Weight versions are inputs of what is compiled, so that a new version is not compiled again.
@@ -452,9 +454,9 @@ def _compiled(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., A
     from torch._functorch import config  # here, because it takes seconds
 
     config.donated_buffer = False  # a split backward goes through a compiled function twice
-    own = inspect.signature(torch.compile).parameters
+    parameters = inspect.signature(torch.compile).parameters
     # Blocks of one class share code, for all of which together there is a limit otherwise.
-    apart = {"isolate_recompiles": True} if "isolate_recompiles" in own else {}
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in parameters else {}
     make: Any = partial(torch.compile, **apart | dict(arguments))
     inside: Any = getattr(layer, "compile_inside", None)
     if inside is None:
@@ -463,7 +465,7 @@ def _compiled(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., A
     return layer
 
 
-def _with_gradients(
+def _select_with_gradients(
     saved: SavedForward, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     outputs, arrived = [], []
@@ -480,18 +482,18 @@ def low_precision_weights(
     """Returns name -> dtype for weights that autocast would cast at each use, at all their layers."""
     if autocast is None:
         return {}
-    known = {id(parameter): name for name, parameter in handles.items()}
+    names = {id(parameter): name for name, parameter in handles.items()}
     cast: set[str] = set()
     full: set[str] = set()
     for _, layer in layers:
         for module in layer.modules():
             for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) in known:
-                    (cast if _is_cast(module) else full).add(known[id(parameter)])
+                if parameter is not None and id(parameter) in names:
+                    (cast if _is_cast(module) else full).add(names[id(parameter)])
     return {name: autocast for name in handles if name in cast - full and handles[name].dtype == torch.float32}
 
 
 def _is_cast(module: nn.Module) -> bool:
     """Whether it is torch's own layer: a subclass may use its weights in full precision, and so may a hook."""
-    own = type(module).__module__.startswith("torch.nn.modules.")
-    return own and isinstance(module, _CAST_LAYERS) and not module._forward_pre_hooks
+    is_torchs = type(module).__module__.startswith("torch.nn.modules.")
+    return is_torchs and isinstance(module, _CAST_LAYERS) and not module._forward_pre_hooks

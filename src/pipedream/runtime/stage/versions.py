@@ -56,9 +56,9 @@ class WeightSet:
         """Makes leaves call `ready`; once per leaf, since adding and removing a hook takes microseconds."""
         for number, (name, leaf) in enumerate(self.leaves.items()):
             if name in names:
-                leaf.register_post_accumulate_grad_hook(partial(self._accumulated, number))  # type: ignore[no-untyped-call]
+                leaf.register_post_accumulate_grad_hook(partial(self._pass_accumulated, number))  # type: ignore[no-untyped-call]
 
-    def _accumulated(self, number: int, leaf: torch.Tensor) -> None:
+    def _pass_accumulated(self, number: int, leaf: torch.Tensor) -> None:
         if self.ready is not None and leaf.grad is not None:
             gradient, leaf.grad = leaf.grad, None
             self.ready(number, gradient)
@@ -90,7 +90,7 @@ class Versions:
         self._watched = watched
         self._single = single
         self.newest = 0
-        self._sets = {0: self._new_set(0, {name: self._leaf(name, handle) for name, handle in handles.items()})}
+        self._sets = {0: self._make_set(0, {name: self._make_leaf(name, handle) for name, handle in handles.items()})}
         self._free: list[WeightSet] = []
         self._predictions: dict[int, WeightSet] = {}
         self._marks: list[tuple[int, int]] | None = None  # of the handles, after the last update
@@ -117,9 +117,9 @@ class Versions:
 
     def read(self, version: int) -> WeightSet:
         """Returns a version for a forward, which must `release` it after its backward."""
-        found = self._sets[version]
-        found.readers += 1
-        return found
+        weights = self._sets[version]
+        weights.readers += 1
+        return weights
 
     def peek(self, version: int | None = None) -> WeightSet:
         """Returns a version, by default the newest, for a forward without a backward."""
@@ -134,20 +134,22 @@ class Versions:
             assert version == self.newest, (
                 f"a prediction from version {version} was requested, the newest is {self.newest}"
             )
-            made = self._free.pop() if self._free else self.new_storage()
+            prediction = self._free.pop() if self._free else self.make_storage()
             into = {
-                name: torch.empty_like(handle.data) if name in self._low else made.leaves[name].data
+                name: torch.empty_like(handle.data) if name in self._low else prediction.leaves[name].data
                 for name, handle in self.handles.items()
             }
             fill(into)
             if self._low:
-                torch._foreach_copy_([made.leaves[name].data for name in self._low], [into[name] for name in self._low])
-            made.version = version
-            self._predictions[version] = made
+                torch._foreach_copy_(
+                    [prediction.leaves[name].data for name in self._low], [into[name] for name in self._low]
+                )
+            prediction.version = version
+            self._predictions[version] = prediction
             self.peak = max(self.peak, self.alive)
-        found = self._predictions[version]
-        found.readers += 1
-        return found
+        weights = self._predictions[version]
+        weights.readers += 1
+        return weights
 
     def release(self, weights: WeightSet) -> None:
         weights.readers -= 1
@@ -177,7 +179,7 @@ class Versions:
         self.keep(coming)
         newest = self._sets[self.newest]
         if newest.readers or self.newest in coming:
-            moved = self._free.pop() if self._free else self.new_storage()
+            moved = self._free.pop() if self._free else self.make_storage()
             shared = [name for name in self.handles if name not in self._low]
             targets = [moved.leaves[name].detach() for name in shared]
             if targets:
@@ -211,8 +213,8 @@ class Versions:
 
     def _check_leaves(self) -> None:
         """Raises a `CaptureError` if a forward has written weights, which the other replicas have not."""
-        for held in self._sets.values():
-            for (name, leaf), mark in zip(held.leaves.items(), held.marks, strict=False):
+        for weights in self._sets.values():
+            for (name, leaf), mark in zip(weights.leaves.items(), weights.marks, strict=False):
                 if leaf._version != mark:
                     raise CaptureError(
                         f"the forward writes into the weight {name!r} (as nn.Embedding(max_norm=...) does), and its "
@@ -247,8 +249,8 @@ class Versions:
                 [leaves[name].data for name in self._low], [self.handles[name].data for name in self._low]
             )
 
-    def new_storage(self) -> WeightSet:
-        return self._new_set(-1, _empty_like(self._sets[self.newest].leaves))
+    def make_storage(self) -> WeightSet:
+        return self._make_set(-1, _allocate_like(self._sets[self.newest].leaves))
 
     def rewind(self) -> None:
         """Counts from 0 again, after a drain, when one set is left."""
@@ -273,18 +275,18 @@ class Versions:
                 with torch.no_grad():
                     newest.leaves[name].detach().copy_(handle)
             else:
-                newest.leaves[name] = self._leaf(name, handle)
+                newest.leaves[name] = self._make_leaf(name, handle)
         if self._watched:
             newest.watch(self.handles.keys() - self._low.keys())
         self._note_written()
 
-    def _new_set(self, version: int, leaves: dict[str, torch.Tensor]) -> WeightSet:
-        made = WeightSet(version, leaves)
+    def _make_set(self, version: int, leaves: dict[str, torch.Tensor]) -> WeightSet:
+        weights = WeightSet(version, leaves)
         if self._watched:
-            made.watch(leaves)
-        return made
+            weights.watch(leaves)
+        return weights
 
-    def _leaf(self, name: str, handle: torch.nn.Parameter) -> torch.Tensor:
+    def _make_leaf(self, name: str, handle: torch.nn.Parameter) -> torch.Tensor:
         kind = self._low.get(name)
         if kind is None:
             # Not detach(): that would share autograd's version counter, which each update increments.
@@ -292,7 +294,7 @@ class Versions:
         return handle.detach().to(kind, copy=True).requires_grad_()
 
 
-def _empty_like(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _allocate_like(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns new leaves; those that share a storage, as a recurrent layer's do on a GPU, share one again."""
     together: dict[int, list[torch.Tensor]] = defaultdict(list)
     for leaf in leaves.values():
@@ -303,11 +305,11 @@ def _empty_like(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # A storage may hold much that is not this stage's.
         if len(members) > 1 and storage.nbytes() <= 2 * sum(leaf.nbytes for leaf in members):
             shared[number] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
-    made = {}
+    copies = {}
     for name, leaf in leaves.items():
-        found = shared.get(leaf.untyped_storage()._cdata)
-        new = torch.empty_like(leaf).detach() if found is None else leaf.data.new_empty(0)
-        if found is not None:
-            new.set_(found, leaf.storage_offset(), leaf.size(), leaf.stride())
-        made[name] = new.requires_grad_()
-    return made
+        common = shared.get(leaf.untyped_storage()._cdata)
+        new = torch.empty_like(leaf).detach() if common is None else leaf.data.new_empty(0)
+        if common is not None:
+            new.set_(common, leaf.storage_offset(), leaf.size(), leaf.stride())
+        copies[name] = new.requires_grad_()
+    return copies

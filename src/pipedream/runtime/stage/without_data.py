@@ -21,13 +21,15 @@ from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 from pipedream.runtime.stage.versions import WeightSet
 
 
-def without_data(message: Message) -> Message:
+def drop_data(message: Message) -> Message:
     """Returns a message with tensors on the meta device."""
-    tensors = (torch.empty_like(one, device="meta") if torch.is_tensor(one) else one for one in message.tensors)
+    tensors = (
+        torch.empty_like(tensor, device="meta") if torch.is_tensor(tensor) else tensor for tensor in message.tensors
+    )
     return replace(message, tensors=tuple(tensors))
 
 
-def predicted_collectives(
+def predict_collectives(
     module: StageModule,
     leaves: Mapping[str, torch.Tensor],
     message: Message,
@@ -44,7 +46,7 @@ def predicted_collectives(
 
     Args:
         leaves: a version of the weights.
-        message: that the stage gets, from `without_data`.
+        message: that the stage gets, from `drop_data`.
         is_first, is_last: where the stage is in the model.
         splits: the backward has two halves.
 
@@ -57,44 +59,53 @@ def predicted_collectives(
         layers = [(name, copy.deepcopy(layer, memo)) for name, layer in module.layers]
         handles = {name: copy.deepcopy(handle, memo) for name, handle in module.handles.items()}
     with mode:
-        own = module.with_layers(layers, handles, sharding)
-        weights = WeightSet(0, {name: _empty(leaf, leaf.device).requires_grad_() for name, leaf in leaves.items()})
+        fake_module = module.with_layers(layers, handles, sharding)
+        weights = WeightSet(
+            0, {name: _allocate_like(leaf, leaf.device).requires_grad_() for name, leaf in leaves.items()}
+        )
 
         def forward() -> SavedForward:
-            tensors = tuple(_empty(one, own.device) if torch.is_tensor(one) else one for one in message.tensors)
+            tensors = tuple(
+                _allocate_like(tensor, fake_module.device) if torch.is_tensor(tensor) else tensor
+                for tensor in message.tensors
+            )
             nodes: tuple[Any, ...] = ()
             if is_first:
-                value = own.first_input(unflatten(message.structure, tensors), message.samples)  # type: ignore[arg-type]
+                value = fake_module.first_input(unflatten(message.structure, tensors), message.samples)  # type: ignore[arg-type]
             else:
-                value, nodes = own.enter(message.structure, tensors, message.gradients)
-            output = own.forward(value, weights.leaves, 0, is_first)
+                value, nodes = fake_module.enter(message.structure, tensors, message.gradients)
+            output = fake_module.forward(value, weights.leaves, 0, is_first)
             if is_last:
-                outputs = tuple(one for one in flatten(own.whole(output), opaque_as_none=True)[1] if one is not None)
+                outputs = tuple(
+                    tensor
+                    for tensor in flatten(fake_module.whole(output), opaque_as_none=True)[1]
+                    if tensor is not None
+                )
             else:
-                outputs = own.sent(output, message.samples)[1]
+                outputs = fake_module.sent(output, message.samples)[1]
             return SavedForward(weights, nodes, outputs, message.gradients, 0, auxiliary_scale=1.0)
 
         with sharding.counting("forward"):
             saved = forward()
         with sharding.counting("backward"):
             saved = forward() if recomputes else saved
-            arriving = [torch.empty_like(one) if one.requires_grad else None for one in saved.outputs]
+            arriving = [torch.empty_like(output) if output.requires_grad else None for output in saved.outputs]
             if splits:
-                own.backward_inputs(saved, arriving)
+                fake_module.backward_inputs(saved, arriving)
             else:
-                found, _ = own.backward(saved, arriving, [None] * len(handles))
+                gradients, _ = fake_module.backward(saved, arriving, [None] * len(handles))
         if splits:
             with sharding.counting("weights' backward"):
-                found = own.backward_weights(saved, [None] * len(handles))
-        kinds = zip(found, handles.values(), strict=True)
-        sums = [None if one is None else torch.empty_like(one, dtype=as_.dtype) for one, as_ in kinds]
+                gradients = fake_module.backward_weights(saved, [None] * len(handles))
+        kinds = zip(gradients, handles.values(), strict=True)
+        sums = [None if gradient is None else torch.empty_like(gradient, dtype=as_.dtype) for gradient, as_ in kinds]
         sharding.sum_gradients(list(handles), sums)
         if sharding.steps_whole_weights:
             sharding.wholes([*handles, *handles], [*weights.leaves.values(), *sums])
         if needs_norms:
-            sharding.sum(torch.empty((), dtype=torch.float64, device=own.device))
+            sharding.sum(torch.empty((), dtype=torch.float64, device=fake_module.device))
     return sharding.collectives
 
 
-def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _allocate_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)

@@ -55,9 +55,9 @@ class Compensator:
         self._optimizer = optimizer
         self._handles = dict(handles)
         self._names = {id(handle): name for name, handle in handles.items()}
-        self._velocity = next((one for one in chosen if isinstance(one, OfVelocity)), None)
-        self._gap = next((one for one in chosen if isinstance(one, GapAware)), None)
-        feedback = next((one for one in chosen if isinstance(one, ErrorFeedback)), None)
+        self._velocity = next((compensation for compensation in chosen if isinstance(compensation, OfVelocity)), None)
+        self._gap = next((compensation for compensation in chosen if isinstance(compensation, GapAware)), None)
+        feedback = next((compensation for compensation in chosen if isinstance(compensation, ErrorFeedback)), None)
         self._strength = feedback.strength_at(staleness) if feedback is not None else 0.0
         check_optimizer(chosen, optimizer)
         self.state: dict[str, dict[str, torch.Tensor]] = {name: {} for name in handles}
@@ -84,7 +84,7 @@ class Compensator:
         if self._gap is None:
             return
         for group in self._optimizer.param_groups:
-            decay = float(group.get("weight_decay", 0.0)) if _couples_decay(self._optimizer, group) else 0.0
+            decay = float(group.get("weight_decay", 0.0)) if _adds_decay_to_gradient(self._optimizer, group) else 0.0
             decay = -decay if group.get("maximize", False) else decay  # added to the gradient's negative
             for handle in group["params"]:
                 name = self._names.get(id(handle))
@@ -116,18 +116,18 @@ class Compensator:
 
         p is lr T v, at the present learning rate (times `factor`) and momentum of the groups, or lambda u_{t-1}.
         """
-        found = {name: handle.detach() for name, handle in self._handles.items()}
+        weights = {name: handle.detach() for name, handle in self._handles.items()}
         if self._strength:
             for name, state in self.state.items():
-                found[name] = found[name] + self._strength * state["last_update"]
+                weights[name] = weights[name] + self._strength * state["last_update"]
         if self._velocity is not None:
             for group in self._optimizer.param_groups:
                 ahead = factor * float(group["lr"]) * self._velocity.horizon_at(group["momentum"], self._staleness)
                 for handle in group["params"]:
                     velocity = self._optimizer.state.get(handle, {}).get("momentum_buffer")
                     if velocity is not None and id(handle) in self._names:
-                        found[self._names[id(handle)]] = handle.detach() + ahead * velocity
-        return found
+                        weights[self._names[id(handle)]] = handle.detach() + ahead * velocity
+        return weights
 
     def load(self, name: str, saved: Mapping[str, torch.Tensor]) -> None:
         """Loads a parameter's state from a checkpoint; missing entries begin anew."""
@@ -204,12 +204,12 @@ class Compensator:
 
 def check_optimizer(chosen: Sequence[Compensation], optimizer: torch.optim.Optimizer) -> None:
     """Raises a `ScheduleError` if a compensation is not defined for an optimizer."""
-    for one in chosen:
-        if isinstance(one, OfVelocity):
-            _check_velocity(one, optimizer)
+    for compensation in chosen:
+        if isinstance(compensation, OfVelocity):
+            _check_velocity(compensation, optimizer)
 
 
-def _couples_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+def _adds_decay_to_gradient(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     return isinstance(optimizer, _COUPLED) and not group.get("decoupled_weight_decay", False)
 
 

@@ -42,19 +42,21 @@ class LossScaleOptions:
         return "constant" if self.growth == self.backoff == 1.0 else "dynamic"
 
     @classmethod
-    def of(cls, given: Any) -> LossScaleOptions | None:
+    def of(cls, scaler: Any) -> LossScaleOptions | None:
         """Returns the options for a number (a constant scale), a torch.amp.GradScaler or None; else raises a
         `ScheduleError`.
         """
-        if given is None or (isinstance(given, torch.amp.GradScaler) and not given.is_enabled()):
+        if scaler is None or (isinstance(scaler, torch.amp.GradScaler) and not scaler.is_enabled()):
             return None
-        if isinstance(given, torch.amp.GradScaler):
-            factors = given.get_growth_factor(), given.get_backoff_factor()
-            good = given.state_dict()["_growth_tracker"]
-            return cls(given.get_scale(), *factors, given.get_growth_interval(), good)
-        if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < inf:
-            return cls(float(given))
-        raise ScheduleError(f"grad_scaler={given!r} is not supported; give a torch.amp.GradScaler or a positive number")
+        if isinstance(scaler, torch.amp.GradScaler):
+            factors = scaler.get_growth_factor(), scaler.get_backoff_factor()
+            good = scaler.state_dict()["_growth_tracker"]
+            return cls(scaler.get_scale(), *factors, scaler.get_growth_interval(), good)
+        if isinstance(scaler, (int, float)) and not isinstance(scaler, bool) and 0 < scaler < inf:
+            return cls(float(scaler))
+        raise ScheduleError(
+            f"grad_scaler={scaler!r} is not supported; give a torch.amp.GradScaler or a positive number"
+        )
 
 
 class LossScale:

@@ -48,14 +48,14 @@ class Gradients:
         """
         self.loss_weight += loss_weight
         self.count += 1
-        for i, gradient in enumerate(self._in_full(gradients)):
+        for i, gradient in enumerate(self._cast_to_full(gradients)):
             total = self._sums[i]
             if total is None:
                 self._sums[i] = gradient
             elif gradient is not None and gradient is not total:
                 total.add_(gradient)
 
-    def _in_full(self, gradients: list[Any]) -> list[torch.Tensor | None]:
+    def _cast_to_full(self, gradients: list[Any]) -> list[torch.Tensor | None]:
         """Casts low-precision gradients, on a GPU by one kernel for all."""
         kinds = zip(gradients, self._dtypes, strict=False)  # an empty microbatch has no gradients
         low = [i for i, (gradient, dtype) in enumerate(kinds) if gradient is not None and gradient.dtype != dtype]
@@ -231,14 +231,14 @@ class Optimizer:
     def gather(self, gradients: Gradients, stop_request: float = 0.0) -> Waiting[ReducedGradients]:
         """The gradients summed over the replicas, and the ranks of each; yields where it would wait."""
         if self.all_reduce is None:
-            found = ReducedGradients(*gradients.take(), stop_request)
+            reduced = ReducedGradients(*gradients.take(), stop_request)
         else:
             self.close(gradients, stop_request)
-            found = ReducedGradients(*(yield from self.all_reduce.take()))
+            reduced = ReducedGradients(*(yield from self.all_reduce.take()))
         if self._sharding is None:
-            return found
-        self._sharding.sum_gradients(self._names, found.sums)
-        return found
+            return reduced
+        self._sharding.sum_gradients(self._names, reduced.sums)
+        return reduced
 
     def normalise(self, gathered: ReducedGradients) -> tuple[float, bool]:
         """Divides the summed gradients, and puts them into the handles' ``.grad``.
@@ -261,16 +261,16 @@ class Optimizer:
 
         On a mesh all ranks of the worker call it.
         """
-        found = [
-            _numbers_of(handle.grad)
+        counted = [
+            _view_numbers(handle.grad)
             for i, (name, handle) in enumerate(self.named.items())
             if handle.grad is not None
             and i not in self.counted_elsewhere
             and (self._sharding is None or self._sharding.counts(name))
         ]
         # In double precision the squares of all finite float32 are finite.
-        norms = torch._foreach_norm(found, 2, torch.float64) if found else ()
-        square = torch.stack(list(norms)).square().sum() if found else None
+        norms = torch._foreach_norm(counted, 2, torch.float64) if counted else ()
+        square = torch.stack(list(norms)).square().sum() if counted else None
         if square is None:  # the ranks of a mesh sum on one device
             device = next((handle.device for handle in self._handles if self._sharding is not None), None)
             square = torch.zeros((), dtype=torch.float64, device=device)
@@ -323,7 +323,7 @@ class Optimizer:
     @property
     def rounds(self) -> int:
         """Rounds of the input stage before the coming update."""
-        return self.rounds_before + self._rounds_made
+        return self.rounds_before + self._finished_rounds
 
     @property
     def scheduler_steps_due(self) -> int:
@@ -331,12 +331,12 @@ class Optimizer:
 
         One clock for all stages: update n of this stage belongs to round (n - 1) r_s / r_0 of the input stage.
         """
-        return self._rounds_made - self.scheduled
+        return self._finished_rounds - self.scheduled
 
     @property
-    def _rounds_made(self) -> int:
-        own, first = self._clock_rate
-        return self.updates * own // first
+    def _finished_rounds(self) -> int:
+        per_clock, first = self._clock_rate
+        return self.updates * per_clock // first
 
     @property
     def follows_evaluations(self) -> bool:
@@ -365,7 +365,7 @@ class Optimizer:
                 self.scheduled += 1
 
 
-def _numbers_of(gradient: torch.Tensor) -> torch.Tensor:
+def _view_numbers(gradient: torch.Tensor) -> torch.Tensor:
     """Returns a dense, real tensor with the norm of a gradient."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()

@@ -58,15 +58,15 @@ def find_tied_weights(model: nn.Module, graph: LayerGraph, stages: Sequence[Stag
         if len(holders[id(parameter)]) > 1:
             groups[tuple(sorted(holders[id(parameter)]))].append(name)
     return tuple(
-        TiedWeights(tuple(names), held, sum(named[name].nbytes for name in names)) for held, names in groups.items()
+        TiedWeights(tuple(names), group, sum(named[name].nbytes for name in names)) for group, names in groups.items()
     )
 
 
-def copies_of_tied(
+def copy_tied(
     handles: Mapping[str, nn.Parameter], stage: int, shared: Sequence[TiedWeights]
 ) -> dict[str, nn.Parameter]:
     """Returns a stage's handles, with copies of weights that an earlier stage of this process holds."""
-    foreign = {name for one in shared if stage in one.stages[1:] for name in one.names}
+    foreign = {name for weights in shared if stage in weights.stages[1:] for name in weights.names}
     return {
         name: nn.Parameter(handle.detach().clone()) if name in foreign else handle for name, handle in handles.items()
     }
@@ -81,10 +81,10 @@ def broadcast_tied(
 ) -> None:
     """Broadcasts the first holder's values; every holder calls it, with the group of holders of each of the weights."""
     named = dict(model.named_parameters())
-    for one, group in zip(shared, groups, strict=True):
-        if any(rank in placement.ranks[stage] for stage in one.stages):
-            for name in one.names:
-                first = one.ranks(placement).index(placement.ranks[one.stages[0]][0])
+    for weights, group in zip(shared, groups, strict=True):
+        if any(rank in placement.ranks[stage] for stage in weights.stages):
+            for name in weights.names:
+                first = weights.ranks(placement).index(placement.ranks[weights.stages[0]][0])
                 dist.broadcast(named[name].data, group=group, group_src=first)
 
 
@@ -103,7 +103,7 @@ class TiedGradientSum:
         replicas: Sequence[int],
         group: Group,
     ) -> None:
-        self._places = {stage: [list(own).index(name) for name in shared.names] for stage, own in handles.items()}
+        self._places = {stage: [list(named).index(name) for name in shared.names] for stage, named in handles.items()}
         some = next(iter(handles.values()))
         self._like = [some[name] for name in shared.names]
         self._replicas = replicas
@@ -119,8 +119,8 @@ class TiedGradientSum:
         for stage, places in self._places.items():
             share = self._replicas[stage]
             for n, place in enumerate(places):
-                if (held := sums[stage][place]) is not None:
-                    mine[n] += held / share if share > 1 else held
+                if (gradient := sums[stage][place]) is not None:
+                    mine[n] += gradient / share if share > 1 else gradient
                     there[n] += 1
         *whole, counts = yield from all_reduce_many(self._group, [*mine, there])
         for stage, places in self._places.items():
