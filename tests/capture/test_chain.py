@@ -96,8 +96,8 @@ def test_any_nest_is_taken_apart_into_its_leaves_and_computes_the_same(make: Any
     modules = dict(model.named_modules())
     assert all(layer is modules[name] for name, layer in zip(names(captured), captured.layers, strict=True))
     assert torch.equal(run(captured, x), model(x))
-    held = {name for layer in captured.graph.layers for name in layer.parameters}
-    assert held == {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    parameters = {name for layer in captured.graph.layers for name in layer.parameters}
+    assert parameters == {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def test_an_ordinary_class_with_several_inputs() -> None:
@@ -123,7 +123,7 @@ def test_an_ordinary_class_with_several_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("between", "found"),
+    ("between", "message"),
     [
         (torch.relu, "'relu'"),
         (lambda h: h.flatten(0), "'view'"),
@@ -136,11 +136,11 @@ def test_an_ordinary_class_with_several_inputs() -> None:
         (lambda h: (h.data.mul_(2), h)[1], "output differs"),
     ],
 )
-def test_glue_between_modules_is_refused_with_its_place(between: Any, found: str) -> None:
+def test_glue_between_modules_is_refused_with_its_place(between: Any, message: str) -> None:
     model = Glue(between)
-    if found == "'view'":
+    if message == "'view'":
         model.b = nn.Linear(8, 4)
-    with pytest.raises(CaptureError, match=found):
+    with pytest.raises(CaptureError, match=message):
         capture_chain(model, (torch.randn(2, 4),))
 
 

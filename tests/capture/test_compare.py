@@ -37,7 +37,7 @@ def test_the_model_is_left_as_it_was() -> None:
     kept_grad = model.first.weight.grad
     hooks = [module.register_forward_hook(lambda *_: None) for module in model.modules()]
     state = {name: (value, value.clone(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
-    flags, own = [m.training for m in model.modules()], [dict(m.__dict__) for m in model.modules()]
+    flags, attributes = [m.training for m in model.modules()], [dict(m.__dict__) for m in model.modules()]
     generator, x = torch.get_rng_state(), X.clone().requires_grad_()
     assert len(capture(model, x).graph.layers) > 2
     for name, value in model.state_dict(keep_vars=True).items():
@@ -45,7 +45,7 @@ def test_the_model_is_left_as_it_was() -> None:
         assert torch.equal(value, state[name][1])
         assert value._version == state[name][2]
     assert [m.training for m in model.modules()] == flags
-    assert [dict(m.__dict__) for m in model.modules()] == own
+    assert [dict(m.__dict__) for m in model.modules()] == attributes
     assert [len(m._forward_hooks) for m in model.modules()] == [1] * len(hooks)
     assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert model.first.weight.grad is kept_grad
@@ -64,23 +64,23 @@ def with_other_numbers(bundle: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fault", "found"),
+    ("fault", "message"),
     [
         (without_gradient, r"lose the gradient of the parameter '\w+\.\w+' of the module"),
         (with_other_numbers, "in training mode the output 'logits' differs"),
     ],
 )
 def test_what_the_layers_lose_is_found(
-    monkeypatch: pytest.MonkeyPatch, fault: Callable[[Any], Any], found: str
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[Any], Any], message: str
 ) -> None:
     forward = ModelSlice.forward
     monkeypatch.setattr(ModelSlice, "forward", lambda self, arriving: fault(forward(self, arriving)))
     model = Blocks()
-    flags, own = [m.training for m in model.modules()], [dict(m.__dict__) for m in model.modules()]
-    with pytest.raises(CaptureError, match=rf"the layers of Blocks.*{found}"):
+    flags, attributes = [m.training for m in model.modules()], [dict(m.__dict__) for m in model.modules()]
+    with pytest.raises(CaptureError, match=rf"the layers of Blocks.*{message}"):
         capture(model, X)
     assert [m.training for m in model.modules()] == flags
-    assert [dict(m.__dict__) for m in model.modules()] == own
+    assert [dict(m.__dict__) for m in model.modules()] == attributes
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

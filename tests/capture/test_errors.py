@@ -48,7 +48,7 @@ class Base(nn.Module):
         return self.ends(x)
 
 
-def made(kind: Callable[[], nn.Module]) -> nn.Module:
+def build_model(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind()
 
@@ -57,12 +57,12 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.05)
 
 
-def planned(model: nn.Module, sample: Any, cuts: Sequence[str]) -> pd.Plan:
+def make_plan(model: nn.Module, sample: Any, cuts: Sequence[str]) -> pd.Plan:
     profile = pd.profile(model, sample, warmup=0, runs=1)
     return pd.plan(profile, pd.Cluster.here(len(cuts) + 1), schedule="gpipe", microbatches=2, cuts=tuple(cuts))
 
 
-def trained(
+def train(
     kind: Callable[[], nn.Module],
     batches: Sequence[Any],
     cuts: Sequence[str] = ("blocks.1.a", "blocks.2.b"),
@@ -71,14 +71,14 @@ def trained(
     sample: Any = None,
     **options: Any,
 ) -> list[float]:
-    model = made(kind)
-    plan = planned(model, batches[0][0] if sample is None else sample, cuts)
+    model = build_model(kind)
+    plan = make_plan(model, batches[0][0] if sample is None else sample, cuts)
     with pd.Pipeline(model, plan, loss=loss, optimizer=sgd, **options) as pipeline:
         return [done.loss for done in pipeline.train(batches)]
 
 
-def in_one_process(kind: Callable[[], nn.Module], batches: Sequence[Any]) -> list[float]:
-    model = made(kind)
+def run_in_one_process(kind: Callable[[], nn.Module], batches: Sequence[Any]) -> list[float]:
+    model = build_model(kind)
     optimizer = sgd(list(model.named_parameters()))
     losses = []
     for x, y in batches:
@@ -93,12 +93,12 @@ def in_one_process(kind: Callable[[], nn.Module], batches: Sequence[Any]) -> lis
     return losses
 
 
-def batches_of(count: int = 3, size: int = 4) -> list[tuple[Tensor, Tensor]]:
+def make_batches(count: int = 3, size: int = 4) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(1)
     return [(torch.randn(size, 4), torch.randn(size, 2)) for _ in range(count)]
 
 
-def text_of(call: Callable[[], object], kind: type[PipelineError] = WorkerError) -> str:
+def catch_text(call: Callable[[], object], kind: type[PipelineError] = WorkerError) -> str:
     with pytest.raises(kind) as caught:
         call()
     return str(caught.value)
@@ -134,19 +134,19 @@ class InModule(Base):
 
 
 def test_an_error_of_the_model_names_the_line() -> None:
-    text = text_of(lambda: trained(Bug, [*batches_of(1), *batches_of(1, size=2)]))
+    text = catch_text(lambda: train(Bug, [*make_batches(1), *make_batches(1, size=2)]))
     has(text, "rank 1, stage 1, 1F2: RuntimeError: shape", "in the model Bug, at test_errors.py:")
     has(text, "in forward: x = x.view(5, 77)")
 
 
 @pytest.mark.slow
 def test_an_error_of_a_module_names_module_and_line() -> None:
-    text = text_of(lambda: trained(InModule, [*batches_of(1), *batches_of(1, size=2)]))
+    text = catch_text(lambda: train(InModule, [*make_batches(1), *make_batches(1, size=2)]))
     has(text, "mat1 and mat2", "in the module 'blocks.1.a'", "in forward: x = self.a(x[:, :3])")
 
 
 def test_a_sample_that_does_not_run_names_the_line() -> None:
-    text = text_of(lambda: capture(made(Bug), torch.randn(1, 4)), CaptureError)
+    text = catch_text(lambda: capture(build_model(Bug), torch.randn(1, 4)), CaptureError)
     has(text, "the forward of Bug should run", "x = x.view(5, 77)", "give a sample")
 
 
@@ -154,7 +154,7 @@ def test_an_error_of_the_loss_names_the_line() -> None:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return output.mean() + batch[1].view(77)
 
-    text = text_of(lambda: trained(Base, batches_of(1), loss=loss))
+    text = catch_text(lambda: train(Base, make_batches(1), loss=loss))
     has(text, "stage 2", "in loss: return output.mean() + batch[1].view(77)")
 
 
@@ -189,19 +189,19 @@ class Drops(Base):
 
 @pytest.mark.parametrize("cut", ["blocks.1.a", pytest.param("blocks.1.b", marks=pytest.mark.slow)])
 def test_another_path_is_an_error(cut: str) -> None:
-    text = text_of(lambda: trained(ByLength, [*batches_of(1), *batches_of(1, size=2)], [cut]))
+    text = catch_text(lambda: train(ByLength, [*make_batches(1), *make_batches(1, size=2)], [cut]))
     has(text, "the forward of ", "(test_errors.py:", "took another path", f"without calling {cut!r}", "one module")
 
 
 def test_a_call_that_one_mode_lacks_is_no_cut() -> None:
-    found = capture(made(ByMode), torch.randn(4, 4))
-    assert "blocks.1.a" not in [layer.name for layer in found.graph.layers]
-    has(found.refused["blocks.1.a"], "took another path", "ByMode", "on the mode (training or evaluation)")
+    captured = capture(build_model(ByMode), torch.randn(4, 4))
+    assert "blocks.1.a" not in [layer.name for layer in captured.graph.layers]
+    has(captured.refused["blocks.1.a"], "took another path", "ByMode", "on the mode (training or evaluation)")
 
 
 def test_layers_that_are_dropped_are_refused_or_an_error() -> None:
-    found = capture(made(Drops), torch.randn(4, 4))
-    part = [ModelSlice(found.model, found.graph, i, i + 1) for i in range(len(found.graph.layers))]
+    captured = capture(build_model(Drops), torch.randn(4, 4))
+    part = [ModelSlice(captured.model, captured.graph, i, i + 1) for i in range(len(captured.graph.layers))]
     for seed in range(8):
         torch.manual_seed(seed)
         value: Any = torch.randn(4, 4)
@@ -223,7 +223,7 @@ class NeedsNumbers(Base):
 
 
 def test_numbers_of_another_stage() -> None:
-    text = text_of(lambda: trained(NeedsNumbers, [*batches_of(1), *batches_of(1, size=2)]))
+    text = catch_text(lambda: train(NeedsNumbers, [*make_batches(1), *make_batches(1, size=2)]))
     has(text, "rank 1, stage 1", "in forward: if len(x) == 1 and x.sum() > 0", "needs the numbers", "one module")
 
 
@@ -241,8 +241,8 @@ class Catches(Base):
 
 def test_a_model_that_catches_the_lack_of_numbers_is_not_misled() -> None:
     # It takes another path for a part than for the whole.
-    found = trained(Catches, batches_of(), check=False)
-    assert found == pytest.approx(in_one_process(Catches, batches_of()))
+    losses = train(Catches, make_batches(), check=False)
+    assert losses == pytest.approx(run_in_one_process(Catches, make_batches()))
 
 
 # -- inputs ------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def masked(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return output.mean()
 
-    return text_of(lambda: trained(Masked, [first, second], loss=loss, sample=first))
+    return catch_text(lambda: train(Masked, [first, second], loss=loss, sample=first))
 
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
@@ -354,12 +354,12 @@ class SometimesMore(Base):
 
 
 def test_an_object_that_a_block_returns_is_seen_through() -> None:
-    assert trained(Boxes, batches_of()) == pytest.approx(in_one_process(Boxes, batches_of()))
+    assert train(Boxes, make_batches()) == pytest.approx(run_in_one_process(Boxes, make_batches()))
 
 
 def test_an_object_that_a_leaf_returns_cannot_travel() -> None:
-    found = capture(made(BoxOfLeaf), torch.randn(4, 4))
-    text = found.refused["blocks.0.a"]
+    captured = capture(build_model(BoxOfLeaf), torch.randn(4, 4))
+    text = captured.refused["blocks.0.a"]
     has(
         text,
         "the module 'leaf' (BoxLeaf, test_errors.py:",
@@ -372,7 +372,7 @@ def test_an_output_inside_an_object_is_not_silently_wrong() -> None:
     def loss(output: Any, batch: Any) -> Tensor:
         return output["box"].value.mean()
 
-    text = text_of(lambda: trained(Hidden, batches_of(1), loss=loss))
+    text = catch_text(lambda: train(Hidden, make_batches(1), loss=loss))
     has(text, "stage 2", "the loss or a metric needs the numbers of a tensor", "let the model return it in its output")
 
 
@@ -390,7 +390,7 @@ def test_an_output_that_no_stage_sends(read: Callable[[Tensor], Any]) -> None:
             read(output["first"])
         return output["out"].mean()
 
-    text = text_of(lambda: trained(SometimesMore, [*batches_of(1), *batches_of(1, size=2)], loss=loss))
+    text = catch_text(lambda: train(SometimesMore, [*make_batches(1), *make_batches(1, size=2)], loss=loss))
     has(text, "the field 'first' of the output of SometimesMore (test_errors.py:", "Capture with a sample", "used at")
 
 
@@ -504,9 +504,9 @@ class OwnCalls(Base):
 
 
 def test_a_forward_that_catches_everything_is_refused_with_the_remedy() -> None:
-    found = capture(made(Bare), torch.randn(4, 4))
-    assert [layer.name for layer in found.graph.layers] == ["blocks.0.a"]
-    has(found.refused["blocks.1.b"], "bare `except:`", "Write `except Exception:` there")
+    captured = capture(build_model(Bare), torch.randn(4, 4))
+    assert [layer.name for layer in captured.graph.layers] == ["blocks.0.a"]
+    has(captured.refused["blocks.1.b"], "bare `except:`", "Write `except Exception:` there")
 
 
 @pytest.mark.parametrize(
@@ -518,16 +518,16 @@ def test_a_forward_that_catches_everything_is_refused_with_the_remedy() -> None:
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Suppresses, Tolerant, Threads)),
     ],
 )
-def test_unusual_forwards_train_as_in_one_process(kind: type[nn.Module]) -> None:
-    graph = capture(made(kind), torch.randn(4, 4)).graph
+def test_unusual_forwards_train_as_run_in_one_process(kind: type[nn.Module]) -> None:
+    graph = capture(build_model(kind), torch.randn(4, 4)).graph
     cuts = [layer.name for layer in graph.layers[1:]][-2:]
-    assert trained(kind, batches_of(), cuts) == pytest.approx(in_one_process(kind, batches_of()))
+    assert train(kind, make_batches(), cuts) == pytest.approx(run_in_one_process(kind, make_batches()))
 
 
 def test_a_thread_of_its_own_is_one_layer() -> None:
-    found = capture(made(Threads), torch.randn(4, 4))
-    assert [layer.name for layer in found.graph.layers] == ["blocks.0", "head", "out"]
-    has(found.refused["blocks.1"], "thread")
+    captured = capture(build_model(Threads), torch.randn(4, 4))
+    assert [layer.name for layer in captured.graph.layers] == ["blocks.0", "head", "out"]
+    has(captured.refused["blocks.1"], "thread")
 
 
 # -- gradients, wrappers, plans ----------------------------------------------------------------------
@@ -535,7 +535,7 @@ def test_a_thread_of_its_own_is_one_layer() -> None:
 
 def test_a_lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipedream.capture.slice_forward._make_alias", lambda received: received.detach().clone())
-    text = text_of(lambda: capture(made(Base), torch.randn(4, 4)), CaptureError)
+    text = catch_text(lambda: capture(build_model(Base), torch.randn(4, 4)), CaptureError)
     has(text, "the layers of Base lose the gradient of the parameter 'head.", "(Linear, linear.py:", "Usually")
 
 
@@ -548,10 +548,10 @@ def test_a_plan_of_another_model() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(self.more(x))
 
-    plan = planned(made(Base), X, ["blocks.1.a"])
+    plan = make_plan(build_model(Base), X, ["blocks.1.a"])
     with pytest.raises(PlanError, match=r"another model: Other has 'more\.(bias|weight)', .*plan again"):
         pd.Pipeline(Other(), plan, loss=F.mse_loss, optimizer=sgd)
-    plan = planned(made(Other), X, ["blocks.1.a"])
+    plan = make_plan(build_model(Other), X, ["blocks.1.a"])
     with pytest.raises(PlanError, match=r"another model: it has a module 'more', which Base lacks; plan again"):
         pd.Pipeline(Base(), plan, loss=F.mse_loss, optimizer=sgd)
 
@@ -647,7 +647,7 @@ class Scaled(Base):
 
 
 def test_a_buffer_that_is_changed_before_the_backward_reads_it() -> None:
-    text = text_of(lambda: trained(Scaled, batches_of()))
+    text = catch_text(lambda: train(Scaled, make_batches()))
     has(text, "stage 2, 2B0", "modified by an inplace operation", "self.steps = self.steps + 1")
 
 
@@ -661,11 +661,11 @@ def test_a_buffer_that_is_changed_before_the_backward_reads_it() -> None:
     ],
 )
 def test_state_between_batches_is_that_of_one_process(kind: type[nn.Module]) -> None:
-    model = made(kind)
+    model = build_model(kind)
     names = [layer.name for layer in capture(model, torch.randn(4, 4)).graph.layers]
     assert not getattr(model, "count", 0)
     assert getattr(model, "memory", None) is None
-    assert trained(kind, batches_of(), names[-2:]) == pytest.approx(in_one_process(kind, batches_of()))
+    assert train(kind, make_batches(), names[-2:]) == pytest.approx(run_in_one_process(kind, make_batches()))
 
 
 def test_what_the_last_stage_sets_is_there_for_the_loss() -> None:
@@ -678,21 +678,21 @@ def test_what_the_last_stage_sets_is_there_for_the_loss() -> None:
             self.state = x
             return self.ends(x)
 
-    model = made(Kept)
+    model = build_model(Kept)
     graph = capture(model, X).graph
     first, last = ModelSlice(model, graph, 0, 4), ModelSlice(model, graph, 4, len(graph.layers))
     bundle = first(X)
     assert not hasattr(model, "state")
     last(bundle)
-    torch.testing.assert_close(made(Kept)(X), model.ends(model.state))
+    torch.testing.assert_close(build_model(Kept)(X), model.ends(model.state))
     first(X)
     assert not hasattr(model, "state")
 
 
 def test_a_cut_through_the_use_of_kept_state_is_refused() -> None:
-    found = capture(made(LongMemory), torch.randn(4, 4))
-    assert "blocks.1.b" not in [layer.name for layer in found.graph.layers]
-    has(found.refused["blocks.1.b"], "LongMemory (test_errors.py:", "keeps a tensor of an earlier batch", "into one")
+    captured = capture(build_model(LongMemory), torch.randn(4, 4))
+    assert "blocks.1.b" not in [layer.name for layer in captured.graph.layers]
+    has(captured.refused["blocks.1.b"], "LongMemory (test_errors.py:", "keeps a tensor of an earlier batch", "into one")
 
 
 class Extra(nn.Module):
@@ -705,8 +705,8 @@ class Extra(nn.Module):
     def forward(self, x: Tensor, more: bool = False) -> Tensor:
         x = self.b(self.a(x).tanh())
         x = self.extra(x.relu()) if more else x
-        found: Tensor = self.head(x.tanh())
-        return found
+        output: Tensor = self.head(x.tanh())
+        return output
 
 
 def test_a_module_that_the_sample_did_not_call_is_not_left_untrained() -> None:
@@ -737,8 +737,8 @@ def test_python_and_numpy_numbers_are_the_same_on_all_stages() -> None:
     class Mixes(Extra):
         def forward(self, x: Tensor, more: bool = False) -> Tensor:
             share = random.random() + float(np.random.rand()) + torch.rand(1).item()
-            found: Tensor = self.head(self.extra(self.a(x) * share)) * share
-            return found
+            output: Tensor = self.head(self.extra(self.a(x) * share)) * share
+            return output
 
     state = random.getstate()
     graph = pd.capture(Mixes(), torch.randn(2, 4)).graph

@@ -20,11 +20,11 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.in
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
 
 
-def held(tensor: Tensor, wants: bool = False) -> Placeholder:
+def make_placeholder(tensor: Tensor, wants: bool = False) -> Placeholder:
     return placeholder_like(tensor, CPU, wants)
 
 
-def looks(value: Any) -> Any:
+def describe(value: Any) -> Any:
     return (tuple(value.shape), value.dtype, value.device) if isinstance(value, Tensor) else value
 
 
@@ -40,19 +40,19 @@ def broadcast_pairs(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 @given(SHAPES, DTYPES, st.booleans())
 def test_reports_what_the_tensor_has(shape: list[int], dtype: torch.dtype, wants: bool) -> None:
     tensor = torch.ones(shape, dtype=dtype).transpose(0, -1) if shape else torch.ones(shape, dtype=dtype)
-    found = held(tensor, wants)
-    assert (found.shape, found.dtype, found.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
-    assert (found.size(), found.ndim, len(shape), found.numel()) == (
+    placeholder = make_placeholder(tensor, wants)
+    assert (placeholder.shape, placeholder.dtype, placeholder.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+    assert (placeholder.size(), placeholder.ndim, len(shape), placeholder.numel()) == (
         tensor.size(),
         tensor.ndim,
-        found.dim(),
+        placeholder.dim(),
         tensor.numel(),
     )
-    assert found.device == CPU
-    assert (found.is_cpu, found.is_cuda, found.is_meta) == (True, False, False)
-    assert found.requires_grad is wants
-    assert found.is_floating_point() == tensor.is_floating_point()
-    assert isinstance(found, Tensor)
+    assert placeholder.device == CPU
+    assert (placeholder.is_cpu, placeholder.is_cuda, placeholder.is_meta) == (True, False, False)
+    assert placeholder.requires_grad is wants
+    assert placeholder.is_floating_point() == tensor.is_floating_point()
+    assert isinstance(placeholder, Tensor)
 
 
 def test_the_device_is_the_one_of_the_tensor_that_it_stands_for() -> None:
@@ -69,30 +69,34 @@ def test_arithmetic_gives_the_shape_and_dtype_of_torch(
 ) -> None:
     a, b = pair
     try:
-        wanted = function(a, b)
+        expected = function(a, b)
     except RuntimeError:  # torch subtracts no booleans
         return
-    for found in (function(held(a), held(b)), function(held(a), b), function(a, held(b))):
-        assert type(found) is Placeholder
-        assert looks(found) == looks(wanted)
+    for placeholder in (
+        function(make_placeholder(a), make_placeholder(b)),
+        function(make_placeholder(a), b),
+        function(a, make_placeholder(b)),
+    ):
+        assert type(placeholder) is Placeholder
+        assert describe(placeholder) == describe(expected)
 
 
 @given(SHAPES, DTYPES, st.sampled_from([2, 0.5]))
 def test_arithmetic_with_numbers(shape: list[int], dtype: torch.dtype, number: float) -> None:
     x = torch.ones(shape, dtype=dtype)
     for function in (operator.add, operator.mul, operator.truediv):
-        assert looks(function(held(x), number)) == looks(function(x, number))
-        assert looks(function(number, held(x))) == looks(function(number, x))
+        assert describe(function(make_placeholder(x), number)) == describe(function(x, number))
+        assert describe(function(number, make_placeholder(x))) == describe(function(number, x))
 
 
 @given(SHAPES, st.booleans(), st.sampled_from([F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, Tensor.clone]))
 def test_functions_of_one_tensor(shape: list[int], wants: bool, function: Callable[[Any], Any]) -> None:
     x = torch.ones(shape, requires_grad=wants)
-    found = function(held(x, wants))
-    assert type(found) is Placeholder
-    assert looks(found) == looks(function(x))
-    assert found.requires_grad is wants
-    assert function(held(x.detach().t() if x.ndim == 2 else x)).shape == (x.t() if x.ndim == 2 else x).shape
+    placeholder = function(make_placeholder(x, wants))
+    assert type(placeholder) is Placeholder
+    assert describe(placeholder) == describe(function(x))
+    assert placeholder.requires_grad is wants
+    assert function(make_placeholder(x.detach().t() if x.ndim == 2 else x)).shape == (x.t() if x.ndim == 2 else x).shape
 
 
 @pytest.mark.parametrize(
@@ -124,16 +128,16 @@ def test_functions_of_one_tensor(shape: list[int], wants: bool, function: Callab
 )
 @pytest.mark.filterwarnings("ignore:The use of `x.T`")
 def test_any_other_function_gives_what_torch_gives(function: Callable[[Any], Any]) -> None:
-    wanted, found = function(torch.rand(2, 3, 4)), function(held(torch.rand(2, 3, 4)))
-    if type(wanted).__module__ == "torch.return_types":
-        assert type(found) is type(wanted)
-        assert [looks(each) for each in found] == [looks(each) for each in wanted]
+    expected, actual = function(torch.rand(2, 3, 4)), function(make_placeholder(torch.rand(2, 3, 4)))
+    if type(expected).__module__ == "torch.return_types":
+        assert type(actual) is type(expected)
+        assert [describe(each) for each in actual] == [describe(each) for each in expected]
     else:
-        assert looks(found) == looks(wanted)
+        assert describe(actual) == describe(expected)
 
 
 def test_what_returns_its_argument_does_so() -> None:
-    x = held(torch.ones(2, 3), True)
+    x = make_placeholder(torch.ones(2, 3), True)
     for same in (x.to(torch.float32), x.to("cpu"), x.contiguous(), x.cpu(), x.float(), x.requires_grad_()):
         assert same is x
     assert F.dropout(x, p=0.0) is x
@@ -144,7 +148,7 @@ def test_what_returns_its_argument_does_so() -> None:
 
 
 def test_gradients_are_asked_for_as_in_torch() -> None:
-    x, y = held(torch.ones(2), True), held(torch.ones(2))
+    x, y = make_placeholder(torch.ones(2), True), make_placeholder(torch.ones(2))
     assert (x + y).requires_grad
     assert not (y * 2).requires_grad
     assert not x.detach().requires_grad
@@ -158,24 +162,24 @@ def test_gradients_are_asked_for_as_in_torch() -> None:
 def test_a_tensor_into_which_placeholders_are_written_becomes_one() -> None:
     whole = torch.zeros(3, 2)
     alias = whole
-    whole[1] = held(torch.ones(2), True)
+    whole[1] = make_placeholder(torch.ones(2), True)
     assert type(alias) is Placeholder
-    assert looks(alias) == ((3, 2), torch.float32, CPU)
+    assert describe(alias) == ((3, 2), torch.float32, CPU)
     assert alias.requires_grad
     total = torch.zeros(2)
     alias = total
-    total += held(torch.ones(2))
+    total += make_placeholder(torch.ones(2))
     assert total is alias
     assert type(total) is Placeholder
     other = torch.zeros(2)
-    assert other.add_(held(torch.ones(2))) is other
+    assert other.add_(make_placeholder(torch.ones(2))) is other
     assert type(other) is Placeholder
 
 
 def test_a_tensor_that_is_only_read_stays_real() -> None:
     x, table = torch.ones(2, 3), torch.ones(5, 3)
-    held(x) + x
-    F.embedding(held(torch.ones(4, dtype=torch.long)), table)
+    make_placeholder(x) + x
+    F.embedding(make_placeholder(torch.ones(4, dtype=torch.long)), table)
     assert type(x) is type(table) is Tensor
     assert torch.equal(x, torch.ones(2, 3))
 
@@ -196,7 +200,7 @@ def test_a_tensor_that_is_only_read_stays_real() -> None:
 )
 def test_what_needs_numbers_says_so(function: Callable[[Any], Any], name: str) -> None:
     with pytest.raises(NumbersNeeded, match=rf"needs the numbers of a tensor .*\({name};") as caught:
-        function(held(torch.tensor(1.0)))
+        function(make_placeholder(torch.tensor(1.0)))
     assert caught.value.function == name
 
 
@@ -205,6 +209,6 @@ def test_meta_tensors_have_no_numbers_and_keep_the_rest() -> None:
     meta = meta_like(x)
     assert meta.is_meta
     assert (meta.shape, meta.stride(), meta.dtype, meta.requires_grad) == (x.shape, x.stride(), x.dtype, True)
-    plain = plain_meta(held(x))
+    plain = plain_meta(make_placeholder(x))
     assert type(plain) is Tensor
     assert (plain.is_meta, plain.shape, plain.stride()) == (True, x.shape, x.stride())

@@ -28,18 +28,20 @@ class Model(nn.Module):
         return {"logits": self.head(self.dropout(x)), "mask": self.mask}
 
 
-def recorded() -> tuple[Model, Recording]:
+def record_model() -> tuple[Model, Recording]:
     model = Model()
     return model, record(model, (torch.randint(9, (2, 3)),), {"scale": 2.0})
 
 
-def returned(recording: Recording, path: str = "") -> TensorRecord:
+def find_returned(recording: Recording, path: str = "") -> TensorRecord:
     """A tensor of the model's output."""
-    return next(one for one in recording.tensors if any(s[:3] == ("", "out", path) for s in map(astuple, one.sites)))
+    return next(
+        tensor for tensor in recording.tensors if any(s[:3] == ("", "out", path) for s in map(astuple, tensor.sites))
+    )
 
 
 def test_calls_are_in_order_and_inside_each_other() -> None:
-    model, recording = recorded()
+    model, recording = record_model()
     assert recording.root.module is model
     assert [call.name for call in recording.root.inner] == ["embed", "norm", "dropout", "head"]
     moments = [moment for call in recording.root.inner for moment in (call.start, call.end)]
@@ -48,15 +50,15 @@ def test_calls_are_in_order_and_inside_each_other() -> None:
 
 
 def test_what_is_computed_from_the_inputs_alone_is_known() -> None:
-    _, recording = recorded()
-    mask = returned(recording, "mask")
-    table = next(one for one in recording.tensors if one.state == "table")
+    _, recording = record_model()
+    mask = find_returned(recording, "mask")
+    table = next(tensor for tensor in recording.tensors if tensor.state == "table")
     assert not mask.depends
     assert mask.sources == {"0"}
     assert mask.uses[-1] == END
     assert (table.state, table.depends, table.sources) == ("table", False, {":table"})
     assert table.uses, "the embedding depends, so does its sum with the table"
-    logits = returned(recording, "logits")
+    logits = find_returned(recording, "logits")
     assert logits.depends
     assert [(site.call, site.end, site.path) for site in logits.sites][:2] == [
         ("head", "out", ""),
@@ -66,7 +68,7 @@ def test_what_is_computed_from_the_inputs_alone_is_known() -> None:
 
 
 def test_buffers_that_are_written_or_replaced_are_known() -> None:
-    _, recording = recorded()
+    _, recording = record_model()
     assert recording.moving == {"norm.num_batches_tracked"}
 
     class Replaces(nn.Module):
@@ -102,7 +104,7 @@ def test_random_numbers_belong_to_one_stage(draw: Any, depends: bool) -> None:
             return draw(x)
 
     recording = record(Draws(), (torch.ones(3),), {})
-    assert returned(recording).depends is depends
+    assert find_returned(recording).depends is depends
     assert bool(recording.draws) is depends
 
 

@@ -119,8 +119,8 @@ def check(make: Any, batches: Sequence[Any], cuts: Sequence[Sequence[int]], grap
         for each in cuts:
             whole, parts = make().train(training), make().train(training)
             for inputs in batches:
-                wanted, found = run_whole(whole, inputs), run_slices(parts, graph, each, inputs)
-                for what, a, b in zip(("output", "gradient", "buffer"), wanted, found, strict=True):
+                expected, actual = run_whole(whole, inputs), run_slices(parts, graph, each, inputs)
+                for what, a, b in zip(("output", "gradient", "buffer"), expected, actual, strict=True):
                     assert a.keys() == b.keys()
                     for name in a:
                         assert_same(f"{what} {name} with cuts {each}", a[name], b[name], exact=what != "gradient")

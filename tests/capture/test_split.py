@@ -32,7 +32,7 @@ class Glue(nn.Module):
         return self.step(self.parts, x)
 
 
-def graph_of(model: nn.Module, inputs: Any = X) -> LayerGraph:
+def capture_graph(model: nn.Module, inputs: Any = X) -> LayerGraph:
     return split(model, inputs, (), True)[0]
 
 
@@ -46,7 +46,7 @@ def residual(parts: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 def test_a_layer_is_a_call_with_the_code_after_it() -> None:
-    graph = graph_of(Glue(residual))
+    graph = capture_graph(Glue(residual))
     assert names(graph) == ["parts.0", "parts.1", "parts.2"]
     assert [layer.kind for layer in graph.layers] == ["Linear"] * 3
     assert graph.edges == ((0, 1), (1, 2))
@@ -54,7 +54,7 @@ def test_a_layer_is_a_call_with_the_code_after_it() -> None:
 
 
 def test_what_crosses_a_cut_is_what_is_read_after_it() -> None:
-    graph = graph_of(Glue(residual))
+    graph = capture_graph(Glue(residual))
     starts = {call.name: call.start for call in graph.calls}
     crossing = [{value.name for value in graph.values if value.crosses(starts[name])} for name in names(graph)[1:]]
     assert crossing == [{"parts.0 output"}, {"parts.2 argument 0"}]
@@ -105,7 +105,7 @@ def test_a_checkpointed_call_stays_whole() -> None:
                 x = checkpoint(block, x, use_reentrant=False)
             return x
 
-    assert names(graph_of(Model())) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert names(capture_graph(Model())) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_an_object_that_cannot_be_sent_keeps_its_call_and_the_next_together() -> None:
@@ -137,10 +137,10 @@ def test_an_object_that_cannot_be_sent_keeps_its_call_and_the_next_together() ->
 def test_shared_weights_tie_their_layers_and_state_keeps_them_whole() -> None:
     model = Glue(residual)
     model.parts[2].weight = model.parts[0].weight
-    assert graph_of(model).ties == ((0, 2),)
-    assert graph_of(model).whole == ()
+    assert capture_graph(model).ties == ((0, 2),)
+    assert capture_graph(model).whole == ()
     model.parts[0].weight.requires_grad_(False)
-    assert graph_of(model).ties == ()
+    assert capture_graph(model).ties == ()
 
 
 def test_each_parameter_belongs_to_a_layer() -> None:
@@ -148,15 +148,15 @@ def test_each_parameter_belongs_to_a_layer() -> None:
         return parts[1](F.relu(parts[0](x)) * model.scale) + parts[0].bias
 
     model = Glue(step)
-    graph = graph_of(model)
+    graph = capture_graph(model)
     # What nothing reads is a placeholder on the other stages.
     assert set(graph.glue) == {"scale", "parts.0.bias", "parts.2.weight", "parts.2.bias"}
-    held = [set(layer.parameters) for layer in graph.layers]
-    assert "scale" in held[0], "it is read before the next layer begins"
-    assert "parts.0.bias" in held[0] & held[1], "both layers use it"
-    assert {"parts.2.weight", "parts.2.bias"} <= held[0], "nothing uses them"
+    parameters = [set(layer.parameters) for layer in graph.layers]
+    assert "scale" in parameters[0], "it is read before the next layer begins"
+    assert "parts.0.bias" in parameters[0] & parameters[1], "both layers use it"
+    assert {"parts.2.weight", "parts.2.bias"} <= parameters[0], "nothing uses them"
     assert graph.ties == ((0, 1),)
-    assert set.union(*held) == {name for name, _ in model.named_parameters()}
+    assert set.union(*parameters) == {name for name, _ in model.named_parameters()}
 
 
 class Scaled(nn.Module):
@@ -176,7 +176,7 @@ class Scaled(nn.Module):
 
 
 def test_a_constant_buffer_belongs_to_all_layers_that_compute_with_it() -> None:
-    graph = graph_of(Scaled(lambda model: None))
+    graph = capture_graph(Scaled(lambda model: None))
     assert names(graph) == ["a", "b"]
     assert all("table" in layer.parameters for layer in graph.layers)
 
@@ -198,7 +198,7 @@ def test_no_cut_parts_the_uses_of_a_buffer_that_is_written(writes: Callable[[Sca
 
 
 def test_a_model_of_one_call_is_one_layer() -> None:
-    graph = graph_of(Glue(lambda parts, x: parts[0](x) * 2))
+    graph = capture_graph(Glue(lambda parts, x: parts[0](x) * 2))
     assert names(graph) == ["Glue"]
     assert graph.calls == ()
     assert set(graph.layers[0].parameters) == {name for name, _ in Glue(residual).named_parameters()}

@@ -17,12 +17,12 @@ from pipedream.core.errors import CaptureError
 from pipedream.core.model.profile import Profile
 
 
-def estimated(model: nn.Module, inputs: Any) -> Profile:
+def estimate(model: nn.Module, inputs: Any) -> Profile:
     return pipedream.profile(model, inputs, device="meta", as_device="A100-80GB")
 
 
-def sizes(profile: Profile) -> list[tuple[str, int, int, int]]:
-    costs = [(one.output_bytes, one.parameter_bytes, one.activation_bytes) for one in profile.layers]
+def list_sizes(profile: Profile) -> list[tuple[str, int, int, int]]:
+    costs = [(layer.output_bytes, layer.parameter_bytes, layer.activation_bytes) for layer in profile.layers]
     return [(layer.name, *cost) for layer, cost in zip(profile.graph.layers, costs, strict=True)]
 
 
@@ -41,11 +41,11 @@ def test_sizes_are_those_of_a_run(name: str) -> None:
     if case.needs_hf:
         pytest.importorskip("transformers")
     model, inputs = case.build(), case.inputs(case.batch(0, 3, 8))
-    wanted = sizes(pipedream.profile(model, inputs, warmup=0, runs=1))
-    assert sizes(estimated(model, inputs)) == wanted
+    expected = list_sizes(pipedream.profile(model, inputs, warmup=0, runs=1))
+    assert list_sizes(estimate(model, inputs)) == expected
     with torch.device("meta"):
         empty = case.make().train()
-    assert sizes(estimated(empty, inputs)) == wanted
+    assert list_sizes(estimate(empty, inputs)) == expected
 
 
 class Residual(nn.Module):
@@ -61,7 +61,7 @@ class Residual(nn.Module):
 def test_numbers_of_integer_inputs_decide_the_path() -> None:
     layers = []
     for lengths in (torch.tensor([3, 4]), torch.tensor([1, 4])):
-        profile = estimated(Residual(), (torch.ones(2, 4), lengths))
+        profile = estimate(Residual(), (torch.ones(2, 4), lengths))
         layers.append([layer.name for layer in profile.graph.layers])
     assert layers == [["a", "b"], ["Residual"]]
 
@@ -78,7 +78,7 @@ def test_a_path_that_depends_on_weights_is_refused() -> None:
             return y if y.sum() > 0 else self.b(y)
 
     with pytest.raises(CaptureError, match="profile it on a device that computes"):
-        estimated(Branch(), (torch.ones(2, 4), torch.ones(2)))
+        estimate(Branch(), (torch.ones(2, 4), torch.ones(2)))
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_models_that_need_numbers_say_so(name: str) -> None:
     if case.needs_hf:
         pytest.importorskip("transformers")
     with pytest.raises(CaptureError, match="profile it on a device that computes"):
-        estimated(case.build(), case.inputs(case.batch(0, 3, 8)))
+        estimate(case.build(), case.inputs(case.batch(0, 3, 8)))
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_a_model_of_7b_parameters_is_profiled_and_planned() -> None:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig())
     words = torch.zeros(1, 2048, dtype=torch.long)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    profile = estimated(model, {"input_ids": words, "labels": words})
+    profile = estimate(model, {"input_ids": words, "labels": words})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1e6  # KB
     assert sum(layer.parameter_bytes for layer in profile.layers) == 4 * 6_738_415_616
     # 2 flops for each weight and token, without the embedding's.

@@ -73,7 +73,7 @@ def plain(model: nn.Module, loss: Callable[[Any, Any], Tensor], data: Sequence[B
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-12, msg=name)

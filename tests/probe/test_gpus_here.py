@@ -15,7 +15,7 @@ H200, A100, OTHER = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA RTX A2000"
 GB = 10**9
 
 
-def _gpus(monkeypatch: pytest.MonkeyPatch, *names: str, free: int = 150 * GB, peers: bool = True) -> None:
+def _fake_gpus(monkeypatch: pytest.MonkeyPatch, *names: str, free: int = 150 * GB, peers: bool = True) -> None:
     total = 150 * GB
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(names))
@@ -24,7 +24,7 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, *names: str, free: int = 150 * GB, pe
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=total))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: GB)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: peers)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, other: peers)
 
     def mem_get_info(gpu: int) -> tuple[int, int]:
         assert gpu == 0, "another GPU would be given a context"
@@ -34,74 +34,74 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, *names: str, free: int = 150 * GB, pe
 
 
 def test_gpus_with_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    _gpus(monkeypatch, *[H200] * 8)
-    found = Cluster.here(4, device="cuda")
-    assert (found.workers, found.is_flat, found.device) == (4, True, "cuda: NVIDIA H200")
-    assert found.bandwidth_bytes_per_s == pytest.approx(0.8 * 450e9)
-    assert found.latency_s == 15e-6
-    assert found.memory_bytes == 148 * GB, "without CUDA's context and NCCL's buffers"
+    _fake_gpus(monkeypatch, *[H200] * 8)
+    cluster = Cluster.here(4, device="cuda")
+    assert (cluster.workers, cluster.is_flat, cluster.device) == (4, True, "cuda: NVIDIA H200")
+    assert cluster.bandwidth_bytes_per_s == pytest.approx(0.8 * 450e9)
+    assert cluster.latency_s == 15e-6
+    assert cluster.memory_bytes == 148 * GB, "without CUDA's context and NCCL's buffers"
     assert Cluster.here(device="cuda").workers == 8
     assert Cluster.here(4, 5 * GB, "cuda").memory_bytes == 5 * GB
 
 
 @pytest.mark.parametrize(("name", "rate"), [(A100, 31.5e9), (OTHER, 15.75e9)])
 def test_gpus_over_pcie(monkeypatch: pytest.MonkeyPatch, name: str, rate: float) -> None:
-    _gpus(monkeypatch, name, name, peers=name == OTHER)
+    _fake_gpus(monkeypatch, name, name, peers=name == OTHER)
     assert Cluster.here(2, device="cuda").bandwidth_bytes_per_s == pytest.approx(0.8 * rate)
 
 
 def test_memory_that_others_use_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    _gpus(monkeypatch, H200, H200, free=100 * GB)
+    _fake_gpus(monkeypatch, H200, H200, free=100 * GB)
     assert Cluster.here(2, device="cuda").memory_bytes == 98 * GB
 
 
 def test_workers_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    _gpus(monkeypatch, H200)
-    found = Cluster.here(4, device="cuda:0")
-    assert found.memory_bytes == (150 * GB - 1_500_000_000) // 4
-    assert (found.workers, found.latency_s) == (4, 0.0)
-    assert found.bandwidth_bytes_per_s > 1e12
+    _fake_gpus(monkeypatch, H200)
+    cluster = Cluster.here(4, device="cuda:0")
+    assert cluster.memory_bytes == (150 * GB - 1_500_000_000) // 4
+    assert (cluster.workers, cluster.latency_s) == (4, 0.0)
+    assert cluster.bandwidth_bytes_per_s > 1e12
 
 
 @pytest.mark.parametrize(("workers", "local", "sizes"), [(8, 4, ()), (8, 2, ()), (6, 4, (4, 2))])
 def test_more_workers_than_gpus_are_on_machines_like_this(
     monkeypatch: pytest.MonkeyPatch, workers: int, local: int, sizes: tuple[int, ...]
 ) -> None:
-    _gpus(monkeypatch, *[H200] * 4)
+    _fake_gpus(monkeypatch, *[H200] * 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    found = Cluster.here(workers, device="cuda")
-    assert found.workers == workers
-    assert [level.width for level in found.levels] == [local, -(-workers // local)]
-    assert found.levels[0].sizes == sizes
-    assert found.bandwidth_bytes_per_s == 1.25e9
+    cluster = Cluster.here(workers, device="cuda")
+    assert cluster.workers == workers
+    assert [level.width for level in cluster.levels] == [local, -(-workers // local)]
+    assert cluster.levels[0].sizes == sizes
+    assert cluster.bandwidth_bytes_per_s == 1.25e9
 
 
 def test_one_gpu_in_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    _gpus(monkeypatch, H200)
-    found = Cluster.here(3, device="cuda")
-    assert [level.width for level in found.levels] == [3]
-    assert found.bandwidth_bytes_per_s == 1.25e9
+    _fake_gpus(monkeypatch, H200)
+    cluster = Cluster.here(3, device="cuda")
+    assert [level.width for level in cluster.levels] == [3]
+    assert cluster.bandwidth_bytes_per_s == 1.25e9
 
 
 def test_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    _gpus(monkeypatch, H200, H200, A100)
-    found = Cluster.here(3, device="cuda")
-    assert found.devices == ("cuda: NVIDIA H200",) * 2 + ("cuda: NVIDIA A100-SXM4-80GB",)
-    assert found.speeds == pytest.approx((1.0, 1.0, 19.5 * 0.75 / 67 / 0.7))
-    assert found.bandwidth_bytes_per_s == pytest.approx(0.8 * 300e9), "the slower one's"
+    _fake_gpus(monkeypatch, H200, H200, A100)
+    cluster = Cluster.here(3, device="cuda")
+    assert cluster.devices == ("cuda: NVIDIA H200",) * 2 + ("cuda: NVIDIA A100-SXM4-80GB",)
+    assert cluster.speeds == pytest.approx((1.0, 1.0, 19.5 * 0.75 / 67 / 0.7))
+    assert cluster.bandwidth_bytes_per_s == pytest.approx(0.8 * 300e9), "the slower one's"
 
 
 def test_no_such_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    _gpus(monkeypatch, H200)
+    _fake_gpus(monkeypatch, H200)
     with pytest.raises(PlanError, match=r"cuda:1.*but 1 GPUs were found"):
         Cluster.here(2, device="cuda:1")
-    _gpus(monkeypatch)
+    _fake_gpus(monkeypatch)
     with pytest.raises(PlanError, match=r"'cuda'.*but 0 GPUs were found; use the cpu"):
         Cluster.here(2, device="cuda")
 
 
 def test_probe_leaves_room_for_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
-    _gpus(monkeypatch, H200)
+    _fake_gpus(monkeypatch, H200)
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (100 * GB, 150 * GB))
     assert machine.available_bytes(device, 1) == 101 * GB - 500_000_000

@@ -44,11 +44,11 @@ def test_an_interruption_spoils_the_rate_of_no_other_size(seconds: list[float]) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_module, "_time_op", op_s)
         patch.setattr(device_module, "_make_cold_tensors", lambda shape, dtype, place: [torch.ones(1)])
-        found = measure_device()
+        device = measure_device()
     sizes = device_module._SUMS_BYTES
     measured = [2 * size / spent_s for size, spent_s in zip(sizes, seconds[4:], strict=False)]
-    assert found.bytes_per_s == measured[-1]
-    assert [rate for _, rate in found.small_bytes_per_s] == [max(measured[i:]) for i in range(len(sizes) - 1)]
+    assert device.bytes_per_s == measured[-1]
+    assert [rate for _, rate in device.small_bytes_per_s] == [max(measured[i:]) for i in range(len(sizes) - 1)]
 
 
 def test_measured_device_survives_a_file(here: Device, tmp_path: Path) -> None:
@@ -72,6 +72,6 @@ def test_dtypes_by_name() -> None:
 
 @pytest.mark.gpu
 def test_measured_gpu_has_the_rates_of_one() -> None:
-    found = measure_device("cuda")
-    assert found.flops_per_s["bfloat16"] > 2 * found.flops_per_s["float32"] > 1e12
-    assert found.bytes_per_s > 1e11
+    device = measure_device("cuda")
+    assert device.flops_per_s["bfloat16"] > 2 * device.flops_per_s["float32"] > 1e12
+    assert device.bytes_per_s > 1e11

@@ -84,9 +84,9 @@ def attention() -> nn.Module:
 )
 def test_bytes_are_those_of_a_run(make: Any, sample: Tensor, factory: Any) -> None:
     model = make()
-    wanted = sizes(measured(model, sample, optimizer=factory))
-    assert sizes(estimated(model, sample, optimizer=factory)) == wanted
-    assert sizes(estimated(model.to("meta"), sample, optimizer=factory)) == wanted
+    expected = sizes(measured(model, sample, optimizer=factory))
+    assert sizes(estimated(model, sample, optimizer=factory)) == expected
+    assert sizes(estimated(model.to("meta"), sample, optimizer=factory)) == expected
 
 
 @settings(max_examples=8)
@@ -216,12 +216,12 @@ def test_door() -> None:
     assert profile.flops == 2 * 2 * 8 * 10**10
     assert "not measured" in str(profile)
     assert Profile.from_json(profile.to_json()) == profile
-    own = Device("own", 10**9, {"float32": 1e9}, 1e9)
-    assert pipedream.profile(model, x, device="meta", as_device=own).forward_s > 100
+    device = Device("own", 10**9, {"float32": 1e9}, 1e9)
+    assert pipedream.profile(model, x, device="meta", as_device=device).forward_s > 100
     assert DEVICES["A100-80GB"].name in profile.notes[0]
     with pytest.raises(ProfileError, match="only on the device meta"):
         pipedream.profile(model, x, as_device="A100")
     with pytest.raises(ProfileError, match="P100"):
         pipedream.profile(model, x, device="meta", as_device="P100")
     with pytest.raises(ProfileError, match="float13"):
-        pipedream.profile(model, x, device="meta", as_device=own, dtype="float13")
+        pipedream.profile(model, x, device="meta", as_device=device, dtype="float13")

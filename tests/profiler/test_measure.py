@@ -151,9 +151,9 @@ def test_an_update_has_a_fixed_part_and_one_by_bytes(widths: tuple[int, ...]) ->
     """What one parameter takes alone cannot be divided."""
     watch = Hands()
     parameters = [(str(width), nn.Parameter(torch.zeros(width))) for width in widths]
-    found = measure_update(partial(Timed, watch=watch), parameters, watch, scheduler=EndingSchedule, warmup=1, runs=5)
-    assert found.update_s == 13 + 4 * sum(widths)
-    assert found.fixed_s == pytest.approx(13 if len(widths) > 1 else 0.0)
+    cost = measure_update(partial(Timed, watch=watch), parameters, watch, scheduler=EndingSchedule, warmup=1, runs=5)
+    assert cost.update_s == 13 + 4 * sum(widths)
+    assert cost.fixed_s == pytest.approx(13 if len(widths) > 1 else 0.0)
 
 
 def test_the_optimizer_gets_the_users_names_and_no_frozen_parameter() -> None:
@@ -358,9 +358,9 @@ def test_a_mapping_is_passed_as_keyword_arguments() -> None:
     def part_of(value: Any, count: int, size: int) -> Any:
         return {**value, "x": value["x"][:size]}
 
-    found = profile_of(Sum(), nn.Linear(4, 4), sample=sample, samples=3, part_of=part_of)
-    assert (found.batch, found.input_shapes) == (3, ((4,), (3, 4)))
-    assert [layer.output_bytes for layer in found.layers] == [48, 48]
+    profile = profile_of(Sum(), nn.Linear(4, 4), sample=sample, samples=3, part_of=part_of)
+    assert (profile.batch, profile.input_shapes) == (3, ((4,), (3, 4)))
+    assert [layer.output_bytes for layer in profile.layers] == [48, 48]
 
 
 def test_a_stopwatch_gives_a_lap_for_each_start_and_stop() -> None:

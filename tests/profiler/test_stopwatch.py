@@ -60,7 +60,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
-def _laps_s(gpu: Gpu, watch: Stopwatch | HostStopwatch, laps: int = 3) -> list[float]:
+def _time_laps(gpu: Gpu, watch: Stopwatch | HostStopwatch, laps: int = 3) -> list[float]:
     for _ in range(laps):
         watch.start()
         for _ in range(KERNELS):
@@ -71,12 +71,12 @@ def _laps_s(gpu: Gpu, watch: Stopwatch | HostStopwatch, laps: int = 3) -> list[f
 
 def test_small_kernels_take_as_long_as_their_launches(gpu: Gpu) -> None:
     watch = Stopwatch(torch.device("cuda"))
-    assert _laps_s(gpu, watch) == pytest.approx([KERNELS * LAUNCH_S] * 3, rel=0.02)
+    assert _time_laps(gpu, watch) == pytest.approx([KERNELS * LAUNCH_S] * 3, rel=0.02)
 
 
 def test_launches_do_not_count_while_the_gpu_is_busy(gpu: Gpu) -> None:
     watch = Stopwatch(torch.device("cuda"), without_launches=True)
-    assert _laps_s(gpu, watch) == pytest.approx([KERNELS * KERNEL_S] * 3)
+    assert _time_laps(gpu, watch) == pytest.approx([KERNELS * KERNEL_S] * 3)
     # Never more than a lap ahead: a GPU's queue has room for a thousand kernels.
     assert gpu.free_s - gpu.host_s < 3e-3
 
@@ -84,7 +84,7 @@ def test_launches_do_not_count_while_the_gpu_is_busy(gpu: Gpu) -> None:
 def test_the_host_counts_its_launches_alone(gpu: Gpu) -> None:
     gpu.launch(1.0)
     watch = HostStopwatch(torch.device("cuda"))
-    assert _laps_s(gpu, watch) == pytest.approx([KERNELS * LAUNCH_S] * 3)
+    assert _time_laps(gpu, watch) == pytest.approx([KERNELS * LAUNCH_S] * 3)
 
 
 def test_autograds_start_is_taken_off_the_backwards() -> None:

@@ -89,10 +89,10 @@ def test_a_module_may_say_that_it_mixes_samples(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(WorkerError, match="it computes with several samples at once"):
         piped(model, mse, DATA, microbatches=2)
     model[1].mixes_samples = True
-    said: list[str] = []
-    monkeypatch.setattr(logging.getLogger("pipedream"), "warning", lambda text, *args: said.append(text % args))
+    warnings: list[str] = []
+    monkeypatch.setattr(logging.getLogger("pipedream"), "warning", lambda text, *args: warnings.append(text % args))
     piped(model, mse, DATA, microbatches=2)
-    assert any("'1' computes with several samples at once, as its mixes_samples says" in text for text in said)
+    assert any("'1' computes with several samples at once, as its mixes_samples says" in text for text in warnings)
 
 
 class Decides(nn.Module):
@@ -118,16 +118,16 @@ class Decides(nn.Module):
 
 @pytest.mark.parametrize("how", ["count", "python", "value"])
 def test_a_module_that_decides_at_each_call_does_so_in_the_pipeline(how: str) -> None:
-    def made() -> nn.Module:
+    def build_model() -> nn.Module:
         torch.manual_seed(0)
         random.seed(0)
         return nn.Sequential(nn.Linear(4, 4), Decides(how), nn.Linear(4, 4)).double()
 
-    names = [layer.name for layer in capture(made(), (DATA[0][0],)).graph.layers]
+    names = [layer.name for layer in capture(build_model(), (DATA[0][0],)).graph.layers]
     assert "1.b" not in names or how == "python", "a layer of the chain would run each time"
     if how != "python":
-        found = piped(made(), mse, DATA, microbatches=1)
-        assert_equal(found, plain(made(), mse, DATA))
+        weights = piped(build_model(), mse, DATA, microbatches=1)
+        assert_equal(weights, plain(build_model(), mse, DATA))
 
 
 class Products(nn.Module):
@@ -143,12 +143,12 @@ class Products(nn.Module):
 
 def test_a_model_without_calls_of_modules_passes() -> None:
     model = nn.Sequential(Products()).double()
-    found = copy.deepcopy(model)
+    trained = copy.deepcopy(model)
     plan = pipedream.Plan.uniform(1)
-    with Pipeline(found, plan, schedule="1f1b", loss=mse, optimizer=SGD, sample=DATA[0][0], check=True) as pipeline:
+    with Pipeline(trained, plan, schedule="1f1b", loss=mse, optimizer=SGD, sample=DATA[0][0], check=True) as pipeline:
         for _ in pipeline.train(DATA):
             pass
-    assert_equal(found.state_dict(), plain(model, mse, DATA))
+    assert_equal(trained.state_dict(), plain(model, mse, DATA))
 
 
 def test_a_loss_that_trains_nothing_is_refused() -> None:
@@ -191,7 +191,7 @@ def test_a_loss_that_reads_the_model_is_refused() -> None:
         list(pipeline.train(DATA))
 
 
-def _reads_a_list() -> nn.Module:
+def _build_reader_of_list() -> nn.Module:
     class Listed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -204,7 +204,7 @@ def _reads_a_list() -> nn.Module:
     return nn.Sequential(Listed(), nn.Linear(4, 4)).double()
 
 
-def _reads_a_partial() -> nn.Module:
+def _build_reader_of_partial() -> nn.Module:
     class Partial(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -217,21 +217,21 @@ def _reads_a_partial() -> nn.Module:
     return nn.Sequential(Partial(), nn.Linear(4, 4).double())
 
 
-def _reads_another_stage() -> nn.Module:
+def _build_reader_of_another_stage() -> nn.Module:
     class Reader(nn.Module):
         def __init__(self, other: nn.Linear) -> None:
             super().__init__()
-            self.own = nn.Linear(4, 4)
+            self.linear = nn.Linear(4, 4)
             self.__dict__["other"] = other
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.own(x) + self.other.weight.sum()
+            return self.linear(x) + self.other.weight.sum()
 
     first = nn.Linear(4, 4)
     return nn.Sequential(first, Reader(first)).double()
 
 
-def _writes_a_view() -> nn.Module:
+def _build_writer_of_view() -> nn.Module:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -253,10 +253,13 @@ def _writes_a_view() -> nn.Module:
     return nn.Sequential(Both(), Writes()).double()
 
 
-@pytest.mark.parametrize("made", [_reads_a_list, _reads_a_partial, _reads_another_stage, _writes_a_view])
-def test_what_a_pipeline_does_not_see_is_refused(made: Any) -> None:
+@pytest.mark.parametrize(
+    "build_model",
+    [_build_reader_of_list, _build_reader_of_partial, _build_reader_of_another_stage, _build_writer_of_view],
+)
+def test_what_a_pipeline_does_not_see_is_refused(build_model: Any) -> None:
     with pytest.raises(WorkerError, match=r"another gradient of '[01]"):
-        piped(made(), mse, DATA, microbatches=1)
+        piped(build_model(), mse, DATA, microbatches=1)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -270,10 +273,10 @@ def test_hooks_on_parameters_are_refused(kind: str, late: bool) -> None:
     if not late:
         add(model[0].weight)
     with pytest.raises(WorkerError, match=r"'0\.weight' has a hook"):
-        _trained_while(model, "gpipe", add)
+        _train_and_change(model, "gpipe", add)
 
 
-def _trained_while(model: nn.Sequential, schedule: str, change: Any) -> None:
+def _train_and_change(model: nn.Sequential, schedule: str, change: Any) -> None:
     """Trains, and changes the first weight after each minibatch."""
     plan = plan_of(model, DATA[0][0], (1,))
     with Pipeline(model, plan, schedule=schedule, loss=mse, optimizer=SGD, microbatches=1, check=True) as pipeline:
@@ -281,11 +284,11 @@ def _trained_while(model: nn.Sequential, schedule: str, change: Any) -> None:
             change(model[0].weight)
 
 
-def _binds(weight: nn.Parameter) -> None:
+def _bind(weight: nn.Parameter) -> None:
     weight.data = weight.data.clamp(-0.1, 0.1)
 
 
-def _writes(weight: nn.Parameter) -> None:
+def _overwrite(weight: nn.Parameter) -> None:
     with torch.no_grad():
         weight.clamp_(-0.1, 0.1)
 
@@ -293,15 +296,15 @@ def _writes(weight: nn.Parameter) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_binds, "was written while"),
-        (_writes, "was written while"),
+        (_bind, "was written while"),
+        (_overwrite, "was written while"),
         (lambda weight: weight.requires_grad_(False), "requires_grad of .* was changed"),
     ],
 )
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
 def test_changes_between_minibatches_are_noticed(change: Any, words: str, schedule: str) -> None:
     with pytest.raises(WorkerError, match=words):
-        _trained_while(net(), schedule, change)
+        _train_and_change(net(), schedule, change)
 
 
 class Rebinding(torch.optim.SGD):
@@ -327,8 +330,8 @@ class Rebinding(torch.optim.SGD):
 @pytest.mark.parametrize("how", ["data", "set", "copy"])
 def test_an_optimizer_that_binds_its_weights_anew_is_refused(how: str) -> None:
     if how == "copy":
-        found = piped(net(), mse, DATA, optimizer=lambda named: Rebinding(named, how), microbatches=1)
-        assert_equal(found, plain(net(), mse, DATA))
+        weights = piped(net(), mse, DATA, optimizer=lambda named: Rebinding(named, how), microbatches=1)
+        assert_equal(weights, plain(net(), mse, DATA))
         return
     with pytest.raises(WorkerError, match="other memory"):
         piped(net(), mse, DATA, optimizer=lambda named: Rebinding(named, how), microbatches=1)
@@ -340,7 +343,7 @@ class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(4))
-        self.own = torch.Generator().manual_seed(5)
+        self.generator = torch.Generator().manual_seed(5)
         self.register_buffer("seen", torch.zeros(()))
         self.calls = 0
         self.log: list[int] = []
@@ -353,7 +356,7 @@ class Stateful(nn.Module):
         self.table["last"] = len(x)
         self.table["inner"]["sizes"].append(len(x))  # type: ignore[index]
         self.seen = self.seen + 1
-        noise = torch.rand(x.shape, generator=self.own, dtype=x.dtype)
+        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
         x = F.dropout(x @ self.weight, 0.4) + noise + self.calls * self.python.random() * self.numpy.random()
         return x * float(len(self.log))
 
@@ -362,7 +365,7 @@ class Stateful(nn.Module):
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream_2bw"])
 def test_it_leaves_no_trace(m: int, schedule: str) -> None:
     """Weights, buffers, generators, attributes and the order of the data are those of a run without it."""
-    found: list[Any] = []
+    results: list[Any] = []
     for check in (True, False):
         torch.manual_seed(1)
         random.seed(1)
@@ -385,11 +388,11 @@ def test_it_leaves_no_trace(m: int, schedule: str) -> None:
         assert hooks == [dict(module._forward_pre_hooks) for module in model.modules()]
         inner = model[2]
         kept = inner.calls, inner.log, inner.table, inner.python.random(), inner.numpy.random()
-        own = torch.rand(3, generator=inner.own).tolist()
+        draws = torch.rand(3, generator=inner.generator).tolist()
         rest = torch.rand(3).tolist(), random.random(), float(np.random.rand())
         grads = [parameter.grad is None for parameter in model.parameters()]
-        found.append((losses, {name: value.tolist() for name, value in state.items()}, kept, own, rest, grads))
-    assert found[0] == found[1]
+        results.append((losses, {name: value.tolist() for name, value in state.items()}, kept, draws, rest, grads))
+    assert results[0] == results[1]
 
 
 class Mixed(nn.Module):
@@ -407,23 +410,23 @@ class Mixed(nn.Module):
 
 def test_random_numbers_that_the_profile_lacks_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     for rate in (0.0, 0.4):  # of the profiled model
-        said: list[str] = []
+        warnings: list[str] = []
         monkeypatch.setattr(
-            logging.getLogger("pipedream"), "warning", lambda text, *args, at=said: at.append(text % args)
+            logging.getLogger("pipedream"), "warning", lambda text, *args, at=warnings: at.append(text % args)
         )
         torch.manual_seed(0)
         model = Mixed(0.4).double()
         plan = plan_of(Mixed(rate).double(), DATA[0][0], (3,))
         with Pipeline(model, plan, schedule="gpipe", microbatches=1, loss=mse, optimizer=SGD) as pipeline:
             list(pipeline.train(DATA))
-        assert ("profile it as it is trained" in "".join(said)) is (rate == 0.0)
+        assert ("profile it as it is trained" in "".join(warnings)) is (rate == 0.0)
 
 
 class Holder:
     value: Any = 0.0
 
 
-def _hands_over() -> nn.Module:
+def _build_handing_over() -> nn.Module:
     class Gives(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             holder.value = x.detach().sum()
@@ -446,20 +449,20 @@ _RUNS: tuple[tuple[str, str, int], ...] = (
 """Model, method and microbatches."""
 
 
-def _trained(kind: str, schedule: str, microbatches: int, check: bool, free_bytes: int | None = None) -> Any:
+def _train(kind: str, schedule: str, microbatches: int, check: bool, free_bytes: int | None = None) -> Any:
     """Trains in this process, or as one rank of a process group; returns all that a comparison might change."""
     torch.manual_seed(1)
     random.seed(1)
     if free_bytes is not None:
         pipedream.pipeline.available_bytes = lambda *_: free_bytes  # type: ignore[attr-defined]
-    made = {
-        "list": _reads_a_list,
+    builders = {
+        "list": _build_reader_of_list,
         "mixed": Mixed,
         "chain": net,
-        "another stage": _reads_another_stage,
-        "object": _hands_over,
+        "another stage": _build_reader_of_another_stage,
+        "object": _build_handing_over,
     }
-    model = made[kind]().double()
+    model = builders[kind]().double()
     plan = plan_of(model, DATA[0][0], (3 if kind == "mixed" else 1,))
     loader = torch.utils.data.DataLoader([(x, y) for x, y in DATA], batch_size=None, shuffle=True)
     with Pipeline(
@@ -482,19 +485,19 @@ def _trained(kind: str, schedule: str, microbatches: int, check: bool, free_byte
     return losses, kept, grads, torch.rand(3).tolist(), random.random()
 
 
-def _all_trained(check: bool, free_bytes: int | None = None) -> list[Any]:
-    return [_trained(*run, check, free_bytes) for run in _RUNS]
+def _train_all(check: bool, free_bytes: int | None = None) -> list[Any]:
+    return [_train(*run, check, free_bytes) for run in _RUNS]
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_train_as_without_it() -> None:
-    alone = processes.results(_all_trained, 2, False)
+    alone = processes.results(_train_all, 2, False)
     for free_bytes in (None, 0):  # as a whole, and stage by stage
-        compared = processes.results(_all_trained, 2, True, free_bytes)
+        compared = processes.results(_train_all, 2, True, free_bytes)
         for rank in range(2):
-            for run, found, wanted in zip(_RUNS, compared[rank], alone[rank], strict=True):
-                assert found == wanted, (run, rank)
+            for run, actual, expected in zip(_RUNS, compared[rank], alone[rank], strict=True):
+                assert actual == expected, (run, rank)
 
 
 @pytest.mark.processes
@@ -508,5 +511,5 @@ def test_processes_train_as_without_it() -> None:
     ],
 )
 def test_processes_refuse_what_they_do_not_see(kind: str, free_bytes: int | None, words: str) -> None:
-    for end in processes.launch(_trained, 2, kind, "1f1b", 1, True, free_bytes):
+    for end in processes.launch(_train, 2, kind, "1f1b", 1, True, free_bytes):
         assert re.search(words, str(end.error).replace(chr(10), " ")), end.error
