@@ -518,7 +518,7 @@ def test_a_forward_that_catches_everything_is_refused_with_the_remedy() -> None:
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Suppresses, Tolerant, Threads)),
     ],
 )
-def test_unusual_forwards_train_as_run_in_one_process(kind: type[nn.Module]) -> None:
+def test_unusual_forwards_train_as_in_one_process(kind: type[nn.Module]) -> None:
     graph = capture(build_model(kind), torch.randn(4, 4)).graph
     cuts = [layer.name for layer in graph.layers[1:]][-2:]
     assert train(kind, make_batches(), cuts) == pytest.approx(run_in_one_process(kind, make_batches()))

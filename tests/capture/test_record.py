@@ -83,7 +83,7 @@ def test_buffers_that_are_written_or_replaced_are_known() -> None:
     model = Replaces()
     assert record(model, (torch.ones(2),), {}).moving == {"mean"}
     again = record(model, (torch.ones(2),), {}, frozenset({"mean"}))
-    assert returned(again).depends, "what a moving buffer is used for belongs to its stage"
+    assert find_returned(again).depends, "what a moving buffer is used for belongs to its stage"
 
 
 @pytest.mark.parametrize(
