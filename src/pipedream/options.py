@@ -21,13 +21,18 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from pipedream.callbacks import Callback, monitored
 from pipedream.core.errors import PipelineError
+from pipedream.core.flags import Panel, flag_of, option
 from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.depth import read_depth
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.phase import Phase
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
+
+METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
+METHOD_HELP = "The method: a name from 'pipedream schedules', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +145,6 @@ class MethodOptions:
     Attributes:
         schedule: a method's name (`pipedream schedules`), a CSV file of PyTorch's, or a Schedule; by default the plan's
             method, or PipeDream's.
-        microbatches: parts of a minibatch, for methods that split it; by default the plan's.
         seed: of all randomness inside the layers, and of a recipe; 0 by default.
         device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
         stuck_after_s: ends a run on several processes if an operation or the loader takes longer than this and than 20
@@ -150,11 +154,35 @@ class MethodOptions:
     """
 
     schedule: str | Schedule | None = None
-    microbatches: int | None = None
-    seed: int | None = None
-    device: str = "cpu"
-    stuck_after_s: float = STUCK_AFTER_S
-    check: bool = True
+    microbatches: int | None = option(
+        None,
+        "Microbatches per minibatch.",
+        metavar="M",
+        least=1,
+        unset="the plan's or the method's own number",
+        panel=Panel.METHOD,
+    )
+    seed: int | None = option(
+        None,
+        "Random seed for the recipe and all layers.",
+        metavar="N",
+        unset="0, or the resumed run's",
+        panel=Panel.RUN,
+    )
+    device: str = option("cpu", "Device of the workers.", metavar="cpu|cuda")
+    check: bool = option(
+        True,
+        "Compare the first minibatch (loss, gradients, buffers) with the model itself.",
+        panel=Panel.RUN,
+    )
+    stuck_after_s: float = option(
+        STUCK_AFTER_S,
+        "End the run if an op or the data loader takes longer than this; 0: never.",
+        "--stuck-after",
+        metavar="SECONDS",
+        least=0,
+        panel=Panel.FAILURES,
+    )
 
     def __post_init__(self) -> None:
         if not self.stuck_after_s >= 0:
@@ -192,77 +220,170 @@ class TrainingOptions(MethodOptions):
     otherwise phases, compensation and epochs come from the recipe.
 
     Attributes:
-        schedule: a method's name, as in `Pipeline`; 'auto' takes the fastest by simulation (`pipedream.plan`).
-        phases: as in `Pipeline`. The plan is made for the first phase that does not flush.
+        phases: also a list, as in `Pipeline`. The plan is made for the first phase that does not flush.
         compensation: as in `Pipeline`; the recipe's applies only to methods that do not flush.
-        workers: under torchrun the number of processes; 2 by default. With a mesh, ranks are counted.
+        workers: under torchrun the number of processes. With a mesh, ranks are counted.
         plan: a finished plan; by default the model is profiled and planned here.
         shape: what to plan, see `pipedream.plan`; 'pipeline' and 'any' use all workers.
-        update_delay: 1 moves the updates of replicated stages after their next forward.
-        recompute: every stage keeps only its input and repeats the forward; False leaves it to the plan.
-        in_flight: depth: 'noam', 'full', 'auto' or counts.
-        chunks: stages per worker, for methods that put several on one.
-        mesh: of the ranks of every worker, such as 'model:2', or one for each stage, such as 'data:2/model:2/-'; the
-            recipe's layout says what it cuts.
-        layout: rules of a layout in place of the recipe's, whose names stay.
-        at_rest: in place of the `at_rest` of the recipe's layout.
-        allow_asynchronous: 'auto' may choose a method whose gradients are late.
-        compile: True compiles the modules that lie within one stage; False leaves it to the recipe.
-        epochs: since the start of training.
-        minibatches: since the start of training, after which to stop; by default all.
-        evaluate_every: epochs between evaluations, each of which drains the pipeline; 0 evaluates only at the end.
-        checkpoint_every: minibatches between checkpoints, each of which drains the pipeline; None saves whenever an
-            evaluation drains it, 0 never. They are in the run folder (`training.resume.CHECKPOINTS`).
-        keep: number of checkpoints to keep.
-        resume: run folder or checkpoint to continue from, also as a URL; another number of workers gets a new plan.
-            After a restart by the launcher the run continues from its newest checkpoint without this. The folder `out`
-            may still be empty: the same options then start a run and continue it.
+        in_flight: counts may be a tuple.
+        layout: in place of the recipe's rules, whose names stay.
+        compile: False leaves it to the recipe.
+        epochs, minibatches: since the start of training.
+        evaluate_every: each evaluation drains the pipeline.
+        checkpoint_every: each checkpoint drains the pipeline; None saves whenever an evaluation drains it. They are in
+            the run folder (`training.resume.CHECKPOINTS`).
+        resume: may be a URL; another number of workers gets a new plan. After a restart by the launcher the run
+            continues from its newest checkpoint without this. With an empty folder `out`, the same options start a run
+            and continue it.
         cluster: workers and links; by default this machine, or if the processes are on several the links are measured.
         memory_bytes: of each worker, if there is no cluster; by default what the machines have.
-        weights: to start from, as in `Pipeline`.
-        out: run folder; by default a new one under ``runs/``, or that of `resume`. If it is a URL of fsspec, such as
-            ``s3://bucket/run``, checkpoints go there, and its other files at the end.
-        logs: more loggers: 'csv' and 'tensorboard' write into the run folder, 'wandb' and 'mlflow' to these services.
         quiet: print nothing.
     """
 
-    schedule: str | None = None
-    phases: str | Sequence[Phase] | None = None
-    compensation: Any = None
-    workers: int | None = None
+    schedule: str | None = option(
+        None,
+        f"{METHOD_HELP}; 'auto' chooses the fastest by simulation.",
+        metavar=METHOD_NAME,
+        unset="the plan's own, or pipedream",
+        panel=Panel.METHOD,
+    )
+    phases: str | Sequence[Phase] | None = option(
+        None,
+        "Methods to train with in turn. M is the number of microbatches; END is the minibatch at which the method "
+        "ends, or the epoch if an 'e' follows. For example 1f1b/4:200,pipedream:3e,1f1b/4.",
+        metavar="METHOD[/M][+COMPENSATION]:END,...",
+        panel=Panel.METHOD,
+    )
+    compensation: Any = option(
+        None,
+        "Compensation of late gradients: spike, nesterov, error_feedback, t1:500 (smaller rates for the first 500 "
+        "updates), ... or none; repeatable.",
+        metavar="NAME[:NUMBER]",
+        unset="the recipe's",
+        panel=Panel.METHOD,
+        kind=list[str],
+        read=lambda texts: [text for text in texts if text != "none"],
+    )
+    workers: int | None = option(
+        None, "Number of local worker processes.", metavar="N", least=1, unset="the plan's, or 2"
+    )
     plan: Plan | None = None
     shape: str | tuple[int, ...] = "pipeline"
-    update_delay: int = 0
-    recompute: bool = False
-    in_flight: str | tuple[int, ...] = "noam"
-    chunks: int | None = None
-    mesh: str = ""
-    layout: str | None = None
-    at_rest: str | None = None
-    allow_asynchronous: bool = False
-    compile: bool = False
-    epochs: int | None = None
-    minibatches: int | None = None
-    evaluate_every: int = 1
-    checkpoint_every: int | None = None
-    keep: int = 2
-    resume: str | os.PathLike[str] | None = None
+    update_delay: int = option(
+        0,
+        "1 lets replicated stages run their next forward before they update.",
+        metavar="0|1",
+        least=0,
+        most=1,
+        panel=Panel.SHAPE,
+    )
+    recompute: bool = option(
+        False,
+        "Make every stage keep only its input and repeat the forward before the backward, like 'pipedream plan "
+        "--recompute always'. Without this flag the plan decides.",
+        panel=Panel.SHAPE,
+    )
+    in_flight: str | tuple[int, ...] = option(
+        "noam",
+        "Depth, the microbatches in flight at each stage: as in the paper (noam), enough to hide messages (full), "
+        "the deepest that fits the memory (auto), or a count for each stage, e.g. 3,2,1.",
+        metavar="noam|full|auto|N,N,...",
+        panel=Panel.METHOD,
+        read=read_depth,
+    )
+    chunks: int | None = option(
+        None,
+        "Stages per worker, for methods that interleave.",
+        metavar="V",
+        least=1,
+        unset="the method's own number",
+        panel=Panel.METHOD,
+    )
+    mesh: str = option(
+        "",
+        "Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-; auto plans "
+        "meshes with cuts and replicas. --workers then counts ranks, --config workers.",
+        metavar="auto|none|NAME:RANKS[,...][/...]",
+        unset="none, one rank",
+        panel=Panel.MESH,
+    )
+    layout: str | None = option(
+        None,
+        "Which dimension of the mesh cuts which dimension of tensors, e.g. d_ff:model.",
+        metavar="TENSOR:MESH[,...]",
+        unset="the recipe's",
+        panel=Panel.MESH,
+    )
+    at_rest: str | None = option(
+        None,
+        "Dimension of the mesh over which weights, gradients and optimizer state are sharded (ZeRO-3).",
+        metavar="MESH",
+        unset="the recipe's",
+        panel=Panel.MESH,
+    )
+    allow_asynchronous: bool = option(
+        False, "Let --schedule auto also choose methods with late gradients.", panel=Panel.METHOD
+    )
+    compile: bool = option(False, "Compile the modules that lie within one stage with torch.compile.", panel=Panel.RUN)
+    epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)
+    minibatches: int | None = option(
+        None, "Stop after this many minibatches.", metavar="N", least=1, unset="no limit", panel=Panel.RUN
+    )
+    evaluate_every: int = option(
+        1, "Epochs between evaluations; 0: only at the end.", metavar="EPOCHS", least=0, panel=Panel.RUN
+    )
+    checkpoint_every: int | None = option(
+        None,
+        "Minibatches between checkpoints; 0: no checkpoints.",
+        metavar="MINIBATCHES",
+        least=0,
+        unset="at each evaluation",
+        panel=Panel.RUN,
+    )
+    keep: int = option(2, "Number of checkpoints to keep.", metavar="N", least=1, panel=Panel.RUN)
+    resume: str | os.PathLike[str] | None = option(
+        None,
+        "Continue a run: its run folder, or one of its checkpoints. The folder of --out may still be empty.",
+        metavar="DIR",
+        panel=Panel.RUN,
+    )
     cluster: Cluster | None = None
     memory_bytes: int | None = None
-    weights: str | None = None
-    out: str | os.PathLike[str] | None = None
-    logs: tuple[str, ...] = ()
+    weights: str | None = option(
+        None,
+        "Weights to start from: a state dict, safetensors, or a folder with the latter.",
+        metavar="PATH",
+        panel=Panel.RUN,
+    )
+    out: str | os.PathLike[str] | None = option(
+        None,
+        "Run folder; or a URL such as s3://bucket/run, to which checkpoints and, at the end, all files go.",
+        metavar="DIR",
+        unset="a new one in runs/",
+        panel=Panel.RUN,
+    )
+    logs: tuple[str, ...] = option(
+        (),
+        "Also log to the run folder, or to a service by its own package; repeatable.",
+        "--logger",
+        "--log",  # torchrun refuses it, as short for options of its own
+        metavar="csv|tensorboard|wandb|mlflow",
+        panel=Panel.RUN,
+        kind=list[str],
+        read=tuple,
+    )
     quiet: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "mesh", "" if self.mesh == "none" else self.mesh)
-        least = {"workers": 1, "epochs": 1, "minibatches": 1, "evaluate_every": 0, "checkpoint_every": 0, "keep": 1}
-        least |= {"memory_bytes": 1}
-        for name, lowest in least.items():
-            count = getattr(self, name)
-            if count is not None and not (isinstance(count, int) and count >= lowest):
-                raise PipelineError(f"{name}={count!r} was asked for; give a whole number from {lowest} on")
+        bounds = {field.name: flag.least for field in dataclasses.fields(self) if (flag := flag_of(field))}
+        for name, lowest in (bounds | {"memory_bytes": 1}).items():
+            value = getattr(self, name)
+            if lowest is None or value is None or name == "stuck_after_s":
+                continue
+            if not (isinstance(value, int) and value >= lowest):
+                raise PipelineError(f"{name}={value!r} was asked for; give a whole number from {lowest} on")
 
 
 def compile_arguments(asked: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:

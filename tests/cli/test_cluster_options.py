@@ -9,7 +9,7 @@ import pytest
 
 import pipedream
 from pipedream import cli
-from pipedream.cli.options import cluster_of
+from pipedream.cli.options import make_cluster, read_cluster
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware import presets
 from pipedream.core.hardware.cluster import Cluster, Level
@@ -22,7 +22,7 @@ from pipedream.training import train
 
 
 def cluster(*workers: str, bandwidth: tuple[str, ...] = ()) -> Cluster:
-    return cluster_of(None, list(workers), list(bandwidth), 0.0, None)
+    return make_cluster(workers, bandwidth, 0.0, None)
 
 
 def test_unequal_machines_are_joined_by_plus() -> None:
@@ -50,7 +50,7 @@ def test_what_makes_no_sense_is_refused(workers: tuple[str, ...], message: str) 
 
 def test_a_name_is_a_papers_cluster_unless_it_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def named(text: str) -> Cluster:
-        return cluster_of(Path(text), [], [], 0.0, None)
+        return read_cluster(Path(text))
 
     assert named("pipedream-b") == presets.cluster("pipedream-b")
     assert named("pipedream-a:2") == presets.cluster("pipedream-a", 2)

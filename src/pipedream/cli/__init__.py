@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 import pipedream
+from pipedream.cli.shared.flags import as_command
 from pipedream.cli.shared.parsing import OptionParser
 from pipedream.cli.shared.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
@@ -35,15 +36,15 @@ COMMANDS = {
     "plan": "Cut a profiled model into stages.",
     "check": "Check a plan that was edited, and predict its speed.",
     "partition": "Divide a step's tensors over ranks, as Tofu does.",
-    "layout": "Choose which dimension of a mesh cuts what.",
+    "layout": "Choose which tensor dimensions each mesh dimension shards.",
     "sweep": "Compare methods over workers and bandwidths.",
     "simulate": "Predict a run: throughput, bubble, memory, staleness.",
     "show": "Draw a method's schedule, with its proof on request.",
     "schedules": "List the methods, with the claims of their papers.",
     "compare": "Train a recipe in several ways, one after the other.",
-    "emulate": "Run a plan with waits in place of compute.",
+    "emulate": "Run a plan with sleeps instead of computation.",
     "probe": "Measure the cluster that the workers run on.",
-    "report": "Write report.html of a run folder again.",
+    "report": "Regenerate report.html for a run folder.",
     "checkpoint": "Verify a run's checkpoints, or gather their parts.",
 }
 """Each command, with the first line of its help."""
@@ -64,7 +65,7 @@ class _Commands(TyperGroup):
 def load(name: str) -> Any:
     """Imports a command."""
     one = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    one.command(name, cls=OptionParser)(getattr(import_module(f"pipedream.cli.{name}"), name))
+    one.command(name, cls=OptionParser)(as_command(getattr(import_module(f"pipedream.cli.{name}"), name)))
     return get_command(one)
 
 

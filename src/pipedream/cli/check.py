@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from pipedream.cli.options import Json, Microbatches, ScheduleOrPlans, print_json, profile_of
+from pipedream.cli.options import JSON, MICROBATCHES, SCHEDULE, print_json, profile_of
+from pipedream.core.flags import argument, option
 from pipedream.core.plan.plan import Plan
 from pipedream.workflows.check import check_plan
 
 
 def check(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan to check.")],
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PROFILE",
-            show_default="trust the plan's figures",
-            help="Profile of the model, to check layers, times and sizes too.",
-        ),
-    ] = None,
-    schedule: ScheduleOrPlans = None,
-    microbatches: Microbatches = None,
-    as_json: Json = False,
+    plan: Path = argument("PLAN", "Plan to check."),
+    profile: Path | None = option(
+        None,
+        "Profile of the model, to check layers, times and sizes too.",
+        metavar="PROFILE",
+        unset="trust the plan's figures",
+    ),
+    schedule: str | None = SCHEDULE,
+    microbatches: int | None = MICROBATCHES,
+    as_json: bool = JSON,
 ) -> None:
     """Check a plan that was edited, and predict its speed.
 

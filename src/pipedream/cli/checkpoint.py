@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from pipedream.cli.options import Json, print_json
+from pipedream.cli.options import JSON, print_json
 from pipedream.core.errors import ArtifactError
+from pipedream.core.flags import argument, option
 from pipedream.core.units import format_bytes
 
 
@@ -21,24 +20,16 @@ class _Verb(StrEnum):
 
 
 def checkpoint(
-    verb: Annotated[
-        _Verb,
-        typer.Argument(
-            help="What to do: read every tensor and compare its checksum (verify), or make one folder of the parts "
-            "that machines without a shared folder have kept (gather)."
-        ),
-    ],
-    folders: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="DIR...",
-            help="Run folders, folders of checkpoints, or checkpoints; also URLs, such as s3://bucket/run.",
-        ),
-    ],
-    output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="DIR", help="New run folder, for what is gathered.")
-    ] = None,
-    as_json: Json = False,
+    verb: _Verb = argument(
+        None,
+        "What to do: read every tensor and compare its checksum (verify), or make one folder of the parts that "
+        "machines without a shared folder have kept (gather).",
+    ),
+    folders: list[str] = argument(
+        "DIR...", "Run folders, folders of checkpoints, or checkpoints; also URLs, such as s3://bucket/run."
+    ),
+    output: str | None = option(None, "New run folder, for what is gathered.", "-o", "--output", metavar="DIR"),
+    as_json: bool = JSON,
 ) -> None:
     """Verify a run's checkpoints, or gather their parts.
 

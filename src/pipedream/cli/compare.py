@@ -5,76 +5,59 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from pipedream.cli.options import AtRest, Device, Json, LayoutRules, Microbatches, RecipeFile, Seed, print_json
+from pipedream.cli.options import AT_REST, DEVICE, JSON, LAYOUT, MICROBATCHES, RECIPE, SEED, print_json
 from pipedream.core.artifact import encode
 from pipedream.core.errors import PlanError
+from pipedream.core.flags import Panel, option
 from pipedream.core.units import parse_rate
 from pipedream.options import TrainingOptions
 
 
 def compare(
-    recipe: RecipeFile,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            show_default="2, or as many as --hosts; two meshes",
-            help="Workers of each variant; with --mesh ranks.",
-        ),
-    ] = None,
-    link: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RATE[,RATE]",
-            show_default="this machine's own links",
-            help="Run over links of this rate, e.g. 400mbit/s, by network namespaces; repeatable. With --hosts a rate "
-            "within a host and one between hosts: 10gbit/s,400mbit/s.",
-        ),
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(metavar="HxW", show_default="one worker each", help="Hosts, and the workers on each, e.g. 2x2."),
-    ] = None,
-    schedule: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            show_default="data-parallel, 1f1b, pipedream, pipedream_2bw, auto",
-            help="Method to compare with one worker and with what torch offers; data-parallel is this library's, "
-            "auto the planner's choice. Repeatable.",
-        ),
-    ] = None,
-    microbatches: Microbatches = None,
-    mesh: Annotated[
-        str,
-        typer.Option(
-            "--mesh",
-            metavar="NAME:RANKS[,...]",
-            show_default="one rank",
-            help="Mesh of the ranks of every worker of the methods, e.g. model:2. --workers then counts ranks.",
-        ),
-    ] = "",
-    layout: LayoutRules = None,
-    at_rest: AtRest = None,
-    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Epochs of each variant.")] = 1,
-    minibatches: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", show_default="no limit", help="Stop each variant after this many minibatches."
-        ),
-    ] = None,
-    seed: Seed = 0,
-    device: Device = TrainingOptions.device,
-    out: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", show_default="a new one in runs/", help="Folder for the run folders."),
-    ] = None,
-    as_json: Json = False,
+    recipe: str = RECIPE,
+    workers: int | None = option(
+        None,
+        "Workers of each variant; with --mesh ranks.",
+        metavar="N",
+        least=1,
+        unset="2, or as many as --hosts; two meshes",
+    ),
+    link: list[str] | None = option(
+        None,
+        "Run over links of this rate, e.g. 400mbit/s, by network namespaces; repeatable. With --hosts a rate within a "
+        "host and one between hosts: 10gbit/s,400mbit/s.",
+        metavar="RATE[,RATE]",
+        unset="this machine's own links",
+    ),
+    hosts: str | None = option(
+        None, "Hosts, and the workers on each, e.g. 2x2.", metavar="HxW", unset="one worker each"
+    ),
+    schedule: list[str] | None = option(
+        None,
+        "Method to compare with one worker and with what torch offers; data-parallel is this library's, auto the "
+        "planner's choice. Repeatable.",
+        metavar="NAME",
+        unset="data-parallel, 1f1b, pipedream, pipedream_2bw, auto",
+    ),
+    microbatches: int | None = MICROBATCHES,
+    mesh: str = option(
+        "",
+        "Mesh of the ranks of every worker of the methods, e.g. model:2. --workers then counts ranks.",
+        metavar="NAME:RANKS[,...]",
+        unset="one rank",
+        panel=Panel.MESH,
+    ),
+    layout: str | None = LAYOUT,
+    at_rest: str | None = AT_REST,
+    epochs: int = option(1, "Epochs of each variant.", metavar="N", least=1),
+    minibatches: int | None = option(
+        None, "Stop each variant after this many minibatches.", metavar="N", least=1, unset="no limit"
+    ),
+    seed: int = SEED,
+    device: str = DEVICE,
+    out: str | None = option(None, "Folder for the run folders.", metavar="DIR", unset="a new one in runs/"),
+    as_json: bool = JSON,
 ) -> None:
     """Train a recipe in several ways, one after the other.
 

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from pipedream.cli.options import Json, Microbatches, ScheduleOrPlans, depth_of, print_json
+from pipedream.cli.options import JSON, MICROBATCHES, SCHEDULE, print_json
 from pipedream.cli.shared.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.errors import PlanError
+from pipedream.core.flags import argument, option
+from pipedream.core.plan.depth import read_depth
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import check_factor
 
 
 def emulate(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan to run, from 'pipedream plan -o'.")],
-    schedule: ScheduleOrPlans = None,
-    microbatches: Microbatches = None,
-    minibatches: Annotated[int, typer.Option(min=1, metavar="N", help="Minibatches to run.")] = 32,
-    in_flight: Annotated[
-        str | None,
-        typer.Option(
-            metavar="noam|full|N,N,...",
-            show_default="the plan's",
-            help="Depth, the microbatches in flight at each stage, e.g. 3,2,1.",
-        ),
-    ] = None,
-    dilation: Annotated[float, typer.Option(metavar="FACTOR", help="Factor on all times.")] = 1.0,
-    byte_scale: Annotated[float, typer.Option(metavar="FACTOR", help="Factor on all sizes in bytes.")] = 1.0,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", show_default="the plan's", help="Number of local worker processes."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", show_default="a new one in runs/", help="Run folder.")
-    ] = None,
-    as_json: Json = False,
+    plan: Path = argument("PLAN", "Plan to run, from 'pipedream plan -o'."),
+    schedule: str | None = SCHEDULE,
+    microbatches: int | None = MICROBATCHES,
+    minibatches: int = option(32, "Minibatches to run.", metavar="N", least=1),
+    in_flight: str | tuple[int, ...] | None = option(
+        None,
+        "Depth, the microbatches in flight at each stage, e.g. 3,2,1.",
+        metavar="noam|full|N,N,...",
+        unset="the plan's",
+        read=read_depth,
+    ),
+    dilation: float = option(1.0, "Factor on all times.", metavar="FACTOR"),
+    byte_scale: float = option(1.0, "Factor on all sizes in bytes.", metavar="FACTOR"),
+    workers: int | None = option(None, "Number of local worker processes.", metavar="N", least=1, unset="the plan's"),
+    out: Path | None = option(None, "Run folder.", metavar="DIR", unset="a new one in runs/"),
+    as_json: bool = JSON,
 ) -> None:
-    """Run a plan with waits in place of compute.
+    """Run a plan with sleeps instead of computation.
 
     Uses the real runtime, with a local process for each worker of the plan, and prints predicted and measured figures;
     under torchrun this process is one of the workers. Messages use the network between the processes.
@@ -63,7 +56,7 @@ def emulate(
         schedule=schedule,
         microbatches=microbatches,
         minibatches=minibatches,
-        in_flight=None if in_flight is None else depth_of(in_flight),
+        in_flight=in_flight,
         dilation=dilation,
         byte_scale=byte_scale,
         out=out,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from pipedream.cli.options import Finest, Json, RecipeFile, Seed, print_json
+from pipedream.cli.options import FINEST, JSON, RECIPE, SEED, print_json
+from pipedream.core.flags import option
 from pipedream.core.model.crossings import crossings
 
 
 def layers(
-    recipe: RecipeFile,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device to run the model on, once.")] = "cpu",
-    finest: Finest = False,
-    seed: Seed = 0,
-    as_json: Json = False,
+    recipe: str = RECIPE,
+    device: str = option("cpu", "Device to run the model on, once.", metavar="cpu|cuda"),
+    finest: bool = FINEST,
+    seed: int = SEED,
+    as_json: bool = JSON,
 ) -> None:
     """List the layers of a model, and what crosses each cut.
 
@@ -29,11 +26,11 @@ def layers(
     from pipedream.recipe import load_recipe
     from pipedream.training.job import capture_recipe
 
-    found = capture_recipe(load_recipe(recipe, seed=seed), device=device, finest=finest)
+    capture = capture_recipe(load_recipe(recipe, seed=seed), device=device, finest=finest)
     if not as_json:
-        print(found)
+        print(capture)
         return
-    graph = found.graph
+    graph = capture.graph
     across = {crossing.layer: crossing for crossing in crossings(graph)}
     print_json(
         {
@@ -54,6 +51,6 @@ def layers(
             ],
             "ties": [[graph.layers[i].name for i in group] for group in graph.ties],
             "inseparable": [[graph.layers[i].name for i in group] for group in graph.whole],
-            "refused": dict(found.refused),
+            "refused": dict(capture.refused),
         }
     )

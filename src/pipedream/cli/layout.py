@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from pipedream.cli.options import Json, Seed, memory_of, print_json
-from pipedream.cli.shared.steps import ElementBytes, StepFile, step_of
+from pipedream.cli.options import JSON, SEED, print_json, read_memory
+from pipedream.cli.shared.steps import ELEMENT_BYTES, STEP, step_of
 from pipedream.core import units
 from pipedream.core.errors import PlanError
+from pipedream.core.flags import option
 from pipedream.core.plan.mesh import Mesh
 from pipedream.report.partition import layout_table
 from pipedream.workflows.partition import laid_out
@@ -18,34 +15,25 @@ _RATES = "Rates, for --objective time"
 
 
 def layout(
-    step: StepFile,
-    mesh: Annotated[str, typer.Option(metavar="NAME:RANKS[,...]", help="Mesh of ranks, e.g. data:4,model:2.")],
-    objective: Annotated[
-        str, typer.Option(metavar="memory|time", help="What is least: the peak of a rank, or the seconds of a step.")
-    ] = "memory",
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="BYTES", show_default="no limit", help="Memory of a rank, e.g. 16GB."),
-    ] = None,
-    operations_per_s: Annotated[
-        float | None, typer.Option(metavar="N", rich_help_panel=_RATES, help="Operations of a rank per second.")
-    ] = None,
-    bandwidth: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="B [B ...]",
-            rich_help_panel=_RATES,
-            help="What a rank sends per second, e.g. 10Gbit/s; one value, or one for each dimension of the mesh.",
-        ),
-    ] = None,
-    fixed: Annotated[
-        str | None, typer.Option(metavar="NAME[,...]", show_default="none", help="Names that are not cut.")
-    ] = None,
-    element_bytes: ElementBytes = None,
-    seed: Seed = 0,
-    as_json: Json = False,
+    step: str = STEP,
+    mesh: str = option(..., "Mesh of ranks, e.g. data:4,model:2.", metavar="NAME:RANKS[,...]"),
+    objective: str = option(
+        "memory", "Quantity to minimize: peak memory per rank, or step time.", metavar="memory|time"
+    ),
+    memory: str | None = option(None, "Memory of a rank, e.g. 16GB.", metavar="BYTES", unset="no limit"),
+    operations_per_s: float | None = option(None, "Operations of a rank per second.", metavar="N", panel=_RATES),
+    bandwidth: list[str] | None = option(
+        None,
+        "What a rank sends per second, e.g. 10Gbit/s; one value, or one for each dimension of the mesh.",
+        metavar="B [B ...]",
+        panel=_RATES,
+    ),
+    fixed: str | None = option(None, "Names that are not cut.", metavar="NAME[,...]", unset="none"),
+    element_bytes: int | None = ELEMENT_BYTES,
+    seed: int = SEED,
+    as_json: bool = JSON,
 ) -> None:
-    """Choose which dimension of a mesh cuts what.
+    """Choose which tensor dimensions each mesh dimension shards.
 
     The step is that of a recipe, forward, backward and update, or operators as text in JSON whose lines share the names
     of their indices (docs/partition.md).
@@ -57,7 +45,7 @@ def layout(
     ranks = Mesh(mesh)
     rates = _parse_rates(ranks, [word for text in bandwidth or [] for word in text.split(",")])
     _check_rates(objective, operations_per_s, rates)
-    limit = memory_of(memory)
+    limit = read_memory(memory)
     report = laid_out(
         step_of(step, element_bytes, seed),
         ranks,

@@ -4,189 +4,111 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from pipedream.core import units
 from pipedream.core.artifact import writing
 from pipedream.core.errors import PlanError
+from pipedream.core.flags import Panel, argument, option, option_of
 from pipedream.core.hardware import presets
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.options import METHOD_HELP, METHOD_NAME, TrainingOptions
 from pipedream.report.files import check_picture
 from pipedream.workflows.exclusions import as_flag, check_options
 
-_SHAPE, _CLUSTER, _METHOD, _MESH = "Shape of the plan", "Cluster", "Method", "Mesh"
-_METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
-_METHOD_HELP = "The method: a name from 'pipedream schedules', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
+JSON = option(False, "Print one JSON object on standard output, and nothing else.", "--json")
+SEED = option(0, "Random seed.", metavar="N")
+FINEST = option(False, "Also split the modules of a chain into those inside them, to cut there.")
+RECIPE = argument("RECIPE", "Python file that defines recipe().")
+PROFILE = argument("PROFILE", "Profile of the model, or a graph.txt of the original PipeDream.")
+OUTPUT = option(None, "Also write the result to a file.", "-o", "--output", metavar="FILE")
+SVG = option(None, "Also write the picture: an SVG, or a PDF or PNG by the file's suffix.", "--svg", metavar="FILE")
+CLUSTER = option(
+    None,
+    f"A cluster's file, or a cluster of a paper ({', '.join(presets.PRESETS)}), e.g. pipedream-a:4.",
+    metavar="FILE|NAME[:MACHINES]",
+    panel=Panel.CLUSTER,
+)
+SCHEDULE = option(
+    None, f"{METHOD_HELP}.", metavar=METHOD_NAME, unset="the plan's own, or pipedream", panel=Panel.METHOD
+)
+MINIBATCHES = option(
+    None,
+    "Minibatches to run, from an empty pipeline to an empty one.",
+    metavar="N",
+    least=1,
+    unset="1 if the method flushes, otherwise enough for a steady state",
+    panel=Panel.METHOD,
+)
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
-Seed = Annotated[int, typer.Option(metavar="N", help="Random seed.")]
-LayoutRules = Annotated[
-    str | None,
-    typer.Option(
-        "--layout",
-        metavar="TENSOR:MESH[,...]",
-        rich_help_panel=_MESH,
-        show_default="the recipe's",
-        help="Which dimension of the mesh cuts which dimension of tensors, e.g. d_ff:model.",
-    ),
-]
-AtRest = Annotated[
-    str | None,
-    typer.Option(
-        "--at-rest",
-        metavar="MESH",
-        rich_help_panel=_MESH,
-        show_default="the recipe's",
-        help="Dimension of the mesh over which weights, gradients and optimizer state are sharded (ZeRO-3).",
-    ),
-]
-Finest = Annotated[
-    bool, typer.Option("--finest", help="Also split the modules of a chain into those inside them, to cut there.")
-]
-Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Device of the workers.")]
-RecipeFile = Annotated[str, typer.Argument(metavar="RECIPE", help="Python file that defines recipe().")]
-ProfileFile = Annotated[
-    Path, typer.Argument(metavar="PROFILE", help="Profile of the model, or a graph.txt of the original PipeDream.")
-]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write the result to a file.")]
 
-PlanSchedule = Annotated[
-    str,
-    typer.Option(
-        "--schedule",
-        metavar=_METHOD_NAME,
-        rich_help_panel=_METHOD,
-        help=f"{_METHOD_HELP}; 'auto' chooses the fastest by simulation.",
-    ),
-]
-ScheduleOrPlans = Annotated[
-    str | None,
-    typer.Option(
-        "--schedule",
-        metavar=_METHOD_NAME,
-        rich_help_panel=_METHOD,
-        show_default="the plan's own, or pipedream",
-        help=f"{_METHOD_HELP}.",
-    ),
-]
-AllowAsynchronous = Annotated[
-    bool,
-    typer.Option(
-        "--allow-asynchronous",
-        rich_help_panel=_METHOD,
-        help="Let --schedule auto also choose methods with late gradients.",
-    ),
-]
-Microbatches = Annotated[
-    int | None,
-    typer.Option(
-        "--microbatches",
-        min=1,
-        metavar="M",
-        rich_help_panel=_METHOD,
-        show_default="the plan's or the method's own number",
-        help="Microbatches per minibatch.",
-    ),
-]
-RunMinibatches = Annotated[
-    int | None,
-    typer.Option(
-        "--minibatches",
-        min=1,
-        metavar="N",
-        rich_help_panel=_METHOD,
-        show_default="1 if the method flushes, otherwise enough for a steady state",
-        help="Minibatches to run, from an empty pipeline to an empty one.",
-    ),
-]
-Chunks = Annotated[
-    int | None,
-    typer.Option(
-        "--chunks",
-        min=1,
-        metavar="V",
-        rich_help_panel=_METHOD,
-        show_default="the method's own number",
-        help="Stages per worker, for methods that interleave.",
-    ),
-]
-Picture = Annotated[
-    Path | None,
-    typer.Option("--svg", metavar="FILE", help="Also write the picture: an SVG, or a PDF or PNG by the file's suffix."),
-]
-Depth = Annotated[
-    str,
-    typer.Option(
-        "--in-flight",
-        metavar="noam|full|auto|N,N,...",
-        rich_help_panel=_METHOD,
-        help="Depth, the microbatches in flight at each stage: as in the paper (noam), enough to hide messages (full), "
-        "the deepest that fits the memory (auto), or a count for each stage, e.g. 3,2,1.",
-    ),
-]
+@dataclass(frozen=True, kw_only=True)
+class ShapeFlags:
+    """The shape of a plan, of which one flag may be given."""
 
-Straight = Annotated[bool, typer.Option("--straight", rich_help_panel=_SHAPE, help="One stage for each worker.")]
-DataParallel = Annotated[
-    bool, typer.Option("--data-parallel", rich_help_panel=_SHAPE, help="One stage, replicated on all workers.")
-]
-Config = Annotated[
-    str | None,
-    typer.Option("--config", metavar="R0-R1-...", rich_help_panel=_SHAPE, help="Workers of each stage, e.g. 2-1."),
-]
-UpdateDelay = Annotated[
-    int,
-    typer.Option(
-        "--update-delay",
-        min=0,
-        max=1,
-        metavar="0|1",
-        rich_help_panel=_SHAPE,
-        help="1 lets replicated stages run their next forward before they update.",
-    ),
-]
+    straight: bool = option(False, "One stage for each worker.", panel=Panel.SHAPE)
+    data_parallel: bool = option(False, "One stage, replicated on all workers.", panel=Panel.SHAPE)
+    config: str | None = option(None, "Workers of each stage, e.g. 2-1.", metavar="R0-R1-...", panel=Panel.SHAPE)
 
-Workers = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="N [N ...]",
-        rich_help_panel=_CLUSTER,
-        help="Number of workers. With several network levels, one number per level, innermost first, e.g. 4 4; for "
+    def read(self) -> str | None:
+        """Returns the shape, if a flag is given."""
+        check_flags(**vars(self))
+        return "straight" if self.straight else "data-parallel" if self.data_parallel else self.config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """Workers and links, by a file or by figures."""
+
+    workers: list[str] | None = option(
+        None,
+        "Number of workers. With several network levels, one number per level, innermost first, e.g. 4 4; for "
         "machines of unequal size, e.g. 4+4+2 3.",
-    ),
-]
-Bandwidth = Annotated[
-    list[str] | None,
-    typer.Option(
+        metavar="N [N ...]",
+        panel=Panel.CLUSTER,
+    )
+    bandwidth: list[str] | None = option(
+        None,
+        "Bandwidth of a link in one direction, one value per level, e.g. 1e9 (bytes/s) or 10Gbit/s.",
         metavar="B [B ...]",
-        rich_help_panel=_CLUSTER,
-        show_default="10Gbit/s",
-        help="Bandwidth of a link in one direction, one value per level, e.g. 1e9 (bytes/s) or 10Gbit/s.",
-    ),
-]
-Latency = Annotated[
-    float, typer.Option(min=0.0, metavar="SECONDS", rich_help_panel=_CLUSTER, help="One-way latency of a message.")
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        metavar="BYTES", rich_help_panel=_CLUSTER, show_default="no limit", help="Memory per worker, e.g. 16GB."
-    ),
-]
-ClusterName = Annotated[
-    Path | None,
-    typer.Option(
-        "--cluster",
-        metavar="FILE|NAME[:MACHINES]",
-        rich_help_panel=_CLUSTER,
-        help=f"A cluster's file, or a cluster of a paper ({', '.join(presets.PRESETS)}), e.g. pipedream-a:4.",
-    ),
-]
+        unset="10Gbit/s",
+        panel=Panel.CLUSTER,
+    )
+    latency: float = option(0.0, "One-way latency of a message.", metavar="SECONDS", least=0.0, panel=Panel.CLUSTER)
+    memory: str | None = option(
+        None, "Memory per worker, e.g. 16GB.", metavar="BYTES", unset="no limit", panel=Panel.CLUSTER
+    )
+    cluster: Path | None = CLUSTER
+
+    def read(self, workers: int | None = None) -> Cluster:
+        """Returns the cluster; `workers` counts them if no flag does."""
+        check_flags(**vars(self))
+        if self.cluster is not None:
+            return read_cluster(self.cluster)
+        widths = self.workers or ([] if workers is None else [str(workers)])
+        return make_cluster(widths, self.bandwidth or [], self.latency, self.memory)
+
+
+LATENCY, MEMORY = (option_of(ClusterFlags, name) for name in ("latency", "memory"))
+DEVICE, LAYOUT, AT_REST, MICROBATCHES, CHUNKS, IN_FLIGHT, ALLOW_ASYNCHRONOUS, UPDATE_DELAY = (
+    option_of(TrainingOptions, name)
+    for name in (
+        "device",
+        "layout",
+        "at_rest",
+        "microbatches",
+        "chunks",
+        "in_flight",
+        "allow_asynchronous",
+        "update_delay",
+    )
+)
 
 
 def print_json(value: Any) -> None:
@@ -228,38 +150,17 @@ def read_profile(path: Path) -> Profile | GraphText:
 
 def profile_of(path: Path) -> Profile:
     """Reads a profile; a graph.txt is named after its file."""
-    found = read_profile(path)
-    return found.profile(path.stem) if isinstance(found, GraphText) else found
+    profile = read_profile(path)
+    return profile.profile(path.stem) if isinstance(profile, GraphText) else profile
 
 
-def depth_of(text: str) -> str | tuple[int, ...]:
-    """Reads --in-flight."""
-    if text in ("noam", "full", "auto"):
-        return text
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise PlanError(f"--in-flight {text!r} is not known; write noam, full, auto or counts as in 3,2,1") from None
-
-
-def depth_of_plan(plan: Plan, text: str) -> Plan:
+def with_depth(plan: Plan, depth: str | tuple[int, ...]) -> Plan:
     """Returns a plan with the depth of --in-flight; a chosen depth is kept under the option's default."""
-    return plan if text == "noam" and plan.depth_mode != "noam" else plan.with_depth(depth_of(text))
+    return plan if depth == "noam" and plan.depth_mode != "noam" else plan.with_depth(depth)
 
 
-def shape_of(*, straight: bool, data_parallel: bool, config: str | None) -> str | None:
-    """Reads --straight, --data-parallel and --config, of which one may be given."""
-    check_flags(straight=straight, data_parallel=data_parallel, config=config)
-    return "straight" if straight else "data-parallel" if data_parallel else config
-
-
-def cluster_of(
-    path: Path | None, workers: list[str], bandwidths: list[str], latency_s: float, memory: str | None
-) -> Cluster:
-    """Reads --cluster; or --workers and --bandwidth, one value per level, --latency and --memory."""
-    check_flags(cluster=path, workers=workers, bandwidth=bandwidths, latency=latency_s, memory=memory)
-    if path is not None:
-        return _named_cluster(path)
+def make_cluster(workers: Iterable[str], bandwidths: Sequence[str], latency_s: float, memory: str | None) -> Cluster:
+    """Reads --workers and --bandwidth, one value per level, --latency and --memory."""
     widths = [word for text in workers for word in text.split(",")]
     rates = [word for text in bandwidths for word in text.split(",")] or ["1.25e9"]
     if not widths:
@@ -280,12 +181,12 @@ def cluster_of(
             sizes = tuple(map(int, width.split("+")))
             uneven = sizes if len(sizes) > 1 else ()
             levels.append(Level(max(sizes), units.parse_rate(rate), latency_s, sizes=uneven))
-        return Cluster(tuple(levels), memory_of(memory))
+        return Cluster(tuple(levels), read_memory(memory))
     except ValueError as error:
         raise PlanError(str(error)) from None
 
 
-def memory_of(text: str | None) -> int | None:
+def read_memory(text: str | None) -> int | None:
     """Reads --memory."""
     try:
         return None if text is None else units.parse_bytes(text)
@@ -293,7 +194,7 @@ def memory_of(text: str | None) -> int | None:
         raise PlanError(str(error)) from None
 
 
-def _named_cluster(path: Path) -> Cluster:
+def read_cluster(path: Path) -> Cluster:
     """Reads a cluster's file, or takes a paper's by name: pipedream-a:4."""
     name, _, count = path.name.partition(":")
     if path.exists() or path.name != str(path) or "." in name:

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from pipedream.cli.options import Json, Seed, print_json
-from pipedream.cli.shared.steps import ElementBytes, StepFile, step_of
+from pipedream.cli.options import JSON, SEED, print_json
+from pipedream.cli.shared.steps import ELEMENT_BYTES, STEP, step_of
+from pipedream.core.flags import option
 from pipedream.partitioner.partition import check_request
 from pipedream.report.partition import partition_table
 from pipedream.workflows.partition import partitioned
 
 
 def partition(
-    step: StepFile,
-    ranks: Annotated[int, typer.Option(metavar="N", help="Number of ranks, a power of two.")],
-    method: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Search: recursive as published, joint, or a baseline: equal, all-row, spartan, no-reduction, data, "
-            "model.",
-        ),
-    ] = "recursive",
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INDEX", show_default="a recipe's samples", help="Index of the samples, for the method data."
-        ),
-    ] = None,
-    no_replicate: Annotated[
-        bool, typer.Option("--no-replicate", help="No tensor is whole on both sides of a cut, as in the paper.")
-    ] = False,
-    element_bytes: ElementBytes = None,
-    seed: Seed = 0,
-    as_json: Json = False,
+    step: str = STEP,
+    ranks: int = option(..., "Number of ranks, a power of two.", metavar="N"),
+    method: str = option(
+        "recursive",
+        "Search: recursive as published, joint, or a baseline: equal, all-row, spartan, no-reduction, data, model.",
+        metavar="NAME",
+    ),
+    batch: str | None = option(
+        None, "Index of the samples, for the method data.", metavar="INDEX", unset="a recipe's samples"
+    ),
+    no_replicate: bool = option(False, "No tensor is whole on both sides of a cut, as in the paper."),
+    element_bytes: int | None = ELEMENT_BYTES,
+    seed: int = SEED,
+    as_json: bool = JSON,
 ) -> None:
     """Divide a step's tensors over ranks, as Tofu does.
 

@@ -5,136 +5,96 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from pipedream.cli.options import (
-    AllowAsynchronous,
-    Bandwidth,
-    Chunks,
-    ClusterName,
-    Config,
-    DataParallel,
-    Depth,
-    Json,
-    Latency,
-    Memory,
-    Microbatches,
-    PlanSchedule,
-    ProfileFile,
-    Straight,
-    UpdateDelay,
-    Workers,
+    ALLOW_ASYNCHRONOUS,
+    CHUNKS,
+    IN_FLIGHT,
+    JSON,
+    MICROBATCHES,
+    PROFILE,
+    UPDATE_DELAY,
+    ClusterFlags,
+    ShapeFlags,
     check_flags,
-    cluster_of,
-    depth_of,
     print_json,
     read_profile,
-    shape_of,
 )
-from pipedream.cli.shared.devices import Devices, kinds_of, with_kinds
+from pipedream.cli.shared.devices import DEVICES, kinds_of, with_kinds
 from pipedream.core.artifact import encode
+from pipedream.core.flags import Panel, option, option_of
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.options import TrainingOptions
 from pipedream.planner import Comparison
 from pipedream.report.terminal_tables import stage_memory_table
 from pipedream.workflows import plan as planning
 
-CostModel = Annotated[
-    str,
-    typer.Option(
-        "--cost-model",
-        metavar="pipedream|classic",
-        help="Cost model; classic is that of the original PipeDream's planner.",
-    ),
-]
-Strategy = Annotated[
-    str,
-    typer.Option(
-        metavar="simulate|search|2bw",
-        rich_help_panel="Method",
-        help="How to search: the fastest in simulation of several searches' plans (simulate), the plan with the "
-        "fastest slowest stage (search), or by PipeDream-2BW's planner and cost model, where all stages have the same "
-        "replica count (2bw).",
-    ),
-]
-Explain = Annotated[
-    bool,
-    typer.Option("--explain", rich_help_panel="Method", help="Print all that --schedule auto compared."),
-]
-Batch = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", show_default="1", help="Minibatch size, for graph.txt profiles, which have none."),
-]
-Cuts = Annotated[
-    str | None,
-    typer.Option(
-        metavar="LAYER,LAYER,...",
-        rich_help_panel="Shape of the plan",
-        help="Layers at which a new stage begins, by index or by the name of a layer or module, e.g. 3,model.layers.4; "
-        "'pipedream layers' lists them.",
-    ),
-]
-Recompute = Annotated[
-    str,
-    typer.Option(
-        metavar="never|auto|always",
-        rich_help_panel="Shape of the plan",
-        help="Which stages keep only their input and repeat the forward: none (never), those that would not fit the "
-        "memory otherwise (auto), or all (always).",
-    ),
-]
-MemoryTable = Annotated[bool, typer.Option("--memory-table", help="Print the parts of each stage's peak memory.")]
-MeshOfRanks = Annotated[
-    str,
-    typer.Option(
-        "--mesh",
-        metavar="auto|none|NAME:RANKS[,...][/...]",
-        rich_help_panel="Shape of the plan",
-        show_default="none, one rank",
-        help="Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-, which the "
-        "profile must know; auto chooses among those that it knows, for each stage. --workers then counts ranks, "
-        "--config workers.",
-    ),
-]
-PlanOutput = Annotated[
-    Path | None,
-    typer.Option(
-        "-o", "--output", metavar="FILE", help="Also write the plan to a file; as a graph.txt if it ends in .txt."
-    ),
-]
-
 
 def plan(
-    profile: ProfileFile,
-    workers: Workers = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = 0.0,
-    memory: Memory = None,
-    cluster: ClusterName = None,
-    devices: Devices = None,
-    schedule: PlanSchedule = "pipedream",
-    microbatches: Microbatches = None,
-    in_flight: Depth = "noam",
-    chunks: Chunks = None,
-    allow_asynchronous: AllowAsynchronous = False,
-    explain: Explain = False,
-    strategy: Strategy = "simulate",
-    straight: Straight = False,
-    data_parallel: DataParallel = False,
-    config: Config = None,
-    cuts: Cuts = None,
-    update_delay: UpdateDelay = 0,
-    recompute: Recompute = "never",
-    cost_model: CostModel = "pipedream",
-    mesh: MeshOfRanks = "",
-    batch: Batch = None,
-    memory_table: MemoryTable = False,
-    output: PlanOutput = None,
-    as_json: Json = False,
+    *,
+    profile: Path = PROFILE,
+    links: ClusterFlags,
+    devices: str | None = DEVICES,
+    schedule: str = option_of(TrainingOptions, "schedule", default="pipedream", unset=None),
+    microbatches: int | None = MICROBATCHES,
+    in_flight: str | tuple[int, ...] = IN_FLIGHT,
+    chunks: int | None = CHUNKS,
+    allow_asynchronous: bool = ALLOW_ASYNCHRONOUS,
+    explain: bool = option(False, "Print all that --schedule auto compared.", panel=Panel.METHOD),
+    strategy: str = option(
+        "simulate",
+        "How to search: the fastest in simulation of several searches' plans (simulate), the plan with the fastest "
+        "slowest stage (search), or by PipeDream-2BW's planner and cost model, where all stages have the same replica "
+        "count (2bw).",
+        metavar="simulate|search|2bw",
+        panel=Panel.METHOD,
+    ),
+    shape: ShapeFlags,
+    cuts: str | None = option(
+        None,
+        "Layers at which a new stage begins, by index or by the name of a layer or module, e.g. 3,model.layers.4; "
+        "'pipedream layers' lists them.",
+        metavar="LAYER,LAYER,...",
+        panel=Panel.SHAPE,
+    ),
+    update_delay: int = UPDATE_DELAY,
+    recompute: str = option(
+        "never",
+        "Which stages keep only their input and repeat the forward: none (never), those that would not fit the memory "
+        "otherwise (auto), or all (always).",
+        metavar="never|auto|always",
+        panel=Panel.SHAPE,
+    ),
+    cost_model: str = option(
+        "pipedream",
+        "Cost model; classic is that of the original PipeDream's planner.",
+        metavar="pipedream|classic",
+    ),
+    mesh: str = option(
+        "",
+        "Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-, which the "
+        "profile must know; auto chooses among those that it knows, for each stage. --workers then counts ranks, "
+        "--config workers.",
+        metavar="auto|none|NAME:RANKS[,...][/...]",
+        unset="none, one rank",
+        panel=Panel.SHAPE,
+    ),
+    batch: int | None = option(
+        None, "Minibatch size, for graph.txt profiles, which have none.", metavar="N", least=1, unset="1"
+    ),
+    memory_table: bool = option(False, "Print the parts of each stage's peak memory."),
+    output: Path | None = option(
+        None,
+        "Also write the plan to a file; as a graph.txt if it ends in .txt.",
+        "-o",
+        "--output",
+        metavar="FILE",
+    ),
+    as_json: bool = JSON,
 ) -> None:
     """Cut a profiled model into stages.
 
@@ -146,12 +106,11 @@ def plan(
       pipedream plan digits.profile.json --workers 4 -o digits.plan.json
       pipedream plan digits.profile.json --workers 8 --bandwidth 1Gbit/s --schedule auto
     """
-    shape = shape_of(straight=straight, data_parallel=data_parallel, config=config)
     options: dict[str, Any] = {
         "schedule": schedule,
         "microbatches": microbatches,
-        "in_flight": depth_of(in_flight),
-        "shape": shape or "any",
+        "in_flight": in_flight,
+        "shape": shape.read() or "any",
         "cuts": None if cuts is None else tuple(int(cut) if cut.isdecimal() else cut for cut in cuts.split(",") if cut),
         "update_delay": update_delay,
         "recompute": recompute,
@@ -164,8 +123,7 @@ def plan(
     check_flags(**options, explain=explain, batch=batch, PROFILE=profile)
     model_profile = read_profile(profile)
     kinds = kinds_of(devices, model_profile)
-    widths = workers or ([str(sum(kind.count for kind in kinds))] if kinds and cluster is None else [])
-    joined = with_kinds(cluster_of(cluster, widths, bandwidth or [], latency, memory), kinds)
+    joined = with_kinds(links.read(sum(kind.count for kind in kinds) or None), kinds)
     answer = _plan(model_profile, joined, options, name=profile.stem, batch=batch)
     if output is not None and output.suffix == ".txt":
         text = model_profile if isinstance(model_profile, GraphText) else GraphText.of(model_profile)

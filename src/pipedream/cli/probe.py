@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
 
-import typer
-
-from pipedream.cli.options import Device, Json, Output, print_json
+from pipedream.cli.options import DEVICE, JSON, OUTPUT, print_json
 from pipedream.cli.shared.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.artifact import encode
+from pipedream.core.flags import option
 
 
 def probe(
-    workers: Annotated[
-        int | None,
-        typer.Option(min=2, metavar="N", show_default="none; use torchrun", help="Number of local worker processes."),
-    ] = None,
-    device: Device = "cpu",
-    seconds: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="Approximate time to spend.")] = 10.0,
-    output: Output = None,
-    as_json: Json = False,
+    workers: int | None = option(
+        None, "Number of local worker processes.", metavar="N", least=2, unset="none; use torchrun"
+    ),
+    device: str = DEVICE,
+    seconds: float = option(10.0, "Approximate time to spend.", metavar="SECONDS", least=0.5),
+    output: Path | None = OUTPUT,
+    as_json: bool = JSON,
 ) -> None:
     """Measure the cluster that the workers run on.
 

@@ -2,69 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
 
-import typer
-
-from pipedream.cli.options import AtRest, Finest, Json, LayoutRules, Output, RecipeFile, Seed, check_flags
+from pipedream.cli.options import AT_REST, FINEST, JSON, LAYOUT, OUTPUT, RECIPE, SEED, check_flags
 from pipedream.core.errors import ProfileError
+from pipedream.core.flags import Panel, option
 
 _META = "Prediction, with --device meta"
 
 
 def profile(
-    recipe: RecipeFile,
-    device: Annotated[
-        str,
-        typer.Option(metavar="cpu|cuda|meta", help="Device to measure on; meta predicts without running the model."),
-    ] = "cpu",
-    as_device: Annotated[
-        str | None,
-        typer.Option(
-            "--as",
-            metavar="DEVICE",
-            rich_help_panel=_META,
-            show_default="here",
-            help="Device to predict for: a name such as A100-80GB, H100 or RTX-4090, a device's file, or 'here' for "
-            "this machine.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            rich_help_panel=_META,
-            show_default="the model's own",
-            help="Dtype of all floating-point tensors, e.g. bfloat16.",
-        ),
-    ] = None,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="M",
-            show_default="2",
-            help="Microbatches per minibatch in training; the time of one is measured as well.",
-        ),
-    ] = None,
-    runs: Annotated[int, typer.Option(min=1, metavar="N", help="Measured runs, of which the median counts.")] = 10,
-    finest: Finest = False,
-    meshes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--mesh",
-            metavar="auto|none|NAME:RANKS[,...]",
-            rich_help_panel="Mesh",
-            show_default="none",
-            help="Also measure one rank of a mesh, e.g. model:2; repeatable. auto measures one of each legal mesh of "
-            "2, 4 and 8 ranks, auto:4 of 2 and 4.",
-        ),
-    ] = None,
-    layout: LayoutRules = None,
-    at_rest: AtRest = None,
-    seed: Seed = 0,
-    output: Output = None,
-    as_json: Json = False,
+    recipe: str = RECIPE,
+    device: str = option(
+        "cpu", "Device to measure on; meta predicts without running the model.", metavar="cpu|cuda|meta"
+    ),
+    as_device: str | None = option(
+        None,
+        "Device to predict for: a name such as A100-80GB, H100 or RTX-4090, a device's file, or 'here' for this "
+        "machine.",
+        "--as",
+        metavar="DEVICE",
+        unset="here",
+        panel=_META,
+    ),
+    dtype: str | None = option(
+        None,
+        "Dtype of all floating-point tensors, e.g. bfloat16.",
+        metavar="DTYPE",
+        unset="the model's own",
+        panel=_META,
+    ),
+    microbatches: int | None = option(
+        None,
+        "Microbatches per minibatch in training; the time of one is measured as well.",
+        metavar="M",
+        least=1,
+        unset="2",
+    ),
+    runs: int = option(10, "Measured runs, of which the median counts.", metavar="N", least=1),
+    finest: bool = FINEST,
+    meshes: list[str] | None = option(
+        None,
+        "Also measure one rank of a mesh, e.g. model:2; repeatable. auto measures one of each legal mesh of 2, 4 and 8 "
+        "ranks, auto:4 of 2 and 4.",
+        "--mesh",
+        metavar="auto|none|NAME:RANKS[,...]",
+        unset="none",
+        panel=Panel.MESH,
+    ),
+    layout: str | None = LAYOUT,
+    at_rest: str | None = AT_REST,
+    seed: int = SEED,
+    output: Path | None = OUTPUT,
+    as_json: bool = JSON,
 ) -> None:
     """Measure or predict the seconds and bytes of each layer.
 
@@ -78,10 +68,8 @@ def profile(
     if device not in ("cpu", "cuda", "meta") and not device.startswith("cuda:"):
         raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")
     check_flags(device=device, as_device=as_device, dtype=dtype, microbatches=microbatches)
-    asked = _meshes(meshes or [])
-    made = with_layout(load_recipe(recipe, seed=seed), layout, at_rest)
-    found = profile_recipe(
-        made,
+    profile = profile_recipe(
+        with_layout(load_recipe(recipe, seed=seed), layout, at_rest),
         device=device,
         as_device=as_device,
         dtype=dtype,
@@ -89,16 +77,16 @@ def profile(
         runs=runs,
         finest=finest,
         microbatches=microbatches,
-        meshes=asked,
+        meshes=_read_meshes(meshes or []),
     )
     if output is not None:
-        found.save(output)
-    print(found.to_json() if as_json else found)
+        profile.save(output)
+    print(profile.to_json() if as_json else profile)
 
 
-def _meshes(given: list[str]) -> list[str] | str:
+def _read_meshes(texts: list[str]) -> list[str] | str:
     """Returns the meshes, or the one word that stands for several."""
-    words = [one for one in given if one == "none" or one.partition(":")[0] == "auto"]
-    if words and len(given) > 1:
-        raise ProfileError(f"--mesh {words[0]} was given with {len(given) - 1} other --mesh; give it alone")
-    return words[0] if words else given
+    words = [text for text in texts if text == "none" or text.partition(":")[0] == "auto"]
+    if words and len(texts) > 1:
+        raise ProfileError(f"--mesh {words[0]} was given with {len(texts) - 1} other --mesh; give it alone")
+    return words[0] if words else texts

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from pipedream.cli.options import Json, print_json
+from pipedream.cli.options import JSON, print_json
+from pipedream.core.flags import argument
 
 
-def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")], as_json: Json = False) -> None:
-    """Write report.html of a run folder again."""
+def report(folder: Path = argument("DIR", "Run folder."), as_json: bool = JSON) -> None:
+    """Regenerate report.html for a run folder."""
     from pipedream.training.run_folder import write_report
 
     path = write_report(folder)

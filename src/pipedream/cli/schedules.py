@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipedream.cli.options import Json, print_json
+from pipedream.cli.options import JSON, print_json
 from pipedream.report.terminal_tables import schedule_table
 from pipedream.schedules import ALIASES, COMPENSATED, SCHEDULES, Run, build, claims_at, run_of, uniform
 
@@ -10,7 +10,7 @@ _STAGES = 4
 _MICROBATCHES = 8  # per minibatch, for the methods that split it
 
 
-def schedules(as_json: Json = False) -> None:
+def schedules(as_json: bool = JSON) -> None:
     """List the methods, with the claims of their papers.
 
     The figures are those of four stages; 'pipedream show NAME' draws a method.

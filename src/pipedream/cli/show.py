@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from pipedream import schedules
 from pipedream.cli.options import (
-    Chunks,
-    Depth,
-    Json,
-    Microbatches,
-    Picture,
-    RunMinibatches,
-    ScheduleOrPlans,
+    CHUNKS,
+    IN_FLIGHT,
+    JSON,
+    MICROBATCHES,
+    MINIBATCHES,
+    SCHEDULE,
+    SVG,
     check_flags,
     check_outputs,
-    depth_of,
-    depth_of_plan,
     print_json,
+    with_depth,
 )
 from pipedream.cli.shared.printing import print_grid, print_length
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
+from pipedream.core.flags import argument, option
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import WORK, Timeline
@@ -43,56 +43,44 @@ _MOST_STAGES = 256  # drawn in seconds
 
 
 def show(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME|PLAN",
-            help="Method to draw: a name from 'pipedream schedules', with options as in roundpipe[forwards=3]; a "
-            "schedule in PyTorch's notation (FILE.csv); or a Python file that declares a method (FILE.py). Or a plan "
-            "(FILE.json), which is drawn with its own stages and seconds.",
-        ),
-    ],
-    stages: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=_MOST_STAGES,
-            metavar="P",
-            show_default="4, or the file's",
-            help="Number of stages; of workers, for methods with several stages per worker.",
-        ),
-    ] = None,
-    schedule: ScheduleOrPlans = None,
-    chunks: Chunks = None,
-    microbatches: Microbatches = None,
-    minibatches: RunMinibatches = None,
-    in_flight: Depth = "noam",
-    forward_s: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SECONDS", show_default="1.0", help="Time of a forward.")
-    ] = None,
-    backward_s: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            show_default="1.0; 2.0 where the backward is split",
-            help="Time of a backward.",
-        ),
-    ] = None,
-    verify_it: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Print the proof too: in flight, weight versions, staleness; and compare the method's claims with the "
-            "simulation. Exit status 1 if one does not hold.",
-        ),
-    ] = False,
-    svg: Picture = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write the schedule in PyTorch's notation, if the method flushes."),
-    ] = None,
-    as_json: Json = False,
+    name: str = argument(
+        "NAME|PLAN",
+        "Method to draw: a name from 'pipedream schedules', with options as in roundpipe[forwards=3]; a schedule in "
+        "PyTorch's notation (FILE.csv); or a Python file that declares a method (FILE.py). Or a plan (FILE.json), "
+        "which is drawn with its own stages and seconds.",
+    ),
+    stages: int | None = option(
+        None,
+        "Number of stages; of workers, for methods with several stages per worker.",
+        metavar="P",
+        least=1,
+        most=_MOST_STAGES,
+        unset="4, or the file's",
+    ),
+    schedule: str | None = SCHEDULE,
+    chunks: int | None = CHUNKS,
+    microbatches: int | None = MICROBATCHES,
+    minibatches: int | None = MINIBATCHES,
+    in_flight: str | tuple[int, ...] = IN_FLIGHT,
+    forward_s: float | None = option(None, "Time of a forward.", metavar="SECONDS", least=0.0, unset="1.0"),
+    backward_s: float | None = option(
+        None,
+        "Time of a backward.",
+        metavar="SECONDS",
+        least=0.0,
+        unset="1.0; 2.0 where the backward is split",
+    ),
+    verify_it: bool = option(
+        False,
+        "Print the proof too: in flight, weight versions, staleness; and compare the method's claims with the "
+        "simulation. Exit status 1 if one does not hold.",
+        "--verify",
+    ),
+    svg: Path | None = SVG,
+    csv: Path | None = option(
+        None, "Also write the schedule in PyTorch's notation, if the method flushes.", metavar="FILE"
+    ),
+    as_json: bool = JSON,
 ) -> None:
     """Draw a method's schedule, with its proof on request.
 
@@ -105,7 +93,7 @@ def show(
     check_outputs(csv=csv, svg=svg)
     if name.endswith(".json"):
         check_flags(PLAN=name, stages=stages, chunks=chunks, forward_s=forward_s, backward_s=backward_s)
-        chosen = depth_of_plan(Plan.load(name), in_flight)
+        chosen = with_depth(Plan.load(name), in_flight)
         method, split = resolve_method(chosen, schedule)
         run = schedules.run_of(method, chosen, microbatches, minibatches, split=split, usual=_USUAL_MICROBATCHES)
     elif schedule is not None:
@@ -147,12 +135,12 @@ def _on_equal_stages(
     chunks: int | None,
     microbatches: int | None,
     minibatches: int | None,
-    in_flight: str,
+    in_flight: str | tuple[int, ...],
     forward_s: float | None,
     backward_s: float | None,
 ) -> Run:
     plan = schedules.uniform(name, stages, 1.0 if forward_s is None else forward_s, chunks=chunks)
-    plan = plan.with_depth(depth_of(in_flight))
+    plan = plan.with_depth(in_flight)
     run = schedules.run_of(name, plan, microbatches, minibatches, usual=_USUAL_MICROBATCHES)
     seconds = (2.0 if run.schedule.splits_backward else 1.0) if backward_s is None else backward_s
     plan = replace(plan, stages=tuple(replace(stage, backward_s=seconds) for stage in plan.stages))

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from pipedream import metrics, schedules
 from pipedream.cli.options import (
-    Chunks,
-    ClusterName,
-    Depth,
-    Json,
-    Microbatches,
-    Picture,
-    RunMinibatches,
-    ScheduleOrPlans,
-    Seed,
+    CHUNKS,
+    CLUSTER,
+    IN_FLIGHT,
+    JSON,
+    MICROBATCHES,
+    MINIBATCHES,
+    SCHEDULE,
+    SEED,
+    SVG,
     check_flags,
     check_outputs,
-    cluster_of,
-    depth_of,
-    depth_of_plan,
     print_json,
+    read_cluster,
+    with_depth,
 )
 from pipedream.cli.shared.printing import print_chunks, print_grid, print_length
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import PlanError
+from pipedream.core.flags import argument, option
 from pipedream.core.plan.plan import Plan
 from pipedream.report.files import save_picture
 from pipedream.report.svg import timeline_svg
@@ -39,93 +37,54 @@ from pipedream.workflows.simulate import simulate as simulated
 _EQUAL, _TIMES = "Equal stages in place of a plan", "Variations"
 _SHARE = " on a worker, which its stages share"
 
-PlanFile = Annotated[
-    Path | None, typer.Argument(metavar="PLAN", help="Plan to simulate, from 'pipedream plan -o'; or --uniform.")
-]
-Uniform = Annotated[
-    int | None, typer.Option(min=1, metavar="P", rich_help_panel=_EQUAL, help="Simulate P workers with equal stages.")
-]
-ForwardS = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="1.0", help=f"Time of a forward{_SHARE}."
-    ),
-]
-BackwardS = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="2.0", help=f"Time of a backward{_SHARE}."
-    ),
-]
-TransferS = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0, metavar="SECONDS", rich_help_panel=_EQUAL, show_default="0.0", help="One-way time of a message."
-    ),
-]
-WeightS = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        metavar="SECONDS",
-        rich_help_panel=_TIMES,
-        show_default="half of the backward",
-        help="Time of the weight gradient, where the backward is split.",
-    ),
-]
-Jitter = Annotated[
-    float,
-    typer.Option(
-        min=0.0, metavar="CV", rich_help_panel=_TIMES, help="Coefficient of variation of the time of each op."
-    ),
-]
-Slow = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="RANK=FACTOR", rich_help_panel=_TIMES, help="Factor on the times of a rank, e.g. 2=1.5; repeatable."
-    ),
-]
-Overlap = Annotated[
-    bool,
-    typer.Option(
-        rich_help_panel=_TIMES,
-        help="Start the all-reduces over replicas during the backward, as the runtime does, or after it.",
-    ),
-]
-Grid = Annotated[bool, typer.Option("--grid", help="Draw the run too.")]
-Csv = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Also write a table of what ran when: rank, kind, stage, index, start, end, version."
-    ),
-]
-Trace = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
-]
-
 
 def simulate(
-    plan: PlanFile = None,
-    uniform: Uniform = None,
-    forward_s: ForwardS = None,
-    backward_s: BackwardS = None,
-    transfer_s: TransferS = None,
-    chunks: Chunks = None,
-    cluster: ClusterName = None,
-    schedule: ScheduleOrPlans = None,
-    microbatches: Microbatches = None,
-    minibatches: RunMinibatches = None,
-    in_flight: Depth = "noam",
-    weight_s: WeightS = None,
-    jitter: Jitter = 0.0,
-    slow: Slow = None,
-    seed: Seed = 0,
-    overlap: Overlap = True,
-    picture: Grid = False,
-    svg: Picture = None,
-    csv: Csv = None,
-    trace: Trace = None,
-    as_json: Json = False,
+    plan: Path | None = argument("PLAN", "Plan to simulate, from 'pipedream plan -o'; or --uniform.", default=None),
+    uniform: int | None = option(None, "Simulate P workers with equal stages.", metavar="P", least=1, panel=_EQUAL),
+    forward_s: float | None = option(
+        None, f"Time of a forward{_SHARE}.", metavar="SECONDS", least=0.0, unset="1.0", panel=_EQUAL
+    ),
+    backward_s: float | None = option(
+        None, f"Time of a backward{_SHARE}.", metavar="SECONDS", least=0.0, unset="2.0", panel=_EQUAL
+    ),
+    transfer_s: float | None = option(
+        None, "One-way time of a message.", metavar="SECONDS", least=0.0, unset="0.0", panel=_EQUAL
+    ),
+    chunks: int | None = CHUNKS,
+    cluster: Path | None = CLUSTER,
+    schedule: str | None = SCHEDULE,
+    microbatches: int | None = MICROBATCHES,
+    minibatches: int | None = MINIBATCHES,
+    in_flight: str | tuple[int, ...] = IN_FLIGHT,
+    weight_s: float | None = option(
+        None,
+        "Time of the weight gradient, where the backward is split.",
+        metavar="SECONDS",
+        least=0.0,
+        unset="half of the backward",
+        panel=_TIMES,
+    ),
+    jitter: float = option(
+        0.0, "Coefficient of variation of the time of each op.", metavar="CV", least=0.0, panel=_TIMES
+    ),
+    slow: list[str] | None = option(
+        None, "Factor on the times of a rank, e.g. 2=1.5; repeatable.", metavar="RANK=FACTOR", panel=_TIMES
+    ),
+    seed: int = SEED,
+    overlap: bool = option(
+        True,
+        "Start the all-reduces over replicas during the backward, as the runtime does, or after it.",
+        panel=_TIMES,
+    ),
+    picture: bool = option(False, "Draw the run too.", "--grid"),
+    svg: Path | None = SVG,
+    csv: Path | None = option(
+        None,
+        "Also write a table of what ran when: rank, kind, stage, index, start, end, version.",
+        metavar="FILE",
+    ),
+    trace: Path | None = option(None, "Also write a trace for ui.perfetto.dev or chrome://tracing.", metavar="FILE"),
+    as_json: bool = JSON,
 ) -> None:
     """Predict a run: throughput, bubble, memory, staleness.
 
@@ -140,8 +99,8 @@ def simulate(
                 transfer_s=transfer_s, cluster=cluster)  # fmt: skip
     if plan is not None:
         chosen = Plan.load(plan)
-        chosen = chosen if cluster is None else chosen.on(cluster_of(cluster, [], [], 0.0, None))
-        chosen = depth_of_plan(chosen, in_flight)
+        chosen = chosen if cluster is None else chosen.on(read_cluster(cluster))
+        chosen = with_depth(chosen, in_flight)
     elif uniform is not None:
         seconds = (
             1.0 if forward_s is None else forward_s,
@@ -149,7 +108,7 @@ def simulate(
             transfer_s or 0.0,
         )
         chosen = schedules.uniform(schedule or "pipedream", uniform, *seconds, chunks=chunks)
-        chosen = _share_workers(chosen).with_depth(depth_of(in_flight))
+        chosen = _share_workers(chosen).with_depth(in_flight)
     else:
         raise PlanError("there is nothing to simulate; give a plan's file or --uniform P")
     name, split = resolve_method(chosen, schedule)

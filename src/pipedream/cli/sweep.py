@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from pipedream.cli.options import (
-    AllowAsynchronous,
-    Config,
-    DataParallel,
-    Depth,
-    Json,
-    Latency,
-    Memory,
-    Microbatches,
-    ProfileFile,
-    Straight,
+    ALLOW_ASYNCHRONOUS,
+    IN_FLIGHT,
+    JSON,
+    LATENCY,
+    MEMORY,
+    MICROBATCHES,
+    PROFILE,
+    ShapeFlags,
     check_outputs,
-    depth_of,
     print_json,
     profile_of,
-    shape_of,
 )
 from pipedream.core import units
 from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
+from pipedream.core.flags import option
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.schedule.method_text import listed
 from pipedream.report.files import PICTURES, check_picture, save_picture
@@ -35,34 +29,28 @@ from pipedream.workflows import sweep as sweeping
 
 
 def sweep(
-    profile: ProfileFile,
-    workers: Annotated[list[str], typer.Option(metavar="N,N,...", help="Numbers of workers, e.g. 2,4,8.")],
-    bandwidth: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="B,B,...",
-            show_default="10Gbit/s",
-            help="Bandwidths of a link in one direction, e.g. 1e8,1e9 (bytes/s) or 1Gbit/s,10Gbit/s.",
-        ),
-    ] = None,
-    schedule: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,NAME,...", help="Methods to compare with data parallelism, e.g. pipedream,1f1b,auto."
-        ),
-    ] = "pipedream",
-    latency: Latency = 0.0,
-    memory: Memory = None,
-    microbatches: Microbatches = None,
-    in_flight: Depth = "noam",
-    straight: Straight = False,
-    data_parallel: DataParallel = False,
-    config: Config = None,
-    allow_asynchronous: AllowAsynchronous = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw the table: FILE.html, .svg, .pdf or .png.")
-    ] = None,
-    as_json: Json = False,
+    *,
+    profile: Path = PROFILE,
+    workers: list[str] = option(..., "Numbers of workers, e.g. 2,4,8.", metavar="N,N,..."),
+    bandwidth: list[str] | None = option(
+        None,
+        "Bandwidths of a link in one direction, e.g. 1e8,1e9 (bytes/s) or 1Gbit/s,10Gbit/s.",
+        metavar="B,B,...",
+        unset="10Gbit/s",
+    ),
+    schedule: str = option(
+        "pipedream",
+        "Methods to compare with data parallelism, e.g. pipedream,1f1b,auto.",
+        metavar="NAME,NAME,...",
+    ),
+    latency: float = LATENCY,
+    memory: str | None = MEMORY,
+    microbatches: int | None = MICROBATCHES,
+    in_flight: str | tuple[int, ...] = IN_FLIGHT,
+    shape: ShapeFlags,
+    allow_asynchronous: bool = ALLOW_ASYNCHRONOUS,
+    plot: Path | None = option(None, "Also draw the table: FILE.html, .svg, .pdf or .png.", metavar="FILE"),
+    as_json: bool = JSON,
 ) -> None:
     """Compare methods over workers and bandwidths.
 
@@ -96,8 +84,8 @@ def sweep(
         bandwidths=sorted(set(rates)),
         schedules=_split_values([schedule]),
         microbatches=microbatches,
-        in_flight=depth_of(in_flight),
-        shape=shape_of(straight=straight, data_parallel=data_parallel, config=config) or "pipeline",
+        in_flight=in_flight,
+        shape=shape.read() or "pipeline",
         allow_asynchronous=allow_asynchronous,
     )
     if plot is not None:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
-
-import typer
 
 from pipedream.core.errors import PlanError, ProfileError
+from pipedream.core.flags import Panel, option
 from pipedream.core.hardware.cluster import Cluster, Workers
 from pipedream.core.hardware.devices import device_named, workers_of
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 
-Devices = Annotated[
-    str | None,
-    typer.Option(
-        "--devices",
-        metavar="NxDEVICE,...",
-        rich_help_panel="Cluster",
-        help="Devices of the workers in their order, e.g. 4xV100-16GB,2xRTX-4090. Speeds and memory are those of the "
-        "datasheets, relative to the profile's device.",
-    ),
-]
+DEVICES = option(
+    None,
+    "Devices of the workers in their order, e.g. 4xV100-16GB,2xRTX-4090. Speeds and memory are those of the "
+    "datasheets, relative to the profile's device.",
+    metavar="NxDEVICE,...",
+    panel=Panel.CLUSTER,
+)
 
 
 def kinds_of(text: str | None, profile: Profile | GraphText) -> tuple[Workers, ...]:

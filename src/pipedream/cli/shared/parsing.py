@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from typer.core import TyperCommand
 
 from pipedream.core.errors import PlanError
+from pipedream.core.flags import Panel
 
 _RATE = r"[0-9.]+([eE][-+]?\d+)?([kKmMgGtT]?(bit|[bB])(/s|ps)?)?"
 
@@ -49,10 +50,10 @@ class OptionParser(TyperCommand):
         return list(super().parse_args(ctx, given))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        sections: dict[str, list[tuple[str, str]]] = {panel: [] for panel in Panel}
         for param in self.get_params(ctx):
             if record := param.get_help_record(ctx):
-                usual = "Arguments" if param.param_type_name == "argument" else "Options"
+                usual = Panel.ARGUMENTS if param.param_type_name == "argument" else Panel.OPTIONS
                 name, text = record
                 text = re.sub(
                     r"\[default: \((.*?)\)", r"[default: \1", text

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
 
-import typer
-
+from pipedream.core.flags import argument, option
 from pipedream.core.operators.operators import Operators
 from pipedream.workflows.partition import DescribedStep
 
-StepFile = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE|OPERATORS", help="Python file that defines recipe(), or the JSON of pipedream.Operators."
-    ),
-]
-ElementBytes = Annotated[
-    int | None,
-    typer.Option(
-        "--element-bytes",
-        min=1,
-        metavar="N",
-        show_default="a recipe's own, or 4",
-        help="Bytes of an element of all tensors.",
-    ),
-]
+STEP = argument("RECIPE|OPERATORS", "Python file that defines recipe(), or the JSON of pipedream.Operators.")
+ELEMENT_BYTES = option(None, "Bytes of an element of all tensors.", metavar="N", least=1, unset="a recipe's own, or 4")
 
 
 def step_of(path: str, element_bytes: int | None, seed: int) -> DescribedStep:

@@ -134,3 +134,13 @@ def _least(u: int, warmup: list[int], replicas: Counts, update_delay: Counts) ->
     """The least W_u for all later stages; `warmup` begins at stage u."""
     later = range(u + 1, len(replicas))
     return max((-(-_wanted(u, s, warmup[s - u], replicas, update_delay) // replicas[u]) for s in later), default=0)
+
+
+def read_depth(text: str) -> str | Counts:
+    """Reads a depth as it is written on the command line."""
+    if text in ("noam", "full", "auto"):
+        return text
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise PlanError(f"--in-flight {text!r} is not known; write noam, full, auto or counts as in 3,2,1") from None

@@ -1,0 +1,79 @@
+"""Options declared once: a field's default, and what the command line says about it.
+
+    epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)
+
+is a field of an options dataclass, or a parameter of a command. `pipedream.cli.shared.flags` makes flags of both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Panel(StrEnum):
+    """Headings in the help of commands, in the order in which they are shown."""
+
+    ARGUMENTS = "Arguments"
+    OPTIONS = "Options"
+    METHOD = "Method"
+    SHAPE = "Shape of the plan"
+    MESH = "Mesh"
+    CLUSTER = "Cluster"
+    RUN = "Run"
+    FAILURES = "Failures"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """How an option is written and described on the command line.
+
+    Attributes:
+        names: by default the field's name, with hyphens.
+        panel: heading in the help; a `Panel` or another.
+        least, most: bounds of a number.
+        unset: words for the default, if the value does not say it.
+        kind: type of the value, if it is not the first that the field's annotation names.
+        read: turns the value given into the field's.
+        is_positional: an argument, without a flag's name.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    panel: str | None = None
+    least: float | None = None
+    most: float | None = None
+    unset: str | None = None
+    kind: Any = None
+    read: Callable[[Any], Any] | None = None
+    is_positional: bool = False
+
+
+def option(default: Any, help: str, *names: str, **settings: Any) -> Any:
+    """Declares an option; the default ``...`` makes it required. The settings are those of `Flag`."""
+    return _declare(default, Flag(help=help, names=names, **settings))
+
+
+def argument(metavar: str | None, help: str, *, default: Any = ..., **settings: Any) -> Any:
+    """Declares a positional argument; without a default it is required."""
+    return _declare(default, Flag(help=help, metavar=metavar, is_positional=True, **settings))
+
+
+def option_of(options: type, name: str, **changes: Any) -> Any:
+    """Declares an option like that of a dataclass; the changes are a `default` or settings of `Flag`."""
+    field = options.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    default = changes.pop("default", ... if field.default is MISSING else field.default)
+    return _declare(default, dataclasses.replace(field.metadata["flag"], **changes))
+
+
+def flag_of(field: dataclasses.Field[Any]) -> Flag | None:
+    """Returns the flag of a field, if the command line has one."""
+    return field.metadata.get("flag")
+
+
+def _declare(default: Any, flag: Flag) -> Any:
+    return dataclasses.field(default=MISSING if default is ... else default, metadata={"flag": flag})
