@@ -26,11 +26,11 @@ COMPUTING = ("tests/sharding/", *(f"tests/end_to_end/test_{name}.py" for name in
 _STARTED = pytest.StashKey[float]()
 _PROCESSOR_S: dict[str, float] = {}  # of each test
 
-# No deadline and no complaint about slow examples: shared cores are sometimes slow. In CI the same examples each time.
-# HYPOTHESIS_PROFILE=thorough draws ten times as many where a test does not name a number.
+# No deadline and no complaint about slow examples: shared cores are sometimes slow. In CI more examples, and the same
+# each time. HYPOTHESIS_PROFILE=thorough draws 400 where a test does not name a number.
 settings.register_profile(
     "house",
-    max_examples=40,
+    max_examples=40 if "CI" in os.environ else 15,
     deadline=None,
     derandomize="CI" in os.environ,
     print_blob=True,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -98,7 +98,6 @@ def gates(draw: st.DrawFn) -> Drawn:
     return Drawn(logits, draw(st.integers(1, 6)), how, uniform, importance)
 
 
-@settings(max_examples=80, deadline=None)
 @given(gates(), st.booleans())
 def test_the_gate_follows_its_rules(drawn: Drawn, pads: bool) -> None:
     importance = drawn.importance if pads else None
@@ -171,7 +170,6 @@ def trained(layer: nn.Module, x: Tensor, **how: Any) -> dict[str, Tensor]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([0.3, 1.0, 2.0, 8.0]),
     st.sampled_from(["random", "all"]), st.sampled_from(["before", "after"]), st.booleans(), st.integers(0, 1000),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pipedream as pd
@@ -55,7 +55,6 @@ def test_microbatches_between_the_halves_of_a_backward(m: int) -> None:
         assert found == [0 if times is None else min(times * s + 1, m) for s in range(4)]
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_it_is_what_the_proof_finds(data: st.DataObject) -> None:
     counts = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
@@ -139,7 +138,6 @@ def test_a_number_that_a_method_cannot_work_with_counts_as_all_that_is_admitted(
     )
 
 
-@settings(max_examples=80)
 @given(st.data())
 def test_a_search_never_counts_more_than_the_whole_plan_holds(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(METHODS))

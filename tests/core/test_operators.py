@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream import Layout, Mesh, Operators
@@ -152,7 +152,6 @@ def test_a_report_by_hand(text: str, rules: str, peak: int, done: int, moved: di
     assert found.unique == ops.report(Layout(), Mesh()).done
 
 
-@settings(max_examples=50)
 @given(steps, st.lists(st.sampled_from(["", "m", "n"]), min_size=6, max_size=6))
 def test_a_report_is_the_sum_of_what_ranks_have_and_do(ops: Operators, taken: list[str]) -> None:
     names = [name for name in "abcdef" if any(name in step.sizes for step in ops.steps)]

@@ -7,7 +7,7 @@ from math import lcm
 
 import pytest
 from drawn import clusters
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.hardware.cluster import Cluster, Level
@@ -57,7 +57,6 @@ def counted(
     return found
 
 
-@settings(max_examples=80)
 @given(stages_somewhere(), SIZES, SIZES)
 def test_equals_counting_minibatch_by_minibatch(
     drawn: tuple[Cluster, list[tuple[int, ...]]], sent: list[int], summed: list[int]

@@ -12,7 +12,6 @@ from pipedream.core.operators.text import read_lines, with_indices
 from tests.partitioner.steps import steps, transformer
 
 
-@settings(max_examples=60)
 @given(steps)
 def test_only_names_change(ops: Operators) -> None:
     shared = ops.with_shared_names()
@@ -34,7 +33,6 @@ def test_partitions_do_not_depend_on_names(ops: Operators) -> None:
     assert [cut.elements for cut in one.cuts] == [cut.elements for cut in other.cuts]
 
 
-@settings(max_examples=60)
 @given(steps)
 def test_names_differ_only_where_they_must(ops: Operators) -> None:
     """An index and a dimension that it runs over have two names only if something would have one of them twice."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from delayed import nf1b
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.plan.plan import Plan
@@ -54,7 +54,6 @@ def newest_at(ops: list[Op], kind: Kind) -> dict[int, int]:
 
 
 @given(replica_counts, st.data())
-@settings(max_examples=60)
 def test_a_tag_is_what_is_newest_at_the_input_stage(replicas: tuple[int, ...], data: st.DataObject) -> None:
     m = data.draw(st.integers(max(replicas), 2 * max(replicas) + 2))
     plan = Plan.uniform(len(replicas), replicas=replicas)
@@ -204,7 +203,6 @@ def test_a_share_decays_with_staleness() -> None:
 
 
 @given(replica_counts, st.data())
-@settings(max_examples=60)
 def test_the_reader_admits_a_minibatch_before_its_turn_is_over(replicas: tuple[int, ...], data: st.DataObject) -> None:
     """Replica 0 of the input stage reads for all, at its first microbatch of a minibatch: no other needs one of its own
     behind fewer updates, or the two would wait for each other at the sum."""

@@ -112,7 +112,7 @@ def spoiled(draw: st.DrawFn, noun: Artifact) -> str:
 
 
 @pytest.mark.parametrize("name", NOUNS)
-@settings(max_examples=150, **QUIET)
+@settings(**QUIET)
 @given(data=st.data())
 def test_a_spoiled_noun_is_read_or_refused(name: str, data: st.DataObject) -> None:
     kind = type(NOUNS[name])
@@ -170,7 +170,7 @@ def test_the_command_on_a_spoiled_file(
         assert err == ""
 
 
-@settings(max_examples=50, **QUIET)
+@settings(**QUIET)
 @given(data=st.data())
 def test_a_spoiled_checkpoint_is_loaded_or_refused(data: st.DataObject, saved: Path) -> None:
     manifest = (saved / folders.MANIFEST).read_text()
@@ -219,7 +219,7 @@ WORDS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=200, **QUIET)
+@settings(**QUIET)
 @given(text=st.one_of(st.text(max_size=60), st.lists(WORDS, max_size=14).map("".join), st.binary(max_size=30)))
 def test_a_recipes_file_is_taken_or_refused(text: str | bytes, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"

@@ -6,7 +6,7 @@ import math
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from published import published
 
@@ -114,7 +114,6 @@ def runs(states: CutStates) -> list[Cut]:
     return [frozenset(n for n in range(len(states.graph.nodes)) if done >> n & 1) for done in states.done]
 
 
-@settings(max_examples=60)
 @given(graphs(), levels, st.booleans())
 def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[Level], straight: bool) -> None:
     states = CutStates.of(graph)
@@ -126,7 +125,6 @@ def test_seconds_are_those_of_the_equations(graph: GraphText, network: list[Leve
 
 
 @pytest.mark.parametrize("block", [1, 2])
-@settings(max_examples=50)
 @given(graph=graphs(), network=levels)
 def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Level]) -> None:
     """The bounds of small blocks, which a small graph would not have."""
@@ -140,7 +138,6 @@ def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Le
     assert all((a.table == b.table).all() for a, b in zip(whole, small, strict=True))
 
 
-@settings(max_examples=60)
 @given(graphs(), levels)
 def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[Level]) -> None:
     if solve(CutStates.of(graph), tuple(network))[-1].table[-1, -1, 0] <= 0:
@@ -159,7 +156,6 @@ def test_the_plan_holds_each_layer_once(graph: GraphText, network: list[Level]) 
         assert answer.plan.workers == math.prod(level.width for level in network)
 
 
-@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=7), levels)
 def test_a_chain_takes_what_its_slowest_stage_takes(rows: list[tuple[int, int, int]], network: list[Level]) -> None:
     """On one level the plan's own stages, priced by the equations, give the predicted seconds."""

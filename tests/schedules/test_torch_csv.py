@@ -15,7 +15,7 @@ import reference
 import torch
 import torch_schedules
 import zoo
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pipedream as pd
@@ -179,7 +179,6 @@ def flushing(draw: st.DrawFn) -> Schedule:
 
 
 @given(flushing())
-@settings(max_examples=40)
 def test_ours_come_back_and_their_loader_takes_them(tmp_path_factory: pytest.TempPathFactory, ours: Schedule) -> None:
     text, m = to_torch_csv(ours), ours.microbatches
     again = from_torch_csv(text, name=ours.name, plan=ours.plan)
@@ -321,7 +320,6 @@ def test_the_proof_refuses_orders_that_cannot_run(text: str, error: type[Excepti
         verify(program)
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_whatever_stands_in_a_file_is_read_or_refused(data: st.DataObject) -> None:
     cells = st.sampled_from([*"FBIW", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "REDUCE_GRAD", "X", ""])

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 from drawn import runs
-from hypothesis import given, settings
+from hypothesis import given
 
 from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
@@ -30,7 +30,6 @@ def work_of(timeline: Timeline) -> dict[tuple[int, str, int, int], tuple[float, 
     return {(s.rank, s.kind, s.stage, s.index): (s.start_s, s.end_s) for s in timeline.work()}
 
 
-@settings(max_examples=60)
 @given(runs())
 def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]) -> None:
     schedule, costs_, total = run

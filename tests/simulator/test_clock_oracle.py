@@ -37,7 +37,6 @@ def check_same(found: list[list[Span]], expected: list[list[Span]], kinds: str) 
         assert [t for s in here for t in s[4:]] == pytest.approx([t for s in there for t in s[4:]], rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=60)
 @given(runs())
 def test_equals_the_slow_clock(run: tuple[Schedule, Costs, int]) -> None:
     schedule, seconds, total = run
@@ -79,7 +78,6 @@ def test_buckets_one_by_one_are_the_closed_form(schedule: Schedule, total: int) 
     check_same(by_rank(simulate(program, alone, total)), expected, "F B I W U send")
 
 
-@settings(max_examples=50)
 @given(summed(), st.integers(1, 15))
 def test_sums_and_messages_share_the_ports(schedule: Schedule, total: int) -> None:
     rows = tuple(replace(stage, output_bytes=5_000_000 * s) for s, stage in enumerate(schedule.plan.stages))

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 from drawn import runs, straight
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.hardware.cluster import Cluster
@@ -82,7 +82,6 @@ def alive_after(
     return 1 + len({read[k] for k in begun} & {read[k] for k in ahead})
 
 
-@settings(max_examples=50)
 @given(
     runs(straight()),
     st.lists(st.integers(0, 10**6), min_size=40, max_size=40),

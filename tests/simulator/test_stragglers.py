@@ -24,7 +24,6 @@ def seconds_of(timeline: Timeline, kind: str, rank: int = 0) -> list[float]:
     return [span.end_s - span.start_s for span in timeline.of_rank(rank) if span.kind == kind]
 
 
-@settings(max_examples=50)
 @given(runs(), st.integers(0, 9))
 def test_no_jitter_and_no_slow_rank_is_the_plain_run(run: tuple[Schedule, Costs, int], seed: int) -> None:
     schedule, seconds, total = run

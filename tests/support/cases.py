@@ -46,6 +46,7 @@ class Case:
         workers: of a method that puts several stages on one; half as many as stages unless said.
         compensation: of delay, as a Pipeline takes it.
         options: further arguments of the method.
+        check: compares the first minibatch with the model.
     """
 
     animal: str
@@ -70,6 +71,7 @@ class Case:
     workers: int | None = None
     compensation: Any = None
     options: tuple[tuple[str, Any], ...] = ()
+    check: bool = False
 
     def __str__(self) -> str:
         plan = "-".join(map(str, self.replicas or (1,) * self.stages))
@@ -93,8 +95,8 @@ class Case:
         return 5 * self.epochs
 
     def lengthened(self) -> Case:
-        """Returns the case with a run of at least 55 minibatches, and the drain in its middle."""
-        return replace(self, epochs=max(self.epochs, 11), drain_at=23 if self.drain_at >= 0 else -1)
+        """Returns the case with a run of at least 55 minibatches, the drain in its middle, the first one compared."""
+        return replace(self, epochs=max(self.epochs, 11), drain_at=23 if self.drain_at >= 0 else -1, check=True)
 
     @property
     def scheduler(self) -> Callable[[torch.optim.Optimizer], Any] | None:
@@ -167,6 +169,7 @@ def run(case: Case) -> Outcome:
         ema=case.ema,
         autocast=case.autocast,
         seed=case.seed,
+        check=case.check,
     ) as pipeline:
         # Copies: a network that works in place may write into what it is given.
         for done in pipeline.train(_fresh(animal.batches), epochs=case.epochs):

@@ -74,6 +74,7 @@ def go(run: Run, folder: Path | None = None, resume: Path | None = None, save_at
     with pd.Pipeline(
         animal.model, run.plan, phases=run.phases, loss=animal.loss, optimizer=OPTIMIZERS[run.optimizer],
         scheduler=partial(StepLR, step_size=7, gamma=0.7), clip_grad_norm=run.clip, clip=run.clip_by, ema=0.9, seed=3,
+        check=False,
     ) as pipeline:  # fmt: skip
         if resume is not None:
             pipeline.load(resume)

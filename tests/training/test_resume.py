@@ -103,6 +103,7 @@ def go(leg: Leg, folder: Path, resume: Path | None, keep: int | None = None, wai
         autocast=leg.autocast,
         ema=0.9,
         seed=3,
+        check=False,
     ) as pipeline:
         if resume is not None:
             assert pipeline.load(resume) == divmod(pipeline.drain(), len(animal.batches))

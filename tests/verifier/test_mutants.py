@@ -100,7 +100,6 @@ def refused(program: Program, *named: Instruction | None) -> str:
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=60)
 def test_an_instruction_dropped(name: str, which: int, data: st.DataObject) -> None:
     program = made(name, which)
     place = data.draw(st.sampled_from(places(program)))
@@ -110,7 +109,6 @@ def test_an_instruction_dropped(name: str, which: int, data: st.DataObject) -> N
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=60)
 def test_an_instruction_doubled(name: str, which: int, data: st.DataObject) -> None:
     program = made(name, which)
     place = data.draw(st.sampled_from(places(program)))
@@ -139,7 +137,6 @@ def near(program: Program, item: Instruction) -> Iterator[Instruction]:
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=60)
 def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -> None:
     """Of two ops of one rank, of which one needs the other."""
     program = made(name, which)
@@ -158,7 +155,6 @@ def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -
 
 
 @given(names, numbers, st.data())
-@settings(max_examples=60)
 def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> None:
     """Two messages of a channel change places, at one of its ends."""
     program = made(name, which)
@@ -176,7 +172,6 @@ def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> No
 
 
 @given(names, st.integers(0, 1), st.data())
-@settings(max_examples=40)
 def test_a_receive_that_closes_a_cycle(name: str, which: int, data: st.DataObject) -> None:
     """A gradient is waited for before the forward is sent that it comes of."""
     program = made(name, which)
@@ -223,7 +218,6 @@ def ahead(program: Program, data: st.DataObject) -> Program:
 
 
 @given(names, st.integers(0, 1), st.data())
-@settings(max_examples=40)
 def test_a_ring_too_shallow(name: str, which: int, data: st.DataObject) -> None:
     """Two messages of a channel are taken in before the first is read: a ring of two holds them, a ring of one not."""
     program = ahead(made(name, which), data)
@@ -256,7 +250,6 @@ def shifted(rule: WeightRule, by: int, only: int = 1, keeps: int = 0) -> WeightR
 
 
 @given(ruled, numbers)
-@settings(max_examples=40)
 def test_a_version_too_new_or_too_old(name: str, which: int) -> None:
     program = made(name, which)
     text = refused(replace(program, weights=shifted(program.weights, +1)))
@@ -271,7 +264,6 @@ def test_a_version_too_new_or_too_old(name: str, which: int) -> None:
 
 
 @given(ruled, st.integers(0, 1), st.integers(2, 3))
-@settings(max_examples=40)
 def test_versions_that_fall(name: str, which: int, only: int) -> None:
     program = made(name, which)
     assume(max(program.placement.replicas) == 1)  # each replica drops versions by itself
@@ -322,7 +314,6 @@ def with_update(schedule: Schedule, stage: int, late: int) -> Schedule:
 
 
 @given(names, numbers, st.integers(0, 2), st.data())
-@settings(max_examples=40)
 def test_an_update_too_early(name: str, which: int, more: int, data: st.DataObject) -> None:
     """Before the last of its own gradients, and up to two ops more."""
     program = made(name, which)
@@ -507,7 +498,6 @@ def test_an_accepted_program_trains_as_it_should(case: Case, data: st.DataObject
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", RUNS, ids=str)
-@settings(max_examples=40)
 @given(data=st.data())
 def test_many_accepted_programs_train_as_they_should(case: Case, data: st.DataObject) -> None:
     check_run(case, data.draw(accepted(case)))

@@ -46,7 +46,6 @@ def test_late_gradients_are_said(name: str, words: str) -> None:
 
 
 @given(cases())
-@settings(max_examples=40)
 def test_all_methods_pass(case: Case) -> None:
     program = case.program()
     proof = verify(program)
@@ -66,7 +65,6 @@ def test_all_methods_pass(case: Case) -> None:
 
 
 @given(laid_out(most=6))
-@settings(max_examples=40)
 def test_several_stages_a_worker_pass(schedule: Schedule) -> None:
     proof = verify(lower(schedule))
     p, m, claims = schedule.placement.workers, schedule.microbatches, schedule.claims
@@ -117,7 +115,6 @@ def depths(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int
 
 
 @given(depths())
-@settings(max_examples=40)
 def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
     case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
 ) -> None:

@@ -22,6 +22,7 @@ def pipeline(animal: zoo.Animal, counts: tuple[int, ...] = (1, 1)) -> pd.Pipelin
         microbatches=3,
         loss=animal.loss,
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        check=False,
     )
 
 

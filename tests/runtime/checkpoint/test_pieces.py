@@ -61,7 +61,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(side.start, side.stop) for side in box)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_part_of_what_any_mesh_wrote_is_read(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 24), max_size=3)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -147,7 +147,6 @@ def assert_alike(whole: list[Tensor | None], halves: list[Tensor | None]) -> Non
             torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from(Net.OPS), st.integers(0, 12), st.integers(0, 12), st.integers(0, 2)),
