@@ -445,17 +445,17 @@ BREAKS = (
     ),
     Break(
         "wire: receives stay posted between two streams",
-        "runtime/comm/distributed.py",
+        "runtime/comm/gloo.py",
         "works = [end.send(filler.whole, end.head_tag) for _ in range(end.depth)]",
         "works = [end.send(filler.whole, end.head_tag) for _ in range(end.depth - 1)]",
-        ("runtime/comm/test_distributed.py",),
+        ("runtime/comm/test_gloo.py",),
     ),
     Break(
         "wire: a link receives what no header has announced",
-        "runtime/comm/link.py",
+        "runtime/comm/nccl_link.py",
         "receives.append((self._communicator.recv([in_memory_order(tensor)], _SENDER, 0), tensor))",
         "receives += [(self._communicator.recv([in_memory_order(tensor)], _SENDER, 0), tensor) for _ in range(2)]",
-        ("runtime/comm/test_link.py",),
+        ("runtime/comm/test_nccl_link.py",),
     ),
     # Data and losses
     Break(

@@ -14,7 +14,6 @@ It does what NCCL does, and refuses what would make NCCL wait for ever or return
 from __future__ import annotations
 
 import itertools
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedream.runtime import session
-from pipedream.runtime.comm import channel, connections, process_group
+from pipedream.runtime.comm import channel, connections, process_group, shared_memory
 
 _HOST_TIMEOUT_S = 30.0
 _FIRST_TAG = 1 << 20
@@ -205,7 +204,7 @@ def installed() -> Iterator[None]:
         mock.patch.object(connections, "leave_group", leave_group),
         mock.patch.object(session, "drain", drained),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
-        mock.patch.dict(os.environ, PIPEDREAM_SHARED_MEMORY="0"),  # headers over gloo, as between machines
+        mock.patch.object(shared_memory, "is_supported", return_value=False),  # as between machines
     ]
     with ExitStack() as stack:
         for change in changes:

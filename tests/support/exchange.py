@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.runtime.comm.channel import drain
+from pipedream.runtime.comm import shared_memory
+from pipedream.runtime.comm.channel import DistributedGroup, drain
 from pipedream.runtime.comm.connections import connect_groups
-from pipedream.runtime.comm.distributed import DistributedGroup
 from pipedream.runtime.comm.message import Content, Message
+from pipedream.runtime.comm.transport import open_receiver, open_sender
 from pipedream.runtime.update.all_reduce import all_reduce_many
 
 SIZES = {
@@ -44,9 +45,9 @@ def exchange(
         shares_memory: or uses gloo.
     """
     group = dist.group.WORLD
-    os.environ["PIPEDREAM_SHARED_MEMORY"] = "1" if shares_memory else "0"
     ways = (0, 1), (1, 0)
-    connections = connect_groups(ways, [[0], [1]], [], torch.device("cpu"))
+    with mock.patch.object(shared_memory, "is_supported", return_value=shares_memory):
+        connections = connect_groups(ways, [[0], [1]], [], torch.device("cpu"))
     assert set(connections.memory) == (set(ways) if shares_memory else set())
     arrived = {}
     for i, (name, sizes) in enumerate(SIZES.items()):
@@ -54,18 +55,17 @@ def exchange(
             # A channel each way; its number is the same at both ends.
             first = 2 * (i * len(depths) + j)
             rank, cpu = dist.get_rank(), torch.device("cpu")
-            how = depth, len(sizes), cpu
-            made: dict[int, Any] = {}
+            ends: dict[int, Any] = {}
             for i in ways[0]:  # in one order at both
-                end = connections.sender if i == rank else connections.receiver
-                made[i] = end(1 - rank, first + i, *how)
-            sender, receiver = made[rank], made[1 - rank]
+                open_end = open_sender if i == rank else open_receiver
+                ends[i] = open_end(connections, cpu, 1 - rank, first + i, depth, len(sizes))
+            sender, receiver = ends[rank], ends[1 - rank]
             for stream in range(2):  # the second begins with what both ends know from the first
                 for number, size in enumerate(sizes):
                     sender.send(message_of(number, size))
-                found = [receiver.receive().result() for _ in sizes]
+                messages = [receiver.receive().result() for _ in sizes]
                 arrived[f"{name}, depth {depth}, stream {stream}"] = [
-                    (m.microbatch, int(m.content), m.loss_weight, m.structure, list(m.tensors)) for m in found
+                    (m.microbatch, int(m.content), m.loss_weight, m.structure, list(m.tensors)) for m in messages
                 ]
                 drain([sender, receiver])
             assert sender.sent_bytes > 0 or not any(sizes)

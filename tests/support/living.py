@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -18,6 +17,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
 from pipedream.profiler.allocations import Allocations
+from pipedream.runtime.comm import shared_memory
 from pipedream.workflows.methods import occupancy_of, versions_of
 
 OPTIMIZERS = {
@@ -108,7 +108,7 @@ def lived(run: Living, plan: Plan, minibatches: int = 10) -> tuple[int, int, int
     """Trains as one rank; returns its stage, the most bytes that lived, and those before the first minibatch."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if dist.is_initialized():  # in a process of its own; shared memory is not that of torch's allocator
-        os.environ["PIPEDREAM_SHARED_MEMORY"] = "0"
+        shared_memory.is_supported = lambda: False
     torch.manual_seed(0)
     with Allocations(torch.device("cpu")) as watch:
         gc.enable()

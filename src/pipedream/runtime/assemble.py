@@ -17,13 +17,10 @@ from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.tied import TiedWeights
 from pipedream.core.schedule.coupling import Policy
-from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.program import Program
-from pipedream.runtime.comm.channel import Group, LocalChannel, LocalGroup, Receiver, Sender
+from pipedream.runtime.comm.channel import DistributedGroup, Group, LocalChannel, LocalGroup, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections, connect_groups
-from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedGroup, DistributedReceiver, DistributedSender
-from pipedream.runtime.comm.link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
-from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender
+from pipedream.runtime.comm.transport import Transport
 from pipedream.runtime.data.batches import BatchDim
 from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
@@ -111,11 +108,6 @@ class Blueprint:
     def placement(self) -> Placement:
         return self.programs[0].placement
 
-    def most_unread(self) -> int:
-        """How many messages of data or results may be unread."""
-        most = max(max(*program.plan.in_flight, program.microbatches) for program in self.programs)
-        return most * max(self.placement.replicas) + 2
-
 
 @dataclass(frozen=True)
 class WorkerChannels:
@@ -191,6 +183,7 @@ def make_distributed_worker(
         shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
     """
     placement, shared = blueprint.placement, blueprint.shared
+    transport = Transport(connections, blueprint.programs, blueprint.device)
     stage_states = {}
     for stage, _ in placement.stage_replicas(rank):
         group = connections.stages[stage]
@@ -214,135 +207,11 @@ def make_distributed_worker(
         rank,
         stage_states,
         remote_forwards,
-        _make_distributed_channels(blueprint, connections),
+        WorkerChannels(*transport.open_channels(), *transport.open_result_channels()),
         DistributedGroup(connections.everyone),
         tied,
         connections.process,
     )
-
-
-def _make_distributed_channels(blueprint: Blueprint, connections: Connections) -> WorkerChannels:
-    program, worker, process = blueprint.program, connections.rank, connections.process
-    in_flight = [max(counts) for counts in zip(*map(most_in_flight, blueprint.programs), strict=True)]
-    peer_ends: dict[int, dict[int, Any]] = {}
-    linked: dict[tuple[int, int], list[int]] = {}
-    max_unread: dict[int, int] = {}
-    for number, channel in enumerate(program.channels):
-        if worker not in (channel.sender, channel.receiver):
-            continue
-        # A replica that begins a forward has finished all backwards except those in flight, so the next stage has
-        # received their activations. The end of a stream is one more message. So waiting for an older message never
-        # waits for work still to be done. Of weights two messages may be unread: those of an update that was not made,
-        # and the end.
-        most = 1 if channel.carries == "weights" else in_flight[min(channel.source, channel.target)]
-        max_unread[number] = most + 1
-        how = number, channel.depth, max_unread[number], blueprint.device
-        sends = worker == channel.sender
-        peer_ends[number] = {}
-        for peer in connections.peers(channel.receiver if sends else channel.sender):
-            pair = (process, peer) if sends else (peer, process)
-            if pair in connections.links and channel.carries != "input":  # the targets stay in the memory of the CPU
-                linked.setdefault(pair, []).append(number)
-            else:
-                peer_ends[number][peer] = (connections.sender if sends else connections.receiver)(peer, *how)
-    for pair, numbers in linked.items():
-        depth, communicator = sum(program.channels[n].depth for n in numbers), connections.links[pair]
-        # Of more messages than all channels may have unread, one channel has too many; the receiver has read its
-        # oldest, and with it all that were sent before.
-        most = sum(max_unread[n] for n in numbers)
-        how = numbers[0], depth, most, blueprint.device
-        if process == pair[0]:
-            sending = SendingLink(connections.sender(pair[1], *how, apart=blueprint.device.type), communicator)
-            for n in numbers:
-                peer_ends[n][pair[1]] = LinkSender(sending, n)
-        else:
-            headers = connections.receiver(pair[0], *how, apart=blueprint.device.type)
-            receiving = ReceivingLink(headers, communicator, blueprint.device)
-            for n in numbers:
-                peer_ends[n][pair[0]] = LinkReceiver(receiving, n)
-    channels = WorkerChannels({}, {}, *_make_result_channels(blueprint, connections))
-    for number, peers in peer_ends.items():
-        channel = program.channels[number]
-        if worker == channel.sender:
-            channels.senders[number] = _make_sender(connections, channel.receiver, peers)
-        else:
-            channels.receivers[number] = _make_receiver(connections, channel.sender, peers)
-    return channels
-
-
-def _make_result_channels(
-    blueprint: Blueprint, connections: Connections
-) -> tuple[dict[int, Sender], dict[int, Receiver]]:
-    """Returns how the workers of the last stage hand out results: senders by worker, there; receivers by theirs."""
-    placement, worker = blueprint.placement, connections.rank
-    senders: dict[int, Sender] = {}
-    receivers: dict[int, Receiver] = {}
-    for owner in placement.ranks[-1]:
-        for other in range(placement.workers):
-            if owner == other or worker not in (owner, other):
-                continue
-            number = len(blueprint.program.channels) + owner * placement.workers + other
-            peers: dict[int, Any] = {}
-            for peer in connections.peers(other if worker == owner else owner):
-                end = ChannelEndpoint(peer, number, 2, connections.everyone)
-                peers[peer] = (
-                    DistributedSender(end, blueprint.most_unread()) if worker == owner else DistributedReceiver(end)
-                )
-            if worker == owner:
-                senders[other] = _make_sender(connections, other, peers)
-            else:
-                receivers[owner] = _make_receiver(connections, owner, peers)
-    return senders, receivers
-
-
-def _make_sender(connections: Connections, worker: int, peers: Mapping[int, Sender]) -> Sender:
-    """Returns the sending end of a channel to another worker, from those to its ranks."""
-    pair, first = MeshPair(connections.meshes[connections.rank], connections.meshes[worker]), min(peers)
-    if pair.sender == pair.receiver:
-        return peers[first]
-    return MeshSender(pair, connections.place, {peer - first: end for peer, end in peers.items()})
-
-
-def _make_receiver(connections: Connections, worker: int, peers: Mapping[int, Receiver]) -> Receiver:
-    """Returns the receiving end of a channel from another worker, from those of its ranks."""
-    pair, first = MeshPair(connections.meshes[worker], connections.meshes[connections.rank]), min(peers)
-    if pair.sender == pair.receiver:
-        return peers[first]
-    return MeshReceiver(pair, connections.place, {peer - first: end for peer, end in peers.items()})
-
-
-def make_data_channels(
-    blueprint: Blueprint, rank: int, connections: Connections
-) -> tuple[dict[int, DistributedSender], DistributedReceiver | None]:
-    """Returns how replica 0 of the input stage hands out data: replica -> sender, there; the receiver, elsewhere."""
-    program, placement, leaders = blueprint.program, blueprint.placement, connections.leaders
-    first, *others = placement.readers
-    senders: dict[int, DistributedSender] = {}
-    receiver = None
-    for replica, other in enumerate(others, start=1):
-        if leaders is None or rank not in (first, other):
-            continue
-        number = len(program.channels) + placement.workers**2 + replica  # after those of the results
-        peer = other if rank == first else first
-        end = ChannelEndpoint(peer, number, 2, leaders)
-        if rank == first:
-            senders[replica] = DistributedSender(end, blueprint.most_unread())
-        else:
-            receiver = DistributedReceiver(end)
-    return senders, receiver
-
-
-def make_mesh_data_channels(
-    blueprint: Blueprint, connections: Connections
-) -> tuple[list[DistributedSender], DistributedReceiver | None]:
-    """Returns how the first rank of a worker hands out data: the senders, there; the receiver, elsewhere."""
-    group = connections.worker
-    if group is None:
-        return [], None
-    if group.rank():
-        return [], DistributedReceiver(ChannelEndpoint(0, group.rank(), 2, group))
-    ends = [ChannelEndpoint(peer, peer, 2, group) for peer in range(1, group.size())]
-    return [DistributedSender(end, blueprint.most_unread()) for end in ends], None
 
 
 def make_remote_forwards(

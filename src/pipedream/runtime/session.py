@@ -31,10 +31,8 @@ from pipedream.runtime import measured
 from pipedream.runtime.assemble import (
     Blueprint,
     connect,
-    make_data_channels,
     make_distributed_worker,
     make_local_workers,
-    make_mesh_data_channels,
     make_remote_forwards,
 )
 from pipedream.runtime.checkpoint import parameters
@@ -59,6 +57,7 @@ from pipedream.runtime.comm.process_group import (
     world_group,
 )
 from pipedream.runtime.comm.same_settings import CALL, check_same_settings, describe_data, describe_optimizer
+from pipedream.runtime.comm.transport import Transport
 from pipedream.runtime.data.batch_adapter import AdaptBatch
 from pipedream.runtime.data.microbatches import (
     LocalMicrobatches,
@@ -200,8 +199,9 @@ class Session:
             f"stage {n}'s optimizer": describe_optimizer(stage_states[n].optimizer.optimizer) for n in stage_states
         }
         check_same_settings(optimizers, self._group)
-        senders, receiver = make_data_channels(blueprint, self._worker_rank, connections)
-        self._mesh_senders, self._mesh_receiver = make_mesh_data_channels(blueprint, connections)
+        transport = Transport(connections, blueprint.programs, blueprint.device)
+        senders, receiver = transport.open_data_channels()
+        self._mesh_senders, self._mesh_receiver = transport.open_mesh_data_channels()
         channels = [*senders.values(), receiver, *self._mesh_senders, self._mesh_receiver]
         self._data_channels = [end for end in channels if end is not None]
         leaders = connections.leaders

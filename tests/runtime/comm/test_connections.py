@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm import connections
 from pipedream.runtime.comm.connections import connect_groups
+from pipedream.runtime.comm.transport import open_receiver, open_sender
 
 CPU = torch.device("cpu")
 
@@ -96,6 +97,6 @@ def test_messages_up_and_down_use_groups_of_their_own(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "get_rank", lambda group: rank)
     everyone: Any = object()
     upward: Any = object()
-    of_run = connections.Connections(everyone, upward, (), (), {}, {})
-    ends: Any = [of_run.sender(1 - rank, 0, 1, 1, CPU), of_run.receiver(1 - rank, 0, 1, 1, CPU)]
+    run_connections = connections.Connections(everyone, upward, (), (), {}, {})
+    ends: Any = [open_end(run_connections, CPU, 1 - rank, 0, 1, 1) for open_end in (open_sender, open_receiver)]
     assert [end._endpoint.group for end in ends] == ([upward, everyone] if rank == 0 else [everyone, upward])

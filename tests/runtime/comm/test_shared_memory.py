@@ -11,6 +11,7 @@ from exchange import message_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipedream.runtime.comm import shared_memory
 from pipedream.runtime.comm.channel import drain
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.shared_memory import Listener, MemoryPair, SharedMemoryReceiver, SharedMemorySender
@@ -133,7 +134,7 @@ def test_processes_find_each_other_by_name(monkeypatch: pytest.MonkeyPatch) -> N
             assert found.recv(4) == b"here"
         other.close()
     assert listener.connect("pipedream-on-another-machine", "0-1") is None
-    monkeypatch.setenv("PIPEDREAM_SHARED_MEMORY", "0")
+    monkeypatch.setattr(shared_memory, "is_supported", lambda: False)
     assert Listener().name == ""
     assert Listener().connect(listener.name, "0-1") is None
     assert listener.connect("", "0-1") is None

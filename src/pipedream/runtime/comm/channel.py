@@ -1,5 +1,8 @@
 """Channels: messages one way between two workers, first in, first out.
 
+`Sender` and `Receiver` are all that a worker knows of them. Between ranks `transport` opens them, on gloo, shared
+memory or NCCL; those within one process are here.
+
 `receive` returns a `Pending`. Over a network its result waits. In one process it cannot: a worker yields it, so that
 another worker runs (`runtime.clock`). `Group` is the same for sums.
 """
@@ -12,8 +15,9 @@ from collections.abc import Generator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from pipedream.runtime.comm.message import Message
+from pipedream.runtime.comm.message import Message, MessageFormat
 
 Result = TypeVar("Result")
 
@@ -59,7 +63,7 @@ class Sender(ABC):
     @property
     @abstractmethod
     def sent_bytes(self) -> int:
-        """Of all payloads so far."""
+        """Bytes of all tensors so far."""
 
 
 class Receiver(ABC):
@@ -84,6 +88,28 @@ class RemoteReceiver(Receiver, Pending[Message]):
         return True
 
 
+class ConnectionSender(Sender):
+    """The sending end of a connection, which several channels may share."""
+
+    @abstractmethod
+    def send_on(self, message: Message, channel: int) -> MessageFormat:
+        """Sends a message, with a number that is received with it."""
+
+    def send(self, message: Message) -> None:
+        self.send_on(message, 0)
+
+
+class ConnectionReceiver(RemoteReceiver):
+    """The receiving end of a connection, which several channels may share."""
+
+    @abstractmethod
+    def take(self) -> tuple[Message, MessageFormat, int]:
+        """Returns the next message, its format, and the number that was sent with it."""
+
+    def result(self) -> Message:
+        return self.take()[0]
+
+
 def drain(ends: Sequence[Sender | Receiver]) -> None:
     """Leaves nothing under way on channels whose messages have all been received; both ends' ranks call it."""
     for end in ends:
@@ -104,6 +130,31 @@ class Group(ABC):
 
         All call it in the same order, with the same size and type; nobody touches the tensor before the result.
         """
+
+
+class DistributedGroup(Group):
+    """Sums between processes, by all-reduce."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None, "this rank is not in the process group"
+        return _Sum(work, tensor)
+
+
+class _Sum(Pending[torch.Tensor]):
+    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._work = work
+        self._tensor = tensor
+
+    def ready(self) -> bool:
+        return True
+
+    def result(self) -> torch.Tensor:
+        self._work.wait()
+        return self._tensor
 
 
 class LocalChannel(Sender, Receiver, Pending[Message]):

@@ -26,15 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipedream.core.errors import PlanError, WorkerError
 from pipedream.core.plan.mesh import Mesh
-from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedReceiver, DistributedSender
 from pipedream.runtime.comm.process_group import gather_texts, leave_group, machine_address, world_group
-from pipedream.runtime.comm.shared_memory import (
-    MOST_UNREAD,
-    Listener,
-    MemoryPair,
-    SharedMemoryReceiver,
-    SharedMemorySender,
-)
+from pipedream.runtime.comm.shared_memory import Listener, MemoryPair
 
 CONNECT_TIMEOUT_S = 60.0
 """How long the ranks of a group may take to connect, once all ranks are there."""
@@ -99,32 +92,6 @@ class Connections:
         same = self.meshes[worker] == self.meshes[self.rank]
         return ranks[self.place : self.place + 1] if same else ranks
 
-    def sender(
-        self, receiver: int, number: int, depth: int, max_unread: int, device: torch.device, apart: str = ""
-    ) -> DistributedSender | SharedMemorySender:
-        """Returns the sending end of a channel; two ranks make their channels in one order."""
-        memory = self._shared_memory((self.process, receiver), max_unread)
-        if memory is not None:
-            return SharedMemorySender(memory.open(), receiver, max_unread, apart)
-        group = self._choose_group(self.process, receiver)
-        return DistributedSender(ChannelEndpoint(receiver, number, depth, group, device, apart), max_unread)
-
-    def receiver(
-        self, sender: int, number: int, depth: int, max_unread: int, device: torch.device, apart: str = ""
-    ) -> DistributedReceiver | SharedMemoryReceiver:
-        """Returns the receiving end of a channel."""
-        memory = self._shared_memory((sender, self.process), max_unread)
-        if memory is not None:
-            return SharedMemoryReceiver(memory.open(), sender, device)
-        group = self._choose_group(sender, self.process)
-        return DistributedReceiver(ChannelEndpoint(sender, number, depth, group, device, apart))
-
-    def _choose_group(self, sender: int, receiver: int) -> dist.ProcessGroup:
-        return self.upward if sender < receiver else self.everyone
-
-    def _shared_memory(self, pair: tuple[int, int], max_unread: int) -> MemoryPair | None:
-        return self.memory.get(pair) if max_unread <= MOST_UNREAD else None
-
     def close(self) -> None:
         """Destroys the groups that were made here; every rank calls it."""
         on_device = () if self.mesh_group is self.worker else (self.mesh_group,)
@@ -167,49 +134,64 @@ def connect_groups(
             "a plan with meshes was asked for on ranks that share a GPU, where NCCL does not run; give each rank a GPU "
             "of its own, or a plan without meshes"
         )
-    on, cpu = device if uses_nccl else torch.device("cpu"), torch.device("cpu")
+    sums_on = device if uses_nccl else torch.device("cpu")
     meshes = meshes or [Mesh()] * (1 + max(map(max, stages)))
     workers = ranks_of_workers(meshes)
     pairs = [pair for a, b in pairs for pair in (zip if meshes[a] == meshes[b] else product)(workers[a], workers[b])]
-    upward = _make_group(range(dist.get_world_size(everyone)), cpu)
+    upward = _make_group(range(dist.get_world_size(everyone)), torch.device("cpu"))
     assert upward is not None
-    rank = dist.get_rank(everyone)
-    listener = Listener()
-    mine = json.dumps([machine_address(), listener.name])
-    addresses, names = zip(*map(json.loads, gather_texts(mine, everyone)), strict=True)  # waits for all workers
-    connecting = _Connecting(rank, addresses, device)
-    memory: dict[tuple[int, int], MemoryPair] = {}
-    try:
-        for pair in pairs:
-            connecting.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
-    finally:
-        listener.close()
-
-    def sums(row: Sequence[int]) -> dist.ProcessGroup | None:
-        """Returns the group of the ranks of some workers, with equal meshes, at this rank's place."""
-        places = list(zip(*(workers[worker] for worker in row), strict=True))
-        groups = [connecting.group(at, partial(_make_group, at, on), partial(_add, device=on)) for at in places]
-        return next(filter(None, groups), None)
-
-    def link(pair: tuple[int, int]) -> dist.ProcessGroup | None:
-        make = partial(_make_group, pair, on, _LINK_CTAS)
-        return connecting.group(pair, make, lambda group: _exchange(group, rank == pair[0], (0, 1), on))
-
-    links = {pair: link(pair) for pair in pairs} if uses_nccl else {}
-    mesh, worker, mesh_group = _connect_meshes(on, workers, meshes)
+    connecting, memory = _connect_memory(everyone, pairs, device)
+    links = {}
+    for pair in pairs if uses_nccl else ():
+        group = _connect_link(connecting, pair, device)
+        if group is not None:
+            links[pair] = group
+    mesh, worker, mesh_group = _connect_meshes(sums_on, workers, meshes)
     return Connections(
         everyone,
         upward,
-        tuple(sums(row) if len(row) > 1 else None for row in stages),
-        tuple(sums(row) for row in holders),
+        tuple(_connect_sums(connecting, workers, row, sums_on) if len(row) > 1 else None for row in stages),
+        tuple(_connect_sums(connecting, workers, row, sums_on) for row in holders),
         memory,
-        {pair: group for pair, group in links.items() if group is not None},
+        links,
         _connect_leaders(everyone, [ranks.start for ranks in workers]),
         meshes,
         mesh,
         worker,
         mesh_group,
     )
+
+
+def _connect_memory(
+    everyone: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device
+) -> tuple[_Connecting, dict[tuple[int, int], MemoryPair]]:
+    """Waits for all workers; returns what connects their ranks, and the memory that this rank shares with others."""
+    listener = Listener()
+    mine = json.dumps([machine_address(), listener.name])
+    addresses, names = zip(*map(json.loads, gather_texts(mine, everyone)), strict=True)
+    connecting = _Connecting(dist.get_rank(everyone), addresses, device)
+    memory: dict[tuple[int, int], MemoryPair] = {}
+    try:
+        for pair in pairs:
+            connecting.run(pair, partial(_share_memory, everyone, pair, listener, names[pair[0]], memory))
+    finally:
+        listener.close()
+    return connecting, memory
+
+
+def _connect_link(connecting: _Connecting, pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | None:
+    make = partial(_make_group, pair, device, _LINK_CTAS)
+    sends = dist.get_rank() == pair[0]
+    return connecting.connect(pair, make, lambda group: _exchange(group, sends, (0, 1), device))
+
+
+def _connect_sums(
+    connecting: _Connecting, workers: Sequence[range], row: Sequence[int], device: torch.device
+) -> dist.ProcessGroup | None:
+    """Returns the group of the ranks of some workers, with equal meshes, at this rank's place."""
+    places = list(zip(*(workers[worker] for worker in row), strict=True))
+    groups = [connecting.connect(at, partial(_make_group, at, device), partial(_add, device=device)) for at in places]
+    return next(filter(None, groups), None)
 
 
 def ranks_of_workers(meshes: Sequence[Mesh]) -> list[range]:
@@ -255,7 +237,7 @@ class _Connecting:
         self._addresses = addresses
         self._device = device
 
-    def group(
+    def connect(
         self,
         ranks: Sequence[int],
         make: Callable[[], dist.ProcessGroup | None],

@@ -149,11 +149,11 @@ class MessageFormat:
         self.sent_bytes = sum(_count_bytes(spec) for spec in self.specs if spec is not None)
 
     @classmethod
-    def of(cls, message: Message, apart: str = "") -> MessageFormat:
+    def of(cls, message: Message, separate: str = "") -> MessageFormat:
         """Returns a message's format.
 
         Args:
-            apart: type of device whose tensors are sent by themselves.
+            separate: type of device whose tensors are sent by themselves.
 
         Raises:
             TypeError: a tensor of a type that cannot be sent.
@@ -167,7 +167,7 @@ class MessageFormat:
             strides = _compute_dense_strides(tuple(tensor.shape), dimension_order(tensor))
             if tensor.dtype not in _DTYPE_CODE:
                 raise TypeError(f"a tensor of {tensor.dtype} cannot be sent between stages; convert it to a plain type")
-            begin = None if tensor.device.type == apart else aligned(end)
+            begin = None if tensor.device.type == separate else aligned(end)
             specs.append(TensorSpec(tensor.dtype, tuple(tensor.shape), strides, not tensor.is_cpu, begin))
             if begin is not None:
                 end = begin + tensor.numel() * tensor.element_size()
@@ -227,8 +227,8 @@ def restore_device(
 class SentFormats:
     """The formats that were sent on a channel, by number; when all numbers are taken, a new one takes the oldest's."""
 
-    def __init__(self, apart: str = "", most: int = 1024) -> None:
-        self._apart = apart
+    def __init__(self, separate: str = "", most: int = 1024) -> None:
+        self._separate = separate
         self._most = most
         self._formats: dict[Any, tuple[int, MessageFormat]] = {}
         self._count = 0
@@ -247,7 +247,7 @@ class SentFormats:
         numbered = self._formats.get(key)
         if numbered is not None:
             return *numbered, b""
-        message_format = MessageFormat.of(message, self._apart)
+        message_format = MessageFormat.of(message, self._separate)
         number = self._count % self._most
         if self._count >= self._most:
             del self._formats[next(iter(self._formats))]

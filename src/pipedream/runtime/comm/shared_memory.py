@@ -1,4 +1,4 @@
-"""Channels between two processes of one machine: tensors in memory that both map, headers in a socket.
+"""Connections between two processes of one machine: tensors in memory that both map, headers in a socket.
 
 A message is copied into a free slot of the sender's memory, and its header, with the slot's number, is sent over a
 Unix socket. The receiver copies the tensors out and sends the number back. So a message takes a copy and two system
@@ -24,7 +24,7 @@ from uuid import uuid4
 
 import torch
 
-from pipedream.runtime.comm.channel import RemoteReceiver, Sender
+from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender
 from pipedream.runtime.comm.message import (
     FILLER,
     Header,
@@ -48,13 +48,18 @@ _MEMORY = struct.Struct("=2q")
 _CREDENTIALS = struct.Struct("3i")
 
 
+def is_supported() -> bool:
+    """Returns whether this system has memory without a file (Linux)."""
+    return hasattr(os, "memfd_create")
+
+
 class Listener:
     """Where other processes of this machine and user reach this one while ranks connect."""
 
     def __init__(self) -> None:
         self.name = ""
         self._waiting: dict[bytes, socket.socket] = {}
-        if os.environ.get("PIPEDREAM_SHARED_MEMORY") == "0" or not hasattr(os, "memfd_create"):
+        if not is_supported():
             return
         self.name = f"pipedream-{uuid4().hex}"
         self._socket = socket.socket(socket.AF_UNIX)
@@ -65,33 +70,33 @@ class Listener:
         """Reaches another process under a key; None if it is elsewhere, or does not want it."""
         if not name or not self.name:
             return None
-        found = socket.socket(socket.AF_UNIX)
+        connection = socket.socket(socket.AF_UNIX)
         try:
-            found.connect(f"\0{name}")
-            if not _same_user(found):
+            connection.connect(f"\0{name}")
+            if not _is_same_user(connection):
                 raise PermissionError
         except OSError:
-            found.close()
+            connection.close()
             return None
-        found.sendall(key.encode().ljust(32))
-        return found
+        connection.sendall(key.encode().ljust(32))
+        return connection
 
     def accept(self, key: str) -> socket.socket:
         """Waits for the process that connects with a key."""
-        wanted = key.encode().ljust(32)
-        while wanted not in self._waiting:
-            found, _ = self._socket.accept()
-            if _same_user(found):
-                self._waiting[found.recv(32, socket.MSG_WAITALL)] = found
-        return self._waiting.pop(wanted)
+        padded_key = key.encode().ljust(32)
+        while padded_key not in self._waiting:
+            connection, _ = self._socket.accept()
+            if _is_same_user(connection):
+                self._waiting[connection.recv(32, socket.MSG_WAITALL)] = connection
+        return self._waiting.pop(padded_key)
 
     def close(self) -> None:
         if self.name:
             self._socket.close()
 
 
-def _same_user(found: socket.socket) -> bool:
-    credentials = found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+def _is_same_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
 
 
@@ -106,31 +111,31 @@ class MemoryPair:
     def open(self) -> socket.socket:
         """Returns this process's end of a new socket."""
         with peers_may_end():
-            made = self._made()
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        self._opened.append(made)
-        return made
+            end = self._exchange_end()
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        self._opened.append(end)
+        return end
 
-    def _made(self) -> socket.socket:
+    def _exchange_end(self) -> socket.socket:
         if self._sends:
-            made, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with other:
                 socket.send_fds(self._connection, [b"\0"], [other.fileno()])
         else:
             _, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1)
             if not descriptors:
                 raise ConnectionError("the other worker has closed the connection")
-            made = socket.socket(fileno=descriptors[0])
-            made.set_inheritable(False)
-        return made
+            end = socket.socket(fileno=descriptors[0])
+            end.set_inheritable(False)
+        return end
 
     def close(self) -> None:
-        for one in (self._connection, *self._opened):
-            one.close()
+        for end in (self._connection, *self._opened):
+            end.close()
 
 
 class _Slots:
-    """Shared memory, cut into slots of equal size."""
+    """Shared memory, divided into slots of equal size."""
 
     def __init__(self, file: int, count: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -140,26 +145,26 @@ class _Slots:
 
     def tensors(self, slot: int, message_format: MessageFormat) -> list[torch.Tensor | None]:
         """Returns the tensors of a payload in a slot."""
-        known, tensors = self._tensors[slot]
-        if known is not message_format:
+        newest_format, tensors = self._tensors[slot]
+        if newest_format is not message_format:
             tensors = message_format.tensors_in(self._slots[slot])
             self._tensors[slot] = message_format, tensors
         return tensors
 
 
-class SharedMemorySender(Sender):
+class SharedMemorySender(ConnectionSender):
     """The sending end, with room for `max_unread` messages and the next one.
 
     Args:
         peer: the other end's rank.
-        apart: type of device whose tensors are not sent here; None arrives in their place.
+        separate: type of device whose tensors are not sent here; None arrives in their place.
     """
 
-    def __init__(self, connection: socket.socket, peer: int, max_unread: int, apart: str = "") -> None:
+    def __init__(self, connection: socket.socket, peer: int, max_unread: int, separate: str = "") -> None:
         self._connection = connection
         self._peer = peer
         self._count = max_unread + 1
-        self._formats = SentFormats(apart)
+        self._formats = SentFormats(separate)
         self._slots: _Slots | None = None
         self._free: list[int] = []
         self._read_from_old = 0  # slots of earlier memory whose numbers have yet to come back
@@ -169,11 +174,7 @@ class SharedMemorySender(Sender):
         self._number = bytearray(_SLOT.size)
         self._sent_bytes = 0
 
-    def send(self, message: Message) -> None:
-        self.send_on(message, 0)
-
     def send_on(self, message: Message, channel: int) -> MessageFormat:
-        """Sends a message, with a number that is received with it."""
         number, message_format, description = self._formats.find(message)
         slot, file = _NO_SLOT, None
         if message_format.payload_bytes:
@@ -188,7 +189,7 @@ class SharedMemorySender(Sender):
         if end > _SOCKET_BYTES // 2:
             raise ValueError(
                 f"the value's structure takes {len(description):,} bytes, and shared memory allows "
-                f"{_SOCKET_BYTES // 2:,}; cut the model where less crosses, or set PIPEDREAM_SHARED_MEMORY=0"
+                f"{_SOCKET_BYTES // 2:,}; cut the model where less crosses"
             )
         _SLOT.pack_into(self._packet, 0, slot)
         header.write(self._head, message.numbers, description)
@@ -209,7 +210,7 @@ class SharedMemorySender(Sender):
                 socket.send_fds(self._connection, [self._view[:size]], [file])
                 os.close(file)
         except OSError as error:
-            raise _lost(self._peer) from error
+            raise _make_lost_error(self._peer) from error
 
     def drain_begin(self) -> None:
         header = Header.of_filler()
@@ -237,11 +238,11 @@ class SharedMemorySender(Sender):
         """Takes the number of a slot that has been read; returns whether there was one."""
         try:
             if not self._connection.recv_into(self._number, 0, 0 if wait else socket.MSG_DONTWAIT):
-                raise _lost(self._peer)
+                raise _make_lost_error(self._peer)
         except BlockingIOError:
             return False
         except OSError as error:
-            raise _lost(self._peer) from error
+            raise _make_lost_error(self._peer) from error
         if self._read_from_old:
             self._read_from_old -= 1
         else:
@@ -253,7 +254,7 @@ class SharedMemorySender(Sender):
         return self._sent_bytes
 
 
-class SharedMemoryReceiver(RemoteReceiver):
+class SharedMemoryReceiver(ConnectionReceiver):
     """The receiving end.
 
     Args:
@@ -271,15 +272,11 @@ class SharedMemoryReceiver(RemoteReceiver):
         self._head = memoryview(self._packets[0])[_SLOT.size :]
         self._extra_bytes = socket.CMSG_SPACE(4)  # of a file descriptor
 
-    def result(self) -> Message:
-        return self.take()[0]
-
     def take(self) -> tuple[Message, MessageFormat, int]:
-        """Returns the next message, its format, and the number that was sent with it."""
-        header, extra = self._next_header()
+        header, extra = self._receive_header()
         head = self._head
         if extra:
-            self._slots = self._mapped(extra[0][2], *_MEMORY.unpack_from(head, header.head_bytes))
+            self._slots = self._map_memory(extra[0][2], *_MEMORY.unpack_from(head, header.head_bytes))
         message_format = self._formats.find(header, head)
         (slot,) = _SLOT.unpack_from(self._packets[0])
         if slot == _NO_SLOT:
@@ -291,20 +288,20 @@ class SharedMemoryReceiver(RemoteReceiver):
         tensors = restore_device(tensors, message_format, self._device)
         return header.message(message_format, tuple(tensors), header.numbers_in(head)), message_format, header.channel
 
-    def _next_header(self) -> tuple[Header, list[tuple[int, int, bytes]]]:
+    def _receive_header(self) -> tuple[Header, list[tuple[int, int, bytes]]]:
         try:
             size, extra, _, _ = self._connection.recvmsg_into(self._packets, self._extra_bytes)
         except OSError as error:
-            raise _lost(self._peer) from error
+            raise _make_lost_error(self._peer) from error
         if not size:
-            raise _lost(self._peer)
+            raise _make_lost_error(self._peer)
         return Header.read(self._head), extra
 
     def _give_back(self, slot: int) -> None:
         with suppress(OSError):  # of a sender that has ended, nobody needs it
             self._connection.send(_SLOT.pack(slot))
 
-    def _mapped(self, descriptor: bytes, count: int, slot_bytes: int) -> _Slots:
+    def _map_memory(self, descriptor: bytes, count: int, slot_bytes: int) -> _Slots:
         (file,) = struct.unpack("=i", descriptor)
         try:
             return _Slots(file, count, slot_bytes)
@@ -312,8 +309,8 @@ class SharedMemoryReceiver(RemoteReceiver):
             os.close(file)
 
     def drain(self) -> None:
-        assert self._next_header()[0].content == FILLER, "a message was left on a channel"
+        assert self._receive_header()[0].content == FILLER, "a message was left on a channel"
 
 
-def _lost(peer: int) -> RuntimeError:
+def _make_lost_error(peer: int) -> RuntimeError:
     return RuntimeError(f"Connection closed by rank {peer}")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from exchange import SIZES, exchange, message_of
 
-from pipedream.runtime.comm.distributed import _Posted
+from pipedream.runtime.comm.gloo import _Posted
 
 
 @pytest.mark.processes

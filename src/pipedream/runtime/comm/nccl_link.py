@@ -1,9 +1,9 @@
-"""Links: all channels from one rank to another over one communicator, as NCCL needs.
+"""Links: all channels from one rank to another over one communicator of NCCL.
 
 A communicator runs its messages in one order, each in a kernel that waits for the other end. So the channels share one
-stream of headers, over gloo, in the order of the sends; and the receiver starts to receive a tensor only once it has
-read the header: no receive is under way whose send is not. It does so in the order of the headers, also of messages
-that other channels carry, and on a stream of its own, so that it does not wait for what the GPU computes.
+stream of headers, on gloo or shared memory, in the order of the sends; and the receiver starts to receive a tensor only
+once it has read the header: no receive is under way whose send is not. It does so in the order of the headers, also of
+messages that other channels carry, and on a stream of its own, so that it does not wait for what the GPU computes.
 
 Tensors in the memory of the CPU travel with the header. The structure of a message does too: no worker waits for its
 GPU to read it.
@@ -18,10 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipedream.runtime.comm.channel import RemoteReceiver, Sender
-from pipedream.runtime.comm.distributed import DistributedReceiver, DistributedSender
+from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, RemoteReceiver, Sender
 from pipedream.runtime.comm.message import Message, MessageFormat, in_memory_order
-from pipedream.runtime.comm.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 _SENDER, _RECEIVER = 0, 1
 """Their ranks in the communicator."""
@@ -34,7 +32,7 @@ class SendingLink:
         headers: sends all but the tensors on GPUs; for the messages of all channels.
     """
 
-    def __init__(self, headers: DistributedSender | SharedMemorySender, communicator: dist.ProcessGroup) -> None:
+    def __init__(self, headers: ConnectionSender, communicator: dist.ProcessGroup) -> None:
         self._headers = headers
         self._communicator = communicator
         self._out: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -64,7 +62,7 @@ class ReceivingLink:
 
     def __init__(
         self,
-        headers: DistributedReceiver | SharedMemoryReceiver,
+        headers: ConnectionReceiver,
         communicator: dist.ProcessGroup,
         device: torch.device,
     ) -> None:

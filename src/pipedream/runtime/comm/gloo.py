@@ -1,4 +1,4 @@
-"""Channels and groups on torch.distributed, between CPUs by gloo.
+"""Connections by gloo: between CPUs, and for what NCCL does not carry.
 
 A message is one gloo message if its header and its tensors fit into `SHORT_BYTES`. Larger tensors follow in a second
 one: copying them would take longer than its fixed cost. Receives are posted ahead without negotiating sizes, because
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipedream.runtime.comm.channel import Group, Pending, RemoteReceiver, Sender
+from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender
 from pipedream.runtime.comm.message import (
     FILLER,
     Header,
@@ -45,15 +45,15 @@ Receives of this size are posted on every channel, so it is not larger.
 _ROUNDED_BYTES = 1 << 10
 
 
-class ChannelEndpoint:
-    """One end of a channel over gloo.
+class GlooEndpoint:
+    """One end of a connection over gloo.
 
     Attributes:
         peer: the other end's rank in the group.
         number: distinct for each channel of the run.
         depth: receives posted ahead.
         device: to which received tensors return that were not in the memory of the CPU.
-        apart: type of device whose tensors are not sent here; None arrives in their place.
+        separate: type of device whose tensors are not sent here; None arrives in their place.
         pinned: buffers are copied from and to a GPU.
     """
 
@@ -64,17 +64,17 @@ class ChannelEndpoint:
         depth: int,
         group: dist.ProcessGroup,
         device: torch.device | None = None,
-        apart: str = "",
+        separate: str = "",
     ) -> None:
         self.peer = peer
         self.number = number
         self.depth = depth
         self.group = group
         self.device = device or torch.device("cpu")
-        self.apart = apart
+        self.separate = separate
         tag = 3 * number + 3  # tags 0 to 2 are for messages without one, such as parameters
         self.head_tag, self.payload_tag, self.rest_tag = tag, tag + 1, tag + 2
-        self.pinned = self.device.type == "cuda" and not apart
+        self.pinned = self.device.type == "cuda" and not separate
 
     def send(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
         return self.group.send(tensors, self.peer, tag)
@@ -130,13 +130,13 @@ class _Buffer:
         return self._tensors
 
 
-class DistributedSender(Sender):
+class GlooSender(ConnectionSender):
     """The sending end; keeps the last `max_unread` messages."""
 
-    def __init__(self, endpoint: ChannelEndpoint, max_unread: int) -> None:
+    def __init__(self, endpoint: GlooEndpoint, max_unread: int) -> None:
         self._endpoint = endpoint
         self._max_unread = max_unread
-        self._formats = SentFormats(endpoint.apart)
+        self._formats = SentFormats(endpoint.separate)
         self._posted = _Posted(endpoint.depth)
         self._streaming = False
         self._out: deque[tuple[list[dist.Work], _Buffer | None]] = deque()
@@ -144,11 +144,7 @@ class DistributedSender(Sender):
         self._buffer_bytes = 0
         self._sent_bytes = 0
 
-    def send(self, message: Message) -> None:
-        self.send_on(message, 0)
-
     def send_on(self, message: Message, channel: int) -> MessageFormat:
-        """Sends a message, with a number that is received with it."""
         if not self._streaming:
             self._streaming = True
             self._posted.begin()
@@ -229,10 +225,10 @@ class DistributedSender(Sender):
         return self._sent_bytes
 
 
-class DistributedReceiver(RemoteReceiver):
+class GlooReceiver(ConnectionReceiver):
     """The receiving end."""
 
-    def __init__(self, endpoint: ChannelEndpoint) -> None:
+    def __init__(self, endpoint: GlooEndpoint) -> None:
         self._endpoint = endpoint
         self._formats = ReceivedFormats()
         self._heads: deque[tuple[dist.Work, _Buffer]] = deque()
@@ -240,11 +236,7 @@ class DistributedReceiver(RemoteReceiver):
         self._posted = _Posted(endpoint.depth)
         self._payloads: deque[tuple[dist.Work, torch.Tensor] | None] = deque()
 
-    def result(self) -> Message:
-        return self.take()[0]
-
     def take(self) -> tuple[Message, MessageFormat, int]:
-        """Returns the next message, its format, and the number that was sent with it."""
         if not self._heads:
             self._begin()
         work, buffer = self._heads.popleft()
@@ -311,28 +303,3 @@ class DistributedReceiver(RemoteReceiver):
             if receive is not None:
                 receive[0].wait()
         self._payloads.clear()
-
-
-class DistributedGroup(Group):
-    """Sums by all-reduce."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def all_reduce(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        assert work is not None, "this rank is not in the process group"
-        return _Sum(work, tensor)
-
-
-class _Sum(Pending[torch.Tensor]):
-    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        self._work = work
-        self._tensor = tensor
-
-    def ready(self) -> bool:
-        return True
-
-    def result(self) -> torch.Tensor:
-        self._work.wait()
-        return self._tensor

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pipedream.runtime.comm.channel import drain
-from pipedream.runtime.comm.distributed import ChannelEndpoint, DistributedReceiver, DistributedSender
-from pipedream.runtime.comm.link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
+from pipedream.runtime.comm.gloo import GlooEndpoint, GlooReceiver, GlooSender
 from pipedream.runtime.comm.message import Message
+from pipedream.runtime.comm.nccl_link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
 
 CPU = torch.device("cpu")
 ACTIVATIONS, WEIGHTS = 3, 8
@@ -27,11 +27,11 @@ def ends(number: int, device: str = "cpu", **options: Any) -> tuple[SendingLink,
     found: list[Any] = []
     for pair in ((0, 1), (1, 0)):
         communicator: Any = strict.StrictCommunicator(pair, torch.device(device), 2 * number + pair[0], **options)
-        end = ChannelEndpoint(1 - rank, 2 * number + pair[0], 4, dist.group.WORLD, torch.device(device), apart=device)
+        end = GlooEndpoint(1 - rank, 2 * number + pair[0], 4, dist.group.WORLD, torch.device(device), separate=device)
         if rank == pair[0]:
-            found.append(SendingLink(DistributedSender(end, 2 * COUNT), communicator))
+            found.append(SendingLink(GlooSender(end, 2 * COUNT), communicator))
         else:
-            found.append(ReceivingLink(DistributedReceiver(end), communicator, torch.device(device)))
+            found.append(ReceivingLink(GlooReceiver(end), communicator, torch.device(device)))
     return (found[0], found[1]) if rank == 0 else (found[1], found[0])
 
 

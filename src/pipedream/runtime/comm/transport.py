@@ -1,0 +1,243 @@
+"""The transport of each channel between ranks: this module alone chooses it.
+
+| a message | transport |
+| --- | --- |
+| between ranks of one machine | `shared_memory` |
+| between other ranks | `gloo` |
+| between ranks with a GPU each | `nccl_link` for the tensors on GPUs; the rest on one of those above |
+| between workers whose meshes differ | `mesh_channel`: parts of tensors, on channels between their ranks |
+| of results or data | `gloo` |
+
+Life of a message from stage to stage, such as a gradient:
+
+1. The worker puts an op's result into the `Mailbox`, and sends it by its channel's `Sender` where the program says so.
+2. `SentFormats` (`message`) finds the number of the message's format; a new format is described in the message.
+3. The transport writes header and tensors (shared memory: into a slot; gloo: into one or two messages; NCCL: the
+   tensors by themselves) and does not wait.
+4. The other end's `Receiver` returns a `Pending`, whose result is the message; the mailbox keeps it until its op runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from pipedream.core.schedule.occupancy import most_in_flight
+from pipedream.core.schedule.program import Channel, Program
+from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, Receiver, Sender
+from pipedream.runtime.comm.connections import Connections
+from pipedream.runtime.comm.gloo import GlooEndpoint, GlooReceiver, GlooSender
+from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender
+from pipedream.runtime.comm.nccl_link import LinkReceiver, LinkSender, ReceivingLink, SendingLink
+from pipedream.runtime.comm.shared_memory import MOST_UNREAD, SharedMemoryReceiver, SharedMemorySender
+
+_DEPTH = 2
+"""Receives posted ahead on channels of results and data."""
+
+
+class Transport:
+    """Opens this rank's ends of channels; ranks that share channels open them in one order.
+
+    Args:
+        programs: one per phase, over the same channels.
+        device: of the stages.
+    """
+
+    def __init__(self, connections: Connections, programs: Sequence[Program], device: torch.device) -> None:
+        self._connections = connections
+        self._programs = programs
+        self._device = device
+        self._channels = programs[0].channels
+        self._placement = programs[0].placement
+
+    def open_channels(self) -> tuple[dict[int, Sender], dict[int, Receiver]]:
+        """Returns this worker's ends of the program's channels, by the channel's number."""
+        worker, max_unread = self._connections.rank, self._count_unread()
+        senders: dict[int, dict[int, Sender]] = {}  # channel -> rank of the other worker -> end
+        receivers: dict[int, dict[int, Receiver]] = {}
+        linked: dict[tuple[int, int], list[int]] = {}
+        for number, channel in enumerate(self._channels):
+            if worker not in (channel.sender, channel.receiver):
+                continue
+            sends = worker == channel.sender
+            peers = self._connections.peers(channel.receiver if sends else channel.sender)
+            # The targets stay in the memory of the CPU.
+            on_link = [peer for peer in peers if channel.carries != "input" and self._pair(peer, sends) in self._links]
+            for peer in on_link:
+                linked.setdefault(self._pair(peer, sends), []).append(number)
+            others = [peer for peer in peers if peer not in on_link]
+            if sends:
+                senders[number] = {
+                    p: open_sender(self._connections, self._device, p, number, channel.depth, max_unread[number])
+                    for p in others
+                }
+            else:
+                receivers[number] = {
+                    p: open_receiver(self._connections, self._device, p, number, channel.depth, max_unread[number])
+                    for p in others
+                }
+        for pair, numbers in linked.items():
+            # Of more messages than all channels may have unread, one channel has too many; the receiver has read its
+            # oldest, and with it all that were sent before.
+            depth, unread = sum(self._channels[n].depth for n in numbers), sum(max_unread[n] for n in numbers)
+            self._open_link(pair, numbers, depth, unread, senders, receivers)
+        return (
+            {n: self._join_senders(self._channels[n].receiver, ends) for n, ends in senders.items()},
+            {n: self._join_receivers(self._channels[n].sender, ends) for n, ends in receivers.items()},
+        )
+
+    def open_result_channels(self) -> tuple[dict[int, Sender], dict[int, Receiver]]:
+        """Returns how workers of the last stage hand out results: senders by worker, there; receivers by theirs."""
+        connections, placement, worker = self._connections, self._placement, self._connections.rank
+        senders: dict[int, Sender] = {}
+        receivers: dict[int, Receiver] = {}
+        for owner in placement.ranks[-1]:
+            for other in range(placement.workers):
+                if owner == other or worker not in (owner, other):
+                    continue
+                number = len(self._channels) + owner * placement.workers + other
+                if worker == owner:
+                    peers = connections.peers(other)
+                    ends = {peer: self._open_data_sender(peer, number, connections.everyone) for peer in peers}
+                    senders[other] = self._join_senders(other, ends)
+                else:
+                    peers = connections.peers(owner)
+                    receivers[owner] = self._join_receivers(
+                        owner, {peer: _open_data_receiver(peer, number, connections.everyone) for peer in peers}
+                    )
+        return senders, receivers
+
+    def open_data_channels(self) -> tuple[dict[int, GlooSender], GlooReceiver | None]:
+        """Returns how replica 0 of the input stage hands out data: senders by replica, there; else the receiver."""
+        worker, leaders = self._connections.rank, self._connections.leaders
+        first, *others = self._placement.readers
+        senders: dict[int, GlooSender] = {}
+        receiver = None
+        for replica, other in enumerate(others, start=1):
+            if leaders is None or worker not in (first, other):
+                continue
+            number = len(self._channels) + self._placement.workers**2 + replica  # after those of the results
+            if worker == first:
+                senders[replica] = self._open_data_sender(other, number, leaders)
+            else:
+                receiver = _open_data_receiver(first, number, leaders)
+        return senders, receiver
+
+    def open_mesh_data_channels(self) -> tuple[list[GlooSender], GlooReceiver | None]:
+        """Returns how the first rank of a worker hands out data: the senders, there; the receiver, elsewhere."""
+        group = self._connections.worker
+        if group is None:
+            return [], None
+        if group.rank():
+            return [], _open_data_receiver(0, group.rank(), group)
+        return [self._open_data_sender(peer, peer, group) for peer in range(1, group.size())], None
+
+    @property
+    def _links(self) -> Mapping[tuple[int, int], dist.ProcessGroup]:
+        return self._connections.links
+
+    def _pair(self, peer: int, sends: bool) -> tuple[int, int]:
+        process = self._connections.process
+        return (process, peer) if sends else (peer, process)
+
+    def _open_link(
+        self,
+        pair: tuple[int, int],
+        numbers: Sequence[int],
+        depth: int,
+        max_unread: int,
+        senders: Mapping[int, dict[int, Sender]],
+        receivers: Mapping[int, dict[int, Receiver]],
+    ) -> None:
+        """Adds the ends of all channels from one rank to another that share an NCCL communicator."""
+        communicator, separate = self._links[pair], self._device.type
+        if pair[0] == self._connections.process:
+            headers = open_sender(self._connections, self._device, pair[1], numbers[0], depth, max_unread, separate)
+            sending = SendingLink(headers, communicator)
+            for number in numbers:
+                senders[number][pair[1]] = LinkSender(sending, number)
+        else:
+            received = open_receiver(self._connections, self._device, pair[0], numbers[0], depth, max_unread, separate)
+            receiving = ReceivingLink(received, communicator, self._device)
+            for number in numbers:
+                receivers[number][pair[0]] = LinkReceiver(receiving, number)
+
+    def _join_senders(self, worker: int, ends: Mapping[int, Sender]) -> Sender:
+        """Returns the sending end of a channel to another worker, from those to its ranks."""
+        meshes, first = self._connections.meshes, min(ends)
+        pair = MeshPair(meshes[self._connections.rank], meshes[worker])
+        if pair.sender == pair.receiver:
+            return ends[first]
+        return MeshSender(pair, self._connections.place, {peer - first: end for peer, end in ends.items()})
+
+    def _join_receivers(self, worker: int, ends: Mapping[int, Receiver]) -> Receiver:
+        """Returns the receiving end of a channel from another worker, from those of its ranks."""
+        meshes, first = self._connections.meshes, min(ends)
+        pair = MeshPair(meshes[worker], meshes[self._connections.rank])
+        if pair.sender == pair.receiver:
+            return ends[first]
+        return MeshReceiver(pair, self._connections.place, {peer - first: end for peer, end in ends.items()})
+
+    def _open_data_sender(self, peer: int, number: int, group: dist.ProcessGroup) -> GlooSender:
+        most = max(max(*program.plan.in_flight, program.microbatches) for program in self._programs)
+        return GlooSender(GlooEndpoint(peer, number, _DEPTH, group), most * max(self._placement.replicas) + 2)
+
+    def _count_unread(self) -> list[int]:
+        """Returns how many messages of each channel may be unread.
+
+        A replica that begins a forward has finished all backwards except those in flight, so the next stage has
+        received their activations. The end of a stream is one more message. So waiting for an older message never
+        waits for work still to be done. Of weights two messages may be unread: those of an update that was not made,
+        and the end.
+        """
+        in_flight = [max(counts) for counts in zip(*map(most_in_flight, self._programs), strict=True)]
+
+        def count(channel: Channel) -> int:
+            return 2 if channel.carries == "weights" else in_flight[min(channel.source, channel.target)] + 1
+
+        return [count(channel) for channel in self._channels]
+
+
+def open_sender(
+    connections: Connections,
+    device: torch.device,
+    peer: int,
+    number: int,
+    depth: int,
+    max_unread: int,
+    separate: str = "",
+) -> ConnectionSender:
+    """Returns the sending end of a connection to another rank.
+
+    Args:
+        number: of the (first) channel on it.
+        separate: type of device whose tensors are not sent here.
+    """
+    memory = connections.memory.get((connections.process, peer))
+    if memory is not None and max_unread <= MOST_UNREAD:
+        return SharedMemorySender(memory.open(), peer, max_unread, separate)
+    group = connections.upward if connections.process < peer else connections.everyone
+    return GlooSender(GlooEndpoint(peer, number, depth, group, device, separate), max_unread)
+
+
+def open_receiver(
+    connections: Connections,
+    device: torch.device,
+    peer: int,
+    number: int,
+    depth: int,
+    max_unread: int,
+    separate: str = "",
+) -> ConnectionReceiver:
+    """Returns the receiving end of a connection from another rank; see `open_sender`."""
+    memory = connections.memory.get((peer, connections.process))
+    if memory is not None and max_unread <= MOST_UNREAD:
+        return SharedMemoryReceiver(memory.open(), peer, device)
+    group = connections.upward if peer < connections.process else connections.everyone
+    return GlooReceiver(GlooEndpoint(peer, number, depth, group, device, separate))
+
+
+def _open_data_receiver(peer: int, number: int, group: dist.ProcessGroup) -> GlooReceiver:
+    return GlooReceiver(GlooEndpoint(peer, number, _DEPTH, group))
