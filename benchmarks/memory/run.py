@@ -30,8 +30,10 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.planner import manual_plan
 from pipedream.planner.tables.search_space import SearchSpace
-from pipedream.report import Pair, scatter_svg
 from pipedream.workflows.methods import versions_of
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scatter import Pair, scatter_svg
 
 TRUE = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from pipedream.report import Pair, scatter_svg
+sys.path.append(str(Path(__file__).parents[1]))
+from scatter import Pair, scatter_svg
 
 
 def tables(rows: Sequence[Any]) -> str:

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
 
 from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, build, uniform
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "scripts" / "make_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from scripts.make_docs import DOCS, make_pages
 
 
 @pytest.fixture(scope="module")
-def pages(writer: ModuleType) -> dict[Path, str]:
-    found: dict[Path, str] = writer.pages()
-    return found
+def pages() -> dict[Path, str]:
+    return make_pages()
 
 
 def test_committed_pages_are_up_to_date(pages: dict[Path, str]) -> None:
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     assert not stale, "run make docs, and look at the difference"
-    orphans = set((ROOT / "docs" / "img").glob("*.svg")) - set(pages)
+    orphans = set((DOCS / "img").glob("*.svg")) - set(pages)
     assert not {path for path in orphans if path.stem in SCHEDULES}
 
 
-def test_each_method_has_its_section(writer: ModuleType, pages: dict[Path, str]) -> None:
-    text = pages[writer.DOCS / "gallery.md"]
+def test_each_method_has_its_section(pages: dict[Path, str]) -> None:
+    text = pages[DOCS / "gallery.md"]
     flushing, late = (
         [name for name in SCHEDULES if build(name, uniform(name, 2)).flushes is flag] for flag in (True, False)
     )
@@ -51,12 +37,12 @@ def test_each_method_has_its_section(writer: ModuleType, pages: dict[Path, str])
         assert f"(img/{name}.svg)" in text
 
 
-def test_claims_are_what_the_simulation_finds(writer: ModuleType, pages: dict[Path, str]) -> None:
-    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", pages[writer.DOCS / "gallery.md"], re.M)
+def test_claims_are_what_the_simulation_finds(pages: dict[Path, str]) -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", pages[DOCS / "gallery.md"], re.M)
     compared = [row for row in rows if row[0].startswith(("bubble,", "microbatches in", "staleness", "weight sets"))]
     assert len(compared) == 4 * len(SCHEDULES)
-    for name, claimed, found in compared:
-        assert claimed in (found, "-"), name
+    for name, claimed, simulated in compared:
+        assert claimed in (simulated, "-"), name
 
 
 def test_pictures_are_well_formed(pages: dict[Path, str]) -> None:

@@ -15,7 +15,6 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.curve import curve_svg
-from pipedream.report.scatter import Pair, scatter_svg
 from pipedream.report.svg import LEFT, timeline_svg
 from pipedream.schedules import build
 
@@ -105,7 +104,6 @@ def test_colours_follow_the_screen_and_have_a_fallback(simulated: Simulated) -> 
 def test_a_file_has_literal_colours(simulated: Simulated) -> None:
     """Converters that know no CSS variables draw black what has one."""
     assert "var(" not in timeline_svg(simulated("gpipe"))
-    assert "var(" not in scatter_svg([Pair(1, 1)], title="t", unit="s")
     assert "var(" not in curve_svg(enumerate([3.0, 2.0]), marks=[1], named=[(1, "x")])
 
 
