@@ -49,12 +49,12 @@ def test_evaluation_equals_one_process_at_any_batch_size(size: int) -> None:
 
     with pipeline_of(animal, metrics={"hits": hits, "counted": counted}, ema=0.5) as pipeline:
         dones = list(pipeline.train(animal.batches))
-        found = pipeline.evaluate(batches)
+        means = pipeline.evaluate(batches)
         averaged = pipeline.evaluate(batches, ema=True)
         states = pipeline.state_dict(), pipeline.state_dict(ema=True)
     assert all(module.training for module in animal.model.modules())
     assert set(dones[0].metrics) == {"hits", "counted"}
-    for state, answer in zip(states, (found, averaged), strict=True):
+    for state, answer in zip(states, (means, averaged), strict=True):
         model = zoo.make("cnn").model
         model.load_state_dict(state)
         assert answer["loss"] == pytest.approx(reference.mean_loss(model, batches, animal.total), rel=1e-12)
@@ -62,7 +62,7 @@ def test_evaluation_equals_one_process_at_any_batch_size(size: int) -> None:
         expected = float((model(x.clone()).argmax(1) == y).double().mean())
         assert answer["hits"] == pytest.approx(expected, rel=1e-12)
         assert answer["counted"] == answer["hits"]
-    assert found["loss"] != averaged["loss"]
+    assert means["loss"] != averaged["loss"]
 
 
 def test_an_evaluation_changes_nothing() -> None:
@@ -83,19 +83,19 @@ def test_predictions_come_in_order(stages: int, count: int) -> None:
     check_predictions(mishaps.predict(stages, count), count)
 
 
-def check_predictions(found: list[Tensor], count: int) -> None:
+def check_predictions(outputs: list[Tensor], count: int) -> None:
     animal = zoo.make("cnn")
     animal.model.eval()
     x = torch.cat([batch for batch, _ in animal.batches])
-    assert len(found) == count
-    for i, output in enumerate(found):
+    assert len(outputs) == count
+    for i, output in enumerate(outputs):
         torch.testing.assert_close(output, animal.model(x[i : i + 1 + i % 4].clone()).detach())
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=[pytest.mark.processes, pytest.mark.slow])])
 def test_predictions_have_the_type_of_the_models_output(workers: int) -> None:
-    found, *others = [typed.predict()] if workers == 1 else processes.results(typed.predict, workers)
-    for output, scores in zip(*found, strict=True):
+    predictions, *others = [typed.predict()] if workers == 1 else processes.results(typed.predict, workers)
+    for output, scores in zip(*predictions, strict=True):
         assert type(output) is typed.Scored
         assert torch.equal(output.scores, scores)
         assert (output.length, output.loss) == (2, None)
@@ -162,17 +162,17 @@ def test_a_warm_start_trains_as_the_model_it_came_from() -> None:
 
 
 def test_the_optimizer_gets_named_parameters_once_a_stage() -> None:
-    animal, given = zoo.make("mlp"), []
+    animal, names = zoo.make("mlp"), []
 
     def factory(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        given.append([name for name, _ in named])
+        names.append([name for name, _ in named])
         slow = [p for name, p in named if name.endswith("bias")]
         fast = [p for name, p in named if not name.endswith("bias")]
         return torch.optim.SGD([{"params": fast}, {"params": slow, "lr": 0.01}], lr=0.1)
 
     with pipeline_of(animal, stages=2, optimizer=factory) as pipeline:
         list(pipeline.train(animal.batches))
-    assert given == [["0.weight", "0.bias"], ["3.weight", "3.bias", "6.weight", "6.bias"]]
+    assert names == [["0.weight", "0.bias"], ["3.weight", "3.bias", "6.weight", "6.bias"]]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -315,22 +315,22 @@ def test_when_one_process_fails_all_end_and_say_why(kind: str, stages: int) -> N
         assert end.exit_code == 1, f"rank {rank} ended with {end.exit_code}: {end.error}"
         assert end.seconds < 15.0
         if end.error is not None:  # a worker that waits for a healthy one is ended by its guard
-            known = "a loop that fails" if kind == "loop" and rank == 0 else words
-            assert re.search(known, str(end.error)), f"rank {rank}: {end.error}"
+            expected = "a loop that fails" if kind == "loop" and rank == 0 else words
+            assert re.search(expected, str(end.error)), f"rank {rank}: {end.error}"
     assert any(end.error is not None for end in ends)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_ranks_with_other_settings_are_refused() -> None:
-    for found in processes.results(mishaps.train_unlike, 2):
-        assert found.keys() == mishaps.UNLIKE.keys()
-        for name, text in found.items():
+    for messages in processes.results(mishaps.train_unlike, 2):
+        assert messages.keys() == mishaps.UNLIKE.keys()
+        for name, text in messages.items():
             assert f"{name} (" in text, text
             assert "on rank 0; " in text
             assert "on rank 1)" in text
-        assert "lr: 0.1 on rank 0; lr: 0.2 on rank 1" in found["optimizer"]
-        assert "epochs (0 to 1 on rank 0; 0 to 2 on rank 1)" in found["epochs"]
+        assert "lr: 0.1 on rank 0; lr: 0.2 on rank 1" in messages["optimizer"]
+        assert "epochs (0 to 1 on rank 0; 0 to 2 on rank 1)" in messages["epochs"]
 
 
 @pytest.mark.processes
@@ -346,18 +346,18 @@ def test_ranks_with_other_settings_are_refused() -> None:
 def test_a_call_of_one_rank_alone_ends_all(rank: int, name: str, tmp_path: Path) -> None:
     ends = processes.launch(mishaps.call_alone, 2, rank, name, str(tmp_path), timeout_s=30.0)
     assert [end.exit_code for end in ends] == [1, 1]
-    said = "".join([*(file.read_text() for file in tmp_path.glob("*.json")), *(str(end.error) for end in ends)])
-    assert f"{name}() after 5 minibatches" in said
+    text = "".join([*(file.read_text() for file in tmp_path.glob("*.json")), *(str(end.error) for end in ends)])
+    assert f"{name}() after 5 minibatches" in text
     ways = (f"rank {1 - rank} did not", f"close() after 50 minibatches on rank {1 - rank}", "another rank did not make")
-    assert any(words in said for words in ways)
-    assert "every rank must make the same calls" in said
+    assert any(words in text for words in ways)
+    assert "every rank must make the same calls" in text
 
 
 @pytest.mark.processes
 def test_predictions_of_several_processes_come_in_order_at_rank_0() -> None:
-    found = processes.results(mishaps.predict, 3, 3, 9)
-    check_predictions(found[0], 9)
-    assert found[1:] == [[], []]
+    outputs = processes.results(mishaps.predict, 3, 3, 9)
+    check_predictions(outputs[0], 9)
+    assert outputs[1:] == [[], []]
 
 
 def test_what_a_drain_has_finished_is_ready() -> None:
@@ -371,7 +371,7 @@ def test_what_a_drain_has_finished_is_ready() -> None:
                 assert not pipeline.ready
                 drained = pipeline.drain()
                 coming = tuple(pipeline.ready)
-                assert [one.number for one in coming] == list(range(5, drained))
+                assert [done.number for done in coming] == list(range(5, drained))
                 assert coming
     assert tuple(heard[5:drained]) == coming
 
@@ -391,20 +391,20 @@ def test_a_loss_of_output_and_targets_states_the_rule(name: str) -> None:
         pipeline_of(animal, loss=OWN_LOSSES[name]) as pipeline,
     ):
         list(pipeline.train(batches))
-    own = {"loss": OWN_LOSSES["targets"], "targets": lambda batch: batch[1]}
-    with pipeline_of(zoo.make("mlp"), **own) as pipeline:
-        found = [done.loss for done in pipeline.train(batches)]
+    options = {"loss": OWN_LOSSES["targets"], "targets": lambda batch: batch[1]}
+    with pipeline_of(zoo.make("mlp"), **options) as pipeline:
+        losses = [done.loss for done in pipeline.train(batches)]
     with pipeline_of(zoo.make("mlp"), loss=F.cross_entropy) as pipeline:
-        assert found == [done.loss for done in pipeline.train(batches)]
+        assert losses == [done.loss for done in pipeline.train(batches)]
 
 
 def test_a_metric_of_output_and_targets_states_the_rule() -> None:
     animal = zoo.make("mlp")
-    own = {"loss": lambda output, batch: F.cross_entropy(output, batch[1])}
+    options = {"loss": lambda output, batch: F.cross_entropy(output, batch[1])}
     hits = {"hits": lambda output, targets: F.cross_entropy(output, targets)}
     with (
         pytest.raises(WorkerError, match=r"the metric 'hits' was called with the output and what targets="),
-        pipeline_of(animal, metrics=hits, **own) as pipeline,
+        pipeline_of(animal, metrics=hits, **options) as pipeline,
     ):
         list(pipeline.train(animal.batches))
 
@@ -415,11 +415,11 @@ def test_what_each_stage_makes_is_given_by_a_factory() -> None:
     adam = torch.optim.AdamW([{"params": weights[:1], "lr": 0.5}, {"params": weights[1:]}], betas=(0.8, 0.9))
     with pytest.raises(PipelineError, match="optimizer is a SGD object, but each stage makes its own: give a"):
         pipeline_of(animal, optimizer=torch.optim.SGD(weights, lr=0.1, momentum=0.9))
-    found = r"as in partial\(torch.optim.SGD, lr=0.1, momentum=0.9\); see"
-    with pytest.raises(PipelineError, match=found):
+    message = r"as in partial\(torch.optim.SGD, lr=0.1, momentum=0.9\); see"
+    with pytest.raises(PipelineError, match=message):
         pipeline_of(animal, optimizer=torch.optim.SGD(weights, lr=0.1, momentum=0.9))
-    found = r"partial\(torch.optim.AdamW, lr=0.5, betas=\(0.8, 0.9\)\), for several groups a function of a list of"
-    with pytest.raises(PipelineError, match=found):
+    message = r"partial\(torch.optim.AdamW, lr=0.5, betas=\(0.8, 0.9\)\), for several groups a function of a list of"
+    with pytest.raises(PipelineError, match=message):
         pipeline_of(animal, optimizer=adam)
     steps = torch.optim.lr_scheduler.StepLR(adam, step_size=5)
     with pytest.raises(

@@ -43,7 +43,7 @@ class Case:
         model: makes it; called with the generators seeded.
         loss: (output, batch) -> scalar.
         refused: words of the error; empty if the numbers must be equal.
-        given: the pipeline's own loss, if another, with its targets.
+        pipeline_loss: the pipeline's own loss, if another, with its targets.
         replicas: of the two stages; several need two microbatches.
         between: what the loop does with the model after each minibatch.
         after_plan: what is done to the model after the plan was made.
@@ -53,7 +53,7 @@ class Case:
     loss: Any = None
     data: Sequence[Any] = ()
     refused: str = ""
-    given: Any = None
+    pipeline_loss: Any = None
     m: int = 2
     replicas: tuple[int, int] = (1, 1)
     cut: int = 1
@@ -98,17 +98,19 @@ def net() -> nn.Sequential:
 class Runs(nn.Module):
     """Runs a function of itself; has a linear layer, and what `made` gives it."""
 
-    def __init__(self, function: Callable[[Any, Tensor], Any], made: Callable[[Any], object] = lambda _: None) -> None:
+    def __init__(
+        self, function: Callable[[Any, Tensor], Any], prepare: Callable[[Any], object] = lambda _: None
+    ) -> None:
         super().__init__()
         self.linear, self.function = linear(), function
-        made(self)
+        prepare(self)
 
     def forward(self, x: Any) -> Any:
         return self.function(self, x)
 
 
-def between_two(function: Callable[[Any, Tensor], Any], made: Callable[[Any], object] = lambda _: None) -> Any:
-    return lambda: sequence(linear(), Runs(function, made), linear())
+def between_two(function: Callable[[Any, Tensor], Any], prepare: Callable[[Any], object] = lambda _: None) -> Any:
+    return lambda: sequence(linear(), Runs(function, prepare), linear())
 
 
 def _seed() -> None:
@@ -117,7 +119,7 @@ def _seed() -> None:
     np.random.seed(0)
 
 
-def _called(model: nn.Module, inputs: Any) -> Any:
+def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
@@ -134,7 +136,7 @@ def plain(case: Case, parts: int) -> tuple[list[float], dict[str, Tensor]]:
         total = 0.0
         for part in [batch] if parts == 1 else zip(*(leaf.chunk(parts) for leaf in batch), strict=True):
             share = 1.0 if parts == 1 else len(part[0]) / len(batch[0])
-            loss = case.loss(_called(model, part[0]), part) * share
+            loss = case.loss(call(model, part[0]), part) * share
             loss.backward()
             total += loss.item()
         optimizer.step()
@@ -157,7 +159,7 @@ def piped(case: Case) -> tuple[list[float], dict[str, Tensor]]:
         plan,
         schedule=case.schedule,
         microbatches=case.m,
-        loss=case.given or case.loss,
+        loss=case.pipeline_loss or case.loss,
         optimizer=case.optimizer,
         check=case.check,
         **case.options,
@@ -169,12 +171,12 @@ def piped(case: Case) -> tuple[list[float], dict[str, Tensor]]:
         return losses, pipeline.state_dict()
 
 
-def is_same(found: tuple[list[float], dict[str, Tensor]], wanted: tuple[list[float], dict[str, Tensor]]) -> bool:
+def is_same(actual: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> bool:
     close = partial(torch.allclose, rtol=1e-9, atol=1e-12)
     return (
-        found[0] == pytest.approx(wanted[0], rel=1e-9)
-        and found[1].keys() == wanted[1].keys()
-        and all(close(found[1][name], value) for name, value in wanted[1].items())
+        actual[0] == pytest.approx(expected[0], rel=1e-9)
+        and actual[1].keys() == expected[1].keys()
+        and all(close(actual[1][name], value) for name, value in expected[1].items())
     )
 
 
@@ -183,11 +185,11 @@ def run(case: Case) -> None:
         with pytest.raises(PipelineError, match=case.refused):
             piped(case)
         return
-    found, wanted = piped(case), plain(case, 1)
-    if case.m > 1 and not is_same(found, wanted):
-        wanted = plain(case, case.m)
-    assert found[0] == pytest.approx(wanted[0], rel=1e-9)
-    assert is_same(found, wanted)
+    actual, expected = piped(case), plain(case, 1)
+    if case.m > 1 and not is_same(actual, expected):
+        expected = plain(case, case.m)
+    assert actual[0] == pytest.approx(expected[0], rel=1e-9)
+    assert is_same(actual, expected)
 
 
 # -- losses whose parts do not make the whole -------------------------------------------------------------------------
@@ -195,12 +197,12 @@ def run(case: Case) -> None:
 
 def tokens(whole_first: bool = False) -> list[tuple[Tensor, Tensor]]:
     """Targets of which three in the first half are ignored; perhaps not in the first batch."""
-    found = []
+    batches = []
     for i in range(3):
         targets = torch.randint(0, 4, (8,), generator=torch.Generator().manual_seed(i))
         targets[: 0 if whole_first and not i else 3] = -100
-        found.append((rand(8, 4, seed=i), targets))
-    return found
+        batches.append((rand(8, 4, seed=i), targets))
+    return batches
 
 
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0]).double()
@@ -211,7 +213,7 @@ SIGNS = [(x, (y > 0).double()) for x, y in pairs()]
 
 def of_torch(loss: Any, data: Sequence[Any], **how: Any) -> Case:
     """A loss of torch, called with (output, targets)."""
-    return Case(how.pop("model", net), lambda output, batch: loss(output, batch[1]), data, given=loss, **how)
+    return Case(how.pop("model", net), lambda output, batch: loss(output, batch[1]), data, pipeline_loss=loss, **how)
 
 
 LOSSES = {
@@ -292,7 +294,7 @@ class OfLists(nn.Module):
         self.a, self.b, self.c = linear(), linear(), linear()
 
     def forward(self, x: Any, entries: Any = None) -> Tensor:
-        x = torch.stack([one.mean(0) for one in x]) if isinstance(x, list) else x
+        x = torch.stack([entry.mean(0) for entry in x]) if isinstance(x, list) else x
         x = torch.tanh(self.a(x))
         if entries is not None:
             x = x * torch.tensor([len(e) if isinstance(e, str) else e for e in entries], dtype=x.dtype)[:, None]
@@ -303,8 +305,8 @@ def by_lengths(output: Tensor, batch: Any) -> Tensor:
     """Targets of all samples lie one after the other."""
     flat, lengths = batch[1]
     losses, at = [], 0
-    for one, length in zip(output, lengths.tolist(), strict=True):
-        losses.append((one.sum() - flat[at : at + length]).square().mean())
+    for sample, length in zip(output, lengths.tolist(), strict=True):
+        losses.append((sample.sum() - flat[at : at + length]).square().mean())
         at += length
     return torch.stack(losses).mean()
 
@@ -355,12 +357,12 @@ class Reader(nn.Module):
 
     def __init__(self, other: nn.Linear, detached: bool) -> None:
         super().__init__()
-        self.own, self.detached = linear(), detached
+        self.linear, self.detached = linear(), detached
         self.__dict__["other"] = other
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.other.weight
-        return self.own(x) + (weight.detach() if self.detached else weight).sum()
+        return self.linear(x) + (weight.detach() if self.detached else weight).sum()
 
 
 def reading(detached: bool) -> nn.Module:
@@ -508,10 +510,10 @@ class Experts(nn.Module):
 
 def sided(sides: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """Batches of which one side, or each half another, goes to one expert."""
-    found = pairs(len(sides))
-    for (x, _), side in zip(found, sides, strict=True):
+    batches = pairs(len(sides))
+    for (x, _), side in zip(batches, sides, strict=True):
         x[:, 0] = x[:, 0].abs() * (side or torch.tensor([1.0] * 4 + [-1.0] * 4))
-    return found
+    return batches
 
 
 @pytest.mark.parametrize("replicas", BOTH)
@@ -541,13 +543,13 @@ class Several(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         super().step()
-        for one in self.others:
-            one.step()
+        for optimizer in self.others:
+            optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        for one in self.others:
-            one.zero_grad(set_to_none)
+        for optimizer in self.others:
+            optimizer.zero_grad(set_to_none)
 
 
 def sparse() -> nn.Module:

@@ -43,13 +43,13 @@ def test_passes_wait_for_their_seconds_and_make_what_is_sent(microbatches: int) 
         layer.zero_grad()
         arrived = torch.zeros(1, 7, requires_grad=True)
         start = time.perf_counter()
-        made = layer(arrived)
+        output = layer(arrived)
         middle = time.perf_counter()
-        made.sum().backward()
+        output.sum().backward()
         passes.append((middle - start, time.perf_counter() - middle))
-    for seconds, found in zip((0.04, 0.08), zip(*passes, strict=True), strict=True):
-        assert seconds / microbatches <= min(found) < 1.6 * seconds / microbatches  # a busy machine wakes late
-    assert made.shape == (1, 250 // microbatches)  # 4 bytes each
+    for seconds, measured_s in zip((0.04, 0.08), zip(*passes, strict=True), strict=True):
+        assert seconds / microbatches <= min(measured_s) < 1.6 * seconds / microbatches  # a busy machine wakes late
+    assert output.shape == (1, 250 // microbatches)  # 4 bytes each
     assert arrived.grad is not None
     assert arrived.grad.shape == (1, 7)
     assert sum(weights.grad.nbytes for weights in layer.parameters() if weights.grad is not None) == 3 * MIB
@@ -62,16 +62,16 @@ def test_a_split_backward_waits_half_and_half() -> None:
         layer = EmulatedStage(stage(replicas=2), 1, sends=True, splits_backward=True)
         arrived = torch.zeros(1, 7, requires_grad=wants) * 1.0
         edges = [get_gradient_edge(arrived)] if wants else []
-        made = layer(arrived)
+        output = layer(arrived)
         start = time.perf_counter()
-        back, deferred = split_backward([made], [torch.zeros_like(made)], edges)
+        back, deferred = split_backward([output], [torch.zeros_like(output)], edges)
         middle = time.perf_counter()
         assert all(weights.grad is None for weights in layer.parameters())
         assert not wants or (back[0] is not None and back[0].shape == (1, 7))
         done = [weights.numel() for weights in deferred.run()]
         assert done == [weights.numel() for weights in reversed(layer.weights)]
-        for seconds, found in zip(halves, (middle - start, time.perf_counter() - middle), strict=True):
-            assert 0.99 * seconds <= found < 1.6 * seconds + 0.02  # a busy machine wakes late
+        for seconds, measured_s in zip(halves, (middle - start, time.perf_counter() - middle), strict=True):
+            assert 0.99 * seconds <= measured_s < 1.6 * seconds + 0.02  # a busy machine wakes late
 
 
 def test_gradients_of_a_replicated_stage_come_one_after_the_other() -> None:
@@ -79,9 +79,9 @@ def test_gradients_of_a_replicated_stage_come_one_after_the_other() -> None:
     came: list[float] = []
     for weights in layer.parameters():
         weights.register_post_accumulate_grad_hook(lambda _: came.append(time.perf_counter()))
-    made = layer(torch.zeros(1, 1))
+    output = layer(torch.zeros(1, 1))
     start = time.perf_counter()
-    made.sum().backward()
+    output.sum().backward()
     assert len(came) == 3
     for before, at in zip([start, *came], came, strict=False):
         assert at - before >= 0.99 * 0.08 / 3
@@ -89,8 +89,8 @@ def test_gradients_of_a_replicated_stage_come_one_after_the_other() -> None:
 
 def test_stage_without_weights_still_has_a_backward() -> None:
     layer = EmulatedStage(stage(parameter_bytes=0), 1, sends=True)
-    made = layer(torch.zeros(1, 1))
-    assert made.requires_grad
+    output = layer(torch.zeros(1, 1))
+    assert output.requires_grad
 
 
 def test_update_waits_and_changes_nothing() -> None:

@@ -102,13 +102,13 @@ def test_packed_sequences_are_cut_by_samples(lengths: list[int], parts: int, ord
     sequences = [torch.randn(length, 2) for length in lengths]
     packed = pack_sequence(sequences, enforce_sorted=ordered)
     assert count_samples((packed, torch.ones(9))) == len(lengths)
-    found: list[Any] = []
+    unpacked: list[Any] = []
     for part, labels in split_batch((packed, torch.arange(len(lengths))), len(lengths), parts):
-        own = unpack_sequence(part) if part is not None else []
-        assert len(own) == len(labels)
-        found += own
-    assert all(map(torch.equal, found, sequences))
-    assert len(found) == len(sequences)
+        part_sequences = unpack_sequence(part) if part is not None else []
+        assert len(part_sequences) == len(labels)
+        unpacked += part_sequences
+    assert all(map(torch.equal, unpacked, sequences))
+    assert len(unpacked) == len(sequences)
 
 
 def test_parts_are_flattened_as_each_alone() -> None:
@@ -120,11 +120,11 @@ def test_parts_are_flattened_as_each_alone() -> None:
         for parts in (1, 2, 3):
             sizes, inputs, targets = split_minibatch(value, (mask, value), parts)
             assert sum(sizes) == 5
-            for found, wanted in ((inputs, value), (targets, (mask, value))):
-                alone = [flatten(part) for part in split_batch(wanted, 5, parts)]
-                assert [structure for structure, _ in found] == [structure for structure, _ in alone]
-                for (_, tensors), (_, others) in zip(found, alone, strict=True):
-                    assert [one.tolist() for one in tensors] == [one.tolist() for one in others]
+            for flat_parts, whole in ((inputs, value), (targets, (mask, value))):
+                alone = [flatten(part) for part in split_batch(whole, 5, parts)]
+                assert [structure for structure, _ in flat_parts] == [structure for structure, _ in alone]
+                for (_, tensors), (_, others) in zip(flat_parts, alone, strict=True):
+                    assert [tensor.tolist() for tensor in tensors] == [tensor.tolist() for tensor in others]
     assert split_minibatch(x, None, 2)[2] == [("null", ()), ("null", ())]
 
 

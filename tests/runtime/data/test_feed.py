@@ -54,11 +54,11 @@ def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
             for replica, feed in enumerate(feeds):
                 if until is not None and number >= until:
                     feed.stopped = StopReason.DRAIN
-                found = feed.read(number + replica, replica)
-                if isinstance(found, Minibatch):
-                    admitted.append((found.epoch, int(found.batch), found.ends_epoch))
+                minibatch = feed.read(number + replica, replica)
+                if isinstance(minibatch, Minibatch):
+                    admitted.append((minibatch.epoch, int(minibatch.batch), minibatch.ends_epoch))
                 else:
-                    ends.add((found, feed.ended_at))
+                    ends.add((minibatch, feed.ended_at))
             number += replicas
         assert len(ends) == 1, "all replicas end alike"
         ((stop_reason, count),) = ends
@@ -70,15 +70,21 @@ def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
         for feed in feeds:
             feed.resume()
         assert stream(None) is StopReason.DATA
-    wanted = [(epoch, number, number == size - 1) for epoch in range(epochs) for number in range(size)]
-    assert admitted == wanted
+    expected = [(epoch, number, number == size - 1) for epoch in range(epochs) for number in range(size)]
+    assert admitted == expected
 
 
 def test_an_epoch_is_announced_and_what_was_done_is_passed_over() -> None:
     loader = Loader(4)
     (reader,) = read(loader, first=2, end=4, skip=3)
-    found = [next(reader) for _ in range(5)]
-    assert [(given.epoch, int(given.batch)) for given in found] == [(2, 3), (3, 0), (3, 1), (3, 2), (3, 3)]
+    minibatches = [next(reader) for _ in range(5)]
+    assert [(minibatch.epoch, int(minibatch.batch)) for minibatch in minibatches] == [
+        (2, 3),
+        (3, 0),
+        (3, 1),
+        (3, 2),
+        (3, 3),
+    ]
     assert next(reader, None) is None
     assert reader.count == 5
     assert loader.epochs == [2, 3]
@@ -91,9 +97,9 @@ def test_random_states_are_read_only_where_a_loader_can_draw(draws: bool, monkey
     def read(only_torch: bool = False) -> RngStates:
         nonlocal reads
         reads += 1
-        return found
+        return states
 
-    found = RngStates.read()
+    states = RngStates.read()
     monkeypatch.setattr(RngStates, "read", read)
     reader = IterableReader(Loader(9) if draws else list(Loader(9)), DataOrder(), EpochRange(), None)
     next(reader)

@@ -37,11 +37,11 @@ def feed_of(count: int) -> Feed:
 
 def taken(source: Microbatches, microbatch: int) -> tuple[Any, ...]:
     """Returns all that is known of a microbatch, in a form that compares."""
-    found = source.take(microbatch)
-    if isinstance(found, StopReason):
-        return found, source.ended_at
+    messages = source.take(microbatch)
+    if isinstance(messages, StopReason):
+        return messages, source.ended_at
     return tuple(
-        value for message in found for value in (message.without_tensors(), message.structure, *lists(message))
+        value for message in messages for value in (message.without_tensors(), message.structure, *lists(message))
     )
 
 
@@ -77,9 +77,9 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
         for microbatch in sorted(microbatches, key=lambda k: (k % replicas, k)):  # replica 0 goes first
             replica = microbatch % replicas
             if replica not in ended:
-                found = taken(handed[replica], microbatch)
-                assert found == taken(read[replica], microbatch)
-                if isinstance(found[0], StopReason):
+                messages = taken(handed[replica], microbatch)
+                assert messages == taken(read[replica], microbatch)
+                if isinstance(messages[0], StopReason):
                     ended.add(replica)
     assert ended == set(range(replicas))
     assert not any(channel.receive().ready() for channel in channels.values()), "each stream has one end"
@@ -87,10 +87,10 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
 
 def test_a_minibatch_with_fewer_samples_than_parts_has_empty_ones() -> None:
     channel = LocalChannel()
-    own, other = LocalMicrobatches(feed_of(1), adapt, {1: channel}), ReceivedMicrobatches(channel)
-    own.begin(6, 0, 0)
+    reading, other = LocalMicrobatches(feed_of(1), adapt, {1: channel}), ReceivedMicrobatches(channel)
+    reading.begin(6, 0, 0)
     other.begin(6, 1, 0)
-    contents = [source.take(k)[0].content for k, source in enumerate([own, other] * 3)]  # type: ignore[index]
+    contents = [source.take(k)[0].content for k, source in enumerate([reading, other] * 3)]  # type: ignore[index]
     assert contents == [Content.DATA] * 2 + [Content.EMPTY] * 4
 
 

@@ -53,14 +53,14 @@ def reader_of(
 
 def batches_of(reader: LoaderReader, most: int | None = None) -> list[tuple[int, int, list[int], bool]]:
     """Reads on, with noise in between; returns (number, epoch, batch, ends_epoch) of each."""
-    found: list[tuple[int, int, list[int], bool]] = []
-    while most is None or len(found) < most:
+    minibatches: list[tuple[int, int, list[int], bool]] = []
+    while most is None or len(minibatches) < most:
         item = next(reader, None)
         if item is None:
             break
-        found.append((item.number, item.epoch, listed(item.batch), item.ends_epoch))
+        minibatches.append((item.number, item.epoch, listed(item.batch), item.ends_epoch))
         noise()
-    return found
+    return minibatches
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_order_is_that_of_a_plain_loop_whatever_else_draws(name: str) -> None:
     # A second stream of the same loader goes on where the first one ended.
     again = ShardedReader(reader._sharded, order, EpochRange(2, 3), None) if name in SHARDED else None
     rest = batches_of(again or IterableReader(loader, order, EpochRange(2, 3), None))
-    found = [(item.epoch, listed(item.batch), item.ends_epoch) for item in numbers]
-    wanted = [(e, batch, i == len(epochs[e]) - 1) for e in range(3) for i, batch in enumerate(epochs[e])]
-    assert found + [part[1:] for part in rest] == wanted
+    actual = [(item.epoch, listed(item.batch), item.ends_epoch) for item in numbers]
+    expected = [(e, batch, i == len(epochs[e]) - 1) for e in range(3) for i, batch in enumerate(epochs[e])]
+    assert actual + [part[1:] for part in rest] == expected
     if isinstance(reader, ShardedReader):
         reader._sharded.close()
 
@@ -113,14 +113,14 @@ def test_a_position_is_found_again_in_a_new_process(name: str, done: int | str) 
     on = reader_of(loader, order, EpochRange(position[0], 3, position[1]), state)
     assert on.state(*position) == state
     rest = batches_of(on)
-    wanted = [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
-    assert [part[1:3] for part in before + rest] == wanted
+    expected = [(epoch, batch) for epoch, batches in enumerate(epochs) for batch in batches]
+    assert [part[1:3] for part in before + rest] == expected
     if name in SHARDED and name not in WITH_PROCESSES:
-        passed = sum(len(batch) for _, batch in wanted[:count])
-        whole = sum(len(batch) for _, batch in wanted)
+        passed = sum(len(batch) for _, batch in expected[:count])
+        whole = sum(len(batch) for _, batch in expected)
         assert len(loader.dataset.loaded) == whole - passed, "what was done is passed over, not loaded"
     if name == "stateful":
-        assert loader.read == len(wanted) - count, "its own state brought it there"
+        assert loader.read == len(expected) - count, "its own state brought it there"
     if isinstance(reader, ShardedReader) and isinstance(on, ShardedReader):
         reader._sharded.close(), on._sharded.close()
 
@@ -146,7 +146,7 @@ def stream(feeds: list[Feed], rounds: int | None) -> tuple[StopReason, int, list
     Replicas that still had a minibatch in the round in which the data ended learn of the end in the next one, and
     a drain that is asked for in between must not tell them another.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     ends: dict[int, tuple[StopReason, int]] = {}
     number = 0
     while len(ends) < len(feeds):
@@ -160,14 +160,14 @@ def stream(feeds: list[Feed], rounds: int | None) -> tuple[StopReason, int, list
             if isinstance(minibatch, Minibatch):
                 assert not ends, "nothing comes after the end"
                 assert minibatch.epoch == int(minibatch.batch) // 100
-                found.append(int(minibatch.batch))
+                numbers.append(int(minibatch.batch))
             else:
                 ends[replica] = (minibatch, feed.ended_at)
         number += len(feeds)
     assert len(set(ends.values())) == 1, "all say the same"
     stop_reason, count = ends[0]
-    assert count == len(found)
-    return stop_reason, count, found
+    assert count == len(numbers)
+    return stop_reason, count, numbers
 
 
 LEG = st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(0, 4), st.integers(0, 4))
@@ -180,15 +180,15 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
     """Each leg is a run of its own: so many replicas, a cycle, a drain after some rounds, a break after some more."""
     seed_all(3)
     plain = DataLoader(Numbers(1000), batch_sampler=Lists(lengths))
-    wanted = []
+    expected = []
     for epoch in range(len(lengths)):
         plain.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
-        wanted += [int(batch) for batch in plain]
+        expected += [int(batch) for batch in plain]
     places = [(epoch, n) for epoch, size in enumerate(lengths) for n in range(size)] + [(len(lengths), 0)]
     indices: list[int] = []
     state: Any = None
     for i, (replicas, cycles, drain, leave) in enumerate(legs):
-        if len(indices) == len(wanted):
+        if len(indices) == len(expected):
             break
         epoch, skip = places[len(indices)]
         readers, data = [], [Numbers(1000) for _ in range(replicas)]
@@ -202,8 +202,8 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
             feed.begin(replicas * cycles)
         here: list[int] = []
         for rounds in (drain, leave if i < len(legs) - 1 else None):
-            stop_reason, _, found = stream(feeds, rounds)
-            here += found
+            stop_reason, _, numbers = stream(feeds, rounds)
+            here += numbers
             if stop_reason is StopReason.DATA:
                 break
             for feed in feeds:
@@ -212,8 +212,8 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
         assert sorted(loaded) == sorted(here), "each was loaded by one replica, once, and nothing ahead"
         indices += here
         state = json.loads(json.dumps(readers[0].state(*places[len(indices)])))
-    assert indices == wanted[: len(indices)]
-    assert len(indices) == len(wanted) or stop_reason is not StopReason.DATA
+    assert indices == expected[: len(indices)]
+    assert len(indices) == len(expected) or stop_reason is not StopReason.DATA
 
 
 @pytest.mark.parametrize(
@@ -279,19 +279,23 @@ def test_what_shares_itself_out_over_processes_is_refused(monkeypatch: pytest.Mo
 def test_a_loader_of_torchdata_goes_on_from_its_state(workers: int) -> None:
     loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 
-    def made(own: bool) -> Any:
+    def make_loader(has_generator: bool) -> Any:
         seed_all(5)
-        rest = {"generator": generator()} if own else {}
+        rest = {"generator": generator()} if has_generator else {}
         return loaders.StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers, **rest)
 
-    for own, count in product([False, True], [0, 3, 6, 7, 12]):
-        wanted = [(epoch, batch) for epoch, batches in enumerate(plain_loop(made(own), 3)) for batch in batches]
-        reader = IterableReader(made(own), DataOrder(), EpochRange(end=3), None)
+    for has_generator, count in product([False, True], [0, 3, 6, 7, 12]):
+        expected = [
+            (epoch, batch)
+            for epoch, batches in enumerate(plain_loop(make_loader(has_generator), 3))
+            for batch in batches
+        ]
+        reader = IterableReader(make_loader(has_generator), DataOrder(), EpochRange(end=3), None)
         before = batches_of(reader, count)
         position = divmod(count, 6)
         state = json.loads(json.dumps(reader.state(*position)))
         reader.close()
-        loader = made(own)
+        loader = make_loader(has_generator)
         seed_all(99)
         rest = batches_of(IterableReader(loader, DataOrder(), EpochRange(position[0], 3, position[1]), state))
-        assert [part[1:3] for part in before + rest] == wanted, f"generator {own}, after {count}"
+        assert [part[1:3] for part in before + rest] == expected, f"generator {has_generator}, after {count}"

@@ -26,24 +26,24 @@ PARTS = {"gpipe": 3, "zb_h2": 5, "pipedream_2bw": 3, "paci": 2, "pipemare": 2, "
 QUICK = ("1f1b", "zb_h1", "roundpipe", "pipedream", "pipedream_2bw", "paci")
 
 
-def _case(schedule: str, **more: Any) -> Case:
+def make_case(schedule: str, **more: Any) -> Case:
     parts = PARTS.get(schedule, 4 if schedule in FLUSHING else 3 if "timeprest" in schedule else None)
     parts = 8 if schedule == "chimera_doubled" else parts
     stages = 4 if schedule in FLUSHING else 3
     return Case("auxiliary", schedule, **{"stages": stages, "microbatches": parts, "epochs": 2, "drain_at": 4} | more)
 
 
-def _slow(case: Case) -> Any:
+def mark_slow(case: Case) -> Any:
     return pytest.param(case, id=str(case), marks=pytest.mark.slow)
 
 
 OTHERS = [
-    _case("1f1b", recompute=True, scheduled=True, clip_grad_norm=0.1),
-    _case("zb_h1", recompute=True),
-    _case("spectrain", options=(("backward_rule", "recompute"),)),
-    replace(_case("1f1b"), stages=2, replicas=(2, 1)),
-    replace(_case("pipedream"), stages=2, replicas=(2, 1)),
-    replace(_case("zb_h1"), stages=1),
+    make_case("1f1b", recompute=True, scheduled=True, clip_grad_norm=0.1),
+    make_case("zb_h1", recompute=True),
+    make_case("spectrain", options=(("backward_rule", "recompute"),)),
+    replace(make_case("1f1b"), stages=2, replicas=(2, 1)),
+    replace(make_case("pipedream"), stages=2, replicas=(2, 1)),
+    replace(make_case("zb_h1"), stages=1),
 ]
 
 
@@ -56,8 +56,8 @@ class Penalised(nn.Module):
         self.adds: Callable[[Tensor, Tensor], Tensor] = auxiliary
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.linear(x)
-        return self.adds(made, made.square().mean()).tanh()
+        output = self.linear(x)
+        return self.adds(output, output.square().mean()).tanh()
 
 
 class Residual(nn.Module):
@@ -70,8 +70,8 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)
-        made = self.b(x)
-        x = x + self.adds(made, (made * x).mean().square()).tanh()
+        output = self.b(x)
+        x = x + self.adds(output, (output * x).mean().square()).tanh()
         return x + self.c(x)
 
 
@@ -105,17 +105,17 @@ def written_out(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", [Penalised, Residual])
 @pytest.mark.parametrize("m", [1, 2])
 def test_a_pipeline_equals_the_sum_written_out(kind: Callable[[], nn.Module], m: int) -> None:
-    found = piped(net(kind), mse, DATA, cuts=(1, 2), microbatches=m, schedule="1f1b", grad_scaler=256.0)
+    actual = piped(net(kind), mse, DATA, cuts=(1, 2), microbatches=m, schedule="1f1b", grad_scaler=256.0)
     if m == 1 or kind is Penalised:  # the other loss is no mean over samples
-        assert_equal(found, written_out(net(kind)))
-    assert_equal(found, piped(net(kind), mse, DATA, cuts=(), microbatches=m, schedule="1f1b"))
+        assert_equal(actual, written_out(net(kind)))
+    assert_equal(actual, piped(net(kind), mse, DATA, cuts=(), microbatches=m, schedule="1f1b"))
 
 
 def test_each_stage_compares_its_first_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "_fits", lambda self, reader: False)
     for schedule in ("1f1b", "zb_h1"):
-        found = piped(net(Penalised), mse, DATA, cuts=(1, 2), microbatches=4, schedule=schedule)
-        assert_equal(found, written_out(net(Penalised)))
+        actual = piped(net(Penalised), mse, DATA, cuts=(1, 2), microbatches=4, schedule=schedule)
+        assert_equal(actual, written_out(net(Penalised)))
 
 
 def test_an_evaluation_ignores_them_and_a_profile_measures_them() -> None:
@@ -123,20 +123,20 @@ def test_an_evaluation_ignores_them_and_a_profile_measures_them() -> None:
     profile = pipedream.profile(model, DATA[0][0], warmup=0, runs=1)
     plan = pipedream.plan(profile, pipedream.Cluster.flat(2), cuts=(2,))
     with pipedream.Pipeline(model, plan, schedule="1f1b", microbatches=2, loss=mse, optimizer=SGD) as pipeline:
-        found = pipeline.evaluate(DATA)["loss"]
-    wanted = sum(float(mse(model(x), (x, y)).detach()) for x, y in DATA) / len(DATA)
-    assert found == pytest.approx(wanted)
+        loss = pipeline.evaluate(DATA)["loss"]
+    expected = sum(float(mse(model(x), (x, y)).detach()) for x, y in DATA) / len(DATA)
+    assert loss == pytest.approx(expected)
 
 
 def test_a_plain_loop_that_accumulates_scales_them() -> None:
-    one, other = net(Penalised), net(Penalised)
+    whole, other = net(Penalised), net(Penalised)
     (x, y), parts = DATA[0], (3, 5)
-    mse(one(x), (x, y)).backward()
+    mse(whole(x), (x, y)).backward()
     for xs, ys in zip(x.split(parts), y.split(parts), strict=True):
         share = len(xs) / len(x)
         with auxiliary_scale(share):
             (mse(other(xs), (xs, ys)) * share).backward()
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+    for a, b in zip(whole.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
 
@@ -157,21 +157,21 @@ def test_the_scale_is_that_of_the_backward_and_is_restored() -> None:
 def test_checkpointed_layers(reentrant: bool) -> None:
     model, x = net(Penalised), DATA[0][0].clone().requires_grad_()
     model(x).sum().backward()
-    wanted = [p.grad for p in model.parameters()]
+    expected = [p.grad for p in model.parameters()]
     model.zero_grad()
     checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 
 
 def test_the_value_is_unchanged_and_may_be_written_in_place() -> None:
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
-    given = x * w
-    value = auxiliary(given, w.square().sum())
-    assert torch.equal(value, given)
+    product = x * w
+    value = auxiliary(product, w.square().sum())
+    assert torch.equal(value, product)
     value.add_(1).relu_().sum().backward()
-    (wanted,) = torch.autograd.grad((x * w + 1).relu().sum() + w.square().sum(), w)
-    torch.testing.assert_close(w.grad, wanted)
+    (expected,) = torch.autograd.grad((x * w + 1).relu().sum() + w.square().sum(), w)
+    torch.testing.assert_close(w.grad, expected)
     saved = (x * w).tanh()
     auxiliary(saved, w.sum()).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -233,14 +233,17 @@ def test_scales_on_other_threads() -> None:
     w = torch.ones(2, requires_grad=True)
     value = auxiliary(w * 2, w.sum()).sum()
     with ThreadPoolExecutor(1) as threads, auxiliary_scale(0.5):
-        found = threads.submit(partial(torch.autograd.grad, value, w)).result()
-    assert found[0].tolist() == [2.5, 2.5]
+        gradients = threads.submit(partial(torch.autograd.grad, value, w)).result()
+    assert gradients[0].tolist() == [2.5, 2.5]
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        *(_case(name) if name in QUICK else _slow(_case(name)) for name in (*FLUSHING, *ASYNCHRONOUS, *delayed.PAPERS)),
+        *(
+            make_case(name) if name in QUICK else mark_slow(make_case(name))
+            for name in (*FLUSHING, *ASYNCHRONOUS, *delayed.PAPERS)
+        ),
         *OTHERS,
     ],
     ids=str,
@@ -253,4 +256,4 @@ def test_every_method_trains_them_as_plain_pytorch(case: Case) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_several_processes_give_to_the_bit_what_one_gives() -> None:
-    check_processes(2, [_case("1f1b", stages=2), _case("zb_h1", stages=2), _case("pipedream", stages=2)])
+    check_processes(2, [make_case("1f1b", stages=2), make_case("zb_h1", stages=2), make_case("pipedream", stages=2)])

@@ -72,18 +72,18 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def plan(workers: int, cuts: tuple[int, ...] = (1, 3, 4, 6)) -> Plan:
     graph = capture(make(), (batches()[0][0],)).graph
     profile = Profile("counted", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 9)
-    made = manual_plan(profile, Cluster.flat(len(cuts) + 1), cuts, (1,) * (len(cuts) + 1))
-    return replace(made, cluster=Cluster.flat(workers), order=homes(workers, len(cuts) + 1))
+    chain = manual_plan(profile, Cluster.flat(len(cuts) + 1), cuts, (1,) * (len(cuts) + 1))
+    return replace(chain, cluster=Cluster.flat(workers), order=homes(workers, len(cuts) + 1))
 
 
 def train(
-    workers: int, epochs: int = 3, save: Path | None = None, resume: Path | None = None, **asked: object
+    workers: int, epochs: int = 3, save: Path | None = None, resume: Path | None = None, **options: object
 ) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
     """Returns losses, the state, and what an evaluation in the middle found."""
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     with pd.Pipeline(
         make(), plan(workers), schedule="roundpipe", microbatches=3, loss=F.cross_entropy, optimizer=OPTIMIZER, seed=3,
-        **asked,
+        **options,
     ) as pipeline:  # fmt: skip
         if resume is not None:
             pipeline.load(resume)
@@ -91,13 +91,13 @@ def train(
         for done in pipeline.train(Fresh(batches()), epochs=epochs - pipeline.position[0]):
             losses.append(done.loss)
             if done.number == 5:
-                found = pipeline.evaluate(Fresh(batches()))
-                assert pipeline.evaluate(Fresh(batches())) == found
+                means = pipeline.evaluate(Fresh(batches()))
+                assert pipeline.evaluate(Fresh(batches())) == means
                 outputs = list(pipeline.predict(Fresh(batches())))
                 assert [len(output) for output in outputs] in ([9, 9, 6, 9], [])
             if save is not None and done.number == 7:
                 pipeline.save(save)
-        return losses, pipeline.state_dict(), found
+        return losses, pipeline.state_dict(), means
 
 
 def total(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
@@ -109,11 +109,11 @@ def total(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
 )
 def test_buffers_frozen_weights_and_masks_are_those_of_one_process(workers: int) -> None:
     losses, state, evaluated = train(workers)
-    wanted = reference.plain(make(), NAMES, batches() * 3, total, OPTIMIZER, microbatches=3, seed=3, drains=(6,))
-    assert losses == pytest.approx(wanted.losses, rel=1e-10)
-    assert_near(state, {name: wanted.state[name] for name in state}, 1e-10)
+    expected = reference.plain(make(), NAMES, batches() * 3, total, OPTIMIZER, microbatches=3, seed=3, drains=(6,))
+    assert losses == pytest.approx(expected.losses, rel=1e-10)
+    assert_near(state, {name: expected.state[name] for name in state}, 1e-10)
     assert state["1.seen"] == state["1.also"] == 36.0, "each microbatch is seen once"
-    assert evaluated["loss"] == pytest.approx(reference.mean_loss(wanted.at_drains[6], batches(), total), rel=1e-10)
+    assert evaluated["loss"] == pytest.approx(reference.mean_loss(expected.at_drains[6], batches(), total), rel=1e-10)
 
 
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
@@ -156,9 +156,9 @@ def test_a_weight_packet_brings_all_that_the_layers_read() -> None:
     home.layers[0][1].seen += 4  # type: ignore[operator]
     before = [tensor.detach().clone() for tensor in tensors(there)]
     weight_packet = WeightPacket(there, low)
-    found, others = weight_packet.unpack(WeightPacket(home, low).pack(leaves).clone())
-    assert found.keys() == leaves.keys()
-    for name, leaf in found.items():
+    weights, others = weight_packet.unpack(WeightPacket(home, low).pack(leaves).clone())
+    assert weights.keys() == leaves.keys()
+    for name, leaf in weights.items():
         assert leaf.requires_grad
         assert leaf.dtype == leaves[name].dtype
         assert leaf.stride() == leaves[name].stride()
@@ -217,10 +217,10 @@ def test_an_error_of_a_remote_forward_names_its_rank_and_stage() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Breaks(), nn.Linear(4, 4), nn.Linear(4, 3)).double()
     graph = capture(model, (batches()[0][0],)).graph
     profile = Profile("breaks", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 9)
-    made = replace(manual_plan(profile, Cluster.flat(4), (1, 2, 3)), cluster=Cluster.flat(3), order=homes(3, 4))
+    remote_plan = replace(manual_plan(profile, Cluster.flat(4), (1, 2, 3)), cluster=Cluster.flat(3), order=homes(3, 4))
     with (
         pd.Pipeline(
-            model, made, schedule="roundpipe", microbatches=4, loss=F.cross_entropy, optimizer=OPTIMIZER
+            model, remote_plan, schedule="roundpipe", microbatches=4, loss=F.cross_entropy, optimizer=OPTIMIZER
         ) as run,
         pytest.raises(WorkerError, match=r"rank 1.*stage 1.*broken on purpose"),
     ):

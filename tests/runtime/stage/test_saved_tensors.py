@@ -40,8 +40,8 @@ class First(nn.Module):
         self.inner, self.more = inner, more
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.inner(x, *(x for _ in self.more))[0]
-        return found
+        output: Tensor = self.inner(x, *(x for _ in self.more))[0]
+        return output
 
 
 class Tied(nn.Module):
@@ -71,40 +71,40 @@ class Cells(nn.Module):
         return state[0] if isinstance(state, tuple) else state
 
 
-def _rows(*shape: int) -> Callable[[], Tensor]:
+def draw_rows(*shape: int) -> Callable[[], Tensor]:
     return lambda: torch.randn(*shape, dtype=torch.float64)
 
 
-def _words() -> Tensor:
+def draw_words() -> Tensor:
     return torch.randint(7, (5, 4))
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "linear": (lambda: nn.Linear(8, 3), _rows(5, 8)),
-    "linear of sequences": (lambda: nn.Linear(8, 3, bias=False), _rows(5, 4, 8)),
-    "bilinear": (lambda: _Pairs(), _rows(5, 8)),
-    "conv1d": (lambda: nn.Conv1d(3, 4, 3, padding=1), _rows(2, 3, 9)),
-    "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2), _rows(2, 4, 7, 7)),
-    "transposed conv": (lambda: nn.ConvTranspose2d(3, 4, 3), _rows(2, 3, 5, 5)),
-    "batch norm": (lambda: nn.BatchNorm2d(3), _rows(4, 3, 5, 5)),
-    "layer norm": (lambda: nn.LayerNorm(8), _rows(5, 8)),
-    "group norm": (lambda: nn.GroupNorm(2, 4), _rows(5, 4, 3)),
-    "rms norm": (lambda: nn.RMSNorm(8), _rows(5, 8)),
-    "prelu": (lambda: nn.PReLU(3), _rows(5, 3)),
-    "embedding": (lambda: nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3)), _words),
-    "bag": (lambda: nn.Sequential(nn.EmbeddingBag(7, 8), nn.Linear(8, 3)), _words),
-    "tied": (Tied, _words),
-    "lstm": (lambda: First(nn.LSTM(8, 6, num_layers=2, batch_first=True, bidirectional=True)), _rows(3, 4, 8)),
-    "gru": (lambda: First(nn.GRU(8, 6, batch_first=True)), _rows(3, 4, 8)),
-    "rnn": (lambda: First(nn.RNN(8, 6, batch_first=True)), _rows(3, 4, 8)),
-    "lstm cell": (lambda: Cells(nn.LSTMCell(8, 6)), _rows(3, 4, 8)),
-    "gru cell": (lambda: Cells(nn.GRUCell(8, 6)), _rows(3, 4, 8)),
-    "attention": (Attention, _rows(3, 4, 8)),
-    "multi-head attention": (lambda: First(nn.MultiheadAttention(8, 2, batch_first=True), 1, 2), _rows(3, 4, 8)),
-    "transformer layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), _rows(3, 4, 8)),
+    "linear": (lambda: nn.Linear(8, 3), draw_rows(5, 8)),
+    "linear of sequences": (lambda: nn.Linear(8, 3, bias=False), draw_rows(5, 4, 8)),
+    "bilinear": (lambda: _Pairs(), draw_rows(5, 8)),
+    "conv1d": (lambda: nn.Conv1d(3, 4, 3, padding=1), draw_rows(2, 3, 9)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2), draw_rows(2, 4, 7, 7)),
+    "transposed conv": (lambda: nn.ConvTranspose2d(3, 4, 3), draw_rows(2, 3, 5, 5)),
+    "batch norm": (lambda: nn.BatchNorm2d(3), draw_rows(4, 3, 5, 5)),
+    "layer norm": (lambda: nn.LayerNorm(8), draw_rows(5, 8)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), draw_rows(5, 4, 3)),
+    "rms norm": (lambda: nn.RMSNorm(8), draw_rows(5, 8)),
+    "prelu": (lambda: nn.PReLU(3), draw_rows(5, 3)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3)), draw_words),
+    "bag": (lambda: nn.Sequential(nn.EmbeddingBag(7, 8), nn.Linear(8, 3)), draw_words),
+    "tied": (Tied, draw_words),
+    "lstm": (lambda: First(nn.LSTM(8, 6, num_layers=2, batch_first=True, bidirectional=True)), draw_rows(3, 4, 8)),
+    "gru": (lambda: First(nn.GRU(8, 6, batch_first=True)), draw_rows(3, 4, 8)),
+    "rnn": (lambda: First(nn.RNN(8, 6, batch_first=True)), draw_rows(3, 4, 8)),
+    "lstm cell": (lambda: Cells(nn.LSTMCell(8, 6)), draw_rows(3, 4, 8)),
+    "gru cell": (lambda: Cells(nn.GRUCell(8, 6)), draw_rows(3, 4, 8)),
+    "attention": (Attention, draw_rows(3, 4, 8)),
+    "multi-head attention": (lambda: First(nn.MultiheadAttention(8, 2, batch_first=True), 1, 2), draw_rows(3, 4, 8)),
+    "transformer layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), draw_rows(3, 4, 8)),
     "deep": (
         lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()),
-        _rows(5, 8),
+        draw_rows(5, 8),
     ),
 }
 
@@ -118,7 +118,7 @@ class _Pairs(nn.Module):
         return self.pairs(x, x.flip(1))
 
 
-def _graph_rule(
+def run_graph_rule(
     layer: nn.Module, x: Tensor, factor: float, autocast: torch.dtype | None = None, led: bool = False
 ) -> tuple[Tensor | None, dict[str, Tensor | None], Tensor]:
     """Returns the gradients of the input and the weights, which were multiplied in place between the two passes.
@@ -130,11 +130,11 @@ def _graph_rule(
     handles = {f"layer.{name}": p for name, p in layer.named_parameters()}
     low = low_precision_weights(named, handles, autocast)
     stage, versions = StageModule(named, handles, x.device, 0, autocast), Versions(handles, low, single=not led)
-    held, saved = versions.peek(), SavedTensorHooks()
+    weights, saved = versions.peek(), SavedTensorHooks()
     saved.switch_to(led)
     wants = x.is_floating_point()
     value, boxes = stage.enter("", (x.clone(),), (wants,))
-    output = saved.run(lambda: stage.forward(value, held.leaves, 0, first=False), value, held)
+    output = saved.run(lambda: stage.forward(value, weights.leaves, 0, first=False), value, weights)
     slope = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     for number, share in enumerate([0.5, 4.0, factor / 2] if led else [factor]):
         versions.begin_update({number} if led else ())
@@ -143,9 +143,11 @@ def _graph_rule(
                 handle.mul_(share)
         versions.end_update()
     with saved.redirected_to(versions.peek()):
-        found, back = stage.backward(SavedForward(held, boxes, (output,), (wants,), 0), [slope], [None] * len(handles))
+        gradients, back = stage.backward(
+            SavedForward(weights, boxes, (output,), (wants,), 0), [slope], [None] * len(handles)
+        )
     assert versions.storages == 1 + led + bool(low)
-    return back[0] if back else None, dict(zip(handles, found, strict=True)), slope
+    return back[0] if back else None, dict(zip(handles, gradients, strict=True)), slope
 
 
 @pytest.mark.parametrize("led", [False, True])
@@ -156,16 +158,16 @@ def test_old_activations_and_newer_weights(kind: str, led: bool) -> None:
     torch.manual_seed(0)
     layer, x = make().double(), draw()
     weights = {f"layer.{name}": p.detach().clone() for name, p in layer.named_parameters()}
-    back, found, slope = _graph_rule(layer, x, 1.5, led=led)
+    back, gradients, slope = run_graph_rule(layer, x, 1.5, led=led)
     stage = delayed.Stage([("layer", layer)], None, 0, 0.0)
     _, flight = delayed.forward(stage, x.requires_grad_(x.is_floating_point()), weights, 0)
     flight.swapped = {name: 1.5 * w for name, w in weights.items()}
-    wanted, own = delayed.backward(flight, [slope])
-    if wanted:
-        torch.testing.assert_close(back, wanted[0], rtol=1e-12, atol=1e-12)
-    assert {name for name, g in found.items() if g is not None} == set(own)
-    for name, gradient in own.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+    input_gradients, weight_gradients = delayed.backward(flight, [slope])
+    if input_gradients:
+        torch.testing.assert_close(back, input_gradients[0], rtol=1e-12, atol=1e-12)
+    assert {name for name, g in gradients.items() if g is not None} == set(weight_gradients)
+    for name, gradient in weight_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_newer_weights_do_count() -> None:
@@ -175,9 +177,9 @@ def test_newer_weights_do_count() -> None:
         make, draw = LAYERS[kind]
         layer, x = make().double(), draw()
         state = {name: t.clone() for name, t in layer.state_dict().items()}
-        newer, _, _ = _graph_rule(layer, x, 1.5)
+        newer, _, _ = run_graph_rule(layer, x, 1.5)
         layer.load_state_dict(state)
-        same, _, _ = _graph_rule(layer, x, 1.0)
+        same, _, _ = run_graph_rule(layer, x, 1.0)
         assert (newer - same).norm() > 0.1 * same.norm(), kind
 
 
@@ -187,7 +189,7 @@ def test_low_precision_leaves_are_written_in_place(led: bool) -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(8, 3), torch.randn(5, 8)
     weight = layer.weight.detach().clone()
-    back, _, slope = _graph_rule(layer, x, 1.5, torch.bfloat16, led)
+    back, _, slope = run_graph_rule(layer, x, 1.5, torch.bfloat16, led)
     torch.testing.assert_close(back.float(), slope.float() @ (1.5 * weight).bfloat16().float(), rtol=1e-2, atol=1e-2)
 
 
@@ -228,7 +230,7 @@ class OwnFunction(nn.Module):
         return Copies.apply(x, self.weight)
 
 
-def _pruned() -> nn.Module:
+def make_pruned() -> nn.Module:
     layer = nn.Linear(8, 3)
     prune.random_unstructured(layer, "weight", 0.5)
     return layer
@@ -238,7 +240,7 @@ def _pruned() -> nn.Module:
     ("make", "names", "operation"),
     [
         (lambda: parametrizations.weight_norm(nn.Linear(8, 3)), ["original0", "original1"], "_weight_norm_interface"),
-        (_pruned, ["weight_orig"], "mul"),
+        (make_pruned, ["weight_orig"], "mul"),
         (Computed, ["layer.a", "layer.b"], "add"),
         (OwnFunction, ["layer.weight"], "clone"),
     ],
@@ -248,12 +250,12 @@ def test_what_is_computed_from_weights_alone_is_refused(
     make: Callable[[], nn.Module], names: list[str], operation: str, led: bool
 ) -> None:
     with pytest.raises(ScheduleError, match="rule 'graph'") as raised:
-        _graph_rule(make(), torch.randn(5, 8), 1.5, led=led)
+        run_graph_rule(make(), torch.randn(5, 8), 1.5, led=led)
     assert all(f"{name}' (by {operation})" in str(raised.value) for name in names)
 
 
 def test_what_is_not_saved_may_be_computed() -> None:
-    _graph_rule(Computed(saves=False), torch.randn(5, 8), 1.5)
+    run_graph_rule(Computed(saves=False), torch.randn(5, 8), 1.5)
 
 
 def test_the_first_forward_alone_is_watched() -> None:
@@ -303,18 +305,18 @@ class OwnContext(nn.Module):
 @pytest.mark.parametrize("led", [False, True])
 def test_a_copy_of_a_weight_on_a_context_is_refused(led: bool) -> None:
     with pytest.raises(ScheduleError, match=r"KeepsCopyBackward keeps what was computed from 'layer\.weight' on its"):
-        _graph_rule(OwnContext(KeepsCopy), torch.randn(5, 8), 1.5, led=led)
+        run_graph_rule(OwnContext(KeepsCopy), torch.randn(5, 8), 1.5, led=led)
 
 
 def test_a_weight_on_a_context_is_refused_where_it_would_be_an_old_one() -> None:
     torch.manual_seed(0)
     layer, x = OwnContext().double(), torch.randn(5, 8, dtype=torch.float64)
     slopes = 1 - (x * layer.weight.detach()).tanh() ** 2
-    wanted = slopes * 1.5 * layer.weight.detach()
-    back, _, slope = _graph_rule(layer, x, 1.5)  # with one set it has the newest anyway
-    torch.testing.assert_close(back, slope * wanted)
+    expected = slopes * 1.5 * layer.weight.detach()
+    back, _, slope = run_graph_rule(layer, x, 1.5)  # with one set it has the newest anyway
+    torch.testing.assert_close(back, slope * expected)
     with pytest.raises(ScheduleError, match=r"KeepsBackward keeps 'layer\.weight' on its context"):
-        _graph_rule(OwnContext(), torch.randn(5, 8), 1.5, led=True)
+        run_graph_rule(OwnContext(), torch.randn(5, 8), 1.5, led=True)
 
 
 class Part(nn.Module):
@@ -333,12 +335,12 @@ def test_places_are_told_from_the_beginning_of_a_parameter() -> None:
     torch.manual_seed(0)
     layer, x = Part(columns=False), torch.randn(5, 8, dtype=torch.float64)
     weight = layer.weight.detach().clone()
-    back, _, slope = _graph_rule(layer, x, 1.5, led=True)
+    back, _, slope = run_graph_rule(layer, x, 1.5, led=True)
     torch.testing.assert_close(back, slope @ (1.5 * weight).T)
     with pytest.raises(
         ScheduleError, match=r"a part of 'layer\.weight' that lies across parameters, in one with holes"
     ):
-        _graph_rule(Part(columns=True), x, 1.5, led=True)
+        run_graph_rule(Part(columns=True), x, 1.5, led=True)
 
 
 class Overwrites(nn.Module):
@@ -349,16 +351,16 @@ class Overwrites(nn.Module):
         self.weight = nn.Parameter(torch.randn(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = (x * self.weight).exp()
-        made += 1
-        return made
+        output = (x * self.weight).exp()
+        output += 1
+        return output
 
 
 @pytest.mark.parametrize("led", [False, True])
 def test_an_activation_that_was_written_is_found_out(led: bool) -> None:
     """Autograd itself does not look where hooks have packed what it saves."""
     with pytest.raises(RuntimeError, match=r"shape \(5, 8\) that the backward needs was written in place"):
-        _graph_rule(Overwrites(), torch.randn(5, 8), 1.5, led=led)
+        run_graph_rule(Overwrites(), torch.randn(5, 8), 1.5, led=led)
 
 
 class Otherwise(nn.Module):
@@ -380,4 +382,4 @@ class Otherwise(nn.Module):
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "offloaded"])
 def test_what_is_saved_in_a_way_of_its_own_is_refused(way: str, led: bool) -> None:
     with pytest.raises(ScheduleError, match=r"Backward0? recomputes what it has saved, or takes it from elsewhere"):
-        _graph_rule(Otherwise(way), torch.randn(5, 8), 1.5, led=led)
+        run_graph_rule(Otherwise(way), torch.randn(5, 8), 1.5, led=led)

@@ -57,10 +57,10 @@ class Net(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
-        made = list(inputs)
+        values = list(inputs)
         normed = [F.normalize(matrix) for matrix in self.matrices]
         for op, first, second, weight in self.program:
-            x, y = made[first % len(made)], made[second % len(made)]
+            x, y = values[first % len(values)], values[second % len(values)]
             w, v = self.matrices[weight], self.vectors[weight]
             match op:
                 case "linear":
@@ -101,8 +101,8 @@ class Net(nn.Module):
                     new = (w @ w)[: len(x)] + 0.0 * v
                 case _:
                     new = F.linear(x.tanh_() if op != "twice" else x.tanh(), (w * w).T, w[0])
-            made.append(new)
-        return made[-1], made[len(made) // 2]
+            values.append(new)
+        return values[-1], values[len(values) // 2]
 
 
 def both_ways(
@@ -118,8 +118,8 @@ def both_ways(
             x.clone().requires_grad_() * 1.0 if want else x.clone() for x, want in zip(inputs, wants, strict=True)
         ]
         arrived = [x for x, want in zip(entered, wants, strict=True) if want]
-        given = [x.clone() for x in net(*entered)]
-        outputs = [x for x in given if x.requires_grad]
+        results = [x.clone() for x in net(*entered)]
+        outputs = [x for x in results if x.requires_grad]
         generator = torch.Generator().manual_seed(1)
         gradients = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
         if not outputs:
@@ -134,17 +134,17 @@ def both_ways(
             assert before == [g is not None for g in back]
             answers.append([*back, *(weight.grad for weight in weights)])
         else:
-            found = torch.autograd.grad(outputs, [*arrived, *weights], gradients, allow_unused=True)
-            answers.append(list(found))
+            expected = torch.autograd.grad(outputs, [*arrived, *weights], gradients, allow_unused=True)
+            answers.append(list(expected))
     return answers[0], answers[1]
 
 
 def assert_alike(whole: list[Tensor | None], halves: list[Tensor | None]) -> None:
     assert len(whole) == len(halves)
-    for one, two in zip(whole, halves, strict=True):
-        assert (one is None) == (two is None)
-        if one is not None and two is not None:
-            torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
+    for expected, two in zip(whole, halves, strict=True):
+        assert (expected is None) == (two is None)
+        if expected is not None and two is not None:
+            torch.testing.assert_close(two, expected, rtol=1e-12, atol=1e-12)
 
 
 @given(
@@ -222,28 +222,28 @@ def test_halves_do_no_more_than_the_whole(name: str) -> None:
     net, entered, outputs, edges = prepared(name)
     ones = [torch.ones_like(outputs[0])]
     with FlopCounterMode(display=False) as whole:
-        wanted = torch.autograd.grad(outputs, [entered, *net.parameters()], ones, retain_graph=True)
+        expected = torch.autograd.grad(outputs, [entered, *net.parameters()], ones, retain_graph=True)
     with FlopCounterMode(display=False) as first:
         back, deferred = split_backward(outputs, ones, edges)
     with FlopCounterMode(display=False) as second:
         list(deferred.run())
     assert first.get_total_flops() + second.get_total_flops() == whole.get_total_flops()
     assert name == "no weights" or 0 < second.get_total_flops() < whole.get_total_flops() * 2 / 3
-    assert_alike(list(wanted), [*back, *(weight.grad for weight in net.parameters())])
+    assert_alike(list(expected), [*back, *(weight.grad for weight in net.parameters())])
 
 
 def test_a_kernel_that_makes_all_at_once_runs_once() -> None:
     """Single precision takes the fused kernel of the CPU; what it gives for the weights waits."""
     net, entered, outputs, edges = prepared("recurrent", torch.float32)
     ones = [torch.ones_like(outputs[0])]
-    wanted = torch.autograd.grad(outputs, [entered, *net.parameters()], ones, retain_graph=True)
+    expected = torch.autograd.grad(outputs, [entered, *net.parameters()], ones, retain_graph=True)
     with torch.profiler.profile() as seen:
         back, deferred = split_backward(outputs, ones, edges)
         list(deferred.run())
     kernels = [event.count for event in seen.key_averages() if event.key == "aten::mkldnn_rnn_layer_backward"]
     assert kernels in ([], [2]), "one a layer; none where torch has no such kernel"
-    for one, two in zip(wanted, [*back, *(weight.grad for weight in net.parameters())], strict=True):
-        torch.testing.assert_close(two, one)
+    for first, two in zip(expected, [*back, *(weight.grad for weight in net.parameters())], strict=True):
+        torch.testing.assert_close(two, first)
 
 
 def test_a_function_of_the_user_runs_once() -> None:
@@ -308,7 +308,7 @@ def test_what_the_weights_do_not_need_is_freed_between_the_halves() -> None:
     _, deferred = split_backward([value], [gradient], [edge])
     del value, entered, edge, gradient
     gc.collect()
-    first, between, second, last = (found() is not None for found in alive)
+    first, between, second, last = (reference() is not None for reference in alive)
     assert (first, between, second, last) == (False, True, False, False)
     done = deferred.run()
     assert any(next(done) is weight for weight in net[2].parameters()), "the last layer's come first"
@@ -323,10 +323,10 @@ def test_a_graph_without_its_second_half_is_freed() -> None:
     gc.collect()
     gc.disable()
     try:
-        found = split_backward(outputs, [torch.ones_like(outputs[0])], edges)
+        halves = split_backward(outputs, [torch.ones_like(outputs[0])], edges)
         del outputs, edges, entered
         assert seen() is not None
-        del found
+        del halves
         assert seen() is None
     finally:
         gc.enable()
@@ -346,28 +346,28 @@ def test_gradients_are_ready_one_after_the_other_and_whole() -> None:
         torch.manual_seed(0)
         value, graph_inputs = stage.enter("", (torch.randn(3, WIDTH),), (True,))
         output = stage.forward(value, weights.leaves, 0, first=False)
-        given: dict[int, Tensor] = {}
+        ready_gradients: dict[int, Tensor] = {}
 
         def ready(number: int, gradient: Tensor) -> None:
-            assert number not in given
-            given[number] = gradient
+            assert number not in ready_gradients
+            ready_gradients[number] = gradient
 
-        return SavedForward(weights, graph_inputs, (output,), (True,), 0), given, ready
+        return SavedForward(weights, graph_inputs, (output,), (True,), 0), ready_gradients, ready
 
     ones: list[Tensor | None] = [torch.ones(3, WIDTH)]
-    held, wanted, ready = passed()
-    found, wanted_back = stage.backward(held, ones, [None] * 4, ready)
-    assert found == [None] * 4
-    held, given, ready = passed()
-    back = stage.backward_inputs(held, ones)
+    saved, expected, ready = passed()
+    gradients, wanted_back = stage.backward(saved, ones, [None] * 4, ready)
+    assert gradients == [None] * 4
+    saved, ready_gradients, ready = passed()
+    back = stage.backward_inputs(saved, ones)
     torch.testing.assert_close(back, wanted_back)
-    assert held.outputs == ()
-    assert not given
-    assert stage.backward_weights(held, [None] * 4, ready) == [None] * 4
-    assert set(list(given)[:2]) == {2, 3}, "those of layer b; the first use of the tied ones is still to come"
-    torch.testing.assert_close(given, wanted)
-    assert held.weights is not None
-    assert all(leaf.grad is None for leaf in held.weights.leaves.values())
+    assert saved.outputs == ()
+    assert not ready_gradients
+    assert stage.backward_weights(saved, [None] * 4, ready) == [None] * 4
+    assert set(list(ready_gradients)[:2]) == {2, 3}, "those of layer b; the first use of the tied ones is still to come"
+    torch.testing.assert_close(ready_gradients, expected)
+    assert saved.weights is not None
+    assert all(leaf.grad is None for leaf in saved.weights.leaves.values())
 
 
 def test_sums_grow_in_place() -> None:
@@ -377,9 +377,9 @@ def test_sums_grow_in_place() -> None:
     weights = Versions(handles).read(0)
     accumulators: list[Tensor | None] = [torch.ones(WIDTH, WIDTH), None]
     value, graph_inputs = stage.enter("", (torch.ones(2, WIDTH),), (True,))
-    held = SavedForward(weights, graph_inputs, (stage.forward(value, weights.leaves, 0, first=False),), (True,), 0)
-    stage.backward_inputs(held, [torch.ones(2, WIDTH)])
-    found = stage.backward_weights(held, accumulators)
-    assert found[0] is accumulators[0]
+    saved = SavedForward(weights, graph_inputs, (stage.forward(value, weights.leaves, 0, first=False),), (True,), 0)
+    stage.backward_inputs(saved, [torch.ones(2, WIDTH)])
+    gradients = stage.backward_weights(saved, accumulators)
+    assert gradients[0] is accumulators[0]
     assert torch.equal(accumulators[0], torch.full((WIDTH, WIDTH), 3.0))
-    assert torch.equal(found[1], torch.full((WIDTH,), 2.0))
+    assert torch.equal(gradients[1], torch.full((WIDTH,), 2.0))

@@ -35,17 +35,19 @@ def test_sums_grow_in_place_and_share_nothing() -> None:
     expected, sums = torch.zeros(3), []
     for k in range(3):
         arrived = torch.randn(2, 3)
-        held = versions.read(0)
+        weights = versions.read(0)
         value, boxes = stage.enter("", (arrived.clone(),), (True,))
-        output = stage.forward(value, held.leaves, k, first=False)
+        output = stage.forward(value, weights.leaves, k, first=False)
         scale = torch.randn(2, 3)
         accumulators = gradients.accumulators
-        found, back = stage.backward(SavedForward(held, boxes, (output,), (True,), k), [scale], accumulators)
-        assert k == 0 or all(new is old for new, old in zip(found, accumulators, strict=True))
-        gradients.add(found, 1.0)
+        weight_gradients, back = stage.backward(
+            SavedForward(weights, boxes, (output,), (True,), k), [scale], accumulators
+        )
+        assert k == 0 or all(new is old for new, old in zip(weight_gradients, accumulators, strict=True))
+        gradients.add(weight_gradients, 1.0)
         expected += (arrived * scale).sum(0)
         torch.testing.assert_close(back[0], scale * (layer.a + layer.b).detach())
-        assert all(leaf.grad is None for leaf in held.leaves.values())
+        assert all(leaf.grad is None for leaf in weights.leaves.values())
         assert layer.a.grad is None
         sums.append(gradients.accumulators)
     (a, b), weight, count = gradients.take()
@@ -60,13 +62,13 @@ def test_leaves_are_clean_after_a_backward_that_fails() -> None:
     layer = Twice()
     handles = dict(layer.named_parameters())
     stage = StageModule([("twice", layer)], handles, torch.device("cpu"), seed=0)
-    held = Versions(handles).read(0)
-    output = stage.forward(torch.ones(2, 3), held.leaves, 0, first=True)
-    kept = SavedForward(held, (), (output,), (), 0)
+    weights = Versions(handles).read(0)
+    output = stage.forward(torch.ones(2, 3), weights.leaves, 0, first=True)
+    kept = SavedForward(weights, (), (output,), (), 0)
     stage.backward(kept, [torch.ones(2, 3)], [None, None])
     with pytest.raises(RuntimeError):  # its graph is gone
         stage.backward(kept, [torch.ones(2, 3)], [torch.zeros(3), None])
-    assert all(leaf.grad is None for leaf in held.leaves.values())
+    assert all(leaf.grad is None for leaf in weights.leaves.values())
 
 
 class DrawsFrom(nn.Module):
@@ -166,9 +168,9 @@ def test_a_layer_that_begins_to_draw_late_is_seeded_as_ever() -> None:
             stage.forward(torch.ones(2, 3), {}, k, first=True)
         assert torch.equal(before, torch.default_generator.get_state())
         drawn.append(late.drawn)
-    for (one, other), k in zip(zip(*drawn, strict=True), (2, 3), strict=True):
+    for (first, other), k in zip(zip(*drawn, strict=True), (2, 3), strict=True):
         expected = torch.rand(3, generator=torch.Generator().manual_seed(layer_seed(5, k, "late")))
-        assert torch.equal(one, expected)
+        assert torch.equal(first, expected)
         assert torch.equal(other, expected)
 
 
@@ -184,8 +186,8 @@ def test_the_generator_of_the_stage_s_own_gpu_is_seeded(monkeypatch: pytest.Monk
         stage = StageModule([("layer", layer)], {}, torch.device(device), seed=5)
         layer.register_forward_hook(lambda *_: seen.append([g.initial_seed() for g in of_gpus]))
         stage.forward(torch.ones(2), {}, 7, first=True)
-        asked = layer_seed(5, 7, "layer")
-        assert [seed == asked for seed in seen.pop()] == [number == index for number in range(3)]
+        expected = layer_seed(5, 7, "layer")
+        assert [seed == expected for seed in seen.pop()] == [number == index for number in range(3)]
         assert all(map(torch.equal, before, [generator.get_state() for generator in of_gpus]))
 
 
@@ -222,18 +224,18 @@ def test_a_layer_that_flattens_its_weights_trains(monkeypatch: pytest.MonkeyPatc
     inputs, waiting = torch.randn(6, 4, 2, 2), []
     history = [[p.detach().clone() for p in plain.parameters()]]
     for x in inputs:
-        held = versions.read(versions.newest)
-        waiting.append((held, stage.forward(x, held.leaves, 0, first=True)))
-        assert all(torch.equal(a, b) for a, b in zip(held.leaves.values(), history[held.version], strict=True))
-        for leaves in (held.leaves, handles):
+        weights = versions.read(versions.newest)
+        waiting.append((weights, stage.forward(x, weights.leaves, 0, first=True)))
+        assert all(torch.equal(a, b) for a, b in zip(weights.leaves.values(), history[weights.version], strict=True))
+        for leaves in (weights.leaves, handles):
             assert len({leaf.untyped_storage().data_ptr() for leaf in leaves.values()}) == 1, "one chunk"
         if len(waiting) < in_flight:
             continue
-        held, output = waiting.pop(0)
+        weights, output = waiting.pop(0)
         scale = torch.ones_like(output)
-        found, _ = stage.backward(SavedForward(held, (), (output,), (), 0), [scale], [None] * len(handles))
-        versions.release(held)
-        for handle, twin, gradient in zip(handles.values(), plain.parameters(), found, strict=True):
+        gradients, _ = stage.backward(SavedForward(weights, (), (output,), (), 0), [scale], [None] * len(handles))
+        versions.release(weights)
+        for handle, twin, gradient in zip(handles.values(), plain.parameters(), gradients, strict=True):
             handle.grad, twin.grad = gradient, gradient.clone()
         versions.begin_update((versions.newest,) if in_flight > 1 else ())
         optimizer.step()

@@ -21,24 +21,24 @@ STEPPERS = [
 ]
 
 
-def _handles() -> dict[str, nn.Parameter]:
+def make_handles() -> dict[str, nn.Parameter]:
     return {"a": nn.Parameter(torch.randn(3, 2)), "b": nn.Parameter(torch.randn(4))}
 
 
 @given(late=st.integers(0, 5), updates=st.integers(1, 12), stepper=st.sampled_from(STEPPERS))
 def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, stepper: partial) -> None:
-    handles = _handles()
+    handles = make_handles()
     plain = {name: nn.Parameter(handle.detach().clone()) for name, handle in handles.items()}
     versions, optimizer, serial = Versions(handles), stepper(handles.values()), stepper(plain.values())
     history = [{name: p.detach().clone() for name, p in plain.items()}]
-    held = []
+    in_flight = []
     # 1F1B at a stage with so many warm-up forwards: minibatch k reads version max(0, k - late).
     for k in range(updates + late):
         if k < updates:
-            held.append(versions.read(max(0, k - late)))
+            in_flight.append(versions.read(max(0, k - late)))
         if k < late:
             continue
-        reading = held.pop(0)
+        reading = in_flight.pop(0)
         for name, leaf in reading.leaves.items():
             assert torch.equal(leaf, history[reading.version][name]), "until its backward"
         versions.release(reading)
@@ -60,7 +60,7 @@ def test_each_version_equals_the_copy_of_a_serial_run(late: int, updates: int, s
 
 def test_a_version_that_nobody_will_read_is_not_kept() -> None:
     """Under vertical sync with tags that are multiples of 3, versions 1 and 2 of a stage are never read."""
-    handles = _handles()
+    handles = make_handles()
     versions = Versions(handles)
     reading = versions.read(0)
     for newest in range(6):
@@ -91,7 +91,7 @@ def test_leaves_share_storage_with_the_handles_but_not_their_version_counter() -
 
 
 def test_a_version_that_is_read_is_never_written() -> None:
-    handles = _handles()
+    handles = make_handles()
     versions = Versions(handles)
     reading = versions.read(0)
     before = reading.leaves["a"].detach().clone()
@@ -112,7 +112,7 @@ def test_a_version_that_is_read_is_never_written() -> None:
 
 
 def test_a_version_that_is_gone_or_not_made_cannot_be_read() -> None:
-    versions = Versions(_handles())
+    versions = Versions(make_handles())
     with pytest.raises(KeyError):
         versions.read(1)
     versions.begin_update(())
@@ -122,7 +122,7 @@ def test_a_version_that_is_gone_or_not_made_cannot_be_read() -> None:
 
 
 def test_low_precision_leaves_follow_the_full_precision_weights() -> None:
-    handles = _handles()
+    handles = make_handles()
     versions = Versions(handles, {"a": torch.bfloat16})
     assert versions.peek().leaves["a"].dtype == torch.bfloat16
     reading = versions.read(0)
@@ -143,21 +143,21 @@ def test_low_precision_leaves_follow_the_full_precision_weights() -> None:
 
 
 def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None:
-    handles = _handles()
+    handles = make_handles()
     versions = Versions(handles, {"a": torch.bfloat16}, watched=True)
 
     def check() -> None:
         seen: list[tuple[int, torch.dtype]] = []
-        for held in versions._sets.values():
+        for weights in versions._sets.values():
             for ready in (None, lambda number, gradient: seen.append((number, gradient.dtype))):
-                held.ready = ready
-                sum(leaf.float().sum() for leaf in held.leaves.values()).backward()
-                assert all((leaf.grad is None) == (ready is not None) for leaf in held.leaves.values())
-                for leaf in held.leaves.values():
+                weights.ready = ready
+                sum(leaf.float().sum() for leaf in weights.leaves.values()).backward()
+                assert all((leaf.grad is None) == (ready is not None) for leaf in weights.leaves.values())
+                for leaf in weights.leaves.values():
                     leaf.grad = None
-            held.ready = None
-        wanted = [(0, torch.bfloat16), (1, torch.float32)] * versions.alive
-        assert sorted(seen, key=str) == sorted(wanted, key=str)
+            weights.ready = None
+        expected = [(0, torch.bfloat16), (1, torch.float32)] * versions.alive
+        assert sorted(seen, key=str) == sorted(expected, key=str)
 
     check()
     versions.begin_update({0})
@@ -173,35 +173,35 @@ def test_watched_leaves_ask_once_each_in_every_set_and_after_reloading() -> None
 
 @pytest.mark.parametrize("stepper", STEPPERS)
 def test_a_single_set_is_written_under_its_readers(stepper: partial) -> None:
-    handles = _handles()
+    handles = make_handles()
     versions, optimizer = Versions(handles, single=True), stepper(handles.values())
     places = {name: handle.data_ptr() for name, handle in handles.items()}
-    held = [versions.read(0)]
+    readers = [versions.read(0)]
     for n in range(1, 4):
         for handle in handles.values():
             handle.grad = torch.randn_like(handle)
         versions.begin_update({n - 1})
         optimizer.step()
         versions.end_update()
-        held.append(versions.read(n))
-        assert {one.version for one in held} == {n}, "all read the newest"
-        assert all(torch.equal(held[0].leaves[name], handle) for name, handle in handles.items())
+        readers.append(versions.read(n))
+        assert {reader.version for reader in readers} == {n}, "all read the newest"
+        assert all(torch.equal(readers[0].leaves[name], handle) for name, handle in handles.items())
         assert {name: handle.data_ptr() for name, handle in handles.items()} == places
         assert (versions.storages, versions.peak) == (1, 1)
     with pytest.raises(KeyError):
         versions.read(0)
-    for one in held:
-        versions.release(one)
+    for reader in readers:
+        versions.release(reader)
     versions.rewind()
     assert versions.newest == 0
 
 
 def test_kept_views_are_sets_of_their_own() -> None:
-    handles = _handles()
+    handles = make_handles()
     versions = Versions(handles, single=True)
-    twice = partial(_filled, handles, 2.0)
+    twice = partial(fill, handles, 2.0)
     first = versions.read_prediction(0, twice)
-    assert versions.read_prediction(0, partial(_filled, handles, 3.0)) is first, "kept, not computed again"
+    assert versions.read_prediction(0, partial(fill, handles, 3.0)) is first, "kept, not computed again"
     expected = {name: 2.0 * handle.detach() for name, handle in handles.items()}
     versions.begin_update(())
     with torch.no_grad():
@@ -224,7 +224,7 @@ def test_kept_views_are_sets_of_their_own() -> None:
     versions.rewind()
 
 
-def _filled(handles: dict[str, nn.Parameter], factor: float, into: dict[str, torch.Tensor]) -> None:
+def fill(handles: dict[str, nn.Parameter], factor: float, into: dict[str, torch.Tensor]) -> None:
     for name, target in into.items():
         target.copy_(factor * handles[name].detach())
 

@@ -91,10 +91,10 @@ def test_sums_are_those_of_the_members_in_their_order(
             GradientAllReduce(handles, group.member(member), first_bytes=bucket_bytes, bucket_bytes=bucket_bytes)
         )
     for update in range(2):
-        given_: list[list[torch.Tensor | None]] = []
+        contributions: list[list[torch.Tensor | None]] = []
         for member, reduction in enumerate(reductions):
             mine = [torch.randn(h.shape).to(h.dtype) if data.draw(st.booleans()) else None for h in handles]
-            given_.append([None if one is None else one.clone() for one in mine])
+            contributions.append([None if gradient is None else gradient.clone() for gradient in mine])
             early = data.draw(st.permutations(range(len(handles))))[: data.draw(st.integers(0, len(handles)))]
             for index in early:
                 reduction.put(index, mine[index])
@@ -105,13 +105,13 @@ def test_sums_are_those_of_the_members_in_their_order(
             assert (loss_weight, stop_request) == (sum(m + 0.5 for m in range(members)), 1.0)
             assert count == sum(update + m for m in range(members))
             for i, handle in enumerate(handles):
-                there = [row[i] for row in given_]
-                if all(one is None for one in there):
+                there = [row[i] for row in contributions]
+                if all(gradient is None for gradient in there):
                     assert sums[i] is None
                     continue
                 total = torch.zeros_like(handle) if there[0] is None else there[0]
-                for one in there[1:]:
-                    total = total + (torch.zeros_like(handle) if one is None else one)
+                for gradient in there[1:]:
+                    total = total + (torch.zeros_like(handle) if gradient is None else gradient)
                 assert torch.equal(sums[i], total)
 
 
@@ -162,22 +162,22 @@ def test_sums_start_while_the_backward_runs_and_only_in_the_last() -> None:
         out = torch.tanh(torch.tanh(x @ plain[0]) @ plain[1]) @ plain[1] @ plain[2]
         for total, gradient in zip(expected, torch.autograd.grad(out.sum(), plain[:3]), strict=True):
             total += gradient
-        held = versions.read(0)
-        output = stage.forward(x, held.leaves, k, first=True)
-        kept = SavedForward(held, (), (output,), (), k)
-        found, _ = stage.backward(kept, [torch.ones(2, 4)], gradients.accumulators, ready if k == 2 else None)
-        gradients.add(found, 1.0)
+        weights = versions.read(0)
+        output = stage.forward(x, weights.leaves, k, first=True)
+        kept = SavedForward(weights, (), (output,), (), k)
+        computed, _ = stage.backward(kept, [torch.ones(2, 4)], gradients.accumulators, ready if k == 2 else None)
+        gradients.add(computed, 1.0)
         assert not seen or k == 2
-        assert all(leaf.grad is None for leaf in held.leaves.values())
-        versions.release(held)
+        assert all(leaf.grad is None for leaf in weights.leaves.values())
+        versions.release(weights)
     # The handle that nobody reads is the first bucket: all others wait for the end of the backward.
     assert seen == [0, 0, 0]
     assert gradients.accumulators == [None] * 4
     reduction.close(*gradients.take(), 0.0)
     sums, loss_weight, count, _ = result(reduction.take())
     assert (loss_weight, count, sums[3]) == (3.0, 3, None)
-    for found_, wanted in zip(sums[:3], expected, strict=True):
-        torch.testing.assert_close(found_, wanted)
+    for total, plain_sum in zip(sums[:3], expected, strict=True):
+        torch.testing.assert_close(total, plain_sum)
     # Without it the sums start one after the other, from the output's end.
     del handles["unused"], layer.unused
     reduction, gradients = (
@@ -221,15 +221,15 @@ def test_all_types_are_added_up() -> None:
     adding = [all_reduce_many(group.member(i), [tensor * (i + 1) for tensor in mine]) for i in range(2)]
     sums = []
     while adding:
-        one = adding.pop(0)
+        generator = adding.pop(0)
         try:
-            next(one)
-            adding.append(one)
+            next(generator)
+            adding.append(generator)
         except StopIteration as end:
             sums.append(end.value)
-    for found in sums:
-        assert [one.shape for one in found] == [one.shape for one in mine]
-        assert all(torch.equal(one, tensor * 3) for one, tensor in zip(found, mine, strict=True))
+    for totals in sums:
+        assert [tensor.shape for tensor in totals] == [tensor.shape for tensor in mine]
+        assert all(torch.equal(total, tensor * 3) for total, tensor in zip(totals, mine, strict=True))
 
 
 PLANS = {
@@ -253,9 +253,11 @@ def test_the_last_backward_before_an_update_is_in_the_program(
         total = 7 * program.cycle
         for stage, replica in program.placement.stage_replicas(rank):
             step = program.placement.replicas[stage]
-            found = {k for k in range(replica, total, step) if completed_by(Op(Kind.BACKWARD, stage, k, replica))}
+            last_backwards = {
+                k for k in range(replica, total, step) if completed_by(Op(Kind.BACKWARD, stage, k, replica))
+            }
             # These orders do the backwards of a stage in their order.
-            assert found == {
+            assert last_backwards == {
                 k for k in range(replica, total, step) if rule.update_of(stage, k + step) > rule.update_of(stage, k)
             }
 

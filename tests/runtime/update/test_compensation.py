@@ -76,11 +76,11 @@ def late(start: Tensor, delay: int, gradient: Gradient, step: Callable[[Tensor],
     Returns what forwards read, after each update.
     """
     seen = deque([start.clone()], maxlen=delay + 1)
-    found = []
+    weights = []
     for _ in range(updates):
-        found.append(step(gradient(seen[0])).clone())
-        seen.append(found[-1])
-    return found
+        weights.append(step(gradient(seen[0])).clone())
+        seen.append(weights[-1])
+    return weights
 
 
 def following(handle: nn.Parameter, factory: Factory, chosen: tuple[Compensation, ...], staleness: int) -> Optimizer:
@@ -121,12 +121,12 @@ def predicting(start: Tensor, factory: Factory, predict: Callable[[Tensor, Tenso
     return step
 
 
-def check(found: list[Tensor], wanted: list[Tensor], bound: float = 1e-12) -> None:
-    assert len(found) == len(wanted)
-    for t, (here, there) in enumerate(zip(found, wanted, strict=True)):
+def check(actual: list[Tensor], expected: list[Tensor], bound: float = 1e-12) -> None:
+    assert len(actual) == len(expected)
+    for t, (here, there) in enumerate(zip(actual, expected, strict=True)):
         assert (here - there).norm() <= bound * there.norm(), f"update {t}"
-    assert wanted[-1].isfinite().all()
-    assert (wanted[-1] - wanted[0]).norm() > 1e-3, "nothing was learnt"
+    assert expected[-1].isfinite().all()
+    assert (expected[-1] - expected[0]).norm() > 1e-3, "nothing was learnt"
 
 
 momenta = st.sampled_from([0.5, 0.8, 0.9, 0.95])
@@ -145,8 +145,8 @@ def test_velocity_prediction_kept_for_the_backward(momentum: float, horizon: flo
     )
     published = predicting(start, sgd, lambda w, _, state: w - rate * horizon * state["momentum_buffer"])
     step, optimizer = ours(start, sgd, kind)
-    found = late(start, delay, problem(), step, updates)
-    check(found, late(start, delay, problem(), published, updates))
+    actual = late(start, delay, problem(), step, updates)
+    check(actual, late(start, delay, problem(), published, updates))
     # The weights before the prediction are those of the plain optimizer.
     handle = optimizer.named["w"]
     expected = handle.detach() + rate * horizon * optimizer.optimizer.state[handle]["momentum_buffer"]
@@ -181,11 +181,11 @@ def test_asynchronous_nesterov_is_one_step_of_spike_compensation(gamma: float, d
         now, before = now + gamma * (now - before) - eta * (1 - gamma) * gradient, now
         return now + gamma * (now - before)
 
-    wanted = late(start, delay, problem(), published, UPDATES)
+    expected = late(start, delay, problem(), published, UPDATES)
     sgd = partial(torch.optim.SGD, lr=eta * (1 - gamma), momentum=gamma)
     for kind in (Nesterov(), SpikeCompensation(1)):
         step, _ = ours(start, sgd, kind, staleness=delay)
-        check(late(start, delay, problem(), step, UPDATES), wanted)
+        check(late(start, delay, problem(), step, UPDATES), expected)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -244,11 +244,11 @@ def test_no_delay_is_plain_momentum_and_one_is_nesterov_to_the_bit(
         (SpikeCompensation(1), nesterov),
     ):
         step, _ = ours(start, sgd, kind)
-        wanted, _ = ours(start, torchs)
-        for found, other in zip(
-            late(start, 2, problem(), step, 50), late(start, 2, problem(), wanted, 50), strict=True
+        expected, _ = ours(start, torchs)
+        for actual, other in zip(
+            late(start, 2, problem(), step, 50), late(start, 2, problem(), expected, 50), strict=True
         ):
-            assert torch.equal(found, other), kind
+            assert torch.equal(actual, other), kind
 
 
 def test_error_feedback_of_strength_0_is_nothing(start: Tensor) -> None:
@@ -282,15 +282,15 @@ def test_gap_aware_as_its_paper_writes_it(name: str, decay: float, start: Tensor
     handle, gradient = nn.Parameter(start.clone()), problem()
     optimizer = following(handle, factory, (GapAware(beta),), delay)
     w, m, v, mean = start.clone(), torch.zeros_like(start), torch.zeros_like(start), torch.zeros_like(start)
-    made = deque([start.clone()], maxlen=delay + 1)
+    versions = deque([start.clone()], maxlen=delay + 1)
     for t in range(1, 101):
-        g = gradient(made[0])
+        g = gradient(versions[0])
         handle.grad = g.clone()
-        optimizer.compensator.penalise({"w": handle.detach()}, {"w": made[0]})
+        optimizer.compensator.penalise({"w": handle.detach()}, {"w": versions[0]})
         optimizer.step()
         penalty = torch.ones_like(w)
         if t > 1:
-            penalty = 1 + (w - made[0]).abs() / (RATE * ((mean / (1 - beta ** (t - 1))).sqrt() + eps))
+            penalty = 1 + (w - versions[0]).abs() / (RATE * ((mean / (1 - beta ** (t - 1))).sqrt() + eps))
         g = (g if name == "adamw" else g + decay * w) / penalty
         if name == "sgd":
             m = 0.9 * m + g
@@ -303,7 +303,7 @@ def test_gap_aware_as_its_paper_writes_it(name: str, decay: float, start: Tensor
         mean = beta * mean + (1 - beta) * taken**2
         # The step is known to rounding of the weights, over the rate.
         assert (handle - w).abs().max() <= 1e-9, f"update {t}"
-        made.append(handle.detach().clone())
+        versions.append(handle.detach().clone())
     assert t > delay
     assert penalty.max() > 1.5
 

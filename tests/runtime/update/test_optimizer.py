@@ -30,7 +30,7 @@ from pipedream.runtime.update_barrier import UpdateBarrier
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def _handles() -> dict[str, nn.Parameter]:
+def make_handles() -> dict[str, nn.Parameter]:
     return {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(2, 2))}
 
 
@@ -69,7 +69,7 @@ def test_low_precision_gradients_are_added_in_full() -> None:
 
 @pytest.mark.parametrize(("rounds", "divisor"), [(False, 7.0), (True, 2.0)])
 def test_a_sum_is_divided_once_by_the_weight_or_by_the_round(rounds: bool, divisor: float) -> None:
-    handles = _handles()
+    handles = make_handles()
     optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
     optimizer.switch_to(UpdateRule((2,), mean_of_rounds=rounds), 0, 0, input_updates=0)
     for weight in (3.0, 4.0):
@@ -85,16 +85,16 @@ def test_a_sum_is_divided_once_by_the_weight_or_by_the_round(rounds: bool, divis
 
 def test_an_optimizer_that_computes_the_loss_is_refused() -> None:
     with pytest.raises(ScheduleError, match="LBFGS computes the loss several times"):
-        Optimizer(_handles(), lambda named: torch.optim.LBFGS([handle for _, handle in named]))
+        Optimizer(make_handles(), lambda named: torch.optim.LBFGS([handle for _, handle in named]))
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0])
 def test_clipping_is_that_of_torch(limit: float) -> None:
-    handles, plain = _handles(), _handles()
+    handles, plain = make_handles(), make_handles()
     optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
-    found = [torch.randn_like(p) for p in plain.values()]
-    gradients.add(found, 1.0)
-    for p, gradient in zip(plain.values(), found, strict=True):
+    values = [torch.randn_like(p) for p in plain.values()]
+    gradients.add(values, 1.0)
+    for p, gradient in zip(plain.values(), values, strict=True):
         p.grad = gradient.clone()
     torch.nn.utils.clip_grad_norm_(plain.values(), limit)
     finish(optimizer.prepare(gradients))
@@ -104,7 +104,7 @@ def test_clipping_is_that_of_torch(limit: float) -> None:
 
 
 def test_large_gradients_that_are_finite_have_a_norm() -> None:
-    handles = _handles()
+    handles = make_handles()
     optimizer, gradients = Optimizer(handles, SGD), Gradients([torch.float32] * 2)
     gradients.add([torch.full((3,), 1e20), torch.full((2, 2), -1e38)], 1.0)
     finish(optimizer.prepare(gradients))
@@ -117,7 +117,7 @@ def test_large_gradients_that_are_finite_have_a_norm() -> None:
 def test_replicas_step_alike_on_the_mean_and_a_lone_one_at_its_share_of_the_rate() -> None:
     group, stage_states = LocalGroup(2), []
     for replica in range(2):
-        handles = _handles()
+        handles = make_handles()
         optimizer = Optimizer(handles, SGD, replicas=2, replica_group=group.member(replica))
         optimizer.switch_to(UpdateRule((2,), mean_of_rounds=True), 0, 0, input_updates=0)
         stage_states.append((handles, optimizer, Gradients([torch.float32] * 2)))
@@ -131,8 +131,8 @@ def test_replicas_step_alike_on_the_mean_and_a_lone_one_at_its_share_of_the_rate
         waiting = next(prepared[0])
         assert not waiting.ready()
         shares = []
-        for one in reversed(prepared):
-            shares.append(finish(one)[0])
+        for preparation in reversed(prepared):
+            shares.append(finish(preparation)[0])
         for (_, optimizer, _), share in zip(stage_states, shares, strict=True):
             optimizer.step(share)
         assert shares[0] == shares[1]
@@ -146,13 +146,13 @@ def test_replicas_step_alike_on_the_mean_and_a_lone_one_at_its_share_of_the_rate
 
 
 def test_a_stage_with_twice_the_replicas_has_twice_the_rate_and_one_clock_with_the_first() -> None:
-    handles = _handles()
+    handles = make_handles()
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1)
     cases = {Fraction(1): [1.0, 0.1, 0.01], Fraction(1, 2): [0.5, 0.5, 0.05], Fraction(2): [2.0, 0.02]}
-    for factor, wanted in cases.items():
+    for factor, expected in cases.items():
         optimizer = Optimizer(handles, partial(torch.optim.SGD, lr=1.0), scheduler=schedule)
         optimizer.switch_to(UpdateRule((factor.denominator, factor.numerator)), 1, 0, input_updates=0)
-        for rate in wanted:
+        for rate in expected:
             before = handles["a"].detach().clone()
             handles["a"].grad = torch.ones(3)
             optimizer.step()
@@ -178,7 +178,7 @@ def test_what_a_compensation_keeps_goes_on_into_a_phase_that_keeps_it_too() -> N
 
 
 def test_the_average_of_the_weights_follows_them() -> None:
-    handles = _handles()
+    handles = make_handles()
     optimizer = Optimizer(handles, SGD, ema=0.75)
     expected = torch.ones(3)
     for _ in range(4):
@@ -195,14 +195,14 @@ def test_a_stage_without_weights_keeps_the_clock() -> None:
     assert (optimizer.updates, optimizer.rate) == (1, 0.1)
 
 
-def _on_an_accelerator() -> tuple[dict[str, nn.Parameter], Optimizer]:
+def put_on_an_accelerator() -> tuple[dict[str, nn.Parameter], Optimizer]:
     """On the meta device, where the host cannot read a number."""
-    handles = {name: nn.Parameter(torch.empty_like(handle, device="meta")) for name, handle in _handles().items()}
+    handles = {name: nn.Parameter(torch.empty_like(handle, device="meta")) for name, handle in make_handles().items()}
     return handles, Optimizer(handles, partial(torch.optim.AdamW, lr=0.1))
 
 
 def test_clipping_by_the_stages_own_norm_does_not_wait_for_the_device() -> None:
-    handles, optimizer = _on_an_accelerator()
+    handles, optimizer = put_on_an_accelerator()
     gradients = Gradients([torch.float32] * len(handles))
     gradients.add([torch.empty_like(handle) for handle in handles.values()], 3.0)
     stage_state: Any = SimpleNamespace(optimizer=optimizer, gradients=gradients, compare_first=lambda: None)
@@ -232,16 +232,16 @@ def test_clipping_by_a_norm_on_the_device_gives_the_hosts_bits(value: float, dty
 
 def test_the_velocity_of_a_fused_optimizer_is_not_waited_for() -> None:
     weights = nn.Parameter(torch.randn(4)), nn.Parameter(torch.empty(4, device="meta"))
-    found = []
+    results = []
     for weight in weights:
         optimizer = torch.optim.AdamW([weight], lr=0.1)
         state = {"exp_avg": torch.ones_like(weight), "exp_avg_sq": torch.ones_like(weight)}
         optimizer.state[weight] = {**state, "step": torch.ones((), device=weight.device)}  # as if fused
         target = torch.zeros_like(weight)
         add_velocity(optimizer, {weight: target}, 2.0)
-        found.append(target.detach())
-    assert found[1].is_meta
-    torch.testing.assert_close(found[0], torch.full((4,), -0.2 / (1 - 0.9) / (1 / (1 - 0.999)) ** 0.5))
+        results.append(target.detach())
+    assert results[1].is_meta
+    torch.testing.assert_close(results[0], torch.full((4,), -0.2 / (1 - 0.9) / (1 / (1 - 0.999)) ** 0.5))
 
 
 class Kernels(TorchDispatchMode):
@@ -264,11 +264,11 @@ def test_weights_and_gradients_of_autocast_are_cast_together() -> None:
         versions.cast()
     assert casting.count["_foreach_copy_"] == 1
     assert not casting.count["copy_"]
-    found = [torch.randn(3).bfloat16() for _ in handles]
+    low_precision = [torch.randn(3).bfloat16() for _ in handles]
     with Kernels() as adding:
-        gradients.add([*found], 1.0)
+        gradients.add([*low_precision], 1.0)
     assert adding.count["_foreach_copy_"] == 1
     assert not adding.count["_to_copy"] + adding.count["copy_"]
-    gradients.add([*found], 1.0)
+    gradients.add([*low_precision], 1.0)
     sums, _, _ = gradients.take()
-    assert all(torch.equal(total, 2 * part.float()) for total, part in zip(sums, found, strict=True))
+    assert all(torch.equal(total, 2 * part.float()) for total, part in zip(sums, low_precision, strict=True))

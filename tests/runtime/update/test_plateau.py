@@ -62,11 +62,11 @@ def trained(
 def rates_of_torch(scheduler: Any, values: list[float], count: int) -> list[float]:
     """Returns the rate of each minibatch if the scheduler is stepped once after each epoch."""
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))])
-    made, found = scheduler(optimizer), []
+    plateau, rates = scheduler(optimizer), []
     for value in values:
-        found += [optimizer.param_groups[0]["lr"]] * count
-        made.step(value)
-    return found
+        rates += [optimizer.param_groups[0]["lr"]] * count
+        plateau.step(value)
+    return rates
 
 
 @pytest.mark.parametrize(("counts", "monitor"), [((1, 1), "loss"), ((2, 1), "spread")])
@@ -74,7 +74,7 @@ def test_rates_are_those_of_torch(counts: tuple[int, ...], monitor: str) -> None
     scheduler = partial(HALVES, mode="max") if monitor == "spread" else HALVES
     rates, evaluations, at_stages, _ = trained(counts, monitor=monitor, scheduler=scheduler)
     count = len(zoo.make("mlp").batches)
-    expected = rates_of_torch(scheduler, [found[monitor] for found in evaluations], count)
+    expected = rates_of_torch(scheduler, [means[monitor] for means in evaluations], count)
     assert rates == expected
     assert len(set(rates)) > 2
     assert len(set(at_stages)) == 1
@@ -92,22 +92,22 @@ def test_a_resumed_run_has_the_same_rates(counts: tuple[int, ...], tmp_path: Pat
 def test_what_would_never_step_is_refused(tmp_path: Path) -> None:
     animal = zoo.make("mlp")
 
-    def recipe(**rest: Any) -> Any:
-        made = Recipe(animal.model, animal.loss, SGD, animal.batches, name="zoo", **rest)
-        return lambda seed: made
+    def make_maker(**rest: Any) -> Any:
+        recipe = Recipe(animal.model, animal.loss, SGD, animal.batches, name="zoo", **rest)
+        return lambda seed: recipe
 
     run = partial(train_recipe, plan=zoo.plan_of(animal, 2), out=tmp_path, quiet=True, checkpoint_every=0)
     with pytest.raises(RecipeError, match="ReduceLROnPlateau follows the evaluations, but the recipe has no test"):
-        run(recipe(scheduler=HALVES))
+        run(make_maker(scheduler=HALVES))
     with pytest.raises(RecipeError, match="early stopping follows the evaluations, but evaluate_every=0 leaves only"):
-        run(recipe(callbacks=[pd.callbacks.EarlyStopping()], test=animal.batches), evaluate_every=0)
+        run(make_maker(callbacks=[pd.callbacks.EarlyStopping()], test=animal.batches), evaluate_every=0)
     with pytest.raises(PipelineError, match="monitor is 'accuracy', but an evaluation has loss"):
-        recipe(scheduler=HALVES, monitor="accuracy")
+        make_maker(scheduler=HALVES, monitor="accuracy")
 
 
 @pytest.mark.slow
 def test_a_recipe_is_profiled_with_it(tmp_path: Path) -> None:
     animal = zoo.make("mlp")
-    made = Recipe(animal.model, animal.loss, SGD, animal.batches, animal.batches, scheduler=HALVES, name="zoo")
-    summary = train_recipe(lambda seed: made, workers=2, out=tmp_path, quiet=True, checkpoint_every=0)
+    recipe = Recipe(animal.model, animal.loss, SGD, animal.batches, animal.batches, scheduler=HALVES, name="zoo")
+    summary = train_recipe(lambda seed: recipe, workers=2, out=tmp_path, quiet=True, checkpoint_every=0)
     assert summary["minibatches"] == len(animal.batches)
