@@ -146,8 +146,8 @@ BREAKS = (
     Break(
         "verifier: one version too many is allowed",
         "verifier/proof.py",
-        "if found > allowed:",
-        "if found > allowed + 1:",
+        "if versions > allowed:",
+        "if versions > allowed + 1:",
         ("verifier/test_verifier.py", "verifier/test_mutants.py"),
     ),
     Break(
@@ -225,15 +225,15 @@ BREAKS = (
     Break(
         "planner: a stage that just fits is refused",
         "planner/dynamic_program/recurrence.py",
-        "fits = self._need(state, always) <= site.memory_bytes",
-        "fits = self._need(state, always) < site.memory_bytes",
+        "fits = self._compute_need(state, always) <= site.memory_bytes",
+        "fits = self._compute_need(state, always) < site.memory_bytes",
         ("planner/test_recurrence.py",),
     ),
     Break(
         "planner: the bound of a bisection is the plan that it found",
         "planner/bisection/bisection.py",
-        "bound_s=min(low.period, found.slowest_stage_s)",
-        "bound_s=found.slowest_stage_s",
+        "bound_s=min(low.period, best.slowest_stage_s)",
+        "bound_s=best.slowest_stage_s",
         ("planner/test_bisection.py",),
     ),
     Break(
@@ -260,8 +260,8 @@ BREAKS = (
     Break(
         "classic planner: outputs that skip a stage cross no cut",
         "planner/papers/classic_states.py",
-        "found |= self._needed[node] | 1 << node",
-        "found |= 1 << node",
+        "nodes |= self._needed[node] | 1 << node",
+        "nodes |= 1 << node",
         ("planner/test_classic.py",),
     ),
     # Updates

@@ -53,15 +53,15 @@ MEASURED = Timeline(
 
 
 def test_measured_run_with_gaps() -> None:
-    found = run_metrics(MEASURED)
-    assert found.makespan_s == pytest.approx(10.0)
-    assert found.throughput_per_s == pytest.approx(0.3)
-    assert found.samples_per_s == pytest.approx(9.6)
-    assert [row.busy_s for row in found.per_rank] == pytest.approx([7.3, 5.7])
-    assert found.bubble == pytest.approx(1 - 13.0 / 20.0)
-    assert [row.wait_s for row in found.per_rank] == pytest.approx([2.0, 0.0])
-    assert [row.send_s for row in found.per_rank] == pytest.approx([1.5, 0.0])  # overlapping messages count once
-    assert [(row.peak_in_flight, row.peak_versions, row.staleness, row.peak_bytes) for row in found.per_rank] == [
+    metrics = run_metrics(MEASURED)
+    assert metrics.makespan_s == pytest.approx(10.0)
+    assert metrics.throughput_per_s == pytest.approx(0.3)
+    assert metrics.samples_per_s == pytest.approx(9.6)
+    assert [row.busy_s for row in metrics.per_rank] == pytest.approx([7.3, 5.7])
+    assert metrics.bubble == pytest.approx(1 - 13.0 / 20.0)
+    assert [row.wait_s for row in metrics.per_rank] == pytest.approx([2.0, 0.0])
+    assert [row.send_s for row in metrics.per_rank] == pytest.approx([1.5, 0.0])  # overlapping messages count once
+    assert [(row.peak_in_flight, row.peak_versions, row.staleness, row.peak_bytes) for row in metrics.per_rank] == [
         (2, None, 1, 2000),
         (1, None, 0, 1000),
     ]
@@ -69,20 +69,20 @@ def test_measured_run_with_gaps() -> None:
 
 def test_steady_part_of_a_measured_run() -> None:
     assert steady_window(MEASURED) == (16.0, 17.2)
-    found = steady_metrics(MEASURED)
-    assert found.makespan_s == pytest.approx(1.2)
-    assert [row.busy_s for row in found.per_rank] == pytest.approx([1.1, 0.5])
-    assert [row.wait_s for row in found.per_rank] == [0.0, 0.0]
-    assert found.per_rank[0].peak_in_flight == 2
+    metrics = steady_metrics(MEASURED)
+    assert metrics.makespan_s == pytest.approx(1.2)
+    assert [row.busy_s for row in metrics.per_rank] == pytest.approx([1.1, 0.5])
+    assert [row.wait_s for row in metrics.per_rank] == [0.0, 0.0]
+    assert metrics.per_rank[0].peak_in_flight == 2
 
 
 def test_steady_part_has_neither_warm_up_nor_drain() -> None:
     plan = Plan.uniform(4)
     timeline = simulate(lower(build("pipedream", plan)), costs(plan), 40)
-    whole, found = run_metrics(timeline), steady_metrics(timeline)
+    whole, steady = run_metrics(timeline), steady_metrics(timeline)
     assert whole.bubble > 0.05
-    assert found.bubble == pytest.approx(0.0)
-    assert found.throughput_per_s == pytest.approx(1 / 3)
+    assert steady.bubble == pytest.approx(0.0)
+    assert steady.throughput_per_s == pytest.approx(1 / 3)
     assert steady_window(timeline) == (12.0, 12.0 + 36 * 3 - 2)
     assert steady_window(timeline, skip=5)[0] == 12.0 + 15
 
@@ -123,17 +123,17 @@ def test_staleness_by_stage() -> None:
 
 
 def test_empty_timeline() -> None:
-    found = run_metrics(Timeline("none", "measured", 2, (), 0))
-    assert (found.makespan_s, found.bubble, found.throughput_per_s) == (0.0, 0.0, 0.0)
-    assert found.busy_shares == (0.0, 0.0)
+    metrics = run_metrics(Timeline("none", "measured", 2, (), 0))
+    assert (metrics.makespan_s, metrics.bubble, metrics.throughput_per_s) == (0.0, 0.0, 0.0)
+    assert metrics.busy_shares == (0.0, 0.0)
 
 
 def test_prints_as_a_table_and_can_be_saved() -> None:
-    found = run_metrics(MEASURED)
-    assert str(found).splitlines() == [
+    metrics = run_metrics(MEASURED)
+    assert str(metrics).splitlines() == [
         "pipedream, measured: 10.0 s, bubble 35.0%, 0.3 microbatches/s, 9.6 samples/s",
         "rank       busy   share      waits      sends  in flight  versions  staleness       peak",
         "   0     7.30 s   73.0%     2.00 s     1.50 s          2         -          1    2.00 kB",
         "   1     5.70 s   57.0%        0 s        0 s          1         -          0    1.00 kB",
     ]
-    assert Metrics.from_json(found.to_json()) == found
+    assert Metrics.from_json(metrics.to_json()) == metrics

@@ -82,8 +82,8 @@ class Metrics(Tabular, Artifact):
             peak = "-" if row.peak_bytes is None else format_bytes(row.peak_bytes)
             rows.append(
                 f"{rank:>4}  {format_seconds(row.busy_s):>9}  {share:>6.1%}  {format_seconds(row.wait_s):>9}  "
-                f"{format_seconds(row.send_s):>9}  {row.peak_in_flight:>9}  {_known(row.peak_versions):>8}  "
-                f"{_known(row.staleness):>9}  {peak:>9}"
+                f"{format_seconds(row.send_s):>9}  {row.peak_in_flight:>9}  {_format_count(row.peak_versions):>8}  "
+                f"{_format_count(row.staleness):>9}  {peak:>9}"
             )
         return "\n".join([head, *rows])
 
@@ -93,7 +93,7 @@ def run_metrics(timeline: Timeline) -> Metrics:
     start_s = min((span.start_s for span in timeline.spans), default=0.0)
     makespan_s = timeline.makespan_s
     rate = timeline.microbatches / makespan_s if makespan_s else 0.0
-    return _metrics(timeline, start_s, start_s + makespan_s, rate)
+    return _measure(timeline, start_s, start_s + makespan_s, rate)
 
 
 def steady_metrics(timeline: Timeline, *, skip: int = 0) -> Metrics:
@@ -112,7 +112,7 @@ def steady_metrics(timeline: Timeline, *, skip: int = 0) -> Metrics:
     )
     covered_s = ends[-1] - ends[0] if ends else 0.0
     finished = sum(end > ends[0] for end in ends)
-    return _metrics(timeline, start_s, end_s, finished / covered_s if covered_s else 0.0)
+    return _measure(timeline, start_s, end_s, finished / covered_s if covered_s else 0.0)
 
 
 def between_updates(timeline: Timeline, first: int, last: int, *, per_update: int) -> Metrics:
@@ -132,7 +132,7 @@ def between_updates(timeline: Timeline, first: int, last: int, *, per_update: in
     if not (first < last and first in ends and last in ends and ends[first] < ends[last]):
         raise ValueError(f"updates {first} and {last} were asked for, the input stage makes {len(ends)} that take time")
     rate = (last - first) * per_update / (ends[last] - ends[first])
-    return _metrics(timeline, ends[first], ends[last], rate)
+    return _measure(timeline, ends[first], ends[last], rate)
 
 
 def steady_window(timeline: Timeline, *, skip: int = 0) -> tuple[float, float]:
@@ -175,7 +175,7 @@ def in_flight(timeline: Timeline, rank: int) -> int:
     that rank holds one microbatch while it runs; the rank of the forward holds a minibatch's until its next minibatch
     there, because the timeline does not show when they are fetched.
     """
-    return _in_flight(timeline.of_rank(rank), timeline, _apart(timeline))
+    return _count_in_flight(timeline.of_rank(rank), timeline, _find_apart(timeline))
 
 
 def staleness(timeline: Timeline, stage: int) -> int:
@@ -186,31 +186,31 @@ def staleness(timeline: Timeline, stage: int) -> int:
     Raises:
         ValueError: the timeline has no gradient versions of this stage.
     """
-    found = [tag.staleness for tag in timeline.gradient_versions if tag.stage == stage]
-    if not found:
+    late = [tag.staleness for tag in timeline.gradient_versions if tag.stage == stage]
+    if not late:
         raise ValueError(
             f"staleness of stage {stage} was asked for, the timeline of {timeline.name} has no gradient versions of it"
         )
-    return max(found)
+    return max(late)
 
 
-def _metrics(timeline: Timeline, start_s: float, end_s: float, throughput_per_s: float) -> Metrics:
+def _measure(timeline: Timeline, start_s: float, end_s: float, throughput_per_s: float) -> Metrics:
     by_rank: list[list[Span]] = [[] for _ in range(timeline.workers)]
     for span in timeline.spans:
         by_rank[span.rank].append(span)
     stalest: dict[int, int] = {}
     for tag in timeline.gradient_versions:
         stalest[tag.stage] = max(tag.staleness, stalest.get(tag.stage, 0))
-    apart = _apart(timeline)
+    apart = _find_apart(timeline)
     rows = []
     for rank, spans in enumerate(by_rank):
         stages = {span.stage for span in spans if span.kind in WORK}
         rows.append(
             RankMetrics(
-                busy_s=_seconds((s for s in spans if s.kind in WORK), start_s, end_s),
-                wait_s=_seconds((s for s in spans if s.kind == "wait"), start_s, end_s),
-                send_s=_seconds((s for s in spans if s.kind == "send"), start_s, end_s),
-                peak_in_flight=_in_flight(spans, timeline, apart),
+                busy_s=_sum_seconds((s for s in spans if s.kind in WORK), start_s, end_s),
+                wait_s=_sum_seconds((s for s in spans if s.kind == "wait"), start_s, end_s),
+                send_s=_sum_seconds((s for s in spans if s.kind == "send"), start_s, end_s),
+                peak_in_flight=_count_in_flight(spans, timeline, apart),
                 peak_versions=timeline.peak_versions[rank] if timeline.peak_versions else None,
                 staleness=max((stalest[s] for s in stages if s in stalest), default=None),
                 peak_bytes=timeline.peak_bytes[rank] if timeline.peak_bytes and not timeline.shares_memory else None,
@@ -229,7 +229,7 @@ def _metrics(timeline: Timeline, start_s: float, end_s: float, throughput_per_s:
     )
 
 
-def _seconds(spans: Iterable[Span], start_s: float, end_s: float) -> float:
+def _sum_seconds(spans: Iterable[Span], start_s: float, end_s: float) -> float:
     """Seconds of a window covered by spans in order of their start; overlaps count once."""
     covered, reached = 0.0, start_s
     for span in spans:
@@ -240,7 +240,7 @@ def _seconds(spans: Iterable[Span], start_s: float, end_s: float) -> float:
     return covered
 
 
-def _apart(timeline: Timeline) -> set[int]:
+def _find_apart(timeline: Timeline) -> set[int]:
     """Stages whose backwards are not on the ranks of their forwards."""
     ranks: dict[int, tuple[set[int], set[int]]] = {}
     for span in timeline.spans:
@@ -249,22 +249,22 @@ def _apart(timeline: Timeline) -> set[int]:
     return {stage for stage, (forwards, ends) in ranks.items() if ends and not forwards & ends}
 
 
-def _in_flight(spans: Iterable[Span], timeline: Timeline, apart: Collection[int]) -> int:
+def _count_in_flight(spans: Iterable[Span], timeline: Timeline, apart: Collection[int]) -> int:
     passes = [span for span in spans if span.kind in ("F", *_ENDS)]
     if not apart and {span.kind for span in passes} <= {"F"}:
         return 0
-    held = peak = 0
+    count = peak = 0
     kept: dict[tuple[int, int], int] = {}  # (stage, minibatch) -> microbatches whose backward is on another rank
     for _, kind, stage, index, _, _ in passes:
         if stage not in apart:
-            held += 1 if kind == "F" else -1
+            count += 1 if kind == "F" else -1
         elif kind == "F":
             minibatch = index // timeline.minibatch_microbatches
-            held += 1 - kept.pop((stage, minibatch - 1), 0)
+            count += 1 - kept.pop((stage, minibatch - 1), 0)
             kept[stage, minibatch] = kept.get((stage, minibatch), 0) + 1
-        peak = max(peak, held + (stage in apart and kind != "F"))
+        peak = max(peak, count + (stage in apart and kind != "F"))
     return peak
 
 
-def _known(value: int | None) -> str:
+def _format_count(value: int | None) -> str:
     return "-" if value is None else str(value)

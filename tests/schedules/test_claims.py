@@ -25,7 +25,7 @@ TIMES = ((1.0, 1.0), (1.0, 2.0), (3.0, 1.25))
 
 
 @cache
-def made(name: str, p: int, m: int, times: tuple[float, float] = (1.0, 2.0)) -> Schedule | None:
+def make_schedule(name: str, p: int, m: int, times: tuple[float, float] = (1.0, 2.0)) -> Schedule | None:
     """Returns a method's schedule, m microbatches a minibatch where it splits one; None where it refuses."""
     try:
         return build(name, uniform(name, p, *times), m)
@@ -39,8 +39,8 @@ def run(schedule: Schedule, total: int) -> Timeline:
 
 def cases(name: str) -> list[tuple[int, int, Schedule]]:
     """Returns (p, m, schedule) for all p and m that a method takes."""
-    found = [(p, m, made(name, p, m)) for p in STAGES for m in MICROBATCHES]
-    return [(p, m, schedule) for p, m, schedule in found if schedule is not None]
+    rows = [(p, m, make_schedule(name, p, m)) for p in STAGES for m in MICROBATCHES]
+    return [(p, m, schedule) for p, m, schedule in rows if schedule is not None]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,7 +53,7 @@ def test_bubble_of_one_minibatch(name: str) -> None:
         # Of a split backward it is claimed for f = i = w, which a backward of 2 f is split into.
         for times in ((1.0, 2.0),) if schedule.splits_backward else TIMES:
             ratio, claimed = schedule.claims.ratio, schedule.claims.bubble
-            timed = made(name, p, m, times if ratio is None else (times[0], times[0] * ratio))
+            timed = make_schedule(name, p, m, times if ratio is None else (times[0], times[0] * ratio))
             assert timed is not None
             assert claimed is not None
             assert run_metrics(run(timed, m)).bubble == pytest.approx(claimed(p, m), abs=1e-9), (p, m, times)
@@ -173,8 +173,8 @@ def test_makespans_are_claimed_only_where_they_hold() -> None:
         "zbv": [((1, 1, 1.25), 8), ((1.25, 1, 1), 8), ((1, 1.25, 1), 8)],
         "dualpipev": [((1, 2, 1), 8), ((1, 1, 2), 8)],
     }
-    for name, found in beyond.items():
-        for (f, i, w), m in found:
+    for name, rows in beyond.items():
+        for (f, i, w), m in rows:
             schedule = build(name, uniform(name, 4, f, i + w), m)
             assert schedule.claims.makespan_s is not None
             timeline = simulate(lower(schedule), costs(schedule.plan, weight_s=w), 2 * m)

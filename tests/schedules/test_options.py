@@ -57,7 +57,7 @@ def unnamed(program: Program) -> Program:
 
 
 @pytest.mark.parametrize(
-    ("name", "named", "made"),
+    ("name", "named", "builder"),
     [
         ("pb_lwp[by=difference]", "pb_lwp[by=difference]", lambda plan: pb_lwp(plan, by="difference")),
         (
@@ -85,11 +85,11 @@ def unnamed(program: Program) -> Program:
         ("roundpipe[forwards=3]", "roundpipe[forwards=3]", lambda plan: roundpipe(plan, forwards=3)),
     ],
 )
-def test_a_name_with_options_is_the_builder_with_them(name: str, named: str, made: Any) -> None:
+def test_a_name_with_options_is_the_builder_with_them(name: str, named: str, builder: Any) -> None:
     plan = uniform(name, 3)
     built = build(name, plan)
     assert (built.name, canonical(name)) == (named, named)
-    assert unnamed(lower(built)) == unnamed(lower(made(plan)))
+    assert unnamed(lower(built)) == unnamed(lower(builder(plan)))
     assert lower(build(built.name, built.plan, built.microbatches)) == lower(built)
 
 
@@ -129,15 +129,15 @@ def test_options_make_a_difference() -> None:
 
 
 def test_every_option_of_a_method_can_be_said() -> None:
-    said = {str: "a", float: "2", int: "2", tuple[float, ...] | None: "1/2"}
-    found = 0
+    texts = {str: "a", float: "2", int: "2", tuple[float, ...] | None: "1/2"}
+    count = 0
     for name, method in METHODS.items():
         for option, parameter in options_of(method).items():
-            assert canonical(f"{name}[{option}={said[parameter.annotation]}]") == (
-                f"{name}[{option}={said[parameter.annotation]}]"
+            assert canonical(f"{name}[{option}={texts[parameter.annotation]}]") == (
+                f"{name}[{option}={texts[parameter.annotation]}]"
             )
-            found += 1
-    assert found > 20
+            count += 1
+    assert count > 20
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_every_option_of_a_method_can_be_said() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_option_is_refused(name: str, message: str) -> None:
-    for asked in (lambda: build(name, Plan.uniform(3)), lambda: build(name, uniform(name, 3))):
+    for attempt in (lambda: build(name, Plan.uniform(3)), lambda: build(name, uniform(name, 3))):
         with pytest.raises(ScheduleError) as refused:
-            asked()
+            attempt()
         assert message in str(refused.value)
 
 
@@ -206,13 +206,13 @@ def test_phases() -> None:
         "1f1b/4:200,pb_lwp[by=difference,scale=2]+spike:3e,lib/x.py:one[a=1/2,b=c]/2:500,"
         "paci[backward_rule=recompute]/4"
     )
-    found = read_phases(text)
-    assert [phase.name for phase in found] == [
+    phases = read_phases(text)
+    assert [phase.name for phase in phases] == [
         "1f1b", "pb_lwp[by=difference,scale=2]", "lib/x.py:one[a=1/2,b=c]", "paci[backward_rule=recompute]",
     ]  # fmt: skip
-    assert [phase.microbatches for phase in found] == [4, None, 2, 4]
-    assert [(phase.until, phase.until_epoch) for phase in found] == [(200, None), (None, 3), (500, None), (None, None)]
-    assert phases_text(found) == text
+    assert [phase.microbatches for phase in phases] == [4, None, 2, 4]
+    assert [(phase.until, phase.until_epoch) for phase in phases] == [(200, None), (None, 3), (500, None), (None, None)]
+    assert phases_text(phases) == text
     for wrong in ("1f1b:3,pb_lwp[by=difference", "1f1b:3,pb_lwp[by=a]b", "1f1b:3,pb_lwp[a[b]]"):
         with pytest.raises(ScheduleError, match=r"METHOD may have options"):
             read_phases(wrong)

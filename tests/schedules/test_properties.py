@@ -21,13 +21,13 @@ ONE_STAGE_PER_WORKER = sorted(set(METHODS) - set(LAYOUTS))
 
 def plans(name: str) -> list[Plan]:
     """Returns plans of equal stages on 2 and 4 workers, and some with replicas."""
-    found = [uniform(name, workers) for workers in (2, 4)]
+    equal = [uniform(name, workers) for workers in (2, 4)]
     if name not in LAYOUTS:
-        found += [Plan.uniform(len(counts), replicas=counts) for counts in ((2, 1), (1, 2), (2, 2, 1))]
-    return found
+        equal += [Plan.uniform(len(counts), replicas=counts) for counts in ((2, 1), (1, 2), (2, 2, 1))]
+    return equal
 
 
-def held(name: str, plan: Plan) -> tuple[StageOccupancy, ...] | None:
+def try_occupancy(name: str, plan: Plan) -> tuple[StageOccupancy, ...] | None:
     try:
         return occupancy(build(name, plan))
     except ScheduleError:
@@ -66,13 +66,13 @@ def test_a_method_uses_of_a_plan_what_it_declares(name: str) -> None:
     assert declared.replicates_stages
     paper, replicated = Plan.uniform(3), Plan.uniform(2, replicas=(2, 1))
     counts = [(5, 2, 1), (3, 3, 1)]
-    deeper = [held(name, replace(paper, in_flight=found, depth_mode="hand")) for found in counts]
+    deeper = [try_occupancy(name, replace(paper, in_flight=depth, depth_mode="hand")) for depth in counts]
     assert (
-        any(found not in (None, held(name, paper)) for found in deeper) == declared.uses_depth
+        any(deep not in (None, try_occupancy(name, paper)) for deep in deeper) == declared.uses_depth
         or not declared.uses_depth
     )
-    late = held(name, replace(replicated, update_delay=(1, 0)))
-    assert (late not in (None, held(name, replicated))) == declared.delays_updates
+    late = try_occupancy(name, replace(replicated, update_delay=(1, 0)))
+    assert (late not in (None, try_occupancy(name, replicated))) == declared.delays_updates
     versions = [occupancy(build(name, Plan.uniform(p)))[-1].versions for p in (3, 5, 7)]
     assert (versions == sorted(set(versions))) == declared.versions_grow_with_stages
     assert (len(set(versions)) == 1) != declared.versions_grow_with_stages

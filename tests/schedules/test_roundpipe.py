@@ -81,9 +81,9 @@ def test_equal_slots_have_the_papers_bubble(p: int, forwards: int) -> None:
         slots = slots_of(stages, forwards, 1.0, forwards - 1.0)
         schedule = roundpipe(plan_of(p, stages, 1.0, forwards - 1.0), m, forwards=forwards)
         n = len(slots)
-        found = run_metrics(simulate(lower(schedule), costs(schedule.plan), m))
-        assert found.bubble == pytest.approx(p * (p - 1) / (n * m + p * (p - 1)), abs=1e-9)
-        assert found.makespan_s == pytest.approx(forwards * ((n // p) * m + p - 1))
+        metrics = run_metrics(simulate(lower(schedule), costs(schedule.plan), m))
+        assert metrics.bubble == pytest.approx(p * (p - 1) / (n * m + p * (p - 1)), abs=1e-9)
+        assert metrics.makespan_s == pytest.approx(forwards * ((n // p) * m + p - 1))
 
 
 @given(sizes(), st.integers(1, 4))
@@ -220,15 +220,15 @@ def test_weights_that_leave_before_their_update_or_behind_the_next(rank: int, st
     home = PROGRAM.placement.rank_of(stage, 0)
     leaves = Transfer(Move.SEND, channel("weights", stage), 8)
 
-    soon, made = advanced(leaves, 4, PROGRAM.updates), Op(Kind.UPDATE, stage, 3)
+    soon, update = advanced(leaves, 4, PROGRAM.updates), Op(Kind.UPDATE, stage, 3)
 
     def early(items: list[Instruction]) -> list[Instruction]:
         rest = [item for item in items if item != leaves]
-        return [*rest[: rest.index(made)], soon, *rest[rest.index(made) :]]
+        return [*rest[: rest.index(update)], soon, *rest[rest.index(update) :]]
 
-    assert f"{soon}: {made}, which makes it, does not come before" in refused(home, early, (leaves,))
-    said = refused(home, lambda items: [*(x for x in items if x != leaves), leaves])
-    assert f"sends version 2, in whose place {stage}U3 has written" in said
+    assert f"{soon}: {update}, which makes it, does not come before" in refused(home, early, (leaves,))
+    error = refused(home, lambda items: [*(x for x in items if x != leaves), leaves])
+    assert f"sends version 2, in whose place {stage}U3 has written" in error
     assert "is received but never sent" in refused(home, lambda items: [x for x in items if x != leaves])
 
 
@@ -290,10 +290,10 @@ def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:
         pd.plan(profile, Cluster.flat(4, memory_bytes=max(peaks) - 1), schedule="roundpipe")
     short = replace(free, cluster=Cluster.flat(4, memory_bytes=max(peaks) - 1))
     assert short.overfull is None, "each worker has room for its own stages"
-    for known in (None, profile):
-        check_plan(fits, profile=known)
+    for measured in (None, profile):
+        check_plan(fits, profile=measured)
         with pytest.raises(PlanError, match="whose weights it fetches"):
-            check_plan(short, profile=known)
+            check_plan(short, profile=measured)
 
 
 @settings(max_examples=20)

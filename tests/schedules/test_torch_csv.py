@@ -44,7 +44,7 @@ SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # with I and W
 
 def theirs() -> list[tuple[str, int, int, int]]:
     """Returns PyTorch's schedules at several sizes: name, ranks, microbatches, stages a rank."""
-    found = []
+    rows = []
     for name, each in torch_schedules.STAGES_A_RANK.items():
         for (p, m), v in product(SIZES, (each, 3) if name in ("Interleaved1F1B", "LoopedBFS") else (each,)):
             rounds = max(1, m // p)
@@ -52,8 +52,8 @@ def theirs() -> list[tuple[str, int, int, int]]:
                 continue  # PyTorch refuses it
             if name == "DualPipeV" and m < 2 * p:
                 continue
-            found.append((name, p, m, v))
-    return found
+            rows.append((name, p, m, v))
+    return rows
 
 
 def read(name: str, p: int, m: int, v: int) -> Schedule:
@@ -93,7 +93,7 @@ def test_ours_are_theirs(ours: str, name: str, p: int, m: int) -> None:
     m -= m % p if ours == "interleaved_1f1b" else 0
     theirs, mine = read(name, p, m, 1 if ours == "gpipe" else 2), build(ours, uniform(ours, p), m)
     for rank in range(p):
-        rows = [[op for op in one.ops(rank, m) if op.kind is not Kind.UPDATE] for one in (mine, theirs)]
+        rows = [[op for op in schedule.ops(rank, m) if op.kind is not Kind.UPDATE] for schedule in (mine, theirs)]
         assert rows[0] == rows[1]
 
 
@@ -237,8 +237,8 @@ def changed(old: str, new: str, text: str = PASSES) -> str:
     return text.replace(old, new)
 
 
-def swapped(one: str, other: str, text: str = LOWERED) -> str:
-    return changed("?", other, changed(other, one, changed(one, "?", text)))
+def swapped(first: str, other: str, text: str = LOWERED) -> str:
+    return changed("?", other, changed(other, first, changed(first, "?", text)))
 
 
 WRONG = {
@@ -396,9 +396,9 @@ def test_theirs_train_as_plain_pytorch(name: str, p: int, m: int, v: int) -> Non
     plan = plan_on(schedule)
     text = torch_schedules.text_of(torch_schedules.orders(name, p, m, v))
     state, losses = trained(from_torch_csv(text, plan=plan), plan)
-    wanted = serial(m, plan)
-    cases.assert_near(state, wanted.state, 1e-10)
-    assert losses == pytest.approx(wanted.losses, rel=1e-10)
+    expected = serial(m, plan)
+    cases.assert_near(state, expected.state, 1e-10)
+    assert losses == pytest.approx(expected.losses, rel=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -438,9 +438,9 @@ def test_pytorch_runs_ours_to_the_same_gradients(tmp_path: Path, name: str, chun
     file = tmp_path / "ours.csv"
     ours = build(name, uniform(name, 2, chunks=chunks), 4)
     file.write_text(to_torch_csv(ours))
-    found: dict[str, torch.Tensor] = {}
+    summed: dict[str, torch.Tensor] = {}
     for gradients in processes.results(torch_schedules.run, 2, str(file), ours.placement.stages, 4):
-        found |= gradients
+        summed |= gradients
     model, x, y = torch_schedules.model_and_batch()
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     plan = replace(Plan.uniform(ours.placement.stages), order=ours.plan.order, cluster=ours.plan.cluster)
@@ -453,4 +453,4 @@ def test_pytorch_runs_ours_to_the_same_gradients(tmp_path: Path, name: str, chun
     ) as pipeline:
         assert len(list(pipeline.train([(x, y)]))) == 1
         after = pipeline.state_dict()
-    cases.assert_near({key: before[key] - after[key] for key in before}, found, 1e-12)
+    cases.assert_near({key: before[key] - after[key] for key in before}, summed, 1e-12)

@@ -57,9 +57,9 @@ def test_what_holds_for_every_schedule_and_cost(run: tuple[Schedule, Costs, int]
             needs = schedule.requires(op, total)
             for fetch in (need for need in needs if need.kind is Kind.FETCH):
                 home = placement.rank_of(op.stage, 0)
-                made = [at[home, "U", op.stage, update.index][1] for update in schedule.requires(fetch, total)]
+                updated_s = [at[home, "U", op.stage, update.index][1] for update in schedule.requires(fetch, total)]
                 (channel,) = (c for c in program.channels if (c.carries, c.source) == ("weights", op.stage))
-                assert start >= max(made, default=0.0) + costs_.transfer_s(channel) - 1e-9
+                assert start >= max(updated_s, default=0.0) + costs_.transfer_s(channel) - 1e-9
             for need in (need for need in needs if need.kind is not Kind.FETCH):
                 owner = placement.ranks[need.stage][need.replica]
                 if need.kind is Kind.FORWARD:

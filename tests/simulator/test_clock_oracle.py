@@ -26,9 +26,9 @@ def by_rank(timeline: Timeline) -> list[list[Span]]:
     return [sorted(timeline.of_rank(rank)) for rank in range(timeline.workers)]
 
 
-def check_same(found: list[list[Span]], expected: list[list[Span]], kinds: str) -> None:
+def check_same(actual: list[list[Span]], expected: list[list[Span]], kinds: str) -> None:
     """Ops and messages alike; waits shorter than what is rounded may be there or not."""
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         here, there = (
             sorted((s for s in row if s.kind in kinds.split()), key=lambda s: (s.kind, s.stage, s.index))
             for row in (mine, theirs)

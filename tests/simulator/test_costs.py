@@ -35,9 +35,9 @@ def test_microbatches_are_taken_as_they_are() -> None:
 
 
 def test_both_directions_of_a_boundary_carry_its_value() -> None:
-    found = costs(PLAN)
-    assert found.transfer_s(Channel(0, 2, "activation", 0, 1)) == 4.25
-    assert found.transfer_s(Channel(2, 0, "gradient", 1, 0)) == 4.25
+    seconds = costs(PLAN)
+    assert seconds.transfer_s(Channel(0, 2, "activation", 0, 1)) == 4.25
+    assert seconds.transfer_s(Channel(2, 0, "gradient", 1, 0)) == 4.25
     assert PLAN.transfers_s == (4.25,)
 
 
@@ -48,9 +48,9 @@ def test_inputs_cost_nothing_unless_they_have_bytes() -> None:
 
 
 def test_split_backward() -> None:
-    halves, given = costs(PLAN), costs(PLAN, split=2, weight_s=2.0)
+    halves, chosen = costs(PLAN), costs(PLAN, split=2, weight_s=2.0)
     assert [halves.op_s(kind, 0) for kind in Kind] == [4.0, 8.0, 4.0, 4.0, 1.0, 0.0]
-    assert [given.op_s(kind, 0) for kind in Kind] == [2.0, 4.0, 3.0, 1.0, 1.0, 0.0]
+    assert [chosen.op_s(kind, 0) for kind in Kind] == [2.0, 4.0, 3.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,19 @@ def test_split_below_one_is_refused() -> None:
 def test_ranks_are_the_workers_of_the_order() -> None:
     slow = Cluster((Level(2, 100.0), Level(2, 10.0, 0.5)), kinds=(Workers(1, speed=0.5), Workers(3)))
     plan = replace(PLAN, cluster=slow, order=(2, 3, 0))
-    found = costs(plan)
+    of_order = costs(plan)
     assert plan.placement.ranks == ((1, 2), (0,))  # in the order of the workers 0, 2 and 3
-    assert [found.worker(rank) for rank in range(3)] == [0, 2, 3]
-    assert [found.speed(rank) for rank in range(3)] == [0.5, 1.0, 1.0]
-    assert found.transfer_s(Channel(1, 0, "activation", 0, 1)) == 40.5
-    assert found.transfer_s(Channel(1, 2, "activation", 0, 1)) == 4.0
-    assert found.sync_s == (10.0, 0.0)  # of the machine's own level
+    assert [of_order.worker(rank) for rank in range(3)] == [0, 2, 3]
+    assert [of_order.speed(rank) for rank in range(3)] == [0.5, 1.0, 1.0]
+    assert of_order.transfer_s(Channel(1, 0, "activation", 0, 1)) == 40.5
+    assert of_order.transfer_s(Channel(1, 2, "activation", 0, 1)) == 4.0
+    assert of_order.sync_s == (10.0, 0.0)  # of the machine's own level
 
 
 def test_a_backward_that_recomputes_does_the_forward_again() -> None:
     plan = replace(PLAN, stages=(ROWS[0], replace(ROWS[1], recompute=True)))
-    found = costs(plan)
-    assert (found.forward_s, found.backward_s, found.weight_s) == ((4.0, 2.0), (8.0, 8.0), (4.0, 3.0))
+    recomputing = costs(plan)
+    assert (recomputing.forward_s, recomputing.backward_s, recomputing.weight_s) == ((4.0, 2.0), (8.0, 8.0), (4.0, 3.0))
 
 
 def test_a_tree_moves_all_bytes_twice() -> None:

@@ -31,7 +31,7 @@ def test_one_works_at_a_time(run: tuple[Schedule, Costs, int]) -> None:
 def test_nothing_overlaps_and_nobody_is_idle_at_once(name: str) -> None:
     plan = Plan.uniform(3, forward_s=1.0, backward_s=2.0, update_s=0.5)
     program = lower(build(name, plan, 4 if name == "1f1b" else None))
-    found = simulate(program, costs(plan), 40, in_turns=True)
-    updates = sum(span.kind == "U" for span in found.spans)
-    assert found.makespan_s == pytest.approx(3 * 40 * 3.0 + updates * 0.5)
-    assert steady_metrics(found).bubble == pytest.approx(2 / 3, abs=0.02)
+    timeline = simulate(program, costs(plan), 40, in_turns=True)
+    updates = sum(span.kind == "U" for span in timeline.spans)
+    assert timeline.makespan_s == pytest.approx(3 * 40 * 3.0 + updates * 0.5)
+    assert steady_metrics(timeline).bubble == pytest.approx(2 / 3, abs=0.02)

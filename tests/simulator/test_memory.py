@@ -190,16 +190,19 @@ def test_peak_is_that_of_the_memory_model(name: str, versions: tuple[int, ...]) 
 def test_a_picture_of_the_memory_of_a_split_backward() -> None:
     pair = Plan(ROWS[:2], (2, 1), Cluster.flat(2, 1e30), unit="microbatch")
     timeline = simulate(lower(build("zb_h1", pair, 2)), costs(pair), 2)
-    one, start = 801, 5000 + 7 + 5 * 80  # weights, state; two receives, three gradients that may not be taken
+    microbatch_bytes, start = (
+        801,
+        5000 + 7 + 5 * 80,
+    )  # weights, state; two receives, three gradients that may not be taken
     steps = [step.held_bytes - start for step in timeline.memory_steps(1)]
     assert steps == [
         0,
-        one,  # F0
-        2 * one,  # I0: half a backward keeps twice the activations, at most
-        3 * one,  # F1
-        4 * one,  # I1
-        4 * one + 5000,  # W0: the gradients
-        2 * one + 5000,  # W1
+        microbatch_bytes,  # F0
+        2 * microbatch_bytes,  # I0: half a backward keeps twice the activations, at most
+        3 * microbatch_bytes,  # F1
+        4 * microbatch_bytes,  # I1
+        4 * microbatch_bytes + 5000,  # W0: the gradients
+        2 * microbatch_bytes + 5000,  # W1
         5000,  # U
     ]
 

@@ -40,8 +40,8 @@ def period_s(timeline: Timeline, every: int, skip: int) -> float:
 def test_makespan_of_a_flushing_minibatch(name: str, p: int, m: int, f: float, b: float, share: float) -> None:
     # GPipe, section 2.3. A message as long as an op at most is hidden in the stream and counts once each way.
     c = share * min(f, b) if name == "gpipe" else 0.0
-    found = run(name, Plan.uniform(p, f, b, c), m, m).makespan_s
-    assert found == pytest.approx((m + p - 1) * (f + b) + 2 * c * (p - 1))
+    makespan_s = run(name, Plan.uniform(p, f, b, c), m, m).makespan_s
+    assert makespan_s == pytest.approx((m + p - 1) * (f + b) + 2 * c * (p - 1))
 
 
 @settings(max_examples=20)
@@ -77,9 +77,9 @@ def test_throughput_is_that_of_the_slowest_stage(times: list[tuple[float, float]
     timeline = run("pipedream", plan, None, 120)
     slowest, rank = max((f + b, s) for s, (f, b) in enumerate(times))
     ends = [span.end_s for span in timeline.of_rank(rank) if span.kind == "B"]
-    found = (ends[100] - ends[40]) / 60
+    seconds = (ends[100] - ends[40]) / 60
     # Stages almost as slow take long to fall into step with it, so the period is met from above.
-    assert slowest * (1 - 1e-9) <= found <= slowest * 1.01
+    assert slowest * (1 - 1e-9) <= seconds <= slowest * 1.01
     assert run_metrics(timeline).throughput_per_s <= 1 / slowest + 1e-9
 
 
@@ -107,8 +107,8 @@ AT_NOAM = {
 @pytest.mark.parametrize("replicas", AT_NOAM, ids=str)
 def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
     shallow = run("pipedream", balanced(replicas), None, 1200)
-    found = 3.0 / period_s(shallow, lcm(*replicas), 100)
-    assert found == pytest.approx(AT_NOAM[replicas], abs=0.005)
+    busy = 3.0 / period_s(shallow, lcm(*replicas), 100)
+    assert busy == pytest.approx(AT_NOAM[replicas], abs=0.005)
     full = run("pipedream", balanced(replicas).with_depth("full"), None, 300)
     assert min(steady_metrics(full, skip=150).busy_shares) == pytest.approx(1.0)
 

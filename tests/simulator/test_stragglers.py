@@ -54,11 +54,11 @@ def test_a_slow_replica_holds_its_stage_back() -> None:
 @pytest.mark.parametrize("variation", [0.05, 0.3, 1.0])
 def test_jitter_keeps_the_mean_and_has_the_variation_asked_for(variation: float) -> None:
     count = 20_000
-    found = seconds_of(pd.simulate(Plan.uniform(1, 3.0, 6.0), minibatches=count, jitter=variation, seed=7), "B")
+    seconds = seconds_of(pd.simulate(Plan.uniform(1, 3.0, 6.0), minibatches=count, jitter=variation, seed=7), "B")
     # Five standard errors; the fourth moment of a lognormal is large, so its deviation is met less well.
-    assert fmean(found) == pytest.approx(6.0, rel=5 * variation / sqrt(count))
-    assert stdev(found) / fmean(found) == pytest.approx(variation, rel=0.1)
-    assert min(found) > 0
+    assert fmean(seconds) == pytest.approx(6.0, rel=5 * variation / sqrt(count))
+    assert stdev(seconds) / fmean(seconds) == pytest.approx(variation, rel=0.1)
+    assert min(seconds) > 0
 
 
 def test_jitter_by_kind_of_op() -> None:
@@ -88,14 +88,14 @@ def test_jitter_slows_a_pipeline_down() -> None:
 def test_moments_of_the_draws() -> None:
     draw = Stragglers(jitter=0.5, seed=3).draws(0)
     assert draw is not None
-    found = [draw("F") for _ in range(50_000)]
-    below = sum(factor < 1 for factor in found) / len(found)
+    factors = [draw("F") for _ in range(50_000)]
+    below = sum(factor < 1 for factor in factors) / len(factors)
     # ln X is normal with mean -sigma^2 / 2, so P(X < 1) is the normal distribution at sigma / 2.
     assert below == pytest.approx(NormalDist().cdf(sqrt(log1p(0.25)) / 2), abs=0.01)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("options", "message"),
     [
         ({"jitter": -0.1}, "0 or more, found -0.1"),
         ({"jitter": float("inf")}, "0 or more, found inf"),
@@ -103,9 +103,9 @@ def test_moments_of_the_draws() -> None:
         ({"slow": {0: 0.0}}, "found 0.0 for rank 0"),
     ],
 )
-def test_nonsense_is_refused(wanted: dict[str, object], message: str) -> None:
+def test_nonsense_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Stragglers(**wanted)  # type: ignore[arg-type]
+        Stragglers(**options)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_there_is_not_is_refused() -> None:

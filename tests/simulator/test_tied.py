@@ -47,9 +47,9 @@ def test_holders_update_when_their_sum_is_there(
     assert plan.tied_sums_s == (sum_s,)
     for update in range(1, 5 * program.cycle // 4 + 1):
         last = {k for k in program.updates.members(0, update)}
-        ends = {s: max(one.end_s for one in work if one.kind == "B" and one.stage == s and one.index in last)
+        ends = {s: max(span.end_s for span in work if span.kind == "B" and span.stage == s and span.index in last)
                 for s in range(3)}  # fmt: skip
-        starts = {s: {one.start_s for one in work if one.kind == "U" and one.stage == s and one.index == update}
+        starts = {s: {span.start_s for span in work if span.kind == "U" and span.stage == s and span.index == update}
                   for s in range(3)}  # fmt: skip
         # Replicas have summed up before.
         begin_s = max(ends[s] + all_reduce_s(0, replicas[s], BYTES_PER_S, LATENCY_S) for s in holders) + sum_s
@@ -98,8 +98,8 @@ def test_an_order_in_which_holders_wait_for_each_other_is_found() -> None:
     first = program.ranks[0]
     *begin, update = first.period
     assert update.kind is Kind.UPDATE
-    turn = [advanced(one, program.cycle, program.updates) for one in begin]
-    after = next(i for i, one in enumerate(turn) if one.kind is Move.RECEIVE) + 1
+    turn = [advanced(item, program.cycle, program.updates) for item in begin]
+    after = next(i for i, item in enumerate(turn) if item.kind is Move.RECEIVE) + 1
     changed = RankProgram((*first.warmup, *begin), (*turn[:after], update, *turn[after:]))
     with pytest.raises(DeadlockError, match="with its gradient of the tied weights"):
         verify(replace(program, ranks=(changed, *program.ranks[1:])))

@@ -58,13 +58,13 @@ def drawn_schedule(rng: random.Random, name: str) -> Schedule:
         # Of several stages a worker some methods fill both directions first, and take m in units of the workers.
         most = 2 * plan.workers + 1 if name in LAYOUTS else 8
         try:
-            found = build(name, plan, rng.choice([None, *range(1, most + 1)]))
+            schedule = build(name, plan, rng.choice([None, *range(1, most + 1)]))
         except ScheduleError:
             continue
-        stays = not any(map(found.placement.is_remote, range(len(plan.stages))))
-        if found.flushes and stays and max(plan.replicas) == 1 and rng.random() < 0.2:
-            return from_torch_csv(to_torch_csv(found), name=name, plan=plan)
-        return found
+        stays = not any(map(schedule.placement.is_remote, range(len(plan.stages))))
+        if schedule.flushes and stays and max(plan.replicas) == 1 and rng.random() < 0.2:
+            return from_torch_csv(to_torch_csv(schedule), name=name, plan=plan)
+        return schedule
 
 
 def drawn_costs(rng: random.Random, schedule: Schedule) -> Costs:
@@ -104,13 +104,13 @@ def check(schedule: Schedule, timeline: Timeline, total: int) -> None:
             key = (span.kind, span.stage, span.index, rank)
             assert key not in done, f"{key} twice"
             done[key] = span
-    wanted = set()
+    expected = set()
     for stage, row in enumerate(placement.ranks):
         for k in range(total):
-            wanted |= {(letter, stage, k, row[k % len(row)]) for letter in letters if letter != "F"}
-            wanted |= {("F", stage, k, placement.forward_rank(stage, k))}
-        wanted |= {("U", stage, n + 1, rank) for n in range(-(-total // per_update[stage])) for rank in row}
-    assert set(done) == wanted
+            expected |= {(letter, stage, k, row[k % len(row)]) for letter in letters if letter != "F"}
+            expected |= {("F", stage, k, placement.forward_rank(stage, k))}
+        expected |= {("U", stage, n + 1, rank) for n in range(-(-total // per_update[stage])) for rank in row}
+    assert set(done) == expected
     gradients: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for (kind, stage, k, rank), span in done.items():
         if kind == "U":
@@ -134,8 +134,8 @@ def check(schedule: Schedule, timeline: Timeline, total: int) -> None:
             assert max(gradients[stage, n, rank], default=0.0) <= span.start_s + _TINY
             assert min(gradients[stage, n + 1, rank], default=span.end_s) >= span.start_s - _TINY, "another's gradient"
     for rank in range(placement.workers):
-        own = sum(weights.versions(stage) for stage, _ in placement.stage_replicas(rank))
-        assert timeline.peak_versions[rank] <= own + min(1, len(placement.remote_forwards(rank)))
+        versions = sum(weights.versions(stage) for stage, _ in placement.stage_replicas(rank))
+        assert timeline.peak_versions[rank] <= versions + min(1, len(placement.remote_forwards(rank)))
     for tag in timeline.gradient_versions:
         assert tag.applied_to == tag.microbatch // per_update[tag.stage]
         assert tag.forward_version == weights.forward_version(tag.stage, tag.microbatch)

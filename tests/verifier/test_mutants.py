@@ -36,7 +36,7 @@ REPLICAS = ((1, 1), (1, 1, 1), (2, 1), (1, 2))
 
 
 @cache
-def made(name: str, which: int) -> Program:
+def make_program(name: str, which: int) -> Program:
     """Returns a small program of a method."""
     if uniform(name, 2).order:  # stages share workers
         workers = 2 + 2 * (which % 2)
@@ -47,7 +47,7 @@ def made(name: str, which: int) -> Program:
 
 
 names = st.sampled_from(sorted(SCHEDULES))
-ruled = st.sampled_from([name for name in sorted(SCHEDULES) if type(made(name, 0).weights) in RULES])
+ruled = st.sampled_from([name for name in sorted(SCHEDULES) if type(make_program(name, 0).weights) in RULES])
 numbers = st.integers(0, len(REPLICAS) - 1)
 
 
@@ -101,7 +101,7 @@ def refused(program: Program, *named: Instruction | None) -> str:
 
 @given(names, numbers, st.data())
 def test_an_instruction_dropped(name: str, which: int, data: st.DataObject) -> None:
-    program = made(name, which)
+    program = make_program(name, which)
     place = data.draw(st.sampled_from(places(program)))
     items = list(place.of(program))
     gone = items.pop(place.index)
@@ -110,7 +110,7 @@ def test_an_instruction_dropped(name: str, which: int, data: st.DataObject) -> N
 
 @given(names, numbers, st.data())
 def test_an_instruction_doubled(name: str, which: int, data: st.DataObject) -> None:
-    program = made(name, which)
+    program = make_program(name, which)
     place = data.draw(st.sampled_from(places(program)))
     items = list(place.of(program))
     twin = items[place.index]
@@ -139,7 +139,7 @@ def near(program: Program, item: Instruction) -> Iterator[Instruction]:
 @given(names, numbers, st.data())
 def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -> None:
     """Of two ops of one rank, of which one needs the other."""
-    program = made(name, which)
+    program = make_program(name, which)
     pairs = []
     for place in places(program):
         items = place.of(program)
@@ -157,13 +157,13 @@ def test_two_dependent_ops_swapped(name: str, which: int, data: st.DataObject) -
 @given(names, numbers, st.data())
 def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> None:
     """Two messages of a channel change places, at one of its ends."""
-    program = made(name, which)
+    program = make_program(name, which)
     pairs = []
     for place in places(program):
         items = place.of(program)
-        one = items[place.index]
-        if isinstance(one, Transfer) and one.kind is not Move.SYNC:
-            pairs += [(place, i) for i, two in enumerate(items[: place.index]) if two[:2] == one[:2] and one != two]
+        item = items[place.index]
+        if isinstance(item, Transfer) and item.kind is not Move.SYNC:
+            pairs += [(place, i) for i, two in enumerate(items[: place.index]) if two[:2] == item[:2] and item != two]
     assume(pairs)
     place, i = data.draw(st.sampled_from(pairs))
     items = list(place.of(program))
@@ -174,44 +174,44 @@ def test_a_message_out_of_line(name: str, which: int, data: st.DataObject) -> No
 @given(names, st.integers(0, 1), st.data())
 def test_a_receive_that_closes_a_cycle(name: str, which: int, data: st.DataObject) -> None:
     """A gradient is waited for before the forward is sent that it comes of."""
-    program = made(name, which)
-    found = []
+    program = make_program(name, which)
+    moves = []
     for place in places(program):
         items = place.of(program)
-        one = items[place.index]
-        if isinstance(one, Transfer) and one.kind is Move.RECEIVE:
-            ends = program.channels[one.channel]
-            own = Op(Kind.FORWARD, ends.target, one.index)
+        item = items[place.index]
+        if isinstance(item, Transfer) and item.kind is Move.RECEIVE:
+            ends = program.channels[item.channel]
+            forward = Op(Kind.FORWARD, ends.target, item.index)
             before = items[: place.index]
-            if ends.carries == "gradient" and own in before:
-                i = before.index(own)
-                if all(two[:2] != one[:2] for two in before[i:]):  # none of its channel is passed over
-                    found.append((place, i))
-    assume(found)
-    place, i = data.draw(st.sampled_from(found))
+            if ends.carries == "gradient" and forward in before:
+                i = before.index(forward)
+                if all(two[:2] != item[:2] for two in before[i:]):  # none of its channel is passed over
+                    moves.append((place, i))
+    assume(moves)
+    place, i = data.draw(st.sampled_from(moves))
     items = list(place.of(program))
-    one = items.pop(place.index)
-    items.insert(i, one)
-    with pytest.raises(DeadlockError, match=rf"rank {place.rank} waits at instruction \d+, <{one[1]}:\d+"):
+    item = items.pop(place.index)
+    items.insert(i, item)
+    with pytest.raises(DeadlockError, match=rf"rank {place.rank} waits at instruction \d+, <{item[1]}:\d+"):
         verify(place.put(program, items))
 
 
 def ahead(program: Program, data: st.DataObject) -> Program:
     """Takes a message in before the op that reads the one before it on its channel."""
-    found = []
+    moves = []
     for place in places(program):
         items = place.of(program)
-        one = items[place.index]
-        if not (isinstance(one, Transfer) and one.kind is Move.RECEIVE):
+        item = items[place.index]
+        if not (isinstance(item, Transfer) and item.kind is Move.RECEIVE):
             continue
-        ends = program.channels[one.channel]
-        before = [i for i, two in enumerate(items[: place.index]) if two[:2] == one[:2]]
+        ends = program.channels[item.channel]
+        before = [i for i, two in enumerate(items[: place.index]) if two[:2] == item[:2]]
         if before and ends.carries != "gradient":
             op = Op(Kind.FORWARD, ends.target, items[before[-1]].index, items[place.index - 1][-1])
             reads = [i for i in range(before[-1], place.index) if items[i][:3] == op[:3]]
-            found += [(place, reads[0])] if reads else []
-    assume(found)
-    place, i = data.draw(st.sampled_from(found))
+            moves += [(place, reads[0])] if reads else []
+    assume(moves)
+    place, i = data.draw(st.sampled_from(moves))
     items = list(place.of(program))
     items.insert(i, items.pop(place.index))
     return place.put(program, items)
@@ -220,7 +220,7 @@ def ahead(program: Program, data: st.DataObject) -> Program:
 @given(names, st.integers(0, 1), st.data())
 def test_a_ring_too_shallow(name: str, which: int, data: st.DataObject) -> None:
     """Two messages of a channel are taken in before the first is read: a ring of two holds them, a ring of one not."""
-    program = ahead(made(name, which), data)
+    program = ahead(make_program(name, which), data)
     assume(not reason(program))  # it may close a cycle by itself
     shallow = replace(program, channels=tuple(replace(channel, depth=1) for channel in program.channels))
     with pytest.raises(DeadlockError, match=r"a place in the ring of 1, which \d+F\d+ on rank \d would free"):
@@ -251,7 +251,7 @@ def shifted(rule: WeightRule, by: int, only: int = 1, keeps: int = 0) -> WeightR
 
 @given(ruled, numbers)
 def test_a_version_too_new_or_too_old(name: str, which: int) -> None:
-    program = made(name, which)
+    program = make_program(name, which)
     text = refused(replace(program, weights=shifted(program.weights, +1)))
     assert re.search(r"\dF\d+: needs \dU\d+, which comes later|>\d+:\d+: \dU\d+, which makes it, does not come", text)
     text = refused(replace(program, weights=shifted(program.weights, -1)))
@@ -265,21 +265,21 @@ def test_a_version_too_new_or_too_old(name: str, which: int) -> None:
 
 @given(ruled, st.integers(0, 1), st.integers(2, 3))
 def test_versions_that_fall(name: str, which: int, only: int) -> None:
-    program = made(name, which)
+    program = make_program(name, which)
     assume(max(program.placement.replicas) == 1)  # each replica drops versions by itself
     text = refused(replace(program, weights=shifted(program.weights, -2, only=only, keeps=9)))
     assert re.search(r"\dF\d+: weight rule 'shifted' reads version \d+, but version \d+ for an earlier", text)
 
 
 def test_a_backward_at_other_weights_than_its_rule_says() -> None:
-    class Newer(type(made("pipedream", 1).weights)):  # type: ignore[misc]
+    class Newer(type(make_program("pipedream", 1).weights)):  # type: ignore[misc]
         name = "newer"
 
         def backward_version(self, stage: int, microbatch: int) -> int:
             return int(self.forward_version(stage, microbatch)) + (microbatch > 6 and stage == 0)
 
     try:
-        program = made("pipedream", 1)
+        program = make_program("pipedream", 1)
         rule = program.weights
         wrong = Newer(**{field.name: getattr(rule, field.name) for field in fields(rule)})
         with pytest.raises(
@@ -294,19 +294,19 @@ def with_update(schedule: Schedule, stage: int, late: int) -> Schedule:
     """Returns a schedule whose updates of a stage come that many ops of its rank later, or earlier."""
 
     def order(rank: int) -> Iterator[Op]:
-        held: list[tuple[int, Op]] = []
+        waiting: list[tuple[int, Op]] = []
         window: list[Op] = []
         for op in schedule.order(rank):
             if op.kind is Kind.UPDATE and op.stage == stage:
                 if late < 0:
                     window.insert(len(window) + late, op)
                 else:
-                    held.append((late, op))
+                    waiting.append((late, op))
                 continue
             window.append(op)
-            held = [(left - 1, update) for left, update in held]
-            while held and held[0][0] == 0:
-                window.append(held.pop(0)[1])
+            waiting = [(left - 1, update) for left, update in waiting]
+            while waiting and waiting[0][0] == 0:
+                window.append(waiting.pop(0)[1])
             if len(window) > 8:
                 yield window.pop(0)
 
@@ -316,7 +316,7 @@ def with_update(schedule: Schedule, stage: int, late: int) -> Schedule:
 @given(names, numbers, st.integers(0, 2), st.data())
 def test_an_update_too_early(name: str, which: int, more: int, data: st.DataObject) -> None:
     """Before the last of its own gradients, and up to two ops more."""
-    program = made(name, which)
+    program = make_program(name, which)
     schedule = build(name, program.plan, program.microbatches if program.microbatches > 1 else None)
     stage = data.draw(st.integers(0, len(program.plan.stages) - 1))
     ops = list(schedule.ops(schedule.placement.ranks[stage][0], 4 * schedule.cycle))
@@ -343,17 +343,17 @@ def test_an_update_too_late(name: str) -> None:
 
 
 def check_late_update(name: str, which: int, late: int) -> None:
-    program = made(name, which)
+    program = make_program(name, which)
     schedule = build(name, program.plan, program.microbatches if program.microbatches > 1 else None)
     for stage in range(len(program.plan.stages)):
         changed = lower(with_update(schedule, stage, late))
-        said = reason(changed)
-        if said:
+        why = reason(changed)
+        if why:
             assert re.search(
                 rf"{stage}[FB]\d+: needs {stage}U\d+, which comes later"
                 rf"|{stage}U\d+: {stage}[BW]\d+ comes before it, but its gradient is for update \d+"
                 rf"|sum of stage {stage}|=\d:\d+|versions of stage {stage}|for the weights of microbatch",
-                said,
+                why,
             )
             continue
         rank = changed.placement.ranks[stage][0]
@@ -378,7 +378,7 @@ def test_an_update_behind_a_gradient_of_another() -> None:
 
 
 def test_sums_and_targets_that_nobody_asked_for() -> None:
-    program = made("gpipe", 2)
+    program = make_program("gpipe", 2)
     place = Place(0, "period", 0)
     for update in (0, 7, 10**9):
         stray = Transfer(Move.SYNC, 0, update)
@@ -397,7 +397,7 @@ def test_sums_and_targets_that_nobody_asked_for() -> None:
 
 
 def test_forwards_out_of_order() -> None:
-    program = made("gpipe", 0)
+    program = make_program("gpipe", 0)
     moves = {0: 1, 1: 0, 2: 2, 3: 3}
 
     def other(item: Instruction) -> Instruction:

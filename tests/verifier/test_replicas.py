@@ -24,12 +24,12 @@ REPLICAS = tuple(product((1, 2, 3), repeat=3))
 def test_all_replica_counts(name: str, depth: str, workers: int) -> None:
     """With m = 7, which no number of replicas but one divides, where the method takes it."""
     properties, proved = properties_of(name), set()
-    wanted = {replicas for replicas in REPLICAS if sum(replicas) <= workers}
-    for replicas in wanted:
+    expected = {replicas for replicas in REPLICAS if sum(replicas) <= workers}
+    for replicas in expected:
         plan = Plan.uniform(3, replicas=replicas).with_depth(depth)
         for m in (7, None) if properties.splits_minibatch else (None,):
             with suppress(ScheduleError):
                 verify(lower(build(name, plan, m)))
                 proved.add(replicas)
                 break
-    assert proved == wanted if properties.replicates_stages else proved
+    assert proved == expected if properties.replicates_stages else proved

@@ -40,9 +40,9 @@ def program_of(name: str, *replicas: int, microbatches: int | None = None, in_fl
     ],
 )
 def test_late_gradients_are_said(name: str, words: str) -> None:
-    found = verify(program_of(name, 1, 1, 1)).lateness
-    assert found.startswith(words)
-    assert bool(found) == bool(words)
+    lateness = verify(program_of(name, 1, 1, 1)).lateness
+    assert lateness.startswith(words)
+    assert bool(lateness) == bool(words)
 
 
 @given(cases())
@@ -57,10 +57,10 @@ def test_all_methods_pass(case: Case) -> None:
         )
     for stage in range(placement.stages):
         peaks = [proof.peak_versions[rank] for rank in placement.ranks[stage]]
-        held = [proof.peak_in_flight[rank] for rank in placement.ranks[stage]]
+        in_flight = [proof.peak_in_flight[rank] for rank in placement.ranks[stage]]
         assert proof.staleness[stage] == weights.staleness(stage)
         if program.name in ASYNCHRONOUS:
-            assert max(held) == program.plan.in_flight[stage]
+            assert max(in_flight) == program.plan.in_flight[stage]
             assert program.name == "pipedream_2bw" or max(peaks) == weights.versions(stage)
 
 
@@ -130,7 +130,7 @@ def test_a_depth_is_legal_exactly_where_pipedream_does_not_deadlock(
         return
     depth.check_in_flight(in_flight, replicas, update_delay)
     proof = verify(program)
-    assert proof.staleness == tuple(held - 1 + late for held, late in zip(in_flight, update_delay, strict=True))
+    assert proof.staleness == tuple(count - 1 + late for count, late in zip(in_flight, update_delay, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_claims_of_the_papers(name: str, stages: int) -> None:
         check_claims(name, stages, max(microbatches, stages) if name == "pipedream_2bw" else microbatches)
 
 
-def check_claims(name: str, stages: int, asked: int | None) -> None:
-    schedule = build(name, Plan.uniform(stages), asked)
+def check_claims(name: str, stages: int, microbatches: int | None) -> None:
+    schedule = build(name, Plan.uniform(stages), microbatches)
     proof = verify(lower(schedule))
     claims = schedule.claims
     m = schedule.microbatches if schedule.flushes else proof.totals[-1]
@@ -207,7 +207,7 @@ def check_claims(name: str, stages: int, asked: int | None) -> None:
     assert proof.staleness == tuple(claims.staleness(stages, m, s) for s in range(stages))
     promised = tuple(claims.versions(stages, m, s) for s in range(stages))
     if name == "pipedream_2bw":  # at most; the last stage never needs its second buffer while in flight
-        assert all(found <= most for found, most in zip(proof.peak_versions, promised, strict=True))
+        assert all(versions <= most for versions, most in zip(proof.peak_versions, promised, strict=True))
     else:
         assert proof.peak_versions == promised
 
@@ -297,7 +297,7 @@ def without(word: str) -> Callable[[list[str]], list[str]]:
 
 
 def doubled(word: str) -> Callable[[list[str]], list[str]]:
-    return lambda words: [w for found in words for w in ([found] * (2 if found == word else 1))]
+    return lambda words: [w for letter in words for w in ([letter] * (2 if letter == word else 1))]
 
 
 def moved_before(word: str, place: str) -> Callable[[list[str]], list[str]]:

@@ -86,11 +86,11 @@ def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1)
                 yield backward((stage, 0), k)
 
     again = tuple(replace(stage, recompute=stage.recompute or s < last) for s, stage in enumerate(plan.stages))
-    flushed = flushing("roundpipe", replace(plan, stages=again), m, minibatch_by_minibatch(m, ops), _claims(last))
+    flushed = flushing("roundpipe", replace(plan, stages=again), m, minibatch_by_minibatch(m, ops), _make_claims(last))
     return replace(flushed, placement=placement, claims=flushed.claims if forwards == 1 else Claims())
 
 
-def _claims(last: int) -> Claims:
+def _make_claims(last: int) -> Claims:
     """Returns the closed forms for S = last + 1 equal stages, each forward a slot.
 
     A forward takes f, a backward f + b with the forward that it repeats. Slot j + 1 starts as soon as it has its first

@@ -65,20 +65,20 @@ class Interpolated(NewerBackward):
         return Kind.BACKWARD
 
     def backward_reader(self, versions: Any) -> Callable[[Any], Any]:
-        made: list[Any] = []
+        storage: list[Any] = []
 
         def between(old: Any) -> Any:
             newest = versions.peek()
             if old is newest:
                 return newest
-            if not made:
-                made.append(versions.make_storage())
+            if not storage:
+                storage.append(versions.make_storage())
             share = self.between.weight(newest.version - old.version)
             # .data: where the forward is done again these leaves have a graph of their own.
-            rows = zip(made[0].leaves.values(), newest.leaves.values(), old.leaves.values(), strict=True)
+            rows = zip(storage[0].leaves.values(), newest.leaves.values(), old.leaves.values(), strict=True)
             for target, end, begin in rows:
                 target.data.copy_(end.data).lerp_(begin.data, share)
-            return made[0]
+            return storage[0]
 
         return between
 

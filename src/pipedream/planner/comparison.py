@@ -152,8 +152,8 @@ class Comparison(Tabular):
             for reference in self.references
             if reference.schedule == chosen.schedule or reference.samples_per_update == chosen.samples_per_update
         ]
-        best = min((chosen, *rivals), key=_get_period_s)
-        best = best if _get_period_s(best) < _get_period_s(chosen) * (1 - _TIE) else chosen
+        best = min((chosen, *rivals), key=_read_period_s)
+        best = best if _read_period_s(best) < _read_period_s(chosen) * (1 - _TIE) else chosen
         by = "" if len(best.replicas) == 1 else f" with {best.schedule}"
         return f"use {best.words}{by}: {self._format_seconds(best)}{self._describe_others(best)}"
 
@@ -182,7 +182,7 @@ class Comparison(Tabular):
 
     def _format_seconds(self, candidate: Candidate) -> str:
         samples = f" of {self.plan.batch} samples" if self.plan.batch > 1 else ""
-        return f"{format_seconds(_get_period_s(candidate))} per minibatch{samples}{self._format_update(candidate)}"
+        return f"{format_seconds(_read_period_s(candidate))} per minibatch{samples}{self._format_update(candidate)}"
 
     def _format_update(self, candidate: Candidate) -> str:
         return f" ({candidate.samples_per_update} samples per update)" if self.plan.batch > 1 else ""
@@ -349,5 +349,5 @@ def _describe_seconds(candidate: Candidate) -> str:
     )
 
 
-def _get_period_s(candidate: Candidate) -> float:
+def _read_period_s(candidate: Candidate) -> float:
     return inf if candidate.period_s is None else candidate.period_s

@@ -143,21 +143,21 @@ class PlanSearch:
     def _base_searches(self) -> PipelineSearch:
         return PipelineSearch.of(self.space, self.recompute)
 
-    def _get_searches(self, space: SearchSpace) -> PipelineSearch:
+    def _make_searches(self, space: SearchSpace) -> PipelineSearch:
         return self._base_searches if space is self.space else PipelineSearch.of(space, self.recompute)
 
     def _plan_equal_replicas(self, space: SearchSpace, counts: tuple[int, ...]) -> Plan:
-        return _add_bound(_plan_with_counts(self._get_searches(space), counts), space)
+        return _add_bound(_plan_with_counts(self._make_searches(space), counts), space)
 
     def _plan_straight(self, space: SearchSpace) -> Plan:
-        plan = self._get_searches(space).best_straight()
+        plan = self._make_searches(space).best_straight()
         if plan is None:
             raise PlanError("no straight pipeline fits")
         best = "best found" if space.spare_bytes else "optimal"
         return _add_bound(replace(plan, note=f"{best} among straight pipelines"), space)
 
     def _search(self, space: SearchSpace, shape: str | tuple[int, ...]) -> Plan:
-        searches = self._get_searches(space)
+        searches = self._make_searches(space)
         if shape in ("any", "pipeline"):
             plan = _find_fastest(searches, shape == "pipeline", self.all_workers)
         elif shape == "data-parallel":

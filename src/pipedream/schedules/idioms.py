@@ -289,19 +289,19 @@ def with_backward_rule(plan: Plan, backward_rule: str, rules: tuple[str, ...] = 
     return replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
 
 
-def choose_microbatches(name: str, plan: Plan, wanted: int | None, default: int) -> int:
+def choose_microbatches(name: str, plan: Plan, requested: int | None, default: int) -> int:
     """Returns m for a method that splits minibatches: `wanted`, or else `default`, raised to the largest replica count.
 
     Raises ScheduleError if fewer are wanted: a replica that does not contribute to every update would not know
     whether there is one before it waits for the others' gradients.
     """
     most = max(plan.replicas)
-    if wanted is not None and wanted < most:
+    if requested is not None and requested < most:
         raise ScheduleError(
-            f"schedule {name!r} with {wanted} microbatches a minibatch: a stage has {most} replicas, and each takes "
+            f"schedule {name!r} with {requested} microbatches a minibatch: a stage has {most} replicas, and each takes "
             f"part in every update; split the minibatch into at least {most}"
         )
-    return wanted or max(default, most)
+    return requested or max(default, most)
 
 
 def refuse_microbatches(name: str, microbatches: int | None) -> None:

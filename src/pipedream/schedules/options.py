@@ -27,12 +27,14 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", NoneT
 def options_of(method: Method) -> dict[str, inspect.Parameter]:
     """Returns the options of a method, with evaluated annotations."""
     try:
-        found = inspect.signature(method.build, eval_str=True).parameters
+        parameters = inspect.signature(method.build, eval_str=True).parameters
     except NameError as error:
         raise ScheduleError(
             f"the annotations of method {method.name!r} cannot be evaluated ({error}); import that name in its file"
         ) from None
-    return {name: one for name, one in found.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    return {
+        name: parameter for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
 
 
 def read_options(name: str, method: Method, texts: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,35 +49,35 @@ def read_options(name: str, method: Method, texts: Mapping[str, str], values: Ma
     """
     if not texts and not values:
         return {}  # a user's builder may be any callable, even one without a signature
-    known = options_of(method)
+    parameters = options_of(method)
     for option in (*texts, *values):
-        if option not in known:
-            has = f"it has {', '.join(known)}" if known else "it has none"
+        if option not in parameters:
+            has = f"it has {', '.join(parameters)}" if parameters else "it has none"
             raise ScheduleError(f"schedule {name!r}: method {method.name!r} has no option {option!r}; {has}")
         if option in texts and option in values:
             raise ScheduleError(
                 f"schedule {name!r}: option {option} is given in the name and as a keyword argument; give it once"
             )
-    found = {}
-    for option, parameter in known.items():
+    options = {}
+    for option, parameter in parameters.items():
         if option in texts:
-            found[option] = _read(name, parameter, texts[option])
+            options[option] = _read(name, parameter, texts[option])
         elif option in values:
-            found[option] = _check(name, parameter, values[option])
-    return {option: value for option, value in found.items() if value != known[option].default}
+            options[option] = _check(name, parameter, values[option])
+    return {option: value for option, value in options.items() if value != parameters[option].default}
 
 
 def options_text(values: Mapping[str, Any]) -> str:
     """Returns options as text, with brackets; '' for no options."""
-    return f"[{','.join(f'{option}={_text(value)}' for option, value in values.items())}]" if values else ""
+    return f"[{','.join(f'{option}={_write(value)}' for option, value in values.items())}]" if values else ""
 
 
 def _read(name: str, option: inspect.Parameter, text: str) -> Any:
-    kinds = _kinds(name, option)
+    kinds = _read_kinds(name, option)
     if NoneType in kinds and text.lower() == "none":
         return None
     for kind in kinds:
-        item = _item(kind)
+        item = _find_item(kind)
         read = _SCALARS.get(item or kind)
         if read is None:
             continue
@@ -84,13 +86,14 @@ def _read(name: str, option: inspect.Parameter, text: str) -> Any:
         except (ValueError, KeyError):
             continue
     raise ScheduleError(
-        f"schedule {name!r}: option {option.name} is of type {_form(option)}, found {text!r}; give {_wanted(kinds)}"
+        f"schedule {name!r}: option {option.name} is of type {_format_type(option)}, found {text!r}; give "
+        f"{_describe_kinds(kinds)}"
     )
 
 
 def _check(name: str, option: inspect.Parameter, value: Any) -> Any:
     """Returns an option's value, which must have a text form: plans and checkpoints name it."""
-    text = _text(value)
+    text = _write(value)
     try:
         _, ((_, written),) = name_and_options(f"name[{option.name}={text}]")
     except (ScheduleError, ValueError):
@@ -101,13 +104,13 @@ def _check(name: str, option: inspect.Parameter, value: Any) -> Any:
     read = _read(name, option, written)
     if read != value:
         raise ScheduleError(
-            f"schedule {name!r}: option {option.name} is of type {_form(option)}, found {value!r}; give "
-            f"{_wanted(_kinds(name, option))}"
+            f"schedule {name!r}: option {option.name} is of type {_format_type(option)}, found {value!r}; give "
+            f"{_describe_kinds(_read_kinds(name, option))}"
         )
     return read
 
 
-def _kinds(name: str, option: inspect.Parameter) -> tuple[Any, ...]:
+def _read_kinds(name: str, option: inspect.Parameter) -> tuple[Any, ...]:
     annotation = option.annotation
     if annotation is inspect.Parameter.empty:
         raise ScheduleError(
@@ -117,31 +120,31 @@ def _kinds(name: str, option: inspect.Parameter) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
-def _item(kind: Any) -> Any:
+def _find_item(kind: Any) -> Any:
     items = get_args(kind)
     return items[0] if get_origin(kind) is tuple and items[1:] == (...,) else None
 
 
-def _form(option: inspect.Parameter) -> str:
+def _format_type(option: inspect.Parameter) -> str:
     return inspect.formatannotation(option.annotation)
 
 
-def _wanted(kinds: tuple[Any, ...]) -> str:
-    found = []
+def _describe_kinds(kinds: tuple[Any, ...]) -> str:
+    words = []
     for kind in kinds:
-        item = _item(kind)
+        item = _find_item(kind)
         if item in _SCALARS:
-            found.append(f"{'numbers' if item in (int, float) else 'values'} separated by /")
+            words.append(f"{'numbers' if item in (int, float) else 'values'} separated by /")
         elif kind in _WORDS:
-            found.append(_WORDS[kind])
+            words.append(_WORDS[kind])
         elif kind is str:
-            found.append("a word")
-    return " or ".join(found) or "it a default and leave it out: this type has no text form"
+            words.append("a word")
+    return " or ".join(words) or "it a default and leave it out: this type has no text form"
 
 
-def _text(value: Any) -> str:
+def _write(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
-        return "/".join(map(_text, value))
+        return "/".join(map(_write, value))
     return f"{value!r}".removesuffix(".0") if isinstance(value, float) else str(value)

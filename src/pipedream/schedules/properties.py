@@ -32,16 +32,16 @@ def properties_of(name: str) -> MethodProperties:
 
 def derive_properties(name: str) -> MethodProperties:
     """Returns the properties that a method's schedules for two to five stages show."""
-    found = _on_fewest_workers(name)
-    weights = found.weights
+    schedule = _build_on_fewest_workers(name)
+    weights = schedule.weights
     facts = MethodProperties(
-        flushes=found.flushes,
-        splits_minibatch=_splits(name, found.plan),
-        splits_backward=found.splits_backward,
+        flushes=schedule.flushes,
+        splits_minibatch=_can_split(name, schedule.plan),
+        splits_backward=schedule.splits_backward,
         reads_stored_weights=weights.backward_rule == "stash" and weights.forward_prediction is None,
         replicates_stages=False,
-        recomputes=found.plan.stages[0].recompute,
-        same_updates=found.flushes or (len(found.plan.stages) > 1 and makes_same_updates(found)),
+        recomputes=schedule.plan.stages[0].recompute,
+        same_updates=schedule.flushes or (len(schedule.plan.stages) > 1 and makes_same_updates(schedule)),
     )
     if is_torch_csv(name):
         return facts
@@ -53,13 +53,15 @@ def derive_properties(name: str) -> MethodProperties:
         shallow, deep = (occupancy(build(name, replace(replicated, in_flight=(count, 1)))) for count in (2, 3))
     except ScheduleError:
         return facts
-    same_updates = found.flushes or all(makes_same_updates(build(name, plan)) for plan in (Plan.uniform(3), replicated))
+    same_updates = schedule.flushes or all(
+        makes_same_updates(build(name, plan)) for plan in (Plan.uniform(3), replicated)
+    )
     delayed = shallow
     with suppress(ScheduleError):
         delayed = occupancy(build(name, replace(replicated, update_delay=(1, 0))))
     return replace(
         facts,
-        splits_minibatch=_splits(name, replicated),
+        splits_minibatch=_can_split(name, replicated),
         replicates_stages=True,
         uses_depth=deep != shallow,
         delays_updates=delayed != shallow,
@@ -67,7 +69,7 @@ def derive_properties(name: str) -> MethodProperties:
     )
 
 
-def _on_fewest_workers(name: str) -> Schedule:
+def _build_on_fewest_workers(name: str) -> Schedule:
     if is_torch_csv(name):
         return build(name, uniform(name, None))
     for workers in range(1, 8):
@@ -76,7 +78,7 @@ def _on_fewest_workers(name: str) -> Schedule:
     return build(name, uniform(name, 8))
 
 
-def _splits(name: str, plan: Plan) -> bool:
+def _can_split(name: str, plan: Plan) -> bool:
     with suppress(ScheduleError):
         return build(name, plan, 4).microbatches == 4
     return False

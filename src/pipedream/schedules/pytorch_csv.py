@@ -100,17 +100,17 @@ def from_torch_csv(text: str, *, name: str = "torch_csv", plan: Plan | None = No
     """
     try:
         rows = _read_rows(text)
-        ranks = _ranks(rows)
+        ranks = _find_ranks(rows)
         m = _check_passes(rows, len(ranks))
         _check_sums(rows, ranks)
         _check_messages(rows, ranks)
-        plan = _plan(ranks, plan)
+        plan = _choose_plan(ranks, plan)
     except ScheduleError as error:
         raise ScheduleError(f"schedule {name!r}: {error}") from None
     splits = any(action.word == "I" for row in rows for action in row)
-    order = _Repeated(tuple(tuple(_ops(row, splits)) for row in rows), m)
-    found = flushing(name, plan, m, order, Claims(), kinds=SPLIT if splits else (F, B))
-    return replace(found, claims=Claims(assumption="none: it was read from a file"))
+    order = _Repeated(tuple(tuple(_iterate_ops(row, splits)) for row in rows), m)
+    schedule = flushing(name, plan, m, order, Claims(), kinds=SPLIT if splits else (F, B))
+    return replace(schedule, claims=Claims(assumption="none: it was read from a file"))
 
 
 def to_torch_csv(schedule: Schedule | Program) -> str:
@@ -141,8 +141,8 @@ def to_torch_csv(schedule: Schedule | Program) -> str:
             "method whose stages stay where they are"
         )
     m = schedule.microbatches
-    rows = [list(_passes(schedule, rank, m)) for rank in range(schedule.placement.workers)]
-    steps = _steps(schedule, rows, m, name)
+    rows = [list(_iterate_passes(schedule, rank, m)) for rank in range(schedule.placement.workers)]
+    steps = _assign_steps(schedule, rows, m, name)
     lines = []
     for row in rows:
         cells = [""] * (1 + max(steps[op] for op in row))
@@ -155,7 +155,7 @@ def to_torch_csv(schedule: Schedule | Program) -> str:
 # -- reading --------------------------------------------------------------------------------------------
 
 
-def _ranks(rows: Sequence[Sequence[_Action]]) -> tuple[int, ...]:
+def _find_ranks(rows: Sequence[Sequence[_Action]]) -> tuple[int, ...]:
     owner: dict[int, _Action] = {}
     for action in (action for row in rows for action in row if action.computes):
         first = owner.setdefault(action.stage, action)
@@ -174,16 +174,16 @@ def _ranks(rows: Sequence[Sequence[_Action]]) -> tuple[int, ...]:
 
 def _check_passes(rows: Sequence[Sequence[_Action]], stages: int) -> int:
     """Returns m; checks that each stage has each pass of each microbatch once."""
-    found: dict[tuple[int, str, int], _Action] = {}
+    passes: dict[tuple[int, str, int], _Action] = {}
     for action in (action for row in rows for action in row if action.computes):
-        again = found.setdefault(action[:3], action)
+        again = passes.setdefault(action[:3], action)
         if again is not action:
             raise ScheduleError(f"{action.where} is also in column {again.column}; each pass is done once")
-    m = 1 + max(microbatch for _, _, microbatch in found)
+    m = 1 + max(microbatch for _, _, microbatch in passes)
     for stage in range(stages):
-        rank = next(action.rank for key, action in found.items() if key[0] == stage)
+        rank = next(action.rank for key, action in passes.items() if key[0] == stage)
         for k in range(m):
-            words = "".join(word for word in "FBIW" if (stage, word, k) in found)
+            words = "".join(word for word in "FBIW" if (stage, word, k) in passes)
             if words in ("FB", "FIW"):
                 continue
             if "B" in words and ("I" in words or "W" in words):
@@ -191,8 +191,8 @@ def _check_passes(rows: Sequence[Sequence[_Action]], stages: int) -> int:
                     f"row {rank + 1} (rank {rank}) has {stage}B{k} and a half of it; give B, or I and W"
                 )
             lacking = next(w for w in ("F", "W" if "I" in words else "I" if "W" in words else "B") if w not in words)
-            known = next((action for action in found.values() if action.microbatch == k), None)
-            named = f"{known.where} names microbatch {k}" if known else f"the last microbatch is {m - 1}"
+            example = next((action for action in passes.values() if action.microbatch == k), None)
+            named = f"{example.where} names microbatch {k}" if example else f"the last microbatch is {m - 1}"
             raise ScheduleError(
                 f"row {rank + 1} (rank {rank}) lacks {stage}{lacking}{k}: {named}, and each stage runs F and B, or F, "
                 "I and W, of each"
@@ -200,24 +200,24 @@ def _check_passes(rows: Sequence[Sequence[_Action]], stages: int) -> int:
     return m
 
 
-def _plan(ranks: tuple[int, ...], plan: Plan | None) -> Plan:
+def _choose_plan(ranks: tuple[int, ...], plan: Plan | None) -> Plan:
     if plan is None:
         straight = ranks == tuple(range(len(ranks)))
         return Plan.uniform(len(ranks), order=() if straight else ranks)
-    wanted = tuple((rank,) for rank in ranks)
-    if plan.placement.ranks != wanted:
+    expected = tuple((rank,) for rank in ranks)
+    if plan.placement.ranks != expected:
         raise ScheduleError(
             f"it has {len(ranks)} stages on ranks {', '.join(map(str, ranks))}, the plan {plan.config} on "
-            f"{_listed(plan.placement)}; give a plan with these stages and this order of workers"
+            f"{_list_ranks(plan.placement)}; give a plan with these stages and this order of workers"
         )
     return plan
 
 
-def _listed(placement: Placement) -> str:
+def _list_ranks(placement: Placement) -> str:
     return ", ".join("+".join(map(str, row)) for row in placement.ranks)
 
 
-def _ops(row: Sequence[_Action], splits: bool) -> Iterator[Op]:
+def _iterate_ops(row: Sequence[_Action], splits: bool) -> Iterator[Op]:
     """Yields the passes of a row, and each stage's update after its last pass."""
     last = {action.stage: action for action in row if action.computes}
     for action in row:
@@ -232,12 +232,12 @@ def _ops(row: Sequence[_Action], splits: bool) -> Iterator[Op]:
 # -- writing --------------------------------------------------------------------------------------------
 
 
-def _passes(schedule: Schedule | Program, rank: int, total: int) -> Iterator[Op]:
+def _iterate_passes(schedule: Schedule | Program, rank: int, total: int) -> Iterator[Op]:
     items = schedule.ops(rank, total) if isinstance(schedule, Schedule) else schedule.instructions(rank, total)
     return (op for op in items if isinstance(op, Op) and op.kind is not Kind.UPDATE)
 
 
-def _steps(schedule: Schedule | Program, rows: Sequence[Sequence[Op]], total: int, name: str) -> dict[Op, int]:
+def _assign_steps(schedule: Schedule | Program, rows: Sequence[Sequence[Op]], total: int, name: str) -> dict[Op, int]:
     """Returns the step of each pass: after its needs, and after the pass before it on its rank."""
     steps: dict[Op, int] = {}
     at = [0] * len(rows)
@@ -288,7 +288,7 @@ class _Action(NamedTuple):
 
     @property
     def where(self) -> str:
-        return f"{_where(self.rank, self.column)}: {self}"
+        return f"{_format_place(self.rank, self.column)}: {self}"
 
 
 def _read_rows(text: str) -> list[list[_Action]]:
@@ -299,7 +299,7 @@ def _read_rows(text: str) -> list[list[_Action]]:
     lines = text.removeprefix("\ufeff").splitlines()
     while lines and not lines[-1].strip():
         lines.pop()
-    rows = [list(_actions(rank, line)) for rank, line in enumerate(lines)]
+    rows = [list(_read_actions(rank, line)) for rank, line in enumerate(lines)]
     if not rows:
         raise ScheduleError("there is no row; a schedule has a row for each rank")
     for rank, row in enumerate(rows):
@@ -308,23 +308,25 @@ def _read_rows(text: str) -> list[list[_Action]]:
     return rows
 
 
-def _actions(rank: int, line: str) -> Iterator[_Action]:
+def _read_actions(rank: int, line: str) -> Iterator[_Action]:
     place = 0
     for column, cell in enumerate(line.split(","), 1):
         token = cell.strip().strip('"').strip()
         pair = _PAIR.fullmatch(token)
         for part in pair[1].split(";") if pair else (token,) if token else ():
-            found = _ONE.fullmatch(part.strip())
-            numbered = found is not None and bool(found[3]) == (found[2] in (*_LETTERS, *_MESSAGES))
-            if found is None or not numbered or (pair and found[2] not in _LETTERS):
+            match = _ONE.fullmatch(part.strip())
+            numbered = match is not None and bool(match[3]) == (match[2] in (*_LETTERS, *_MESSAGES))
+            if match is None or not numbered or (pair and match[2] not in _LETTERS):
                 inside = f" in {token!r}" if pair else ""
-                raise ScheduleError(f"{_where(rank, column)}: {part.strip()!r}{inside} is not an action; {_EXPECTED}")
-            if found[2] not in _SHARDS:
-                yield _Action(int(found[1]), found[2], int(found[3] or -1), rank, place, column)
+                raise ScheduleError(
+                    f"{_format_place(rank, column)}: {part.strip()!r}{inside} is not an action; {_EXPECTED}"
+                )
+            if match[2] not in _SHARDS:
+                yield _Action(int(match[1]), match[2], int(match[3] or -1), rank, place, column)
                 place += 1
 
 
-def _where(rank: int, column: int) -> str:
+def _format_place(rank: int, column: int) -> str:
     return f"row {rank + 1} (rank {rank}), column {column}"
 
 
@@ -356,10 +358,10 @@ def _check_messages(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -
     messages = [action for row in rows for action in row if action.word in _MESSAGES]
     if not messages:
         return
-    found: dict[tuple[int, str, int], _Action] = {}
+    by_message: dict[tuple[int, str, int], _Action] = {}
     for action in messages:
         _check_ends(action, rank_of)
-        first = found.setdefault(action[:3], action)
+        first = by_message.setdefault(action[:3], action)
         if first is not action:
             raise ScheduleError(f"{action.where} is also in column {first.column}; a message is sent once")
     # The gradient is what the whole backward, or its first half, reads and makes.
@@ -367,7 +369,7 @@ def _check_messages(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -
     owned: set[tuple[int, str, int]] = set()
     for action in (action for row in rows for action in row if action.computes):
         for word in ways[action.word]:
-            _check_message(action, word, found, rank_of)
+            _check_message(action, word, by_message, rank_of)
             owned.add((action.stage, word, action.microbatch))
     for action in messages:
         if action[:3] not in owned:
@@ -384,7 +386,7 @@ def _check_owner(action: _Action, rank_of: Sequence[int]) -> None:
         raise ScheduleError(f"{action.where} is in the row of rank {action.rank}, but {owner} runs that stage")
 
 
-def _peer(action: _Action) -> tuple[int, str, int]:
+def _find_peer(action: _Action) -> tuple[int, str, int]:
     word = action.word
     other = ("RECV" if word.startswith("SEND") else "SEND") + word[-2:]
     return action.stage + _MESSAGES[word], other, action.microbatch
@@ -392,7 +394,7 @@ def _peer(action: _Action) -> tuple[int, str, int]:
 
 def _check_ends(action: _Action, rank_of: Sequence[int]) -> None:
     _check_owner(action, rank_of)
-    peer = _peer(action)[0]
+    peer = _find_peer(action)[0]
     if not 0 <= peer < len(rank_of):
         raise ScheduleError(f"{action.where} needs a stage {peer}, but the stages are 0 to {len(rank_of) - 1}")
     if rank_of[peer] == action.rank:
@@ -402,16 +404,17 @@ def _check_ends(action: _Action, rank_of: Sequence[int]) -> None:
 
 
 def _check_message(
-    action: _Action, word: str, found: Mapping[tuple[int, str, int], _Action], rank_of: Sequence[int]
+    action: _Action, word: str, by_message: Mapping[tuple[int, str, int], _Action], rank_of: Sequence[int]
 ) -> None:
     peer = action.stage + _MESSAGES[word]
     if not 0 <= peer < len(rank_of) or rank_of[peer] == action.rank:
         return
-    wanted = f"{action.stage}{word}{action.microbatch}"
-    message = found.get((action.stage, word, action.microbatch))
+    missing = f"{action.stage}{word}{action.microbatch}"
+    message = by_message.get((action.stage, word, action.microbatch))
     if message is None:
         raise ScheduleError(
-            f"{action.where}: the file has messages, but row {action.rank + 1} lacks {wanted}; give all of them or none"
+            f"{action.where}: the file has messages, but row {action.rank + 1} lacks {missing}; give all of them or "
+            "none"
         )
     if (message.place < action.place) == word.startswith("SEND"):
         side = "sends what that pass has yet to compute" if word.startswith("SEND") else "comes too late for it"
@@ -423,7 +426,7 @@ def _check_order(messages: Iterable[_Action], rank_of: Sequence[int]) -> None:
     sent: dict[tuple[int, int], list[_Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[_Action]] = defaultdict(list)
     for action in messages:
-        peer = rank_of[_peer(action)[0]]
+        peer = rank_of[_find_peer(action)[0]]
         if action.word.startswith("SEND"):
             sent[action.rank, peer].append(action)
         else:
@@ -431,7 +434,7 @@ def _check_order(messages: Iterable[_Action], rank_of: Sequence[int]) -> None:
     for pair in sent.keys() | received.keys():
         # Equally many: both ends of each message have been checked by the passes that they belong to.
         for left, arrived in zip(sent[pair], received[pair], strict=True):
-            if _peer(left) != arrived[:3]:
+            if _find_peer(left) != arrived[:3]:
                 raise ScheduleError(
                     f"{arrived.where} is received where {left} of rank {left.rank} (column {left.column}) arrives; "
                     "between two ranks messages are received in the order in which they are sent"
@@ -448,7 +451,7 @@ def _check_progress(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -
         for rank, row in enumerate(rows):
             while at[rank] < len(row):
                 action = row[at[rank]]
-                if action.word.startswith("RECV") and _peer(action) not in sent:
+                if action.word.startswith("RECV") and _find_peer(action) not in sent:
                     break
                 if action.word.startswith("SEND"):
                     sent.add(action[:3])
@@ -456,5 +459,5 @@ def _check_progress(rows: Sequence[Sequence[_Action]], rank_of: Sequence[int]) -
                 moving = True
     stuck = [row[at[rank]] for rank, row in enumerate(rows) if at[rank] < len(row)]
     if stuck:
-        waits = "; ".join(f"{action.where}, from rank {rank_of[_peer(action)[0]]}" for action in stuck)
+        waits = "; ".join(f"{action.where}, from rank {rank_of[_find_peer(action)[0]]}" for action in stuck)
         raise ScheduleError(f"these receives wait for each other forever: {waits}")

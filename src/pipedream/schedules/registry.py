@@ -17,13 +17,13 @@ from pipedream.schedules.layouts import StageOrder
 from pipedream.schedules.method import Method
 from pipedream.schedules.options import options_text, read_options
 from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
-from pipedream.schedules.user_file import built_by, is_method_file, load_method
+from pipedream.schedules.user_file import build_by, is_method_file, load_method
 
 _FOLDERS = ("pipedream.schedules.synchronous", "pipedream.schedules.asynchronous", "pipedream.experimental")
 """Packages of methods, one file each; imported only here, and skipped if missing."""
 
 
-def _declared() -> dict[str, Method]:
+def _collect_methods() -> dict[str, Method]:
     """Returns the methods of all files, those of older papers first."""
     methods: list[Method] = []
     for folder in _FOLDERS:
@@ -33,12 +33,12 @@ def _declared() -> dict[str, Method]:
             if error.name != folder:
                 raise
             continue
-        for found in iter_modules(package.__path__, f"{folder}."):
-            methods += getattr(import_module(found.name), "METHODS", ())
+        for module in iter_modules(package.__path__, f"{folder}."):
+            methods += getattr(import_module(module.name), "METHODS", ())
     return {method.name: method for method in sorted(methods, key=lambda method: (method.since, method.name))}
 
 
-METHODS = _declared()
+METHODS = _collect_methods()
 
 Build = Callable[[Plan, int | None], Schedule]
 
@@ -80,7 +80,7 @@ def build(name: str, plan: Plan, microbatches: int | None = None, **options: Any
     bare, method, values = _resolve(name, options)
     full = bare + options_text(values)
     if is_method_file(bare):
-        return replace(built_by(method, full, plan, microbatches, values), name=full)
+        return replace(build_by(method, full, plan, microbatches, values), name=full)
     make: Callable[..., Schedule] = method.build
     try:
         built = make(plan, microbatches, **values)
@@ -124,28 +124,28 @@ def check_chunks(name: str, chunks: int | None) -> None:
         return
     if chunks == 1 and layout is None and not is_torch_csv(name):
         return
-    found = "its workers have one stage each" if layout is None else f"it needs {layout.words}"
-    found = "the file itself says which stages a worker has" if is_torch_csv(name) else found
-    raise ScheduleError(f"schedule {name!r} with {chunks} chunks per worker: {found}; leave the number out")
+    reason = "its workers have one stage each" if layout is None else f"it needs {layout.words}"
+    reason = "the file itself says which stages a worker has" if is_torch_csv(name) else reason
+    raise ScheduleError(f"schedule {name!r} with {chunks} chunks per worker: {reason}; leave the number out")
 
 
 def method_of(name: str) -> Method:
     """Returns the method of a name or a user's file, ignoring options; raises ScheduleError if it does not exist."""
-    bare, given = name_and_options(name)
-    if given and is_torch_csv(bare):
+    bare, options = name_and_options(name)
+    if options and is_torch_csv(bare):
         raise ScheduleError(f"schedule {name!r}: a file in PyTorch's notation has no options; leave the brackets out")
     if is_method_file(bare):
         return load_method(bare)
     key = bare.lower().replace("-", "_")
-    found = METHODS.get(ALIASES.get(key, key))
-    if found is None:
+    method = METHODS.get(ALIASES.get(key, key))
+    if method is None:
         close = get_close_matches(key, METHODS, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
         raise ScheduleError(
             f"schedule {name!r} is not known; choose one of {', '.join(sorted(METHODS))}, or give a file: "
             f"FILE.csv in PyTorch's notation, or FILE.py that declares METHODS{meant}"
         )
-    return found
+    return method
 
 
 def refuse_code(name: str, source: str) -> None:
@@ -167,6 +167,6 @@ def _resolve(name: str, options: dict[str, Any]) -> tuple[str, Method, dict[str,
     """Returns the method's own name (or its file's), the method, and its changed options."""
     if is_torch_csv(name):
         raise ScheduleError(f"schedule {name!r}: a file in PyTorch's notation has no options; leave them out")
-    method, (bare, given) = method_of(name), name_and_options(name)
-    values = read_options(name, method, dict(given), options)
+    method, (bare, texts) = method_of(name), name_and_options(name)
+    values = read_options(name, method, dict(texts), options)
     return bare if is_method_file(bare) else method.name, method, values

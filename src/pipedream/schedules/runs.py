@@ -112,7 +112,7 @@ def run_of(
     Raises:
         ScheduleError: the method does not work with the plan or with m.
     """
-    built = _built(schedule, plan, microbatches, split, usual) if isinstance(schedule, str) else schedule
+    built = _build(schedule, plan, microbatches, split, usual) if isinstance(schedule, str) else schedule
     if microbatches not in (None, built.microbatches):
         if _keeps_minibatches(built):
             raise ScheduleError(
@@ -126,24 +126,24 @@ def run_of(
         )
     if minibatches is not None and minibatches < 1:
         raise ScheduleError(f"a run has at least 1 minibatch, found {minibatches}")
-    return Run(built, minibatches or _default_length(built, usual))
+    return Run(built, minibatches or _choose_length(built, usual))
 
 
-def _built(name: str, plan: Plan, microbatches: int | None, split: int | None, usual: int) -> Schedule:
+def _build(name: str, plan: Plan, microbatches: int | None, split: int | None, usual: int) -> Schedule:
     if is_torch_csv(name):
         return build(name, plan, microbatches or split)
     if microbatches is not None:
         try:
             return build(name, plan, microbatches)
         except ScheduleError:
-            if not _keeps_minibatches(own := build(name, plan)):
+            if not _keeps_minibatches(built := build(name, plan)):
                 raise
-            return own
-    own = build(name, plan, split)
-    if split is None and own.flushes:
+            return built
+    built = build(name, plan, split)
+    if split is None and built.flushes:
         with suppress(ScheduleError):
             return build(name, plan, usual)
-    return own
+    return built
 
 
 def _keeps_minibatches(schedule: Schedule) -> bool:
@@ -151,8 +151,8 @@ def _keeps_minibatches(schedule: Schedule) -> bool:
     return schedule.updates.mean_of_rounds
 
 
-def _default_length(schedule: Schedule, usual: int) -> int:
+def _choose_length(schedule: Schedule, usual: int) -> int:
     if schedule.flushes:
         return 1
-    m, held = schedule.microbatches, max_in_flight(schedule.plan)
-    return max(-(-usual // m), -(-held // m) + 1)
+    m, in_flight = schedule.microbatches, max_in_flight(schedule.plan)
+    return max(-(-usual // m), -(-in_flight // m) + 1)

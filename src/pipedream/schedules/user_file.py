@@ -23,30 +23,30 @@ from pipedream.schedules.method import Method
 
 def is_method_file(name: str) -> bool:
     """Returns whether a method's name is ``FILE.py``, or ``FILE.py:NAME``, one of several methods."""
-    return _parts(name)[0].lower().endswith(".py")
+    return _split_name(name)[0].lower().endswith(".py")
 
 
 def load_method(name: str) -> Method:
     """Returns the method of a file; raises ScheduleError if the file fails or does not declare this one method."""
-    path, wanted = _parts(name)
+    path, method_name = _split_name(name)
     try:
         text = Path(path).read_bytes()
     except OSError as error:
         raise ScheduleError(
             f"the schedule {path} cannot be read ({error}); give a file that declares METHODS"
         ) from None
-    methods = _methods(path, text)
-    found = [method for method in methods if wanted in ("", method.name)]
-    if len(found) != 1:
+    methods = _run_file(path, text)
+    chosen = [method for method in methods if method_name in ("", method.name)]
+    if len(chosen) != 1:
         names = ", ".join(method.name for method in methods) or "none"
         raise ScheduleError(
             f"the schedule {name} should be one method, {path} declares {names}; end it with METHODS = (Method(...),), "
             "and name one of several as FILE.py:NAME"
         )
-    return found[0]
+    return chosen[0]
 
 
-def built_by(method: Method, name: str, plan: Plan, microbatches: int | None, options: Mapping[str, Any]) -> Schedule:
+def build_by(method: Method, name: str, plan: Plan, microbatches: int | None, options: Mapping[str, Any]) -> Schedule:
     """Returns the schedule that a user's method builds; an error in it is reported as the file's, not the library's."""
     try:
         make: Callable[..., Any] = method.build
@@ -60,13 +60,13 @@ def built_by(method: Method, name: str, plan: Plan, microbatches: int | None, op
     return built
 
 
-def _parts(name: str) -> tuple[str, str]:
-    path, mark, wanted = name.rpartition(":")
-    return (path, wanted) if mark and path.lower().endswith(".py") else (name, "")
+def _split_name(name: str) -> tuple[str, str]:
+    path, mark, method_name = name.rpartition(":")
+    return (path, method_name) if mark and path.lower().endswith(".py") else (name, "")
 
 
 @cache
-def _methods(path: str, text: bytes) -> tuple[Method, ...]:
+def _run_file(path: str, text: bytes) -> tuple[Method, ...]:
     """Returns the methods that a file declares; it runs again only if its bytes have changed."""
     name = f"pipedream_method_{sha256(text).hexdigest()[:16]}"
     spec = spec_from_file_location(name, path)

@@ -42,7 +42,7 @@ from pipedream.simulator.compiled import (
 )
 from pipedream.simulator.costs import Costs
 from pipedream.simulator.memory import trace_memory
-from pipedream.simulator.messages import Messages, Wire, described
+from pipedream.simulator.messages import Messages, Wire, describe_message
 from pipedream.simulator.stragglers import Stragglers
 
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
@@ -64,12 +64,12 @@ def simulate(
         ScheduleError: a rank receives another message than the next of its channel, or a message has no receiver.
         ValueError: a slow rank that does not exist.
     """
-    with _uncollected():
+    with _pause_collection():
         return _Clock(program, costs, total, stragglers or Stragglers(), in_turns).run()
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _pause_collection() -> Iterator[None]:
     """Pauses Python's garbage collector, which would take a third of the time."""
     paused = gc.isenabled()
     gc.disable()
@@ -141,15 +141,15 @@ class _Clock:
         for rank in self.ranks:
             instructions = list(rank.text.instructions) if rank.missing else rank.text.sends_left(0, 0)
             rank.slowness = stragglers.slowness(rank.number) / costs.speed(rank.number)
-            rank.instructions = self._with_seconds(instructions, rank.slowness)
-        self.members = [*placement.replicas, *(len(one.ranks(placement)) for one in program.plan.tied)]
+            rank.instructions = self._add_seconds(instructions, rank.slowness)
+        self.members = [*placement.replicas, *(len(tied.ranks(placement)) for tied in program.plan.tied)]
         self.meetings: dict[tuple[int, int], _Meeting] = {}
         self.last_updates = [
             max(program.updates.updates(stage, total) for stage, _ in placement.stage_replicas(rank.number))
             for rank in self.ranks
         ]
 
-    def _with_seconds(self, instructions: list[CompiledInstruction], slowness: float) -> list[_Work]:
+    def _add_seconds(self, instructions: list[CompiledInstruction], slowness: float) -> list[_Work]:
         done = []
         for code, what, first, stride, limit, letter, _ in instructions:
             place, seconds = what, 0.0
@@ -174,13 +174,13 @@ class _Clock:
             self.messages.go_on()
         waiting = [rank for rank in self.ranks if not rank.ended]
         if waiting:
-            raise DeadlockError(self._who_waits(waiting))
+            raise DeadlockError(self._describe_waits(waiting))
         for lost in self.messages.left():
             raise ScheduleError(
-                f"program {self.program.name!r}: {described(*lost)} is sent and "
+                f"program {self.program.name!r}: {describe_message(*lost)} is sent and "
                 "never received; lower the schedule again"
             )
-        return self._timeline()
+        return self._build_timeline()
 
     def _advance(self, rank: _Rank) -> None:
         number, spans, instructions, received, draw = (
@@ -199,13 +199,13 @@ class _Clock:
             if index >= limit:
                 if code == TURN:
                     if missing == rank.before:
-                        self._lacks(rank)  # indices only grow
+                        self._refuse_lacking(rank)  # indices only grow
                     rank.before = missing
                     position, turn = rank.text.loop, turn + 1
                     continue
                 if code == STOP:
                     if missing:
-                        self._lacks(rank)
+                        self._refuse_lacking(rank)
                     rank.ended = True
                     break
             elif code == OP:
@@ -220,7 +220,7 @@ class _Clock:
                     received.clear()
                 missing -= 1
                 if not missing:
-                    instructions = rank.instructions = self._with_seconds(
+                    instructions = rank.instructions = self._add_seconds(
                         rank.text.sends_left(position + 1, turn), rank.slowness
                     )
                     position = turn = 0
@@ -231,7 +231,7 @@ class _Clock:
                     break
                 sent_index, arrival = what.arrived.popleft()
                 if sent_index != index:
-                    self._out_of_turn(what.channel, index, sent_index)
+                    self._refuse_out_of_turn(what.channel, index, sent_index)
                 if arrival > now:
                     spans.append(_new(Span, (number, "wait", what.channel.target, index, now, arrival)))
                     now = arrival
@@ -250,7 +250,7 @@ class _Clock:
                 self._come(rank, stage, update + turn * updates, now, backward_s)
             else:
                 stage, what = what if code == TIED else (what if code == SYNC else _ALL, what)
-                over_s = self._met(rank, stage, index, now)
+                over_s = self._meet(rank, stage, index, now)
                 if over_s is None:
                     break
                 if over_s > now:
@@ -271,20 +271,20 @@ class _Clock:
         if meeting.missing:
             return
         if stage == _ALL:
-            self._over(meeting, 0.0, 0.0)
+            self._end_meeting(meeting, 0.0, 0.0)
         else:
             self.messages.sum_up(
                 stage,
                 self.costs.sum_parts(stage, meeting.came),
-                partial(self._over, meeting, self.costs.summing_s(stage)),
+                partial(self._end_meeting, meeting, self.costs.summing_s(stage)),
             )
 
-    def _over(self, meeting: _Meeting, busy_s: float, now: float) -> None:
+    def _end_meeting(self, meeting: _Meeting, busy_s: float, now: float) -> None:
         meeting.over_s = max(now, *(came_s + busy_s for came_s, _ in meeting.came))
         self.ready.extend(meeting.waiting)
         meeting.waiting.clear()
 
-    def _met(self, rank: _Rank, stage: int, update: int, now: float) -> float | None:
+    def _meet(self, rank: _Rank, stage: int, update: int, now: float) -> float | None:
         """Returns when a meeting that a rank has reached is over; None while unknown."""
         if stage == _ALL and update <= rank.coupled:
             return now  # another stage of this rank has met
@@ -301,10 +301,10 @@ class _Clock:
             rank.coupled = update
         return meeting.over_s
 
-    def _timeline(self) -> Timeline:
+    def _build_timeline(self) -> Timeline:
         program = self.program
         in_flight = most_in_flight(program, self.total)
-        held = [trace_memory(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
+        traces = [trace_memory(program, rank.number, self.total, rank.spans, in_flight) for rank in self.ranks]
         spans: list[Span] = []
         for rank in self.ranks:
             spans += sorted(rank.spans + rank.sends, key=itemgetter(4))
@@ -316,31 +316,31 @@ class _Clock:
             microbatches=self.total,
             minibatch_microbatches=program.microbatches,
             batch=program.plan.batch,
-            gradient_versions=tuple(gradient for one in held for gradient in one.gradient_versions),
-            peak_bytes=tuple(max(one.memory) for one in held),
-            peak_versions=tuple(one.peak_versions for one in held),
-            memory=tuple(one.memory for one in held),
+            gradient_versions=tuple(gradient for trace in traces for gradient in trace.gradient_versions),
+            peak_bytes=tuple(max(trace.memory) for trace in traces),
+            peak_versions=tuple(trace.peak_versions for trace in traces),
+            memory=tuple(trace.memory for trace in traces),
         )
 
-    def _lacks(self, rank: _Rank) -> NoReturn:
+    def _refuse_lacking(self, rank: _Rank) -> NoReturn:
         raise ScheduleError(
             f"program {self.program.name!r}: rank {rank.number} lacks ops of the {rank.text.ops} that "
             f"{self.total} microbatches need; lower the schedule again"
         )
 
-    def _out_of_turn(self, channel: Channel, wanted: int, found: int) -> NoReturn:
+    def _refuse_out_of_turn(self, channel: Channel, expected: int, received: int) -> NoReturn:
         raise ScheduleError(
-            f"program {self.program.name!r}: rank {channel.receiver} wants {described(channel, wanted)}, but the "
-            f"next on its channel is that of microbatch {found}; receive in the order of sending"
+            f"program {self.program.name!r}: rank {channel.receiver} wants {describe_message(channel, expected)}, but "
+            f"the next on its channel is that of microbatch {received}; receive in the order of sending"
         )
 
-    def _who_waits(self, waiting: list[_Rank]) -> str:
+    def _describe_waits(self, waiting: list[_Rank]) -> str:
         rows = []
         for rank in waiting:
-            at = self._instruction(rank)
+            at = self._find_instruction(rank)
             what = f"{at}"
             if isinstance(at, Transfer) and at.kind is Move.RECEIVE:
-                what += f": {described(self.messages.wires[at.channel].channel, at.index)}"
+                what += f": {describe_message(self.messages.wires[at.channel].channel, at.index)}"
             elif isinstance(at, Transfer):
                 what += f": the other replicas of stage {at.channel}"
             else:
@@ -354,7 +354,7 @@ class _Clock:
             ]
         )
 
-    def _instruction(self, rank: _Rank) -> Instruction:
+    def _find_instruction(self, rank: _Rank) -> Instruction:
         source = rank.text.instructions[rank.position].source
         assert source is not None
         return advanced(source, rank.turn * self.program.cycle, self.program.updates)

@@ -79,32 +79,32 @@ def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[i
     text = (*mine.warmup, *mine.period)
     next_turn = (advanced(item, program.cycle, program.updates) for item in mine.period)
     sums = {item for item in (*text, *next_turn) if item.kind is Move.SYNC}
-    stages, tied = program.placement.stages, [one.ranks(program.placement) for one in program.plan.tied]
-    held = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
+    stages, tied = program.placement.stages, [weights.ranks(program.placement) for weights in program.plan.tied]
+    joined = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
     summed: set[int] = set()  # updates before which this rank has joined the sums of its tied weights
     flat: list[CompiledInstruction] = []
     start = 0
     for position, instruction in enumerate(text):
         if position == len(mine.warmup):
             start = len(flat)
-        one = _compiled(program, instruction, total)
-        if one.letter == Kind.UPDATE.value and one.first not in summed:
-            flat += [one._replace(code=TIED, what=(number, one.what)) for number in held]
-            summed.add(one.first)
+        compiled = _compile_instruction(program, instruction, total)
+        if compiled.letter == Kind.UPDATE.value and compiled.first not in summed:
+            flat += [compiled._replace(code=TIED, what=(number, compiled.what)) for number in joined]
+            summed.add(compiled.first)
         # A delayed norm is known in time.
-        if program.couples_updates and not program.norm_delay and one.letter == Kind.UPDATE.value:
-            flat.append(one._replace(code=COUPLE))
-        flat.append(one)
+        if program.couples_updates and not program.norm_delay and compiled.letter == Kind.UPDATE.value:
+            flat.append(compiled._replace(code=COUPLE))
+        flat.append(compiled)
         update = completed(instruction) if isinstance(instruction, Op) and instruction.stage in gives else None
         if update is not None and Transfer(Move.SYNC, update.stage, update.index) in sums:
             stride = program.cycle // program.updates.per_update[update.stage]
-            flat.append(one._replace(code=GIVE, what=(update.stage, update.index, stride)))
+            flat.append(compiled._replace(code=GIVE, what=(update.stage, update.index, stride)))
     if mine.period:
         return CompiledRank((*flat, _TURN), start, program.op_count(rank, total))
     return CompiledRank((*flat, _STOP), 0, program.op_count(rank, total))
 
 
-def _compiled(program: Program, instruction: Instruction, total: int) -> CompiledInstruction:
+def _compile_instruction(program: Program, instruction: Instruction, total: int) -> CompiledInstruction:
     stride = advanced(instruction, program.cycle, program.updates).index - instruction.index
     if isinstance(instruction, Op):
         what, letter = instruction.stage, instruction.kind.value

@@ -71,8 +71,8 @@ class Costs:
         if self.weight_bytes and len(self.weight_bytes) != len(self.forward_s):
             raise ValueError(f"weight_bytes are for {len(self.weight_bytes)} stages, not for {len(self.forward_s)}")
         if self.input_bytes < 0 or min((*self.sum_bytes, *self.weight_bytes), default=0.0) < 0:
-            found = f"{self.input_bytes}, {self.sum_bytes} and {self.weight_bytes}"
-            raise ValueError(f"bytes cannot be negative, found {found}")
+            sizes = f"{self.input_bytes}, {self.sum_bytes} and {self.weight_bytes}"
+            raise ValueError(f"bytes cannot be negative, found {sizes}")
         if any(weight > backward for weight, backward in zip(self.weight_s, self.backward_s, strict=True)):
             raise ValueError(
                 f"the weight gradient is part of the backward, found {self.weight_s} of {self.backward_s} seconds"
@@ -89,10 +89,12 @@ class Costs:
         """Returns the seconds on a worker of speed 1."""
         if not kind.is_work:
             return 0.0
-        seconds = self._device_s(kind, stage)
-        return seconds + float(self.runtime.added_s(seconds, self._host_s(kind, stage), self._launch_s(kind, stage)))
+        seconds = self._compute_device_s(kind, stage)
+        return seconds + float(
+            self.runtime.added_s(seconds, self._compute_host_s(kind, stage), self._compute_launch_s(kind, stage))
+        )
 
-    def _host_s(self, kind: Kind, stage: int) -> float:
+    def _compute_host_s(self, kind: Kind, stage: int) -> float:
         """The seconds that an op keeps the host busy; messages are part of them where the device computes meanwhile."""
         if kind is Kind.UPDATE:
             return self.runtime.update_s
@@ -116,14 +118,14 @@ class Costs:
         """Seconds that the input stage reads a minibatch before its first forward."""
         return 0.0 if self.runtime.overlap_device else self.runtime.load_s
 
-    def _launch_s(self, kind: Kind, stage: int) -> float:
+    def _compute_launch_s(self, kind: Kind, stage: int) -> float:
         if not self.launch_s or kind is Kind.UPDATE:
             return 0.0
         forward_s, backward_s = self.launch_s[stage]
         halves = kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
         return forward_s if kind is Kind.FORWARD else backward_s / 2 if halves else backward_s
 
-    def _device_s(self, kind: Kind, stage: int) -> float:
+    def _compute_device_s(self, kind: Kind, stage: int) -> float:
         if kind is Kind.INPUT_GRADIENT:
             return self.backward_s[stage] - self.weight_s[stage]
         by_kind = {
@@ -196,10 +198,10 @@ def bucket_costs(
     size_bytes: float, replicas: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0, *, how: str = "ring"
 ) -> tuple[tuple[float, float], ...]:
     """Returns `Costs.buckets` of a sum."""
-    found: dict[float, float] = {}
+    buckets: dict[float, float] = {}
     for ready, tail_s in sum_buckets(size_bytes, replicas, bandwidth_bytes_per_s, latency_s, how=how):
-        found[float(ready)] = max(float(tail_s), found.get(float(ready), 0.0))
-    return tuple(found.items())
+        buckets[float(ready)] = max(float(tail_s), buckets.get(float(ready), 0.0))
+    return tuple(buckets.items())
 
 
 def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap: bool = True) -> Costs:
@@ -240,9 +242,9 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         tied=tuple(
             (
                 seconds,
-                float(all_reduce_bytes(one.parameter_bytes, len(one.ranks(plan.placement)), how=cluster.sums)),
+                float(all_reduce_bytes(tied.parameter_bytes, len(tied.ranks(plan.placement)), how=cluster.sums)),
             )
-            for one, seconds in zip(plan.tied, plan.tied_sums_s, strict=True)
+            for tied, seconds in zip(plan.tied, plan.tied_sums_s, strict=True)
         ),
         runtime=plan.runtime,
         launch_s=tuple(

@@ -51,10 +51,10 @@ class RemoteForwardsTrace:
 
     @property
     def held_bytes(self) -> int:
-        return sum(one.held_bytes for one in self.stages.values())
+        return sum(stage.held_bytes for stage in self.stages.values())
 
     def forward(self, stage: int, index: int) -> int:
         """Returns the most that all these stages hold during it."""
-        others = [one for at, one in self.stages.items() if at != stage]
-        self.peak_versions = max(self.peak_versions, 1 + sum(one.has_weights for one in others))
-        return self.stages[stage].forward(index) + sum(one.held_bytes for one in others)
+        others = [other for at, other in self.stages.items() if at != stage]
+        self.peak_versions = max(self.peak_versions, 1 + sum(other.has_weights for other in others))
+        return self.stages[stage].forward(index) + sum(other.held_bytes for other in others)

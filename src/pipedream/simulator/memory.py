@@ -197,6 +197,8 @@ def trace_memory(
         memory.append(most + remote.held_bytes if remote.stages else most)
     return MemoryTrace(
         peak_versions=sum(trace.peak for trace in stages.values()) + remote.peak_versions,
-        gradient_versions=tuple(one for stage, trace in stages.items() for one in trace.gradients(program, stage)),
+        gradient_versions=tuple(
+            gradient for stage, trace in stages.items() for gradient in trace.gradients(program, stage)
+        ),
         memory=tuple(memory),
     )

@@ -79,15 +79,15 @@ class Messages:
                 )
             )
         self._rings = [
-            _Row(-1 - stage, self._around(ports, [costs.worker(rank) for rank in ranks], costs, stage))
+            _Row(-1 - stage, self._build_ring(ports, [costs.worker(rank) for rank in ranks], costs, stage))
             for stage, ranks in enumerate(
-                (*program.placement.ranks, *(one.ranks(program.placement) for one in program.plan.tied))
+                (*program.placement.ranks, *(tied.ranks(program.placement) for tied in program.plan.tied))
             )
         ]
         self._flows = Flows()
         self._starts: list[tuple[float, int, _Row]] = []
 
-    def _around(self, ports: Ports, workers: Sequence[int], costs: Costs, stage: int) -> Sequence[Port]:
+    def _build_ring(self, ports: Ports, workers: Sequence[int], costs: Costs, stage: int) -> Sequence[Port]:
         """The ports of a ring, and one more with the rate that an all-reduce reaches alone."""
         size, seconds = costs.port_bytes(stage), costs.sum_s(stage)
         return [Port(size / seconds), *ports.around(workers)] if size and seconds and len(workers) > 1 else ()
@@ -175,6 +175,6 @@ class Messages:
             wire.waiting = None
 
 
-def described(channel: Channel, index: int) -> str:
+def describe_message(channel: Channel, index: int) -> str:
     """Returns a message in words."""
     return f"the {channel.carries} of microbatch {index} from rank {channel.sender} to rank {channel.receiver}"

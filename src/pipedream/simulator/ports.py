@@ -81,23 +81,23 @@ class Flows:
             self._run(flow, min(port.bytes_per_s for port in flow.ports), now)
             return
         flows, ports = {flow: None}, {}
-        found = [flow]
-        for one in found:
-            for port in one.ports:
+        connected = [flow]
+        for member in connected:
+            for port in member.ports:
                 if port not in ports:
                     ports[port] = [port.bytes_per_s, len(port.flows)]
-                    found += [other for other in port.flows if other not in flows]
+                    connected += [other for other in port.flows if other not in flows]
                     flows.update(port.flows)
-        waiting = dict.fromkeys(found)
+        waiting = dict.fromkeys(connected)
         while waiting:
             narrow = min((port for port, (_, count) in ports.items() if count), key=lambda p: ports[p][0] / ports[p][1])
             rate = ports[narrow][0] / ports[narrow][1]
-            for one in [other for other in narrow.flows if other in waiting]:
-                del waiting[one]
-                for port in one.ports:
+            for member in [other for other in narrow.flows if other in waiting]:
+                del waiting[member]
+                for port in member.ports:
                     ports[port][0] -= rate
                     ports[port][1] -= 1
-                self._run(one, rate, now)
+                self._run(member, rate, now)
 
     def _run(self, flow: Flow, bytes_per_s: float, now: float) -> None:
         if bytes_per_s == flow.bytes_per_s:
@@ -120,17 +120,19 @@ class Ports:
         if sender == receiver:
             return []
         levels = range(self.cluster.reach(sender, receiver) + 1)
-        out = [self._one(level, sender, _OUT) for level in levels]
-        return out + [self._one(level, receiver, _IN) for level in reversed(levels)]
+        out = [self._make_port(level, sender, _OUT) for level in levels]
+        return out + [self._make_port(level, receiver, _IN) for level in reversed(levels)]
 
     def around(self, workers: Sequence[int]) -> list[Port]:
-        found: dict[Port, None] = {}
+        ports: dict[Port, None] = {}
         for level in range(self.cluster.reach(*workers) + 1):
             if len({self.cluster.component(level, worker) for worker in workers}) > 1:
-                found.update(dict.fromkeys(self._one(level, worker, way) for worker in workers for way in (_IN, _OUT)))
-        return list(found)
+                ports.update(
+                    dict.fromkeys(self._make_port(level, worker, way) for worker in workers for way in (_IN, _OUT))
+                )
+        return list(ports)
 
-    def _one(self, level: int, worker: int, way: int) -> Port:
+    def _make_port(self, level: int, worker: int, way: int) -> Port:
         key = level, self.cluster.component(level, worker), way
         if key not in self._made:
             row = self.cluster.levels[level]

@@ -31,11 +31,11 @@ class Stragglers:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        given = self.jitter if isinstance(self.jitter, Mapping) else {"F": self.jitter}
+        jitters = self.jitter if isinstance(self.jitter, Mapping) else {"F": self.jitter}
         letters = {kind.value for kind in Kind}
-        if unknown := sorted(set(given) - letters):
+        if unknown := sorted(set(jitters) - letters):
             raise ValueError(f"jitter was given for {unknown}; the letters of ops are {sorted(letters)}")
-        for variation in given.values():
+        for variation in jitters.values():
             if not (isfinite(variation) and variation >= 0):
                 raise ValueError(f"jitter is a coefficient of variation, 0 or more, found {variation}")
         for rank, factor in self.slow.items():

@@ -30,7 +30,7 @@ def _check_order(run: Unrolled, rank: int) -> None:
     program = run.program
     gives = ends_backward(program.kinds)
     forwarded: dict[int, int] = {}
-    found: dict[int, list[int]] = {}
+    gradients: dict[int, list[int]] = {}
     for position, op in enumerate(run.streams[rank]):
         if not isinstance(op, Op):
             continue
@@ -43,10 +43,10 @@ def _check_order(run: Unrolled, rank: int) -> None:
                 )
             forwarded[stage] = index
         elif kind is gives:
-            found.setdefault(stage, []).append(index)
+            gradients.setdefault(stage, []).append(index)
         elif kind is Kind.UPDATE:
             members = program.updates.members(stage, index, run.total)
-            others = [k for k in found.pop(stage, []) if k not in members]
+            others = [k for k in gradients.pop(stage, []) if k not in members]
             if others:
                 raise run.error(
                     rank,

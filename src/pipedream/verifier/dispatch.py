@@ -31,9 +31,9 @@ def _check_fetched(run: Unrolled, rank: int) -> None:
             check_arrival(run, op, op, home, "weights")
             there[op.stage] = op
         elif op.kind is Kind.FORWARD:
-            wanted, found = run.program.fetch_before(op), there.get(op.stage)
-            if found != wanted:
-                raise run.error(rank, position, f"reads what {wanted} fetched; found there is {found or 'none'}")
+            expected, fetched = run.program.fetch_before(op), there.get(op.stage)
+            if fetched != expected:
+                raise run.error(rank, position, f"reads what {expected} fetched; found there is {fetched or 'none'}")
 
 
 def _check_sent(run: Unrolled) -> None:

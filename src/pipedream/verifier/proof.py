@@ -68,8 +68,8 @@ class Proof(Tabular):
                 "staleness": self.staleness[stage],
                 "mean_staleness": self.mean_staleness[stage],
             }
-            for rank, held in enumerate(self.stage_replicas)
-            for i, (stage, _) in enumerate(held)
+            for rank, stage_replicas in enumerate(self.stage_replicas)
+            for i, (stage, _) in enumerate(stage_replicas)
         ]
 
     def __str__(self) -> str:
@@ -87,19 +87,19 @@ class Proof(Tabular):
             f"Proof of {self.schedule}, plan {self.config}{split}: "
             "each op once and in order, no deadlock, versions kept",
             f"proved for runs of {shown} microbatches, which {covered}",
-            self._row("rank", "stages", "in flight", "versions", "staleness", "mean" if differ else ""),
+            self._format_row("rank", "stages", "in flight", "versions", "staleness", "mean" if differ else ""),
         ]
         for rank, stage_replicas in enumerate(self.stage_replicas):
             late = [self.staleness[stage] for stage, _ in stage_replicas]
             means = [f"{self.mean_staleness[stage]:.3g}" if differ else "" for stage, _ in stage_replicas]
             names = [str(stage) for stage, _ in stage_replicas]
             several = len(stage_replicas) > 1
-            held = self.peak_in_flight[rank], self.peak_versions[rank]
-            rows.append(self._row(rank, ",".join(names), *held, max(late), "" if several else means[0]))
+            peaks = self.peak_in_flight[rank], self.peak_versions[rank]
+            rows.append(self._format_row(rank, ",".join(names), *peaks, max(late), "" if several else means[0]))
             if several:
                 each = zip(self.stage_in_flight[rank], self.stage_versions[rank], late, strict=True)
                 lines = zip(names, each, means, strict=True)
-                rows += [self._row("", f". {name}", *counts, mean) for name, counts, mean in lines]
+                rows += [self._format_row("", f". {name}", *counts, mean) for name, counts, mean in lines]
             if self.remote_forwards and self.remote_forwards[rank]:
                 rows.append(
                     f"{'':>4}  + forwards of {', '.join(map(str, self.remote_forwards[rank]))} on fetched weights"
@@ -107,8 +107,8 @@ class Proof(Tabular):
         return "\n".join(rows)
 
     @staticmethod
-    def _row(rank: object, stages: str, held: object, versions: object, late: object, mean: str) -> str:
-        row = f"{rank:>4}  {stages:<8}  {held:>9}  {versions:>8}  {late:>9}"
+    def _format_row(rank: object, stages: str, in_flight: object, versions: object, late: object, mean: str) -> str:
+        row = f"{rank:>4}  {stages:<8}  {in_flight:>9}  {versions:>8}  {late:>9}"
         return f"{row}  {mean:>5}" if mean else row
 
 
@@ -123,7 +123,7 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         ScheduleError: a rule is broken; names the rank, the instruction and the rule.
         DeadlockError: ranks would wait for each other for ever; names the cycle.
     """
-    totals, residues = _totals(program)
+    totals, residues = _choose_totals(program)
     _check_reach(program, totals[-1])
     ranks = range(program.placement.workers)
     most = [[(0, 0)] * (1 + len(program.placement.stage_replicas(rank))) for rank in ranks]
@@ -133,7 +133,7 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         dispatch.check_fetches(run)
         check_waits(run, lanes)
         for rank in ranks:
-            pairs = zip(most[rank], _peaks(run, rank), strict=True)
+            pairs = zip(most[rank], _find_peaks(run, rank), strict=True)
             most[rank] = [(max(a, c), max(b, d)) for (a, b), (c, d) in pairs]
     return Proof(
         schedule=program.name,
@@ -144,15 +144,15 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
         stage_replicas=tuple(program.placement.stage_replicas(rank) for rank in range(program.placement.workers)),
         peak_in_flight=tuple(rank[0][0] for rank in most),
         peak_versions=tuple(rank[0][1] for rank in most),
-        stage_in_flight=tuple(tuple(held for held, _ in rank[1:]) for rank in most),
+        stage_in_flight=tuple(tuple(in_flight for in_flight, _ in rank[1:]) for rank in most),
         stage_versions=tuple(tuple(count for _, count in rank[1:]) for rank in most),
-        staleness=tuple(_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
-        mean_staleness=tuple(_mean_staleness(program, stage) for stage in range(program.placement.stages)),
+        staleness=tuple(_compute_staleness(program, stage, totals[-1]) for stage in range(program.placement.stages)),
+        mean_staleness=tuple(_compute_mean_staleness(program, stage) for stage in range(program.placement.stages)),
         remote_forwards=tuple(tuple(stage for stage, _ in program.placement.remote_forwards(rank)) for rank in ranks),
     )
 
 
-def _totals(program: Program) -> tuple[tuple[int, ...], int]:
+def _choose_totals(program: Program) -> tuple[tuple[int, ...], int]:
     cycle, m = program.cycle, program.microbatches
     replicas = program.placement.replicas
     warmup = 1 + max(
@@ -161,7 +161,9 @@ def _totals(program: Program) -> tuple[tuple[int, ...], int]:
     reach = max([c.depth * lcm(replicas[c.source], replicas[c.target]) for c in program.channels], default=0)
     # The first version read late is made after the warm-up, and dropped equally long after its last reader.
     settled = (ceil((2 * warmup + reach) / cycle) + 2) * cycle
-    late = max(_staleness(program, stage, settled) * count for stage, count in enumerate(program.updates.per_update))
+    late = max(
+        _compute_staleness(program, stage, settled) * count for stage, count in enumerate(program.updates.per_update)
+    )
     settled = (ceil((warmup + max(warmup, late) + reach) / cycle) + 2) * cycle
     residues = cycle // m
     per_microbatch = max(1, sum(len(rank.period) for rank in program.ranks) // cycle)
@@ -182,7 +184,7 @@ def _check_reach(program: Program, total: int) -> None:
                 )
 
 
-def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
+def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
     """Returns the most microbatches in flight and versions alive, for a rank and then for each of its stages.
 
     A version lives to its last reader (`WeightRule.held_until`), and at least until the next update, which may reuse
@@ -195,57 +197,57 @@ def _peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
             (0, len(stage_replicas) + len(program.placement.remote_forwards(rank))),
             *[(0, 1)] * len(stage_replicas),
         ]
-    held: list[tuple[int, int]] = []
+    in_flight: list[tuple[int, int]] = []
     alive: list[tuple[int, int]] = []
     peaks: list[tuple[int, int]] = []
     last = ends_backward(program.kinds)
     for stage, replica in stage_replicas:
-        lives = list(_lives(run, stage, replica))
+        lives = list(_find_lives(run, stage, replica))
         allowed = program.weights.versions(stage)
-        found, position = _peak(lives)
-        if found > allowed:
+        versions, position = _find_peak(lives)
+        if versions > allowed:
             raise run.error(
                 rank,
                 position,
-                f"{found} versions of stage {stage}'s weights are alive, its weight rule "
+                f"{versions} versions of stage {stage}'s weights are alive, its weight rule "
                 f"{program.weights.name!r} keeps {allowed}",
             )
         open_ = [
             (
-                _begins(run, stage, replica, k),
+                _find_begin(run, stage, replica, k),
                 run.ops[Op(last, stage, k, replica)][1] + program.placement.is_remote(stage),
             )
             for k in range(replica, run.total, program.placement.replicas[stage])
         ]
-        peaks.append((_peak(open_)[0], found))
+        peaks.append((_find_peak(open_)[0], versions))
         alive += lives
-        held += open_
+        in_flight += open_
     for kept, fetched in dispatch.remote_spans(run, rank):
-        held += kept
+        in_flight += kept
         alive.append(fetched)
-    return [(_peak(held)[0], _peak(alive)[0]), *peaks]
+    return [(_find_peak(in_flight)[0], _find_peak(alive)[0]), *peaks]
 
 
-def _begins(run: Unrolled, stage: int, replica: int, k: int) -> int:
+def _find_begin(run: Unrolled, stage: int, replica: int, k: int) -> int:
     """The microbatch's forward, or its backward if only that runs here."""
     kind = Kind.BACKWARD if run.program.placement.is_remote(stage) else Kind.FORWARD
     return run.ops[Op(kind, stage, k, replica)][1]
 
 
-def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
+def _find_lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
     """Where each version and kept prediction begins and ends."""
     program, ops = run.program, run.ops
-    made = [-1] + [
+    starts = [-1] + [
         ops[Op(Kind.UPDATE, stage, n, replica)][1] for n in range(1, program.updates.updates(stage, run.total) + 1)
     ]
-    dies = [*made[1:], len(run.streams[program.placement.ranks[stage][replica]])]
+    dies = [*starts[1:], len(run.streams[program.placement.ranks[stage][replica]])]
     last = ends_backward(program.kinds)
     until = program.weights.kept_until(stage)
     predictions: dict[int, tuple[int, int]] = {}
     for k in range(replica, run.total, program.placement.replicas[stage]):
         first = program.weights.forward_version(stage, k)
         second = program.weights.backward_version(stage, k)
-        begin, end = _begins(run, stage, replica, k), ops[Op(last, stage, k, replica)][1]
+        begin, end = _find_begin(run, stage, replica, k), ops[Op(last, stage, k, replica)][1]
         if until is None:
             dies[first] = max(dies[first], end if program.weights.held_until is Kind.BACKWARD else begin)
         else:  # the first forward alone reads the version
@@ -254,10 +256,10 @@ def _lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]
             dies[first] = max(dies[first], made_at)
         if until is not Kind.BACKWARD:
             dies[second] = max(dies[second], end)
-    return (*zip(made, dies, strict=True), *predictions.values())
+    return (*zip(starts, dies, strict=True), *predictions.values())
 
 
-def _peak(spans: list[tuple[int, int]]) -> tuple[int, int]:
+def _find_peak(spans: list[tuple[int, int]]) -> tuple[int, int]:
     """The most half-open spans that overlap, and where."""
     changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
     most = where = count = 0
@@ -268,12 +270,12 @@ def _peak(spans: list[tuple[int, int]]) -> tuple[int, int]:
     return most, max(where, 0)
 
 
-def _staleness(program: Program, stage: int, total: int) -> int:
+def _compute_staleness(program: Program, stage: int, total: int) -> int:
     if len(program.kinds) == 1:
         return 0
     updates, weights = program.updates, program.weights
     return max(updates.update_of(stage, k) - 1 - weights.forward_version(stage, k) for k in range(total))
 
 
-def _mean_staleness(program: Program, stage: int) -> float:
+def _compute_mean_staleness(program: Program, stage: int) -> float:
     return 0.0 if len(program.kinds) == 1 else program.weights.mean_staleness(stage)

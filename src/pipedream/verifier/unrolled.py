@@ -77,7 +77,7 @@ class Unrolled:
 def unroll(program: Program, total: int) -> Unrolled:
     """Unrolls a program and checks what does not depend on how its ranks interleave."""
     ranks = range(program.placement.workers)
-    run = Unrolled(program, total, tuple(_stream(program, rank, total) for rank in ranks))
+    run = Unrolled(program, total, tuple(_read_stream(program, rank, total) for rank in ranks))
     for rank in ranks:
         _index(run, rank)
         _check_lacks_nothing(program, rank, total, run.ops)
@@ -94,19 +94,19 @@ def unroll(program: Program, total: int) -> Unrolled:
     return run
 
 
-def _stream(program: Program, rank: int, total: int) -> tuple[Instruction, ...]:
-    found: list[Instruction] = []
+def _read_stream(program: Program, rank: int, total: int) -> tuple[Instruction, ...]:
+    stream: list[Instruction] = []
     try:
-        found.extend(program.instructions(rank, total))
+        stream.extend(program.instructions(rank, total))
     except ScheduleError:
-        _check_lacks_nothing(program, rank, total, set(found))
+        _check_lacks_nothing(program, rank, total, set(stream))
         raise
-    return tuple(found)
+    return tuple(stream)
 
 
-def _check_lacks_nothing(program: Program, rank: int, total: int, found: Collection[Instruction]) -> None:
+def _check_lacks_nothing(program: Program, rank: int, total: int, present: Collection[Instruction]) -> None:
     work = (op for row in program.expected_ops(rank, total) for op in row.ops())
-    lacking = [op for op in (*dispatch.fetches(program, rank, total), *work) if op not in found]
+    lacking = [op for op in (*dispatch.fetches(program, rank, total), *work) if op not in present]
     if lacking:
         first = min(lacking, key=lambda op: (op.stage, op.kind is Kind.UPDATE, op.index))
         raise ScheduleError(
@@ -204,10 +204,10 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
             if place[1] > limit:
                 raise run.error(rank, position, f"needs {need}, which comes later, at instruction {place[1]}")
         elif op.kind.is_work and op.kind is not Kind.UPDATE:
-            check_arrival(run, op, need, place[0], _carries(op, need))
+            check_arrival(run, op, need, place[0], _choose_cargo(op, need))
 
 
-def _carries(op: Op, need: Op) -> str:
+def _choose_cargo(op: Op, need: Op) -> str:
     if op.kind is Kind.FORWARD:
         return "activation"
     return "stage_input" if need.kind is Kind.FORWARD else "gradient"

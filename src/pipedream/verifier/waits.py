@@ -77,7 +77,7 @@ class _Waits:
         for rank, stage, update in run.synced:
             self.members["sum", stage, update].add(rank)
         placement = run.program.placement
-        self.tied = [one.ranks(placement) for one in run.program.plan.tied] if run.program.trains else []
+        self.tied = [weights.ranks(placement) for weights in run.program.plan.tied] if run.program.trains else []
         for op, (rank, _) in run.ops.items():
             if op.kind is not Kind.UPDATE:
                 continue
@@ -107,7 +107,7 @@ class _Waits:
             self.sent.add(message)
             self._issue(rank, message)
             return True
-        if instruction.kind is Kind.UPDATE and not self._meets_holders(rank, instruction.index):
+        if instruction.kind is Kind.UPDATE and not self._meet_holders(rank, instruction.index):
             return False
         if instruction.kind is Kind.UPDATE and self.run.program.couples_updates:
             # A rank that reaches its first one has the gradients of all its stages.
@@ -120,7 +120,7 @@ class _Waits:
             self._post(rank)
         return True
 
-    def _meets_holders(self, rank: int, update: int) -> bool:
+    def _meet_holders(self, rank: int, update: int) -> bool:
         """Whether all holders of the rank's tied weights have reached an update; its own stages make it together."""
         numbers = [number for number, ranks in enumerate(self.tied) if rank in ranks]
         return all(self._meet(rank, ("tied", number, update)) for number in numbers)
@@ -173,7 +173,7 @@ class _Waits:
         seen: dict[int | Message, int] = {}
         while node not in seen:
             seen[node] = len(lines)
-            line, node = self._rank_waits(node) if isinstance(node, int) else self._message_waits(node)
+            line, node = self._explain_rank(node) if isinstance(node, int) else self._explain_message(node)
             lines.append(line)
         cycle = lines[seen[node] :]
         program = self.run.program
@@ -185,7 +185,7 @@ class _Waits:
             ]
         )
 
-    def _rank_waits(self, rank: int) -> tuple[str, int | Message]:
+    def _explain_rank(self, rank: int) -> tuple[str, int | Message]:
         position = self.position[rank]
         instruction = self.run.streams[rank][position]
         head = f"rank {rank} waits at instruction {position}, {instruction}, for "
@@ -207,7 +207,7 @@ class _Waits:
         what = {"tied": "update, with its gradient of the tied weights"}.get(meeting[0], meeting[0])
         return f"{head}rank {other} to reach the same {what}", other
 
-    def _message_waits(self, message: Message) -> tuple[str, int | Message]:
+    def _explain_message(self, message: Message) -> tuple[str, int | Message]:
         number, k = message
         ends = self.channels[number]
         head = f"message {number}:{k} (rank {ends.sender} to {ends.receiver}, {ends.carries}) waits for "

@@ -247,7 +247,7 @@ class MeshProgram:
         must = most is not None and self._compute_need(state, replicas, lies, False)[place, end] > most
         return self.recompute == "always" or (self.recompute == "auto" and bool(must))
 
-    def _get_shared(self, name: str) -> dict[Any, Any]:
+    def _share_cache(self, name: str) -> dict[Any, Any]:
         """What programs with the same places and stages have in common, whatever the memory."""
         key = name, self.how, self.allow_single_stage, self.every_cut, self.space.positions, self.space.meshes
         return self.space.kept.setdefault(str(key), {})
@@ -303,7 +303,7 @@ class MeshProgram:
 
     @cached_property
     def _costs(self) -> dict[tuple[int, int, bool, int | None, int | None], FloatArray]:
-        return self._get_shared("costs")
+        return self._share_cache("costs")
 
     def _select_ends(self, mesh: int, reach: tuple[int, ...]) -> tuple[SearchSpace, IntArray, IntArray]:
         return self.space.of_rank(self.space.meshes[mesh], reach), self._places[:, None], self._places[None, :]
@@ -316,7 +316,7 @@ class MeshProgram:
 
     @cached_property
     def _all_passes(self) -> dict[tuple[int, tuple[int, ...]], tuple[FloatArray, FloatArray]]:
-        return self._get_shared("all_passes")
+        return self._share_cache("all_passes")
 
     def _compute_crossing(self, mesh: int, before: int | None, after: int | None) -> tuple[IntArray, IntArray]:
         """Bytes at each place, to a stage that begins there and from one that ends there."""
@@ -334,7 +334,7 @@ class MeshProgram:
 
     @cached_property
     def _all_bytes(self) -> dict[tuple[int, int | None, int | None], tuple[IntArray, IntArray]]:
-        return self._get_shared("all_bytes")
+        return self._share_cache("all_bytes")
 
     def _estimate_in_flight(self, state: MeshState, replicas: int) -> int:
         """What the stage has in flight; if later workers are not counted, the least or the most that is possible."""
@@ -369,7 +369,7 @@ class MeshProgram:
 
     @cached_property
     def _sizes(self) -> dict[int, StageSizes]:
-        return self._get_shared("sizes")
+        return self._share_cache("sizes")
 
     @cached_property
     def _needs(self) -> dict[tuple[int, int, int, bool, bool], IntArray]:

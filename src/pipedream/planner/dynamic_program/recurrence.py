@@ -190,8 +190,8 @@ class DynamicProgram:
     def _compute_cost(self, site: Site, recompute: bool) -> FloatArray:
         weights, before, after = self._bytes
         bare = replace(site, ports=(), memory_bytes=None)
-        compute_s = self._get_cached((bare, recompute), lambda: self._compute_s(site, recompute))
-        port_s = self._get_cached(site.ports, lambda: np.asarray(site.port_s(weights, before, after)))
+        compute_s = self._cache_cost((bare, recompute), lambda: self._compute_s(site, recompute))
+        port_s = self._cache_cost(site.ports, lambda: np.asarray(site.port_s(weights, before, after)))
         return np.maximum(compute_s, port_s)
 
     def _compute_s(self, site: Site, recompute: bool) -> FloatArray:
@@ -212,7 +212,7 @@ class DynamicProgram:
         """The arguments of `Site.compute_s` as flat arrays."""
         return {}
 
-    def _get_cached(self, key: _CostKey, make: Callable[[], FloatArray]) -> FloatArray:
+    def _cache_cost(self, key: _CostKey, make: Callable[[], FloatArray]) -> FloatArray:
         if key in self._costs:
             return self._costs[key]
         cost = make()

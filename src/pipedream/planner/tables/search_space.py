@@ -301,7 +301,7 @@ class SearchSpace:
         occupancy = self.stage_occupancy(in_flight, update_delay, replicas)
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more
         peers = Peers(waiting=before.in_flight + 1, sums=replicas > 1)
-        how = self._get_memory_options(occupancy, update_delay, recompute, replicas)
+        how = self._list_memory_options(occupancy, update_delay, recompute, replicas)
         need: Bytes = stage_bytes(sizes or self.sizes(first, last), peers=peers, **how)
         return need
 
@@ -315,7 +315,7 @@ class SearchSpace:
         recompute: bool = False,
         replicas: int = 1,
     ) -> StageMemory:
-        how = self._get_memory_options(occupancy, update_delay, recompute, replicas)
+        how = self._list_memory_options(occupancy, update_delay, recompute, replicas)
         return stage_memory(self.sizes(first, last), peers=peers, **how)
 
     def sizes(self, first: Place, last: Place) -> StageSizes:
@@ -337,7 +337,7 @@ class SearchSpace:
             update_working_bytes=self.peaks.update_working_bytes(first, last, self.parameter_bytes(first, last)),
         )
 
-    def _get_memory_options(
+    def _list_memory_options(
         self, occupancy: StageOccupancy, update_delay: int, recompute: bool, replicas: int
     ) -> dict[str, Any]:
         return {

@@ -91,7 +91,7 @@ def nf1b(
         staleness, versions: (p, s, m) -> the claims for a straight pipeline.
     """
     m = choose_microbatches(name, plan, microbatches, 3)
-    waits = _warmup(plan, m)
+    waits = _count_warmup(plan, m)
     depth = tuple(wait - (-m // count) for wait, count in zip(waits, plan.replicas, strict=True))
     update_delay = (0,) * len(plan.stages)
     if (plan.in_flight, plan.update_delay) != (depth, update_delay):
@@ -129,7 +129,7 @@ def nf1b(
     )
 
 
-def _warmup(plan: Plan, m: int) -> tuple[int, ...]:
+def _count_warmup(plan: Plan, m: int) -> tuple[int, ...]:
     """Returns the warm-up forwards of a replica of each stage: its part of min(2, m) (p - 1 - s), rounded up.
 
     No stage has fewer than the next one, or that one would wait for a forward that waits for its backward; nor does it
@@ -137,14 +137,17 @@ def _warmup(plan: Plan, m: int) -> tuple[int, ...]:
     falls between the forwards of a minibatch, each replica has at least one of them before it, or they would deadlock.
     """
     waits: list[int] = []
-    later = held = 0
+    later = later_in_flight = 0
     for s, replicas in reversed([*enumerate(plan.replicas)]):
         share = -(-m // replicas)
-        wait = max(-(-max(min(2, m) * (len(plan.stages) - 1 - s), later) // replicas), 1 - share - (-held // replicas))
+        wait = max(
+            -(-max(min(2, m) * (len(plan.stages) - 1 - s), later) // replicas),
+            1 - share - (-later_in_flight // replicas),
+        )
         while s == 0 and 0 < wait * replicas % m < replicas:
             wait += 1
         waits.insert(0, wait)
-        later, held = wait * replicas, (wait + share - 1) * replicas
+        later, later_in_flight = wait * replicas, (wait + share - 1) * replicas
     return tuple(waits)
 
 

@@ -45,16 +45,16 @@ def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
 
     def unit(rank: int, first: int) -> list[tuple[int, Op]]:
         """Ops of p microbatches with the slots in which they start, a forward being as long as a backward."""
-        found = []
+        slots = []
         for up, stage in enumerate((rank, p - 1 - rank)):
             stage_replica = (stage, up)
             for i in range(p // 2):
                 k = first + 2 * i + up
-                found += [
+                slots += [
                     (2 * i + stage, forward(stage_replica, k)),
                     (2 * p - 1 - stage + 2 * i, backward(stage_replica, k)),
                 ]
-        return found
+        return slots
 
     def order(rank: int) -> Iterator[Op]:
         for number in count():

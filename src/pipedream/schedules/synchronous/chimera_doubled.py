@@ -39,7 +39,7 @@ def chimera_doubled(plan: Plan, microbatches: int | None = None) -> Schedule:
             f"schedule 'chimera_doubled' on {p} workers with {m} microbatches a minibatch: it takes them in units of "
             f"{2 * p}; split the minibatch into a multiple of that"
         )
-    rows = _in_pairs(p, m)
+    rows = _order_in_pairs(p, m)
 
     def order(rank: int) -> Iterator[Op]:
         for number in count():
@@ -56,7 +56,7 @@ def chimera_doubled(plan: Plan, microbatches: int | None = None) -> Schedule:
     return both_directions("chimera_doubled", plan, m, order, claims)
 
 
-def _in_pairs(p: int, m: int) -> list[list[Op]]:
+def _order_in_pairs(p: int, m: int) -> list[list[Op]]:
     """Returns the ops of each worker in a minibatch: in each slot a backward, if one can start, else two forwards.
 
     Of two that can start it takes the one at the later stage; never more than 2p are in flight.
@@ -64,29 +64,29 @@ def _in_pairs(p: int, m: int) -> list[list[Op]]:
     rows: list[list[Op]] = [[] for _ in range(p)]
     taken = dict.fromkeys(((kind, s, up) for kind in "FB" for s in range(p) for up in (0, 1)), 0)
 
-    def next_of(rank: int) -> tuple[str, int, int] | None:
+    def choose_next(rank: int) -> tuple[str, int, int] | None:
         stage_replicas = sorted(((rank, 0), (p - 1 - rank, 1)), reverse=True)
         for s, up in stage_replicas:
             done = taken["B", s, up]
             if done < before["F", s, up] and (s == p - 1 or done < before["B", s + 1, up]):
                 return "B", s, up
-        held = sum(taken["F", *stage_replica] - taken["B", *stage_replica] for stage_replica in stage_replicas)
-        for s, up in stage_replicas if held <= 2 * p - 2 else ():
-            made = taken["F", s, up]
-            if made < m // 2 and (s == 0 or made < before["F", s - 1, up]):
+        in_flight = sum(taken["F", *stage_replica] - taken["B", *stage_replica] for stage_replica in stage_replicas)
+        for s, up in stage_replicas if in_flight <= 2 * p - 2 else ():
+            forwards = taken["F", s, up]
+            if forwards < m // 2 and (s == 0 or forwards < before["F", s - 1, up]):
                 return "F", s, up
         return None
 
     while any(taken["B", s, up] < m // 2 for s in range(p) for up in (0, 1)):
         before = dict(taken)  # done by the end of the slot before
         for rank, row in enumerate(rows):
-            found = next_of(rank)
-            if found is not None:
-                kind, s, up = found
-                first = taken[found]
-                taken[found] += 1 if kind == "B" else 2
+            step = choose_next(rank)
+            if step is not None:
+                kind, s, up = step
+                first = taken[step]
+                taken[step] += 1 if kind == "B" else 2
                 make = backward if kind == "B" else forward
-                row += [make((s, up), 2 * i + up) for i in range(first, taken[found])]
+                row += [make((s, up), 2 * i + up) for i in range(first, taken[step])]
     return rows
 
 

@@ -52,11 +52,11 @@ def dualpipev(plan: Plan, microbatches: int | None = None) -> Schedule:
         in_flight=lambda p, m, s: 2 * p + 1,
         makespan_s=lambda p, m, n, f, i, w: n * (2 * m * (f + i + w) + (p - 1) * (f + i - w)),
     )
-    order = minibatch_by_minibatch(m, lambda rank, mine: _minibatch(rank, p, mine))
+    order = minibatch_by_minibatch(m, lambda rank, mine: _order_minibatch(rank, p, mine))
     return flushing("dualpipev", plan, m, order, claims, kinds=SPLIT)
 
 
-def _minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
+def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
     """Yields the ops of a worker on one minibatch; numbers are the steps of the released code."""
     there, back = (rank, 0), (2 * p - 1 - rank, 0)
     progress = MicrobatchProgress(mine)

@@ -45,11 +45,11 @@ def zbv(plan: Plan, microbatches: int | None = None) -> Schedule:
         in_flight=lambda p, m, s: 2 * p,
         makespan_s=lambda p, m, n, f, i, w: 2 * n * m * (f + i + w) + (p - 1) * f,
     )
-    order = minibatch_by_minibatch(m, lambda rank, mine: _minibatch(rank, p, mine))
+    order = minibatch_by_minibatch(m, lambda rank, mine: _order_minibatch(rank, p, mine))
     return flushing("zbv", plan, m, order, claims, kinds=SPLIT)
 
 
-def _minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
+def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
     there, back = (rank, 0), (2 * p - 1 - rank, 0)
     progress = MicrobatchProgress(mine)
     yield from progress.take((F, there), times=2 * (p - rank) - 1)
