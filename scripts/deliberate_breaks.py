@@ -545,8 +545,8 @@ BREAKS = (
     Break(
         "loop: the op that found the end of the data counts as done",
         "core/schedule/program.py",
-        "found -= _is_work(last) and not exists(last)",
-        "found -= False",
+        "count -= _is_work(last) and not exists(last)",
+        "count -= False",
         ("core/test_lowering.py",),
     ),
     # Failures

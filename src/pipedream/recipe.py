@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipedream.core.cold import compute_for
+from pipedream.core.cold import busy_wait_cold_cache
 from pipedream.core.errors import PipelineError, RecipeError, ScheduleError, install_advice
 from pipedream.core.user_code import is_of_loader, notes_of, shortened, with_place
 from pipedream.options import ModelOptions, optimizer_problems
@@ -105,7 +105,7 @@ class Recipe(ModelOptions):
         seconds = []
         with preserved_rng(self.train):
             for _ in range(_LOADS):
-                compute_for()
+                busy_wait_cold_cache()
                 start = time.perf_counter()
                 make()
                 seconds.append(time.perf_counter() - start)

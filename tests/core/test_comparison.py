@@ -42,11 +42,11 @@ def test_verdict_is_one_sentence() -> None:
 
 
 def test_emulated_workers_are_said_to_be() -> None:
-    found = RecipeComparison("vgg", 8, None, (over(50e6, ddp=10, ours=42),), emulated=True)
-    assert found.verdict == (
+    comparison = RecipeComparison("vgg", 8, None, (over(50e6, ddp=10, ours=42),), emulated=True)
+    assert comparison.verdict == (
         "With emulated workers over 400 Mbit/s PipeDream, noam trains 4.2 times as many samples per second as DDP."
     )
-    assert str(found).startswith("vgg, 8 emulated workers, over 400 Mbit/s\n")
+    assert str(comparison).startswith("vgg, 8 emulated workers, over 400 Mbit/s\n")
 
 
 def test_table_says_what_is_missing() -> None:
@@ -58,17 +58,17 @@ def test_table_says_what_is_missing() -> None:
             Variant("2BW", 2, "1-1, noam", 20.0, 21.0, 32, 1e5, 0.125, 3_000_000, 7.5, {"accuracy": 0.25}),
         ),
     )
-    found = RecipeComparison("net", 2, None, (link,), ("the profile's seconds vary by 40%",))
-    head, ddp, torchs, two_bw = (line.split("  ") for line in str(found).split("\n\n")[0].splitlines()[1:])
+    comparison = RecipeComparison("net", 2, None, (link,), ("the profile's seconds vary by 40%",))
+    head, ddp, torchs, two_bw = (line.split("  ") for line in str(comparison).split("\n\n")[0].splitlines()[1:])
     words = [[cell.strip() for cell in row if cell.strip()] for row in (head, ddp, torchs, two_bw)]
-    assert words[0] == list(found.heads)
+    assert words[0] == list(comparison.heads)
     assert words[1] == ["DDP", "-", "10", "-", "1.00", "64", "2.00 MB", "-", "-", "-", "0.5"]
     assert words[2] == ["torch Schedule1F1B", *["-"] * 10]
     assert words[3] == ["2BW", "1-1, noam", "20", "21", "2.00", "32", "100 kB", "12.5%", "3.00 MB", "7.5", "0.25"]
-    assert "over 10 Gbit/s, 400 Mbit/s\n" in str(found)
-    assert found.reasons() == (
+    assert "over 10 Gbit/s, 400 Mbit/s\n" in str(comparison)
+    assert comparison.reasons() == (
         "torch Schedule1F1B did not run: the model is no chain",
         'no seconds to a target: the recipe has none; give it one, as in target=("accuracy", 0.97)',
         "the profile's seconds vary by 40%",
     )
-    assert RecipeComparison("net", 2, ("accuracy", 0.9), (link,)).reasons() == found.reasons()[:1]
+    assert RecipeComparison("net", 2, ("accuracy", 0.9), (link,)).reasons() == comparison.reasons()[:1]

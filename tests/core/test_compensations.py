@@ -48,15 +48,18 @@ anything = st.one_of(
 
 
 @given(anything)
-def test_text_and_json_give_it_back(one: Compensation) -> None:
-    assert Compensation.of_text(str(one)) == one
-    assert Compensation.decoded(json.loads(json.dumps(one.encoded())), "here") == one
-    assert compensations([one, str(one)]) == (one, one)
-    assert compensations(one) == compensations(str(one)) == (one,)
+def test_text_and_json_give_it_back(compensation: Compensation) -> None:
+    assert Compensation.of_text(str(compensation)) == compensation
+    assert Compensation.decoded(json.loads(json.dumps(compensation.encoded())), "here") == compensation
+    assert compensations([compensation, str(compensation)]) == (compensation, compensation)
+    assert compensations(compensation) == compensations(str(compensation)) == (compensation,)
 
 
 def test_texts() -> None:
-    assert [str(one) for one in (SpikeCompensation(), SpikeCompensation(3), Nesterov(), ErrorFeedback(0.5))] == [
+    assert [
+        str(compensation)
+        for compensation in (SpikeCompensation(), SpikeCompensation(3), Nesterov(), ErrorFeedback(0.5))
+    ] == [
         "spike",
         "spike:3",
         "nesterov",
@@ -142,13 +145,13 @@ def test_named_methods_stand_on_others(name: str, stages: int) -> None:
     base, compensation = STANDS_ON[name]
     schedule, plain = build(name, Plan.uniform(stages)), build(base, Plan.uniform(stages))
     assert schedule.updates.compensation == (compensation,)
-    one, other = (simulate(lower(s), costs(s.plan), 6 * stages) for s in (schedule, plain))
-    assert one.spans == other.spans
+    ours, other = (simulate(lower(s), costs(s.plan), 6 * stages) for s in (schedule, plain))
+    assert ours.spans == other.spans
     for s in range(stages):
         assert schedule.claims.staleness is not None
         assert schedule.claims.in_flight is not None
-        assert staleness(one, s) == schedule.claims.staleness(stages, 6 * stages, s) == schedule.weights.staleness(s)
-        assert in_flight(one, s) == schedule.claims.in_flight(stages, 6 * stages, s)
+        assert staleness(ours, s) == schedule.claims.staleness(stages, 6 * stages, s) == schedule.weights.staleness(s)
+        assert in_flight(ours, s) == schedule.claims.in_flight(stages, 6 * stages, s)
 
 
 class _Graph(Stash):

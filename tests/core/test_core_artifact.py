@@ -73,7 +73,7 @@ def plans(draw: st.DrawFn) -> Plan:
         first = last
     update_delay = tuple(draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
     cluster = draw(
-        clusters().filter(lambda found: found.workers >= sum(replicas)) | st.just(Cluster.flat(sum(replicas)))
+        clusters().filter(lambda cluster: cluster.workers >= sum(replicas)) | st.just(Cluster.flat(sum(replicas)))
     )
     return Plan(
         tuple(stages), depth.noam(tuple(replicas), update_delay), cluster, update_delay, draw(words), draw(counts)

@@ -96,13 +96,13 @@ class TestDepth:
     def test_legal_is_the_least_that_is_accepted(self, replicas: tuple[int, ...], data: st.DataObject) -> None:
         counts = tuple(data.draw(st.integers(1, 6)) for _ in replicas)
         update_delay = tuple(data.draw(st.integers(0, 1)) if r > 1 and len(replicas) > 1 else 0 for r in replicas)
-        found = depth.raise_to_legal(counts, replicas, update_delay)
-        depth.check_in_flight(found, replicas, update_delay)
-        assert all(f >= c for f, c in zip(found, counts, strict=True))
+        legal = depth.raise_to_legal(counts, replicas, update_delay)
+        depth.check_in_flight(legal, replicas, update_delay)
+        assert all(f >= c for f, c in zip(legal, counts, strict=True))
         for s in range(len(replicas)):
-            if found[s] > counts[s]:
+            if legal[s] > counts[s]:
                 with pytest.raises(PlanError, match="would do"):
-                    depth.check_in_flight((*found[:s], found[s] - 1, *found[s + 1 :]), replicas, update_delay)
+                    depth.check_in_flight((*legal[:s], legal[s] - 1, *legal[s + 1 :]), replicas, update_delay)
         for deep in (
             depth.noam(replicas, update_delay),
             depth.full(replicas, (1.5,) * (len(replicas) - 1), update_delay),
@@ -133,9 +133,9 @@ class TestDepth:
         slots = tuple(data.draw(st.floats(0, 4)) for _ in replicas[1:])
         low, high = depth.noam(replicas, update_delay), depth.full(replicas, slots, update_delay)
         most = tuple(data.draw(st.integers(a, b + 2)) for a, b in zip(low, high, strict=True))
-        found = depth.fitting(low, high, most, replicas)
-        assert all(a <= b <= min(c, d) for a, b, c, d in zip(low, found, high, most, strict=True))
-        depth.check_in_flight(found, replicas, update_delay)
+        fitting = depth.fitting(low, high, most, replicas)
+        assert all(a <= b <= min(c, d) for a, b, c, d in zip(low, fitting, high, most, strict=True))
+        depth.check_in_flight(fitting, replicas, update_delay)
         assert depth.fitting(low, high, high, replicas) == high, "where all fits it is full"
 
     @pytest.mark.parametrize(("counts", "replicas"), [((9, 1), (1, 1)), ((2, 3), (4, 2)), ((3, 3, 3), (1, 1, 1))])
@@ -219,8 +219,8 @@ class TestWeights:
         step, first, newest = replicas[stage], data.draw(st.integers(0, 40)), data.draw(st.integers(0, 12))
         for total in (None, data.draw(st.integers(0, 60))):
             coming = range(first, 2000 if total is None else total, step)
-            wanted = {rule.forward_version(stage, k) for k in coming} & set(range(newest + 1))
-            assert rule.readable(stage, first, newest, step=step, total=total) == wanted
+            expected = {rule.forward_version(stage, k) for k in coming} & set(range(newest + 1))
+            assert rule.readable(stage, first, newest, step=step, total=total) == expected
 
 
 class TestUpdates:
@@ -301,7 +301,7 @@ class TestLatest:
                 else:
                     assert rule.backward_version(stage, op.index) == newest
                     late[stage].append(updates.update_of(stage, op.index) - 1 - rule.forward_version(stage, op.index))
-        assert all(max(found) <= rule.staleness(s) for s, found in late.items() if found)
+        assert all(max(versions) <= rule.staleness(s) for s, versions in late.items() if versions)
 
     @pytest.mark.parametrize("a", [1, 2, 3, 4, 7, 8])
     @pytest.mark.parametrize("p", [1, 2, 4, 8])

@@ -31,8 +31,8 @@ def test_table_says_what_the_code_says() -> None:
         assert device.memory_bytes == float(memory.split()[0]) * 1e9
         assert device.bytes_per_s == pytest.approx(float(number) * {"GB/s": 1e9, "TB/s": 1e12}[unit])
         told = dict(zip(("float64", "float32", "tf32", "float16", "bfloat16"), peaks, strict=True))
-        wanted = {dtype: float(peak) * 1e12 for dtype, peak in told.items() if peak != "-"}
-        assert device.flops_per_s == pytest.approx(wanted)
+        expected = {dtype: float(peak) * 1e12 for dtype, peak in told.items() if peak != "-"}
+        assert device.flops_per_s == pytest.approx(expected)
         assert "sheet" in source or "whitepaper" in source
 
 

@@ -129,10 +129,10 @@ def test_damage_is_named_with_its_line(text: str, says: str, tmp_path: Path) -> 
 def test_a_file_that_is_cut_off_is_refused_or_a_number_shorter(data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(TEXT) - 2))
     try:
-        found = GraphText.parse(TEXT[:cut])
+        graph = GraphText.parse(TEXT[:cut])
     except ArtifactError:
         return
-    assert len(found.nodes) < 3 or len(found.edges) == 2, "it lost an edge unseen"
+    assert len(graph.nodes) < 3 or len(graph.edges) == 2, "it lost an edge unseen"
 
 
 def test_files_that_are_no_text(tmp_path: Path) -> None:

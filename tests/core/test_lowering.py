@@ -59,8 +59,8 @@ def test_a_rank_that_learns_the_total_on_the_way_goes_on_from_there(
     total = minibatches * schedule.microbatches
     exists = program.exists(total)
     for rank in range(schedule.placement.workers):
-        known = sum(1 for _ in takewhile(exists, islice(program.stream(rank), 2000)))
-        executed = data.draw(st.integers(0, known + 1))
+        existing = sum(1 for _ in takewhile(exists, islice(program.stream(rank), 2000)))
+        executed = data.draw(st.integers(0, existing + 1))
         first = [i for i in islice(program.stream(rank), executed) if exists(i)]
         assert [*first, *program.instructions(rank, total, executed)] == list(program.instructions(rank, total))
 
@@ -77,9 +77,11 @@ def test_messages_stand_beside_their_ops(schedule: Schedule) -> None:
                 continue
             step = -1 if item.kind is Move.SEND else 1
             if item.kind is Move.SEND and program.channels[item.channel].carries == "weights":
-                made = [x for x in stream[:i] if isinstance(x, Op) and x.stage == program.channels[item.channel].source]
+                updates = [
+                    x for x in stream[:i] if isinstance(x, Op) and x.stage == program.channels[item.channel].source
+                ]
                 version = program.weights.forward_version(program.channels[item.channel].source, item.index)
-                assert (made[-1].kind, made[-1].index) == (Kind.UPDATE, version) if version else not made
+                assert (updates[-1].kind, updates[-1].index) == (Kind.UPDATE, version) if version else not updates
                 continue
             op = next(x for x in stream[i::step] if isinstance(x, Op))
             if item.kind is Move.SYNC:

@@ -41,15 +41,15 @@ def test_each_rank_receives_its_part_once_from_ranks_that_have_it(
     for piece in pieces(shape, sender, sent, receiver, received):
         assert elements(piece.box) <= has[piece.sender]
         got[piece.receiver] += elements(piece.box)
-    for found, wanted in zip(got, wants, strict=True):
-        assert len(found) == len(set(found))
-        assert set(found) == wanted
+    for elements_received, expected in zip(got, wants, strict=True):
+        assert len(elements_received) == len(set(elements_received))
+        assert set(elements_received) == expected
 
 
 def test_equal_meshes_send_nothing_to_other_places() -> None:
     mesh = Mesh("data:2,model:2")
-    found = pieces((4, 6), mesh, (0, None), mesh, (0, None))
-    assert {(piece.sender, piece.receiver) for piece in found} == {(0, 0), (1, 1), (2, 2), (3, 3)}
+    sent_pieces = pieces((4, 6), mesh, (0, None), mesh, (0, None))
+    assert {(piece.sender, piece.receiver) for piece in sent_pieces} == {(0, 0), (1, 1), (2, 2), (3, 3)}
 
 
 def test_a_mesh_is_read_from_text() -> None:
@@ -87,9 +87,9 @@ def test_cuts_into_halves_may_cut_a_dimension_again(shape: list[int], data: st.D
     cuts = data.draw(st.lists(st.sampled_from([None, *range(len(shape))]), min_size=1, max_size=3))
     letters = ", ".join("abc"[: len(shape)])
     ops = Operators({"x": shape, "y": shape}, f"y[{letters}] = f(x[{letters}])")
-    found = completed(ops, 2 ** len(cuts), {"x": cuts})
+    layout = completed(ops, 2 ** len(cuts), {"x": cuts})
     mesh = Mesh(",".join(f"cut{at + 1}:2" for at in range(len(cuts))))
-    for place, box in zip(mesh.coordinates(), Exchanges(ops, found).rests["x"], strict=True):
+    for place, box in zip(mesh.coordinates(), Exchanges(ops, layout).rests["x"], strict=True):
         assert list(map(list, box_of(shape, cuts, [2] * len(cuts), place))) == list(map(list, box))
 
 
@@ -193,9 +193,9 @@ def test_rules_of_a_dimension_that_a_mesh_lacks_have_no_effect() -> None:
     ],
 )
 def test_a_cluster_of_meshes(cluster: Cluster, ranks: int, widths: list[int]) -> None:
-    found = cluster.of_meshes(ranks)
-    assert [level.width for level in found.levels] == widths
-    assert found.workers * ranks == cluster.workers
+    joined = cluster.of_meshes(ranks)
+    assert [level.width for level in joined.levels] == widths
+    assert joined.workers * ranks == cluster.workers
 
 
 def test_a_cluster_that_meshes_do_not_divide() -> None:
@@ -215,9 +215,9 @@ def test_a_cluster_that_meshes_do_not_divide() -> None:
 def test_a_cluster_of_workers_of_any_ranks(
     levels: tuple[Level, ...], ranks: list[int], widths: list[tuple[int, tuple[int, ...]]]
 ) -> None:
-    found = Cluster(levels).of_workers(ranks)
-    assert [(level.width, level.sizes) for level in found.levels] == widths
-    assert found.workers == len(ranks)
+    joined = Cluster(levels).of_workers(ranks)
+    assert [(level.width, level.sizes) for level in joined.levels] == widths
+    assert joined.workers == len(ranks)
 
 
 def test_a_worker_in_parts_of_two_machines() -> None:
@@ -235,9 +235,9 @@ def test_bytes_of_the_busiest_rank_at_a_boundary(
     shape, sender, sent, receiver, received = move
     busiest = 0
     shares: set[int] = set()
-    for one, cut, other, other_cut in ((sender, sent, receiver, received), (receiver, received, sender, sent)):
-        gives, gets = [0] * one.size, [0] * other.size
-        for piece in pieces(shape, one, cut, other, other_cut):
+    for giver, cut, other, other_cut in ((sender, sent, receiver, received), (receiver, received, sender, sent)):
+        gives, gets = [0] * giver.size, [0] * other.size
+        for piece in pieces(shape, giver, cut, other, other_cut):
             size = len(elements(piece.box))
             gives[piece.sender] += size
             gets[piece.receiver] += size
@@ -247,16 +247,16 @@ def test_bytes_of_the_busiest_rank_at_a_boundary(
         len(elements(box_of(shape, cut, list(mesh.dimensions.values()), mesh.coordinates()[0])))
         for mesh, cut in ((sender, sent), (receiver, received))
     ]
-    found = boundary_bytes(sender.size, parts[0], receiver.size, parts[1])
+    predicted = boundary_bytes(sender.size, parts[0], receiver.size, parts[1])
     if shares == {1}:
-        assert found == busiest
+        assert predicted == busiest
     divides = all(
         cut is None or shape[cut] % size == 0
         for mesh, cuts in ((sender, sent), (receiver, received))
         for cut, size in zip(cuts, mesh.dimensions.values(), strict=True)
     )
     if divides:
-        assert found <= busiest
+        assert predicted <= busiest
 
 
 def test_a_plan_counts_ranks() -> None:
@@ -315,7 +315,7 @@ def test_the_cut_of_a_boundary() -> None:
 
 @given(st.lists(moves(), max_size=3), st.sampled_from(["", '["l",["t",0]]', '"a|b"']))
 def test_cuts_travel_in_the_structure(
-    found: list[tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]], structure: str
+    tensors: list[tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]], structure: str
 ) -> None:
-    cuts = tuple(Cut(shape, sent, received) for shape, _, sent, _, received in found)
+    cuts = tuple(Cut(shape, sent, received) for shape, _, sent, _, received in tensors)
     assert cuts_of(with_cuts(structure, cuts)) == (cuts, structure)

@@ -44,15 +44,15 @@ def test_it_is_what_the_papers_claim(name: str, stages: int, m: int) -> None:
     assert claims.versions is not None
     many = 99 if travels else m
     expected = [(claims.in_flight(stages, many, s), claims.versions(stages, many, s)) for s in range(stages)]
-    assert [(found.in_flight, found.versions) for found in occupancy(built)] == expected
+    assert [(stage.in_flight, stage.versions) for stage in occupancy(built)] == expected
 
 
 @pytest.mark.parametrize("m", [1, 3, 9])
 def test_microbatches_between_the_halves_of_a_backward(m: int) -> None:
     """Stage s of ZB-H1 makes weight gradients s microbatches later, of ZB-H2 2s; one has just got its first half."""
     for name, times in (("1f1b", None), ("zb_h1", 1), ("zb_h2", 2)):
-        found = [one.deferred for one in occupancy(schedules.build(name, Plan.uniform(4), m))]
-        assert found == [0 if times is None else min(times * s + 1, m) for s in range(4)]
+        deferred = [stage.deferred for stage in occupancy(schedules.build(name, Plan.uniform(4), m))]
+        assert deferred == [0 if times is None else min(times * s + 1, m) for s in range(4)]
 
 
 @given(st.data())
@@ -66,10 +66,10 @@ def test_it_is_what_the_proof_finds(data: st.DataObject) -> None:
     except ScheduleError:
         return
     proof = verify(lower(built))
-    for s, found in enumerate(occupancy(built)):
+    for s, stage_occupancy in enumerate(occupancy(built)):
         ranks = built.placement.ranks[s]
-        assert found.in_flight == max(proof.peak_in_flight[rank] for rank in ranks)
-        assert found.versions - built.weights.buffers(s) >= max(proof.peak_versions[rank] for rank in ranks)
+        assert stage_occupancy.in_flight == max(proof.peak_in_flight[rank] for rank in ranks)
+        assert stage_occupancy.versions - built.weights.buffers(s) >= max(proof.peak_versions[rank] for rank in ranks)
 
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=960, parameter_bytes=70, activation_bytes=4800)
@@ -97,8 +97,8 @@ def test_the_limit_decides_by_the_method() -> None:
         name: pd.plan(profile, Cluster.flat(2), schedule=name, microbatches=10, shape="1-1")
         for name in ("naive", "1f1b", "gpipe")
     }
-    peaks = {name: found.stages[0].peak_bytes for name, found in plans.items()}
-    kept = {name: found.stages[0].memory.activation_bytes for name, found in plans.items()}
+    peaks = {name: plan.stages[0].peak_bytes for name, plan in plans.items()}
+    kept = {name: plan.stages[0].memory.activation_bytes for name, plan in plans.items()}
     assert kept == {"naive": 2 * 4800 // 10, "1f1b": 2 * 2 * 4800 // 10, "gpipe": 10 * 2 * 4800 // 10}
     limit = Cluster.flat(2, memory_bytes=peaks["gpipe"] - 1)
     pd.plan(profile, limit, schedule="1f1b", microbatches=10, shape="1-1")
@@ -127,7 +127,7 @@ def test_a_stage_alone_never_holds_more_versions_than_in_a_plan(replicas: tuple[
         rule = OccupancyRule(stash, occupancy_of(name), 1)
         plan = Plan.uniform(3, replicas=replicas)
         alone = [rule.of_stage(count).versions for count in plan.in_flight]
-        assert all(map(int.__le__, alone, (held.versions for held in rule.of_plan(plan)))), (name, alone)
+        assert all(map(int.__le__, alone, (stage.versions for stage in rule.of_plan(plan)))), (name, alone)
 
 
 def test_a_number_that_a_method_cannot_work_with_counts_as_all_that_is_admitted() -> None:

@@ -49,12 +49,12 @@ def counted(
             for component in inside if len(inside) > 1 else ():
                 for way in (out, into):
                     way[level, component] += factor * size / len(workers)
-    found = {}
+    seconds = {}
     for place in {*out, *into}:
         row = cluster.levels[place[0]]
         receives = row.receive_bytes_per_s or row.bandwidth_bytes_per_s
-        found[place] = max(out[place] / row.bandwidth_bytes_per_s, into[place] / receives)
-    return found
+        seconds[place] = max(out[place] / row.bandwidth_bytes_per_s, into[place] / receives)
+    return seconds
 
 
 @given(stages_somewhere(), SIZES, SIZES)
@@ -62,9 +62,9 @@ def test_equals_counting_minibatch_by_minibatch(
     drawn: tuple[Cluster, list[tuple[int, ...]]], sent: list[int], summed: list[int]
 ) -> None:
     cluster, taken = drawn
-    found = ports_s(cluster, taken, sent[: len(taken)], summed[: len(taken)])
+    predicted = ports_s(cluster, taken, sent[: len(taken)], summed[: len(taken)])
     expected = counted(cluster, taken, sent, summed)
-    assert {place: s for place, s in found.items() if s} == pytest.approx({p: s for p, s in expected.items() if s})
+    assert {place: s for place, s in predicted.items() if s} == pytest.approx({p: s for p, s in expected.items() if s})
 
 
 def test_a_stage_between_two_machines_by_hand() -> None:

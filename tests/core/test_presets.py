@@ -12,13 +12,13 @@ from pipedream.core.hardware.presets import PRESETS
 @pytest.mark.parametrize("name", PRESETS)
 def test_as_many_machines_as_in_the_paper_or_as_wanted(name: str) -> None:
     preset = PRESETS[name]
-    found, three = presets.cluster(name), presets.cluster(name, 3)
-    assert (found.workers, three.workers) == (preset.machines * preset.workers, 3 * preset.workers)
-    assert set(found.memories) == {preset.memory_bytes}
+    default, three = presets.cluster(name), presets.cluster(name, 3)
+    assert (default.workers, three.workers) == (preset.machines * preset.workers, 3 * preset.workers)
+    assert set(default.memories) == {preset.memory_bytes}
     assert three.levels[-1].bandwidth_bytes_per_s == preset.between_bytes_per_s
     assert three.reach(0, three.workers - 1) == len(three.levels) - 1
     assert name in str(presets.__doc__)
-    assert preset.device in str(found)
+    assert preset.device in str(default)
 
 
 def test_figures() -> None:

@@ -69,7 +69,7 @@ def test_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_notebook_needs_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
     console: Any = type("Console", (), {"is_terminal": False, "is_jupyter": True})
-    for found in (None, object()):
-        monkeypatch.setattr("pipedream.core.progress.find_spec", lambda name, found=found: found)
-        assert is_live(console) is (found is not None)
+    for spec in (None, object()):
+        monkeypatch.setattr("pipedream.core.progress.find_spec", lambda name, spec=spec: spec)
+        assert is_live(console) is (spec is not None)
     assert not is_live(Console(file=io.StringIO()))

@@ -30,20 +30,20 @@ PLAN = Plan(
 
 
 @given(runtime_costs())
-def test_is_saved_with_profiles_and_plans(found: RuntimeCosts) -> None:
-    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),), runtime=found)
-    plan = replace(PLAN, runtime=found)
+def test_is_saved_with_profiles_and_plans(runtime: RuntimeCosts) -> None:
+    profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),), runtime=runtime)
+    plan = replace(PLAN, runtime=runtime)
     assert Profile.from_json(profile.to_json()) == profile
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("one", [Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),)), PLAN], ids=["profile", "plan"])
-def test_earlier_files_have_none(one: Profile | Plan) -> None:
-    before = json.loads(one.to_json())
+@pytest.mark.parametrize("artifact", [Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),)), PLAN], ids=["profile", "plan"])
+def test_earlier_files_have_none(artifact: Profile | Plan) -> None:
+    before = json.loads(artifact.to_json())
     del before["runtime"]
-    assert type(one).from_json(json.dumps(before)) == one
-    assert not one.runtime
-    assert "runtime" not in str(one)
+    assert type(artifact).from_json(json.dumps(before)) == artifact
+    assert not artifact.runtime
+    assert "runtime" not in str(artifact)
 
 
 def test_no_costs_are_negative() -> None:
@@ -75,27 +75,27 @@ def test_a_gpu_computes_meanwhile() -> None:
     assert replace(PLAN, runtime=busy).runtime_s == (0.0, 0.0, 0.0)
     slow_host = replace(busy, op_s=10.0)
     assert replace(PLAN, runtime=slow_host).runtime_s[1] == pytest.approx(20.0 + 2.0 + 4 * (0.25 + 1.0) - 13.0)
-    found = costs(replace(PLAN, runtime=slow_host))
-    assert found.op_s(Kind.FORWARD, 1) == 10.0 + 2 * 0.25
-    assert found.op_s(Kind.BACKWARD, 2) == 10.0 + 0.25
-    assert found.op_s(Kind.UPDATE, 0) == 2.0
-    assert (found.load_s, found.end_s(Channel(0, 1, "activation", 0, 1))) == (0.0, 0.0)
+    slow = costs(replace(PLAN, runtime=slow_host))
+    assert slow.op_s(Kind.FORWARD, 1) == 10.0 + 2 * 0.25
+    assert slow.op_s(Kind.BACKWARD, 2) == 10.0 + 0.25
+    assert slow.op_s(Kind.UPDATE, 0) == 2.0
+    assert (slow.load_s, slow.end_s(Channel(0, 1, "activation", 0, 1))) == (0.0, 0.0)
 
 
 def test_each_op_is_longer_by_exactly_that() -> None:
-    without, found = costs(PLAN), costs(replace(PLAN, runtime=COSTS))
+    without, longer = costs(PLAN), costs(replace(PLAN, runtime=COSTS))
     for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT):
-        assert found.op_s(kind, 1) == without.op_s(kind, 1) + 0.5
-    assert found.op_s(Kind.UPDATE, 1) == without.op_s(Kind.UPDATE, 1) + 2.0
-    assert found.end_s(Channel(0, 1, "activation", 0, 1)) == 1.25
-    assert found.end_s(Channel(0, 2, "input", 0, 2)) == 0.25
+        assert longer.op_s(kind, 1) == without.op_s(kind, 1) + 0.5
+    assert longer.op_s(Kind.UPDATE, 1) == without.op_s(Kind.UPDATE, 1) + 2.0
+    assert longer.end_s(Channel(0, 1, "activation", 0, 1)) == 1.25
+    assert longer.end_s(Channel(0, 2, "input", 0, 2)) == 0.25
 
 
 def test_the_bytes_of_a_sum_keep_its_workers_from_computing() -> None:
     """Each of two replicas sends as many bytes as the stage has, and receives as many."""
     plan = Plan((Stage(0, 1, 2, 4.0, 8.0, 1.0, parameter_bytes=100),), (1,), Cluster.flat(2, 1e9))
-    without, found = costs(plan), costs(replace(plan, runtime=COSTS))
-    assert (without.summing_s(0), found.summing_s(0)) == (0.0, 2 * 100 * 0.01)
+    without, longer = costs(plan), costs(replace(plan, runtime=COSTS))
+    assert (without.summing_s(0), longer.summing_s(0)) == (0.0, 2 * 100 * 0.01)
     on_gpus = costs(replace(plan, runtime=replace(COSTS, overlap_device=True)))
     assert on_gpus.summing_s(0) == 0.0
     busy = replace(plan, runtime=RuntimeCosts(message_s_per_byte=0.01))
@@ -108,7 +108,7 @@ def test_an_unbroken_run_by_hand() -> None:
     """One minibatch through two stages: read, forward, send, receive, both passes of the last stage, and back."""
     plan = Plan(PLAN.stages[:2], (2, 1), Cluster.flat(2, 1e30), runtime=COSTS)
     program = lower(build("1f1b", plan, 1))
-    spans = {(one.kind, one.stage): one for one in simulate(program, costs(plan), 1).spans if one.kind in "FBU"}
+    spans = {(span.kind, span.stage): span for span in simulate(program, costs(plan), 1).spans if span.kind in "FBU"}
     assert (spans["F", 0].start_s, spans["F", 0].end_s) == (3.0, 7.5)
     received_s = 7.5 + 0.25 + 2 * 1.25  # the targets are sent first
     assert spans["F", 1].start_s == pytest.approx(received_s)
@@ -126,8 +126,8 @@ def test_a_stage_takes_the_longer_of_its_kernels_and_their_launches() -> None:
         for layers in ((small,) * 2, (large,) * 2, (small, large))
     ] == [14.0, 60.0, 33.0]
     plan = single_stage_plan(Profile.of_chain((small,) * 2), cluster)
-    found = costs(plan, split=2)  # each microbatch is launched alone
-    assert [found.op_s(kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT)] == [6.0, 8.0, 4.0]
+    launched = costs(plan, split=2)  # each microbatch is launched alone
+    assert [launched.op_s(kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT)] == [6.0, 8.0, 4.0]
     again = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
     assert costs(again).op_s(Kind.BACKWARD, 0) == 14.0
     busy = replace(plan, runtime=RuntimeCosts(op_s=1.0, overlap_device=True))
@@ -148,7 +148,7 @@ def test_the_planner_counts_launches() -> None:
 
 def test_earlier_files_have_no_launches() -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),))
-    found = json.loads(profile.to_json())
+    data = json.loads(profile.to_json())
     for name in ("forward_launch_s", "backward_launch_s"):
-        del found["layers"][0][name]
-    assert Profile.from_json(json.dumps(found)) == profile
+        del data["layers"][0][name]
+    assert Profile.from_json(json.dumps(data)) == profile

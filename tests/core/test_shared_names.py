@@ -16,10 +16,10 @@ from tests.partitioner.steps import steps, transformer
 def test_only_names_change(ops: Operators) -> None:
     shared = ops.with_shared_names()
     assert (shared.tensors, shared.alike) == (ops.tensors, ops.alike)
-    for one, other in zip(ops.steps, shared.steps, strict=True):
-        assert list(one.sizes.values()) == list(other.sizes.values())
-        names = dict(zip(other.sizes, one.sizes, strict=True))  # as many: no two have become one
-        assert with_indices(other.line, names) == one.line.text
+    for step, other in zip(ops.steps, shared.steps, strict=True):
+        assert list(step.sizes.values()) == list(other.sizes.values())
+        names = dict(zip(other.sizes, step.sizes, strict=True))  # as many: no two have become one
+        assert with_indices(other.line, names) == step.line.text
     mesh = Mesh("m:2")
     without, before = shared.report(Layout(), mesh), ops.report(Layout(), mesh)
     assert (without.done, without.unique, without.moved) == (before.done, before.unique, before.moved)
@@ -29,8 +29,8 @@ def test_only_names_change(ops: Operators) -> None:
 @settings(max_examples=30)
 @given(steps)
 def test_partitions_do_not_depend_on_names(ops: Operators) -> None:
-    one, other = partition(ops, 4), partition(ops.with_shared_names(), 4)
-    assert [cut.elements for cut in one.cuts] == [cut.elements for cut in other.cuts]
+    first, other = partition(ops, 4), partition(ops.with_shared_names(), 4)
+    assert [cut.elements for cut in first.cuts] == [cut.elements for cut in other.cuts]
 
 
 @given(steps)
@@ -50,9 +50,9 @@ def test_names_differ_only_where_they_must(ops: Operators) -> None:
     for (tensor, at), names in used.items():
         if names & shared.named.whole.keys():
             continue  # the dimension is named by another one while no operator uses it
-        own = shared.named.at_rest[tensor][at]
-        for name in names - {own} if own else ():
-            assert any({name, own} <= owner for owner in owners)
+        own_name = shared.named.at_rest[tensor][at]
+        for name in names - {own_name} if own_name else ():
+            assert any({name, own_name} <= owner for owner in owners)
 
 
 def test_a_transformer_is_cut_as_by_names_given_by_hand() -> None:
@@ -62,8 +62,8 @@ def test_a_transformer_is_cut_as_by_names_given_by_hand() -> None:
         ("batch:m", "x0_0:m"),
         ("batch:m,d_ff:n,heads:n,vocab:n", "x0_0:m,words_0:n,h0_2:n,h1_2:n,q0_2:n,q1_2:n"),
     ):
-        one, two = ops.report(Layout(rules), mesh), shared.report(Layout(other), mesh)
-        assert one == two
+        first, two = ops.report(Layout(rules), mesh), shared.report(Layout(other), mesh)
+        assert first == two
 
 
 def test_an_operator_keeps_its_indices_apart() -> None:
@@ -86,9 +86,9 @@ def test_merged_dimensions_are_cut_by_their_outermost_index() -> None:
     assert shared.text.splitlines()[0] == "rows[6*x_0 + 1*x_1, x_2] = view(x[x_0, x_1, x_2])"
     assert shared.text.splitlines()[1] == "y[x_0, w_1] += rows[x_0, x_2] * w[x_2, w_1]"
     assert shared.named.sizes["x_0"] == [4, 24]
-    found = shared.report(Layout("x_0:m"), Mesh("m:4"))
-    assert (found.moved, found.done) == ({}, found.unique)
-    assert found.peak == 8 * 6 + (24 * 8 + 24 * 8) // 4  # at the first line
+    report = shared.report(Layout("x_0:m"), Mesh("m:4"))
+    assert (report.moved, report.done) == ({}, report.unique)
+    assert report.peak == 8 * 6 + (24 * 8 + 24 * 8) // 4  # at the first line
     with pytest.raises(PlanError, match=r"cuts 'x_1', but line 1, .* has it in an expression"):
         shared.report(Layout("x_1:m"), Mesh("m:2"))
     with pytest.raises(PlanError, match=r"cuts 'x_0', which has size 4 .* does not divide it"):
@@ -104,15 +104,15 @@ def test_only_blocks_of_rows_are_parts_of_a_merged_dimension(
     for at in range(len(sizes) - 2, -1, -1):
         times[at] = times[at + 1] * sizes[at + 1]
     times[0] = times[0] * wrong
-    text = " + ".join(f"{one}*{name}" for one, name in zip(times, letters, strict=True)) + f" + {offset}"
+    text = " + ".join(f"{factor}*{name}" for factor, name in zip(times, letters, strict=True)) + f" + {offset}"
     whole = times[0] * sizes[0] + offset + is_short
     ops = Operators({"x": tuple(sizes), "y": (whole,)}, f"x[{', '.join(letters)}] = f(y[{text}])")
     (step,) = ops.steps
     reads: dict[int, set[int]] = {}
     for at in range(sizes[0]):
         inner = {0}
-        for one, size in zip(times[1:], sizes[1:], strict=True):
-            inner = {had + one * value for had in inner for value in range(size)}
+        for factor, size in zip(times[1:], sizes[1:], strict=True):
+            inner = {had + factor * value for had in inner for value in range(size)}
         reads[at] = {times[0] * at + value + offset for value in inner}
     block = whole // sizes[0]
     is_cut = whole % sizes[0] == 0 and all(reads[at] == {*range(at * block, (at + 1) * block)} for at in reads)

@@ -18,8 +18,8 @@ SEEN = Seen("one", "cpu: a", 0.01, 8_000_000_000)
 def survey(machines: str, **more: tuple[object, ...]) -> Survey:
     """Returns the survey of a worker on each of the machines, and of two links on each level."""
     links = tuple(Link(level, 0, 1, 1e-4 * (level + 1), rate, rate) for level, rate in ((0, 1e9), (1, 1e8)))
-    found = Survey(tuple(replace(SEEN, machine=name) for name in machines), links)
-    return replace(found, **more)  # type: ignore[arg-type]
+    measured = Survey(tuple(replace(SEEN, machine=name) for name in machines), links)
+    return replace(measured, **more)  # type: ignore[arg-type]
 
 
 @given(
@@ -47,9 +47,9 @@ def test_machines_are_neighbouring_ranks() -> None:
 
 
 def test_levels_follow_the_machines() -> None:
-    one = survey("aaa").cluster()
-    assert [level.width for level in one.levels] == [3]
-    assert one.bandwidth_bytes_per_s == 1e9
+    single = survey("aaa").cluster()
+    assert [level.width for level in single.levels] == [3]
+    assert single.bandwidth_bytes_per_s == 1e9
     apart = survey("abc").cluster()
     assert [level.width for level in apart.levels] == [3]
     even = survey("aabb").cluster()

@@ -32,25 +32,25 @@ LAGS = [  # updates between a minibatch's first forward and its backward, as a r
 
 def followed(schedule: Schedule, stage: int, updates: int) -> list[list[Op]]:
     """Returns the ops of each replica of a stage up to its update of that number."""
-    found = []
+    rows = []
     for rank in schedule.placement.ranks[stage]:
         mine: list[Op] = []
         for op in schedule.order(rank):
             mine.append(op)
             if op == (Kind.UPDATE, stage, updates, op.replica):
                 break
-        found.append(mine)
-    return found
+        rows.append(mine)
+    return rows
 
 
 def newest_at(ops: list[Op], kind: Kind) -> dict[int, int]:
     """Returns for each microbatch how many updates its replica had made before this op of it."""
-    newest, found = 0, {}
+    newest, newest_by_microbatch = 0, {}
     for op in ops:
         newest += op.kind is Kind.UPDATE
         if op.kind is kind:
-            found[op.index] = newest
-    return found
+            newest_by_microbatch[op.index] = newest
+    return newest_by_microbatch
 
 
 @given(replica_counts, st.data())
@@ -84,15 +84,15 @@ def test_lags_of_the_order_are_those_that_were_measured(p: int, m: int, delays_u
     """Of the order, in slots by the paper's rule and as it is here; of the static tables; and of the tags."""
     for s, row in enumerate(nf1b(p, m, 12)):
         before: list[int] = []  # updates before each forward
-        found: Counter[int] = Counter()
+        lags: Counter[int] = Counter()
         for what in row:
             if what == "F":
-                before.append(found["B"])
+                before.append(lags["B"])
             elif what == "B":
-                assert found["B"] - before[found["B"] * m] <= delays_updates[s]
-                found["late"] = max(found["late"], found["B"] - before[found["B"] * m])
-            found[what] += 1
-        assert found["late"] == delays_updates[s]
+                assert lags["B"] - before[lags["B"] * m] <= delays_updates[s]
+                lags["late"] = max(lags["late"], lags["B"] - before[lags["B"] * m])
+            lags[what] += 1
+        assert lags["late"] == delays_updates[s]
     live, tagged, between = (
         build(name, Plan.uniform(p), m) for name in ("v_timeprest", "timeprest", "timeprest_interpolated")
     )
@@ -119,10 +119,10 @@ def version_difference(p: int, m: int) -> int:
 @pytest.mark.parametrize("m", range(2, 9))
 def test_the_version_difference_of_the_paper(p: int, m: int) -> None:
     """Dutta et al., section 3.5: v = floor((W+N-2)/N), and v = 1 iff W <= N+1. The first does not hold everywhere."""
-    found = version_difference(p, m)
-    assert found == (p - 1) // (m + 1) + 1
-    assert (found == 1) == (p <= m + 1)
-    assert (found == (p + m - 2) // m) == ((p, m) not in {(6, 2), (8, 2), (8, 3)})
+    difference = version_difference(p, m)
+    assert difference == (p - 1) // (m + 1) + 1
+    assert (difference == 1) == (p <= m + 1)
+    assert (difference == (p + m - 2) // m) == ((p, m) not in {(6, 2), (8, 2), (8, 3)})
     # At its own stage a backward reads what was made of the minibatch before.
     rule = build("timeprest", Plan.uniform(p), m).weights
     assert all(rule.backward_version(s, k) == k // m for s in range(p) for k in range(6 * m))
@@ -212,4 +212,4 @@ def test_the_reader_admits_a_minibatch_before_its_turn_is_over(replicas: tuple[i
     for minibatch in range(8):
         mine = range(minibatch * m, (minibatch + 1) * m)
         read = next(met[0][k] for k in mine if k in met[0])
-        assert all(read <= found[k] for found in met for k in mine if k in found)
+        assert all(read <= newest[k] for newest in met for k in mine if k in newest)

@@ -28,9 +28,9 @@ def test_a_loaders_process() -> None:
 @pytest.mark.parametrize("length", [0, 1000, 1001, 5000])
 def test_long_texts_keep_both_ends(length: int) -> None:
     text = "".join(chr(97 + i % 26) for i in range(length))
-    found = shortened(text)
+    short = shortened(text)
     if length <= 1000:
-        assert found == text
+        assert short == text
     else:
-        assert found == f"{text[:500]} ... ({length - 1000} characters left out) ... {text[-500:]}"
+        assert short == f"{text[:500]} ... ({length - 1000} characters left out) ... {text[-500:]}"
     assert with_place(ValueError(text)).startswith("ValueError: ")

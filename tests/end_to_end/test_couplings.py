@@ -197,7 +197,7 @@ class Tied:
         profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
         if self.workers:
             return pd.plan(profile, Cluster.flat(self.workers), schedule=self.schedule, microbatches=self.parts)
-        return manual_plan(profile.parted(), Cluster.flat(sum(self.replicas)), self.cuts, self.replicas)
+        return manual_plan(profile.without_tied_groups(), Cluster.flat(sum(self.replicas)), self.cuts, self.replicas)
 
 
 def train_tied(
@@ -419,7 +419,7 @@ def train_from_meta(cuts: tuple[int, ...]) -> dict[str, Tensor]:
     ).graph
     profile = Profile("tied", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 8)
     counts = (1,) * (len(cuts) + 1)
-    plan = manual_plan(profile.parted(), Cluster.flat(len(counts)), cuts, counts)
+    plan = manual_plan(profile.without_tied_groups(), Cluster.flat(len(counts)), cuts, counts)
     with pd.Pipeline(
         model, plan, schedule="1f1b", microbatches=2, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"]
     ) as pipeline:
@@ -690,7 +690,7 @@ def trap_plan(schedule: str) -> Plan:
     graph = capture(trapped(), (marked(())[0][0],)).graph
     profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
     cuts, replicas, order = SHARED.get(schedule, ((2, 3), (1, 1, 1), ()))
-    return replace(manual_plan(profile.parted(), Cluster.flat(sum(replicas)), cuts, replicas), order=order)
+    return replace(manual_plan(profile.without_tied_groups(), Cluster.flat(sum(replicas)), cuts, replicas), order=order)
 
 
 def train_marked(
@@ -812,7 +812,9 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
     stages = [["0."], ["2."], ["4."]] if len(replicas) == 3 else [["0."], ["2.", "4."]]
     graph = capture(trapped(), (batches[1][0],)).graph
     profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
-    plan = manual_plan(profile.parted(), Cluster.flat(sum(replicas)), (2, 3)[: len(replicas) - 1], replicas)
+    plan = manual_plan(
+        profile.without_tied_groups(), Cluster.flat(sum(replicas)), (2, 3)[: len(replicas) - 1], replicas
+    )
     with pd.Pipeline(
         trapped(), plan, schedule=schedule, microbatches=3 if schedule == "1f1b" else None, loss=F.cross_entropy,
         optimizer=OPTIMIZERS["sgd"], on_nan="skip", ema=0.9,
@@ -984,7 +986,7 @@ def many_samples(count: int = 4) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]
         batches = [(torch.randn(2048, 6), torch.zeros(2048).long()) for _ in range(count)]
     graph = capture(model, (batches[0][0],)).graph
     profile = Profile("many", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 1)
-    return model, batches, manual_plan(profile.parted(), Cluster.flat(2), (1,), (1, 1))
+    return model, batches, manual_plan(profile.without_tied_groups(), Cluster.flat(2), (1,), (1, 1))
 
 
 # A minibatch weighs 2048 samples: were that in the gradients of float16 until the update divides by it, each of
@@ -1057,7 +1059,7 @@ def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
     scaler = torch.amp.GradScaler("cpu", **given)
     scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 2})
     with pd.Pipeline(
-        trapped().float(), manual_plan(profile.parted(), Cluster.flat(1), (), (1,)), schedule="pipedream", loss=steep,
+        trapped().float(), manual_plan(profile.without_tied_groups(), Cluster.flat(1), (), (1,)), schedule="pipedream", loss=steep,
         optimizer=OPTIMIZERS["sgd"], grad_scaler=scaler, sample=(batches[0][0],),
     ) as pipeline:  # fmt: skip
         for _ in pipeline.train(Fresh(batches)):

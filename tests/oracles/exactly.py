@@ -18,5 +18,5 @@ def best_plans(space: SearchSpace, **how: Any) -> tuple[Plan | None, Plan | None
         how: see `every_plan.ranked`.
     """
     plans = ranked(space, **how)
-    fitting = (full for plan in plans if (full := space.with_bytes(plan)).overfull is None)
+    fitting = (full for plan in plans if (full := space.with_bytes(plan)).first_stage_over_memory is None)
     return (space.with_bytes(plans[0]) if plans else None), next(fitting, None)

@@ -108,7 +108,7 @@ def test_no_single_mesh_is_faster(seed: int) -> None:
         assert not by_hand
         return
     assert fastest.slowest_stage_s <= min(by_hand, default=float("inf")) * (1 + 1e-9)
-    assert fastest.overfull is None
+    assert fastest.first_stage_over_memory is None
 
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 120))])

@@ -61,7 +61,7 @@ def random_profile(draw: random.Random, most: int = 8) -> Profile:
     if count > 2 and draw.random() < 0.3:
         ties = (tuple(draw.sample(range(count), 2)),)
     tied: tuple[TiedParameters, ...] = ()
-    if ties and draw.random() < 0.5:  # parted, by a method whose stages all make the same updates
+    if ties and draw.random() < 0.5:  # separated, by a method whose stages all make the same updates
         users = tuple(sorted(ties[0]))
         tied, ties = (TiedParameters(("w",), users, min(layers[users[0]].parameter_bytes, 4)),), ()
     graph = LayerGraph(tuple(Layer(f"l{i}", "Layer") for i in range(count)), tuple(sorted(edges)), ties)

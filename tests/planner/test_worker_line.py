@@ -139,7 +139,7 @@ def check_against_every_plan(draw: random.Random, chains: int) -> None:
             continue
         if best != least:
             crowded += 1
-            assert got.overfull is None
+            assert got.first_stage_over_memory is None
             assert got.bound_s <= best.slowest_stage_s <= got.slowest_stage_s
             continue
         assert replace(got, note="", bound_s=0.0) == best

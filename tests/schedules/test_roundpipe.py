@@ -289,7 +289,7 @@ def test_a_plan_says_what_is_done_twice_and_counts_guests() -> None:
     ):
         pd.plan(profile, Cluster.flat(4, memory_bytes=max(peaks) - 1), schedule="roundpipe")
     short = replace(free, cluster=Cluster.flat(4, memory_bytes=max(peaks) - 1))
-    assert short.overfull is None, "each worker has room for its own stages"
+    assert short.first_stage_over_memory is None, "each worker has room for its own stages"
     for measured in (None, profile):
         check_plan(fits, profile=measured)
         with pytest.raises(PlanError, match="whose weights it fetches"):

@@ -71,7 +71,7 @@ def test_a_worker_needs_what_all_its_stages_hold() -> None:
         pd.plan(EVEN, Cluster.flat(4, memory_bytes=most - 1), schedule="interleaved_1f1b", microbatches=4)
     tight = replace(free, cluster=Cluster.flat(4, memory_bytes=most - 1))  # as a person would edit it
     assert max(stage.peak_bytes for stage in tight.stages) < most - 1
-    assert tight.overfull is not None
+    assert tight.first_stage_over_memory is not None
     with pytest.raises(PlanError, match="in addition to the other stages of its worker"):
         check_plan(tight)
     assert check_plan(free).plan == free

@@ -42,11 +42,11 @@ class Artifact:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ArtifactError(
-                f"{source} is not JSON ({error}), so it is not {_a(cls)}; give the right file"
+                f"{source} is not JSON ({error}), so it is not {_add_article(cls)}; give the right file"
             ) from None
         if not isinstance(data, dict) or data.get("artifact") != cls.__name__:
-            found = data.get("artifact") if isinstance(data, dict) else type(data).__name__
-            raise ArtifactError(f"{source} should hold {_a(cls)}, but holds {found!r}; give the right file")
+            holds = data.get("artifact") if isinstance(data, dict) else type(data).__name__
+            raise ArtifactError(f"{source} should hold {_add_article(cls)}, but holds {holds!r}; give the right file")
         if data.get("format") != cls.FORMAT:
             raise ArtifactError(
                 f"{source} has {cls.__name__} format {data.get('format')!r}, this library reads format "
@@ -72,7 +72,7 @@ class Artifact:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise ArtifactError(f"{path} does not exist; give the file of {_a(cls)}") from None
+            raise ArtifactError(f"{path} does not exist; give the file of {_add_article(cls)}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ArtifactError(f"cannot read the {cls.__name__} in {path}: {error}") from None
         return cls.from_json(text, str(path))
@@ -119,10 +119,10 @@ def writing(path: Path) -> Iterator[None]:
 
 def system_error(error: BaseException) -> BaseException:
     """Returns the OSError (a full disk, ...) on which another error followed, as torch's do; or the error itself."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OSError):
-        found = found.__context__
-    return found or error
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause or error
 
 
 def check_json(value: Any, what: str) -> None:
@@ -211,25 +211,25 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
     unknown = sorted(set(value) - set(fields))
     if unknown:
         raise ArtifactError(f"{place} has unknown fields {unknown}; it may have {sorted(fields)}")
-    given = {}
+    arguments = {}
     for name, field in fields.items():
         if name in value:
-            given[name] = decode(hints[name], value[name], f"{place}.{name}")
+            arguments[name] = decode(hints[name], value[name], f"{place}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ArtifactError(f"{place} lacks the field {name!r}")
     try:
-        return kind(**given)
+        return kind(**arguments)
     except (ValueError, TypeError, PlanError) as error:  # PlanError: of a mesh or a layout
         raise ArtifactError(f"{place}: {error}") from None
 
 
-def _a(kind: type) -> str:
+def _add_article(kind: type) -> str:
     """Returns a class's name with its article; the name Operators is a plural."""
     name = kind.__name__
     return name if name.endswith("s") else f"a{'n' * (name[0] in 'AEIOU')} {name}"
 
 
-def _expect(condition: bool, place: str, wanted: str, value: Any) -> None:
+def _expect(condition: bool, place: str, expected: str, value: Any) -> None:
     if not condition:
         shown = repr(value)
-        raise ArtifactError(f"{place} should be {wanted}, found {shown if len(shown) < 80 else shown[:77] + '...'}")
+        raise ArtifactError(f"{place} should be {expected}, found {shown if len(shown) < 80 else shown[:77] + '...'}")

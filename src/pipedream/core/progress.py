@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any
 
-_open: list[str] = []
-"""The bar that is shown; a bar inside another one is not."""
+_is_open = ContextVar("is_open", default=False)
+"""Whether a bar is shown; a bar inside another one is not."""
 
 
 def is_live(console: Any) -> bool:
@@ -29,10 +30,10 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[], None]
 
     console = Console(stderr=True)
     # Of several processes the first one shows what it does.
-    if _open or not is_live(console) or os.environ.get("RANK", "0") != "0":
+    if _is_open.get() or not is_live(console) or os.environ.get("RANK", "0") != "0":
         yield lambda: None
         return
-    _open.append(what)
+    token = _is_open.set(True)
     try:
         # A bar with steps is drawn by `advance` alone: a thread would disturb what is measured between them.
         with Bar(console=console, transient=True, auto_refresh=total is None) as bar:
@@ -44,4 +45,4 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[], None]
 
             yield advance
     finally:
-        _open.clear()
+        _is_open.reset(token)

@@ -44,7 +44,7 @@ def parse_rate(text: str | float) -> float:
 
 def format_bytes(value: float) -> str:
     """Returns three significant digits: ``1.34 MB``."""
-    return _scaled(value, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+    return _format_scaled(value, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
 
 
 def check_factor(what: str, factor: float) -> None:
@@ -78,10 +78,10 @@ def format_rate(value: float) -> str:
 
 def format_seconds(value: float) -> str:
     """Returns three significant digits: ``2.41 ms``."""
-    return _scaled(value, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+    return _format_scaled(value, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
 
 
-def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+def _format_scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     if not math.isfinite(value):
         return str(value)
     if value == 0:

@@ -36,14 +36,14 @@ def user_line(error: BaseException | None = None) -> str:
             traceback = traceback.tb_next
         for code, line in reversed(frames):
             if _is_users(code):
-                return _described(code, line)
+                return _describe(code, line)
         error = error.__cause__
         if error is None:
             return ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_users(frame.f_code):
-            return _described(frame.f_code, frame.f_lineno)
+            return _describe(frame.f_code, frame.f_lineno)
         file = Path(frame.f_code.co_filename)
         if str(file).startswith(_PACKAGE) and file.name not in _CALLED_BY_MODELS:
             break  # what follows has called this package
@@ -57,7 +57,7 @@ def with_place(error: BaseException) -> str:
     A long text is shortened. Of an error in a process of a DataLoader, what that process raised.
     """
     if is_of_loader(error):
-        return _of_loader(str(error))
+        return _describe_loader_error(str(error))
     text = "; ".join([f"{type(error).__name__}: {shortened(str(error).strip() or repr(error))}", *notes_of(error)])
     module, source = getattr(error, _MODULE, ("", ""))
     line = user_line(error)
@@ -88,7 +88,7 @@ def is_of_loader(error: BaseException) -> bool:
     return str(error).startswith("Caught ") and _ORIGINAL in str(error)
 
 
-def _of_loader(text: str) -> str:
+def _describe_loader_error(text: str) -> str:
     head, _, trace = text.partition(_ORIGINAL)
     process = head.removeprefix("Caught ").strip().rstrip(".").partition(" in ")[2]
     lines = trace.strip().splitlines()
@@ -107,10 +107,10 @@ def note_module(error: BaseException, modules: Iterable[tuple[str, Any]]) -> Non
     names = {id(module): f"the module {name!r}" * bool(name) for name, module in modules}
     traceback = error.__traceback__
     while traceback is not None:
-        one: Any = traceback.tb_frame.f_locals.get("self")
-        if id(one) in names:
-            name = names[id(one)] or f"the model {type(one).__name__}"
-            setattr(error, _MODULE, (name, source_of(type(one).forward)))
+        owner: Any = traceback.tb_frame.f_locals.get("self")
+        if id(owner) in names:
+            name = names[id(owner)] or f"the model {type(owner).__name__}"
+            setattr(error, _MODULE, (name, source_of(type(owner).forward)))
         traceback = traceback.tb_next
 
 
@@ -138,6 +138,6 @@ def is_users_file(file: str) -> bool:
     return torch is None or not file.startswith(str(Path(torch).parent))
 
 
-def _described(code: CodeType, line: int) -> str:
+def _describe(code: CodeType, line: int) -> str:
     text = linecache.getline(code.co_filename, line).strip()
     return f"{Path(code.co_filename).name}:{line} in {code.co_name}" + (f": {text}" if text else "")

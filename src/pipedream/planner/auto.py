@@ -55,7 +55,7 @@ class _Alternatives:
     def plan(self, way: Candidate, finalist: Finalist, in_flight: str | tuple[int, ...]) -> Plan:
         """Raises PlanError if no plan fits, or if it equals that of another candidate."""
         occupancy = self.occupancy(way.schedule, way.microbatches)
-        profile = self.profile.parted() if self.methods[way.schedule].same_updates else self.profile
+        profile = self.profile.without_tied_groups() if self.methods[way.schedule].same_updates else self.profile
         free = self._plan_unlimited(profile, finalist, way.update_delay)
         if way.update_delay and not any(free.update_delay):
             raise PlanError("no stage delays its updates")

@@ -134,7 +134,7 @@ def _list_some(names: list[str]) -> str:
 
 
 def check_cuts(profile: Profile, cuts: tuple[int, ...]) -> None:
-    """Checks that a model may be cut before each of these layers; see `Profile.parted`.
+    """Checks that a model may be cut before each of these layers; see `Profile.without_tied_groups`.
 
     Raises:
         PlanError: a cut is not allowed, or the cuts are not in increasing order.

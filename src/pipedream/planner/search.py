@@ -247,11 +247,11 @@ def fitting_plan(space: _Space, search: Callable[[_Space], Plan], others: Sequen
     too. The bound is still that of the first search.
     """
     least = space.with_bytes(search(space))
-    if least.overfull is None:
+    if least.first_stage_over_memory is None:
         return least
     plans = [*_spare_memory(space, search, least)]
     plans += [plan for how in others for plan in _spare_memory(space, how)]
-    fitting = [plan for plan in plans if plan.overfull is None]
+    fitting = [plan for plan in plans if plan.first_stage_over_memory is None]
     if not fitting:  # the caller refuses it, naming what it needs
         return min((least, *plans), key=lambda plan: _count_missing_bytes(space, plan))
     best = min(fitting, key=lambda plan: (plan.period_s, plan.slowest_stage_s))
@@ -274,7 +274,7 @@ def _spare_memory(space: _Space, search: Callable[[_Space], Plan], first: Plan |
         return replace(plan, note=f"{plan.note}{free if spare_bytes else ''}")
 
     too_little, enough, plan = 0, 0, first or search_sparing(0)
-    while plan is not None and plan.overfull is not None:
+    while plan is not None and plan.first_stage_over_memory is not None:
         yield plan
         too_little, enough = enough, enough + max(enough, _count_missing_bytes(space, plan))
         plan = search_sparing(enough)
@@ -285,7 +285,7 @@ def _spare_memory(space: _Space, search: Callable[[_Space], Plan], first: Plan |
         plan = search_sparing(middle)
         if plan is not None:
             yield plan
-        if plan is not None and plan.overfull is not None:
+        if plan is not None and plan.first_stage_over_memory is not None:
             too_little = middle
         else:
             enough = middle

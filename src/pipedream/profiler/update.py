@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
-from pipedream.core.cold import compute_for
+from pipedream.core.cold import busy_wait_cold_cache
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.profiler.allocations import Allocations
@@ -67,7 +67,7 @@ def measure_update(
 
         def step_s(some: Sequence[nn.Parameter]) -> float:
             for _ in range(warmup + runs):
-                compute_for()
+                busy_wait_cold_cache()
                 _step(stepper, some, watch, rates)
                 if rates is not None:  # some have an end
                     rates.load_state_dict(deepcopy(beginning))

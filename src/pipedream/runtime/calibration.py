@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pipedream.core.cold import compute_for
+from pipedream.core.cold import busy_wait_cold_cache
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import Span, Timeline
@@ -59,10 +59,10 @@ class _Layer(nn.Module):
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        compute_for()
+        busy_wait_cold_cache()
         result = values * self.weight
         if result.requires_grad:
-            result.register_hook(lambda gradient: compute_for())  # type: ignore[no-untyped-call]
+            result.register_hook(lambda gradient: busy_wait_cold_cache())  # type: ignore[no-untyped-call]
         return result
 
 

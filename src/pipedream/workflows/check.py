@@ -131,7 +131,7 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
             f"the plan names the layer {min(strange)!r}, but the profile of {profile.model} has no such layer; give "
             "the profile of the plan's model, or plan again from this profile"
         )
-    profile = profile.parted() if makes_same_updates(built) else profile
+    profile = profile.without_tied_groups() if makes_same_updates(built) else profile
     downsets = _find_downsets(plan, profile)
     space = SearchSpace.of(
         profile,
@@ -220,7 +220,7 @@ def _add_bytes(plan: Plan, built: Schedule) -> Plan:
 
 
 def _check_stage_memory(plan: Plan, holds: tuple[StageOccupancy, ...]) -> None:
-    if (s := plan.overfull) is not None:
+    if (s := plan.first_stage_over_memory) is not None:
         stage, usage = plan.stages[s], holds[s]
         others = " in addition to the other stages of its worker" if plan.is_shared else ""
         raise PlanError(

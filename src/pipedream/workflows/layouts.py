@@ -29,7 +29,7 @@ def lay_out_stages(
     """Plans for a method of `schedules.LAYOUTS`, on all workers of a cluster, which must be equally fast.
 
     Args:
-        profile: `Profile.parted`, since these methods may hold a weight in several stages.
+        profile: `Profile.without_tied_groups`, since these methods may hold a weight in several stages.
         chunks: stages per worker; None for the method's default.
 
     Raises:

@@ -221,7 +221,7 @@ def plan_from_file(
 
 def check_memory(plan: Plan) -> None:
     """Raises PlanError if all stages of a worker together do not fit its memory."""
-    if (s := plan.overfull) is None:
+    if (s := plan.first_stage_over_memory) is None:
         return
     worker = max(plan.workers_of(s), key=plan.worker_bytes.__getitem__)
     stages = [str(stage) for stage in range(len(plan.stages)) if worker in plan.workers_of(stage)]

@@ -267,13 +267,13 @@ def _compared(
         return _only(classic(profile, cluster, straight=straight, schedule=schedule, in_flight=in_flight).plan, shape)
     _check_microbatches(measured, microbatches)
     if strategy == "2bw":
-        return _only(_two_bw(measured.parted(), cluster, microbatches, recompute), shape)
+        return _only(_two_bw(measured.without_tied_groups(), cluster, microbatches, recompute), shape)
     search["all_workers"] = all_workers
     if schedule == "auto":
         methods = select_methods(names, allow_asynchronous=allow_asynchronous)
         return planner.choose(measured, cluster, methods, score, occupancy_of, **search)
     if schedules.properties_of(schedule).same_updates:
-        measured = measured.parted()
+        measured = measured.without_tied_groups()
     if schedules.layout_of(schedule) is not None:
         always = recompute == "always"
         plan = lay_out_stages(measured, cluster, schedule, chunks=chunks, microbatches=microbatches, recompute=always)
@@ -384,7 +384,9 @@ def _search(
         if microbatches is not None:
             return plan
         most = profile.batch if profile.batch > 1 else plan.microbatches  # one sample: it may be unknown
-        if plan.overfull is not None or plan.microbatches > most:  # again, with the microbatches of the method
+        if (
+            plan.first_stage_over_memory is not None or plan.microbatches > most
+        ):  # again, with the microbatches of the method
             m = max(min(plan.microbatches, most), *plan.replicas)
             plan = adapt_plan_to_method(planned(m, shape, slower), profile, schedule, m)
         return plan
@@ -458,8 +460,8 @@ def _references(
         if candidate.period_s is not None
     }
     workers = cluster.workers
-    parted = [("1f1b", workers, "data-parallel")] if 1 < workers <= profile.batch else []
-    for schedule, m, shape in [("pipedream", 1, "data-parallel"), *parted, ("pipedream", 1, "1")]:
+    split = [("1f1b", workers, "data-parallel")] if 1 < workers <= profile.batch else []
+    for schedule, m, shape in [("pipedream", 1, "data-parallel"), *split, ("pipedream", 1, "1")]:
         config = str(workers) if shape == "data-parallel" else shape
         if (schedule, m, config) in simulated:
             continue

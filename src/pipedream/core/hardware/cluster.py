@@ -178,11 +178,11 @@ class Cluster(Artifact):
         for level in reversed(self.levels):
             sizes.insert(0, level.sizes or (level.width,) * groups)
             groups = sum(sizes[0])
-        found = [tuple(range(groups + 1))]
+        starts = [tuple(range(groups + 1))]
         for level_sizes in sizes[:-1]:
             ends = (0, *accumulate(level_sizes))
-            found.append(tuple(found[-1][end] for end in ends))
-        return tuple(found)
+            starts.append(tuple(starts[-1][end] for end in ends))
+        return tuple(starts)
 
     def component(self, level: int, worker: int) -> int:
         return self._components[level][worker]
@@ -202,13 +202,13 @@ class Cluster(Artifact):
     def link(self, level: int) -> tuple[float, float]:
         """Returns bandwidth (bytes/s) and latency (s) of messages that cross this level."""
         crossed = self.levels[: level + 1]
-        return min(one.link_bytes_per_s for one in crossed), max(one.latency_s for one in crossed)
+        return min(inner.link_bytes_per_s for inner in crossed), max(inner.latency_s for inner in crossed)
 
     def sum_link(self, level: int) -> tuple[float, float]:
         """Returns bandwidth (bytes/s) and latency (s) of sums that cross this level."""
         crossed = self.levels[: level + 1]
-        rates = (one.sum_bytes_per_s or one.link_bytes_per_s for one in crossed)
-        return min(rates), max(one.latency_s for one in crossed)
+        rates = (inner.sum_bytes_per_s or inner.link_bytes_per_s for inner in crossed)
+        return min(rates), max(inner.latency_s for inner in crossed)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
@@ -271,8 +271,8 @@ class Cluster(Artifact):
             first = levels[0]
             sizes = first.sizes or (first.width,)
             if not any(size % left for size in sizes):
-                own = tuple(size // left for size in first.sizes)
-                levels[0], left = replace(first, width=first.width // left, sizes=own), 1
+                groups = tuple(size // left for size in first.sizes)
+                levels[0], left = replace(first, width=first.width // left, sizes=groups), 1
             elif len(levels) > 1 and not first.sizes and left % first.width == 0:
                 left //= first.width
                 del levels[0]

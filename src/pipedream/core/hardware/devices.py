@@ -92,7 +92,7 @@ class Device(Artifact):
 
     def speed_against(self, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> float:
         """Returns how many times faster than another device it is, by default in matrix products."""
-        mine, others = (sum(one.op_s(*part, dtype, launches=0) for part in work) for one in (self, other))
+        mine, others = (sum(device.op_s(*part, dtype, launches=0) for part in work) for device in (self, other))
         return others / mine
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Device(Artifact):
         )
 
 
-def _gpu(name: str, memory_gb: int, gb_per_s: float, flop_share: float, **tera: float) -> Device:
+def _make_gpu(name: str, memory_gb: int, gb_per_s: float, flop_share: float, **tera: float) -> Device:
     peaks = {dtype: peak * 1e12 for dtype, peak in tera.items()}
     return Device(name, memory_gb * 10**9, peaks, gb_per_s * 1e9, flop_share=flop_share)
 
@@ -116,13 +116,13 @@ _ADA = {"float64": 1.29, "float32": 82.6, "tf32": 82.6, "float16": 165.2, "bfloa
 DEVICES = {
     device.name: device
     for device in (
-        _gpu("V100-16GB", 16, 900, 0.75, **_VOLTA),
-        _gpu("V100-32GB", 32, 900, 0.75, **_VOLTA),
-        _gpu("A100-40GB", 40, 1555, 0.75, **_AMPERE),
-        _gpu("A100-80GB", 80, 2039, 0.75, **_AMPERE),
-        _gpu("H100-SXM", 80, 3350, 0.70, **_HOPPER),
-        _gpu("H200", 141, 4800, 0.70, **_HOPPER),
-        _gpu("RTX-4090", 24, 1008, 0.75, **_ADA),
+        _make_gpu("V100-16GB", 16, 900, 0.75, **_VOLTA),
+        _make_gpu("V100-32GB", 32, 900, 0.75, **_VOLTA),
+        _make_gpu("A100-40GB", 40, 1555, 0.75, **_AMPERE),
+        _make_gpu("A100-80GB", 80, 2039, 0.75, **_AMPERE),
+        _make_gpu("H100-SXM", 80, 3350, 0.70, **_HOPPER),
+        _make_gpu("H200", 141, 4800, 0.70, **_HOPPER),
+        _make_gpu("RTX-4090", 24, 1008, 0.75, **_ADA),
     )
 }
 """Name -> device, from the table above."""
@@ -170,14 +170,14 @@ def device_named(name: str) -> Device:
     Raises:
         ProfileError: an unknown name.
     """
-    asked = _plain(name)
-    asked = _plain(_SHORT.get(asked, asked))
-    found = [device for known, device in DEVICES.items() if _plain(known) == asked]
+    plain_name = _simplify(name)
+    plain_name = _simplify(_SHORT.get(plain_name, plain_name))
+    devices = [device for device_name, device in DEVICES.items() if _simplify(device_name) == plain_name]
     if name.startswith("cuda: "):
-        found = [DEVICES[known] for pattern, known in _CUDA_NAMES.items() if re.search(pattern, name)]
-    if not found:
+        devices = [DEVICES[device_name] for pattern, device_name in _CUDA_NAMES.items() if re.search(pattern, name)]
+    if not devices:
         raise ProfileError(f"device {name!r} is not known; choose one of {', '.join(DEVICES)}, or give a device's file")
-    return found[0]
+    return devices[0]
 
 
 def workers_of(text: str, other: Device, dtype: str = "float32", work: Work = ((1.0, 0.0),)) -> tuple[Workers, ...]:
@@ -197,5 +197,5 @@ def workers_of(text: str, other: Device, dtype: str = "float32", work: Work = ((
     return tuple(kinds)
 
 
-def _plain(name: str) -> str:
+def _simplify(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -75,10 +75,10 @@ def cluster(name: str, machines: int | None = None) -> Cluster:
         PlanError: an unknown name, or a number of machines out of range.
     """
     if name not in PRESETS:
-        known = "\n".join(f"  {known:<14} {preset.source}" for known, preset in PRESETS.items())
+        presets = "\n".join(f"  {preset_name:<14} {preset.source}" for preset_name, preset in PRESETS.items())
         raise PlanError(
             f"cluster {name!r} is neither a file nor known by that name; write a cluster's file, or "
-            f"NAME[:MACHINES] as in pipedream-a:4, with one of\n{known}"
+            f"NAME[:MACHINES] as in pipedream-a:4, with one of\n{presets}"
         )
     most = MOST_WORKERS // PRESETS[name].workers
     if machines is not None and not 1 <= machines <= most:

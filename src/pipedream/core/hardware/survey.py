@@ -102,16 +102,16 @@ class Survey(Artifact):
         machines = self.machines
         counts = tuple(map(len, machines))
         if len(machines) == 1 or max(counts) == 1:
-            levels: tuple[Level, ...] = (self._level(0, len(self.workers)),)
+            levels: tuple[Level, ...] = (self._derive_level(0, len(self.workers)),)
         else:
             uneven = counts if len(set(counts)) > 1 else ()
-            levels = (self._level(0, max(counts), uneven), self._level(1, len(machines)))
-        kinds = self._kinds()
+            levels = (self._derive_level(0, max(counts), uneven), self._derive_level(1, len(machines)))
+        kinds = self._derive_kinds()
         first = kinds[0]
         alike = len(kinds) == 1
         return Cluster(levels, first.memory_bytes if alike else None, first.device, () if alike else kinds)
 
-    def _level(self, number: int, width: int, sizes: tuple[int, ...] = ()) -> Level:
+    def _derive_level(self, number: int, width: int, sizes: tuple[int, ...] = ()) -> Level:
         links = [link for link in self.links if link.level == number]
         if not links:
             if width == 1:
@@ -135,8 +135,8 @@ class Survey(Artifact):
             send = out
         elif into > _FASTER * rate >= out:
             receive = into
-        sums = [found for found in self.sums if found.level == number]
-        widest = max(sums, key=lambda found: len(found.ranks), default=None)
+        sums = [measured for measured in self.sums if measured.level == number]
+        widest = max(sums, key=lambda measured: len(measured.ranks), default=None)
         return Level(
             width,
             send,
@@ -146,9 +146,9 @@ class Survey(Artifact):
             sizes,
         )
 
-    def _kinds(self) -> tuple[Workers, ...]:
-        work = _alike([(seen.device, seen.work_s) for seen in self.workers], _SAME_SPEED)
-        memory = _alike([("", float(seen.memory_bytes)) for seen in self.workers], _SAME_MEMORY)
+    def _derive_kinds(self) -> tuple[Workers, ...]:
+        work = _group_alike([(seen.device, seen.work_s) for seen in self.workers], _SAME_SPEED)
+        memory = _group_alike([("", float(seen.memory_bytes)) for seen in self.workers], _SAME_MEMORY)
 
         def members(groups: Sequence[int], rank: int) -> list[Seen]:
             return [seen for seen, group in zip(self.workers, groups, strict=True) if group == groups[rank]]
@@ -179,11 +179,11 @@ class Survey(Artifact):
             others = ", ".join(map(str, fan.ranks[1:]))
             what = f"rank {fan.ranks[0]} {'to' if fan.sends else 'from'} {others}"
             rows.append(f"{what:<24}  {fan.level:>5}  {'':>9}  {format_rate(fan.bytes_per_s):>11}")
-        for found in self.sums:
-            what = f"sum over {len(found.ranks)} ranks"
+        for measured in self.sums:
+            what = f"sum over {len(measured.ranks)} ranks"
             rows.append(
-                f"{what:<24}  {found.level:>5}  {format_seconds(found.latency_s):>9}  "
-                f"{format_rate(found.bytes_per_s):>11}"
+                f"{what:<24}  {measured.level:>5}  {format_seconds(measured.latency_s):>9}  "
+                f"{format_rate(measured.bytes_per_s):>11}"
             )
         rows.append("")
         for machine, ranks in enumerate(self.machines):
@@ -198,18 +198,18 @@ class Survey(Artifact):
 
 def machines_of(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Returns the ranks of each machine, which must be consecutive."""
-    found: list[list[int]] = []
+    machines: list[list[int]] = []
     for rank, name in enumerate(names):
         if rank and name == names[rank - 1]:
-            found[-1].append(rank)
+            machines[-1].append(rank)
         elif name in names[:rank]:
             raise PlanError(
                 f"rank {rank} is on the machine of rank {names.index(name)}, with ranks of other machines between "
                 "them; start the ranks of a machine one after the other, as torchrun does"
             )
         else:
-            found.append([rank])
-    return tuple(map(tuple, found))
+            machines.append([rank])
+    return tuple(map(tuple, machines))
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
@@ -225,20 +225,20 @@ def slope(sizes_bytes: Sequence[float], seconds: Sequence[Sequence[float]]) -> f
     small_s, large_s = map(lower_quartile, seconds)
     more_bytes, more_s = sizes_bytes[1] - sizes_bytes[0], large_s - small_s
     whole = sizes_bytes[1] / large_s
-    found = more_bytes / more_s if more_s > 0 else whole
-    return found if found < 2 * whole else whole
+    rate = more_bytes / more_s if more_s > 0 else whole
+    return rate if rate < 2 * whole else whole
 
 
-def _alike(values: Sequence[tuple[str, float]], tolerance: float) -> list[int]:
+def _group_alike(values: Sequence[tuple[str, float]], tolerance: float) -> list[int]:
     """The group of each value: the same word, and about the same number."""
     groups: list[tuple[str, float]] = []
-    found = []
+    numbers = []
     for word, number in values:
         for group, (other, first) in enumerate(groups):
             if word == other and abs(number / first - 1) < tolerance:
-                found.append(group)
+                numbers.append(group)
                 break
         else:
-            found.append(len(groups))
+            numbers.append(len(groups))
             groups.append((word, number))
-    return found
+    return numbers

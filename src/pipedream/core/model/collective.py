@@ -33,14 +33,14 @@ class Collective:
     @classmethod
     def sums(cls, rows: Iterable[Collective]) -> tuple[Collective, ...]:
         """Returns one of each kind, in a fixed order."""
-        found: dict[tuple[str, str, bool], list[int]] = {}
+        totals: dict[tuple[str, str, bool], list[int]] = {}
         for row in rows:
-            total = found.setdefault((row.kind, row.over, row.of_weights), [0, 0])
+            total = totals.setdefault((row.kind, row.over, row.of_weights), [0, 0])
             total[0] += row.count
             total[1] += row.size_bytes
         return tuple(
             cls(kind, over, count, size_bytes, weights)
-            for (kind, over, weights), (count, size_bytes) in sorted(found.items())
+            for (kind, over, weights), (count, size_bytes) in sorted(totals.items())
         )
 
     def __str__(self) -> str:
@@ -73,8 +73,8 @@ class StageCollectives:
     def from_json(cls, data: Mapping[str, Any]) -> StageCollectives:
         """Returns what `to_json` has written."""
 
-        def passes(found: Mapping[str, Any]) -> Passes:
-            return {name: tuple(Collective(**one) for one in rows) for name, rows in found.items()}
+        def passes(by_pass: Mapping[str, Any]) -> Passes:
+            return {name: tuple(Collective(**row) for row in rows) for name, rows in by_pass.items()}
 
         predicted = data["predicted"]
         return cls(passes(data["measured"]), None if predicted is None else passes(predicted), data["problem"])

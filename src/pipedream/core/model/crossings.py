@@ -47,11 +47,11 @@ def layer_table(graph: LayerGraph, refused: Mapping[str, str]) -> str:
     across = {crossing.layer: crossing for crossing in crossings(graph)}
     rows = [("", "layer", "kind", "sent", "returned", "what crosses the cut before it")]
     for i, layer in enumerate(graph.layers):
-        found = across.get(i, Crossing(i, ()))
-        names = [value.name for value in found.values[:_SHOWN_VALUES]]
-        more = len(found.values) - len(names)
+        crossing = across.get(i, Crossing(i, ()))
+        names = [value.name for value in crossing.values[:_SHOWN_VALUES]]
+        more = len(crossing.values) - len(names)
         shown = ", ".join([*names, *([f"{more} more"] if more else [])])
-        sent, back = (format_bytes(size) if size else "-" for size in (found.bytes, found.gradient_bytes))
+        sent, back = (format_bytes(size) if size else "-" for size in (crossing.bytes, crossing.gradient_bytes))
         rows.append((str(i), layer.name, layer.kind, sent, back, shown))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = [

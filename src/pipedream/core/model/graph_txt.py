@@ -77,12 +77,12 @@ class GraphNode:
         return self.kind.startswith("Input")
 
     def __str__(self) -> str:
-        sizes = [_exact_text(size) for size in self.output_sizes_bytes]
+        sizes = [_format_exactly(size) for size in self.output_sizes_bytes]
         numbers = (
-            _exact_text(self.forward_ms),
-            _exact_text(self.backward_ms),
+            _format_exactly(self.forward_ms),
+            _format_exactly(self.backward_ms),
             sizes[0] if len(sizes) == 1 else f"[{'; '.join(sizes)}]",
-            _exact_text(self.parameter_bytes),
+            _format_exactly(self.parameter_bytes),
         )
         fields = ", ".join(f"{name}={text}" for name, text in zip(_FIELDS, numbers, strict=True))
         return f"{self.name} -- {self.kind} -- {fields}" + ("" if self.stage is None else f" -- stage_id={self.stage}")
@@ -109,7 +109,7 @@ class GraphText:
         for edge in self.edges:
             if not all(0 <= end < len(names) for end in edge):
                 raise ValueError(f"edge {edge} names a node that is not among the {len(names)}")
-        if cycle := _cycle(len(names), self.edges):
+        if cycle := _find_cycle(len(names), self.edges):
             raise ValueError(f"the edges form a cycle through {names[min(cycle)]}")
 
     @classmethod
@@ -143,26 +143,28 @@ class GraphText:
                 continue
             try:
                 if line.startswith("\t"):
-                    edges.append(_edge(line.strip(), places))
+                    edges.append(_read_edge(line.strip(), places))
                     lines.append(number)
                     continue
-                node = _node(line.strip())
+                node = _read_node(line.strip())
                 if node.name in places:
                     raise ValueError(f"{node.name} is already defined on line {places[node.name][1]}")
                 places[node.name] = len(nodes), number
                 nodes.append(node)
             except ValueError as error:
-                raise ArtifactError(_at(source, number, str(error))) from None
+                raise ArtifactError(_place_error(source, number, str(error))) from None
         if not nodes:
             raise ArtifactError(f"{source} should hold a graph.txt, but has no node; give a profile")
-        if cycle := _cycle(len(nodes), edges):
+        if cycle := _find_cycle(len(nodes), edges):
             number = max(n for n, edge in zip(lines, edges, strict=True) if cycle.issuperset(edge))
-            raise ArtifactError(_at(source, number, f"the edges form a cycle through {nodes[min(cycle)].name}"))
+            raise ArtifactError(
+                _place_error(source, number, f"the edges form a cycle through {nodes[min(cycle)].name}")
+            )
         joined = {end for edge in edges for end in edge}
         for i, node in enumerate(nodes):
             if i not in joined and len(nodes) > 1 and not node.is_input:
                 why = f"{node.name} has no edge in or out, is the end of the file missing?"
-                raise ArtifactError(_at(source, places[node.name][1], why))
+                raise ArtifactError(_place_error(source, places[node.name][1], why))
         return cls(tuple(nodes), tuple(edges))
 
     @classmethod
@@ -247,7 +249,7 @@ def in_order(count: int, edges: Iterable[tuple[int, int]], key: Callable[[int], 
     return order
 
 
-def _cycle(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
+def _find_cycle(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
     pairs = tuple(edges)
     left = set(range(count)) - set(in_order(count, pairs))
     producers = {target: source for source, target in pairs if source in left and target in left}
@@ -259,62 +261,62 @@ def _cycle(count: int, edges: Iterable[tuple[int, int]]) -> set[int]:
     return set(walked[walked.index(node) :]) if left else set()
 
 
-def _node(line: str) -> GraphNode:
+def _read_node(line: str) -> GraphNode:
     parts = line.split(" -- ")
     if len(parts) not in (3, 4):
         raise ValueError(f"a node has 3 or 4 parts between ' -- ', found {len(parts)}")
     fields = parts[2].split(", ")
     if [field.partition("=")[0] for field in fields] != list(_FIELDS):
-        raise ValueError(f"a node has {', '.join(f'{name}=..' for name in _FIELDS)}, found {_short(parts[2])!r}")
+        raise ValueError(f"a node has {', '.join(f'{name}=..' for name in _FIELDS)}, found {_shorten(parts[2])!r}")
     forward, backward, sizes, parameters = (field.partition("=")[2] for field in fields)
     listed = sizes[1:-1].split("; ") if sizes.startswith("[") and sizes.endswith("]") else [sizes]
     stage = None
     if len(parts) == 4:
-        found = re.fullmatch(r"stage_id=([0-9]{1,9})", parts[3])
-        if found is None:
-            raise ValueError(f"the fourth part of a node is stage_id=.., found {_short(parts[3])!r}")
-        stage = int(found[1])
+        match = re.fullmatch(r"stage_id=([0-9]{1,9})", parts[3])
+        if match is None:
+            raise ValueError(f"the fourth part of a node is stage_id=.., found {_shorten(parts[3])!r}")
+        stage = int(match[1])
     return GraphNode(
         parts[0],
         parts[1],
-        _number(_FIELDS[0], forward),
-        _number(_FIELDS[1], backward),
-        tuple(_number(_FIELDS[2], size) for size in listed),
-        _number(_FIELDS[3], parameters),
+        _read_number(_FIELDS[0], forward),
+        _read_number(_FIELDS[1], backward),
+        tuple(_read_number(_FIELDS[2], size) for size in listed),
+        _read_number(_FIELDS[3], parameters),
         stage,
     )
 
 
-def _edge(line: str, places: dict[str, tuple[int, int]]) -> tuple[int, int]:
+def _read_edge(line: str, places: dict[str, tuple[int, int]]) -> tuple[int, int]:
     ends = line.split(" -- ")
     if len(ends) != 2:
         raise ValueError(f"an edge has 2 node ids between ' -- ', found {len(ends)} parts")
     for name in ends:
         if name not in places:
-            raise ValueError(f"the edge names {_short(name)!r}, which no earlier line defines")
+            raise ValueError(f"the edge names {_shorten(name)!r}, which no earlier line defines")
     return places[ends[0]][0], places[ends[1]][0]
 
 
-def _number(field: str, text: str) -> float:
+def _read_number(field: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"{field} should be a number, found {_short(text)!r}")
+        raise ValueError(f"{field} should be a number, found {_shorten(text)!r}")
     return value
 
 
-def _at(source: str, number: int, why: str) -> str:
+def _place_error(source: str, number: int, why: str) -> str:
     return f"{source}, line {number}: {why}; give a whole graph.txt"
 
 
-def _exact_text(value: float) -> str:
+def _format_exactly(value: float) -> str:
     short = f"{value:.3f}"
     return short if float(short) == value else repr(value)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) < 80 else text[:77] + "..."
 
 

@@ -119,8 +119,8 @@ class RankProfile:
 
     def __str__(self) -> str:
         def both(column: tuple[tuple[Collective, ...], ...]) -> str:
-            found = Collective.sums(one for row in column for one in row)
-            return ", ".join(map(str, found)) or "none"
+            totals = Collective.sums(collective for row in column for collective in row)
+            return ", ".join(map(str, totals)) or "none"
 
         passes_s = [sum(getattr(layer, name) for layer in self.layers) for name in ("forward_s", "backward_s")]
         weight_bytes, kept_bytes = (
@@ -198,14 +198,14 @@ class Profile(Tabular, Artifact):
             raise ValueError(f"parts must be at least 2, found {self.parts}")
         if self.batch < 1:
             raise ValueError(f"batch must be at least 1, found {self.batch}")
-        for one in self.tied:
-            if len(one.layers) < 2 or not 0 <= min(one.layers) <= max(one.layers) < len(self.layers):
-                raise ValueError(f"a tied parameter is used by two or more of {len(self.layers)} layers, found {one}")
+        for tied in self.tied:
+            if len(tied.layers) < 2 or not 0 <= min(tied.layers) <= max(tied.layers) < len(self.layers):
+                raise ValueError(f"a tied parameter is used by two or more of {len(self.layers)} layers, found {tied}")
 
     def of_rank(self, rank: RankProfile) -> Profile:
         """Returns the profile of a rank, without the seconds of its collectives."""
-        own = {field.name for field in fields(rank)} & {field.name for field in fields(self)}
-        return replace(self, ranks=(), **{name: getattr(rank, name) for name in own})
+        shared = {field.name for field in fields(rank)} & {field.name for field in fields(self)}
+        return replace(self, ranks=(), **{name: getattr(rank, name) for name in shared})
 
     def in_parts(self, microbatches: int) -> Profile:
         """Returns the profile for minibatches that are split into this many microbatches.
@@ -263,7 +263,7 @@ class Profile(Tabular, Artifact):
     def parameter_bytes(self) -> int:
         return sum(layer.parameter_bytes for layer in self.layers)
 
-    def parted(self) -> Profile:
+    def without_tied_groups(self) -> Profile:
         """Returns the profile for methods that may hold a weight in several stages: they may separate its layers.
 
         Groups of layers that no method can separate (`LayerGraph.whole`) remain.
@@ -278,7 +278,7 @@ class Profile(Tabular, Artifact):
         rows = []
         for group in self.graph.ties:
             if group not in self.graph.whole:
-                names = [name for one in self.tied if set(one.layers) <= set(group) for name in one.names]
+                names = [name for tied in self.tied if set(tied.layers) <= set(group) for name in tied.names]
                 shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
                 layers = " and ".join(repr(self.graph.layers[i].name) for i in group)
                 rows.append(f"layers {layers} share {shown or 'a parameter'}")

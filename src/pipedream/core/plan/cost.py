@@ -109,12 +109,12 @@ def sum_buckets(
     bucket_s = seconds(BUCKET_BYTES)
     below = np.maximum(size, 1.0)
     start = np.where(size > 0, first / below, 1.0), seconds(first) + whole * bucket_s + later_s
-    found = [start]
+    buckets = [start]
     for count in (whole, np.minimum(whole, 1.0)):
         ready = (FIRST_BUCKET_BYTES + (whole - count + 1) * BUCKET_BYTES) / below
         tail_s = count * bucket_s + later_s
-        found.append((np.where(whole > 0, ready, start[0]), np.where(whole > 0, tail_s, start[1])))
-    return (*found, (1.0, later_s))
+        buckets.append((np.where(whole > 0, ready, start[0]), np.where(whole > 0, tail_s, start[1])))
+    return (*buckets, (1.0, later_s))
 
 
 def visible_sum_s(

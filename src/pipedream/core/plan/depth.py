@@ -58,7 +58,7 @@ def full(replicas: Counts, round_trip_slots: tuple[float, ...], update_delay: Co
         here, after = replicas[s], replicas[s + 1]
         ahead = warmup[0] * after + here + 2 * after - 2 * gcd(here, after) + ceil(round_trip_slots[s] - 1e-9)
         warmup.insert(0, ceil(ahead / here))
-        warmup[0] = max(warmup[0], _least(s, warmup, replicas, delays_updates))
+        warmup[0] = max(warmup[0], _find_least(s, warmup, replicas, delays_updates))
     return tuple(w + 1 for w in warmup)
 
 
@@ -72,7 +72,7 @@ def raise_to_legal(in_flight: Counts, replicas: Counts, update_delay: Counts = (
     warmup: list[int] = []
     for s in range(len(replicas) - 1, -1, -1):
         warmup.insert(0, in_flight[s] - 1)
-        warmup[0] = max(warmup[0], _least(s, warmup, replicas, delays_updates))
+        warmup[0] = max(warmup[0], _find_least(s, warmup, replicas, delays_updates))
     return tuple(w + 1 for w in warmup)
 
 
@@ -86,12 +86,12 @@ def fitting(low: Counts, high: Counts, most: Counts, replicas: Counts) -> Counts
     >>> fitting((3, 2, 1), (7, 4, 1), (4, 9, 9), (1, 1, 1))
     (4, 3, 1)
     """
-    found: list[int] = []
+    counts: list[int] = []
     added = high[0] * replicas[0]
     for least, deepest, room, count in zip(low, high, most, replicas, strict=True):
-        found.append(max(least, min(deepest, room, least + added // count)))
-        added = (found[-1] - least) * count
-    return tuple(found)
+        counts.append(max(least, min(deepest, room, least + added // count)))
+        added = (counts[-1] - least) * count
+    return tuple(counts)
 
 
 def check_in_flight(in_flight: Counts, replicas: Counts, update_delay: Counts = ()) -> None:
@@ -111,18 +111,18 @@ def check_in_flight(in_flight: Counts, replicas: Counts, update_delay: Counts = 
     warmup = [count - 1 for count in in_flight]
     for u in range(len(replicas)):
         for s in range(u + 1, len(replicas)):
-            wanted, sent = _wanted(u, s, warmup[s], replicas, delays_updates), warmup[u] * replicas[u]
-            if wanted > sent:
+            needed, sent = _count_needed(u, s, warmup[s], replicas, delays_updates), warmup[u] * replicas[u]
+            if needed > sent:
                 late = [t for t in (u, s) if delays_updates[t]]
                 because = f", with update delay 1 at stage {' and '.join(map(str, late))}" if late else ""
                 raise PlanError(
-                    f"in-flight counts {in_flight}{because}: stage {s} would wait for {wanted} warm-up minibatches, "
+                    f"in-flight counts {in_flight}{because}: stage {s} would wait for {needed} warm-up minibatches, "
                     f"but stage {u} sends only {sent}; counts must not grow towards the output, and an update delay "
                     f"needs more upstream; {raise_to_legal(in_flight, replicas, update_delay)} would do"
                 )
 
 
-def _wanted(u: int, s: int, warmup: int, replicas: Counts, update_delay: Counts) -> int:
+def _count_needed(u: int, s: int, warmup: int, replicas: Counts, update_delay: Counts) -> int:
     """X(u, s), from W_s."""
     here, there = replicas[s], replicas[u]
     if update_delay[s]:
@@ -130,10 +130,12 @@ def _wanted(u: int, s: int, warmup: int, replicas: Counts, update_delay: Counts)
     return warmup * here - (there - 1 if update_delay[u] else 0)
 
 
-def _least(u: int, warmup: list[int], replicas: Counts, update_delay: Counts) -> int:
+def _find_least(u: int, warmup: list[int], replicas: Counts, update_delay: Counts) -> int:
     """The least W_u for all later stages; `warmup` begins at stage u."""
     later = range(u + 1, len(replicas))
-    return max((-(-_wanted(u, s, warmup[s - u], replicas, update_delay) // replicas[u]) for s in later), default=0)
+    return max(
+        (-(-_count_needed(u, s, warmup[s - u], replicas, update_delay) // replicas[u]) for s in later), default=0
+    )
 
 
 def read_depth(text: str) -> str | Counts:

@@ -43,7 +43,9 @@ class Dispatched(Placement):
         return tuple(StageReplica(stage, 0) for stage, owner in enumerate(self.forwards) if owner == rank)
 
     def remote_forwards(self, rank: int) -> tuple[StageReplica, ...]:
-        return tuple(one for one in self.passes(rank, forward=True) if self.is_remote(one.stage))
+        return tuple(
+            stage_replica for stage_replica in self.passes(rank, forward=True) if self.is_remote(stage_replica.stage)
+        )
 
     def __str__(self) -> str:
         each = enumerate(zip(self.ranks, self.forwards, strict=True))

@@ -52,12 +52,12 @@ def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, 
 
     With n in flight there may be n + 1 unread gradients: before a forward all other backwards have ended.
     """
-    found = []
+    peers = []
     for s, count in enumerate(replicas):
         before = lcm(replicas[s - 1], count) // count if s else 0
         after = lcm(replicas[s + 1], count) // count if s + 1 < len(replicas) else 0
-        found.append(Peers(before, after, before * (in_flight[s - 1] + 1) if s else 0, sums=count > 1))
-    return tuple(found)
+        peers.append(Peers(before, after, before * (in_flight[s - 1] + 1) if s else 0, sums=count > 1))
+    return tuple(peers)
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ def moments(
         kept_tensors: that compensations keep for each weight; an update temporarily needs one more.
         deferred: microbatches that wait for their weight gradients.
     """
-    own, whole = sizes.activation_bytes, sizes.parameter_bytes
-    waiting = sizes.input_bytes if recompute else own
+    kept, whole = sizes.activation_bytes, sizes.parameter_bytes
+    waiting = sizes.input_bytes if recompute else kept
     messages = message_bytes(sizes, in_flight, recompute, peers)
 
     def at(gradients: Numbers, activations: Numbers, working: Numbers) -> StageMemory:
@@ -142,24 +142,24 @@ def moments(
         kinds = whole, stash, state, gradients, activations, messages, working
         return StageMemory(*cast(tuple[int, ...], kinds))
 
-    def most(held: int) -> Numbers:
+    def most(count: int) -> Numbers:
         if deferred:
-            later = min(deferred, held)
-            return (held - later) * waiting + later * DEFERRED_SHARE * own
-        return (held - 1) * waiting + own if held else 0 * own
+            later = min(deferred, count)
+            return (count - later) * waiting + later * DEFERRED_SHARE * kept
+        return (count - 1) * waiting + kept if count else 0 * kept
 
     working = sizes.working_bytes + bucket_bytes(sizes, peers)
     relief = 0 if deferred else sizes.relief_bytes
     late = np.minimum(relief, whole)  # gradients still to come at the peak
-    found = [at(whole - late, most(in_flight), working - (relief - late))]
+    worst = [at(whole - late, most(in_flight), working - (relief - late))]
     # Passes while other microbatches have sums; a flush ends before there are new ones.
     further = min(in_flight, per_update - 1) if flushes else in_flight
     if per_update > 1:
-        found.append(at(whole, most(further), working + sizes.largest_parameter_bytes))
+        worst.append(at(whole, most(further), working + sizes.largest_parameter_bytes))
     if per_update > 1 or update_delay:
-        found.append(at(whole, most(further), working))
+        worst.append(at(whole, most(further), working))
     left = (0 if flushes else max(in_flight - 1, 0) + update_delay) * waiting
-    return (*found, at(whole, left, sizes.update_working_bytes + (whole if kept_tensors else 0)))
+    return (*worst, at(whole, left, sizes.update_working_bytes + (whole if kept_tensors else 0)))
 
 
 def stage_memory(sizes: StageSizes, **how: Any) -> StageMemory:

@@ -94,15 +94,15 @@ class Placement(Artifact):
         Raises:
             PlanError: a worker has stages with different ones.
         """
-        found: dict[int, Mesh] = {}
+        meshes: dict[int, Mesh] = {}
         for mesh, row in zip(of_stages, self.ranks, strict=True):
             for worker in row:
-                if found.setdefault(worker, mesh) != mesh:
+                if meshes.setdefault(worker, mesh) != mesh:
                     raise PlanError(
-                        f"worker {worker} has several stages, with the meshes {found[worker]} and {mesh}; give the "
+                        f"worker {worker} has several stages, with the meshes {meshes[worker]} and {mesh}; give the "
                         "stages of one worker the same mesh"
                     )
-        return tuple(found[worker] for worker in sorted(found))
+        return tuple(meshes[worker] for worker in sorted(meshes))
 
     # -- overridden in `Dispatched` ----------------------------------------------------------------------
 

@@ -109,10 +109,10 @@ class Plan(Tabular, Artifact):
         for stage, update_delay in zip(self.stages, self.update_delay, strict=True):
             if update_delay and (stage.replicas == 1 or len(self.stages) == 1):
                 raise ValueError("update delay is 0 where a stage is not replicated, and in a one-stage plan")
-        for one in self.tied:
-            if len(one.stages) < 2 or not 0 <= min(one.stages) <= max(one.stages) < len(self.stages):
+        for tied in self.tied:
+            if len(tied.stages) < 2 or not 0 <= min(tied.stages) <= max(tied.stages) < len(self.stages):
                 raise ValueError(
-                    f"tied weights are held by two or more of {len(self.stages)} stages, found {one.stages}"
+                    f"tied weights are held by two or more of {len(self.stages)} stages, found {tied.stages}"
                 )
         try:
             depth.check_in_flight(self.in_flight, self.replicas, self.update_delay)
@@ -178,7 +178,7 @@ class Plan(Tabular, Artifact):
         meshes = meshes_of(mesh, len(self.stages))
         self.placement.meshes(meshes)
         pairs = zip(self.stages, meshes, strict=True)
-        return replace(self, stages=tuple(replace(stage, mesh=one.text) for stage, one in pairs))
+        return replace(self, stages=tuple(replace(stage, mesh=stage_mesh.text) for stage, stage_mesh in pairs))
 
     def with_layout(self, layout: Layout) -> Self:
         """Returns the plan with, for each stage, the rules that have an effect on its mesh."""
@@ -214,11 +214,11 @@ class Plan(Tabular, Artifact):
 
     @property
     def _stages_of(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        stages_of: dict[int, list[int]] = {}
         for s in range(len(self.stages)):
             for worker in self.workers_of(s):
-                found.setdefault(worker, []).append(s)
-        return found
+                stages_of.setdefault(worker, []).append(s)
+        return stages_of
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -245,7 +245,7 @@ class Plan(Tabular, Artifact):
             for level in range(1, len(cluster.levels))
         ]
         last = len(transfers_s) - 1
-        found = []
+        round_trips = []
         for s, seconds in enumerate(transfers_s):
             queue_s = -(-counts[s - 1] // counts[s]) * transfers_s[s - 1] if s else 0.0
             queue_s += -(-counts[s + 2] // counts[s + 1]) * transfers_s[s + 1] if s < last else 0.0
@@ -258,8 +258,8 @@ class Plan(Tabular, Artifact):
             )
             # All replicas that exchange messages with a worker may share its port at once.
             sharing = max(-(-counts[s] // counts[s + 1]), -(-counts[s + 1] // counts[s]))
-            found.append(2 * seconds * sharing + queue_s)
-        return tuple(found)
+            round_trips.append(2 * seconds * sharing + queue_s)
+        return tuple(round_trips)
 
     @property
     def sync_s(self) -> tuple[float, ...]:
@@ -276,8 +276,8 @@ class Plan(Tabular, Artifact):
     @property
     def tied_s(self) -> tuple[float, ...]:
         """Seconds by which the sums of tied weights at least delay an update of each stage (`least_sum_s`)."""
-        seconds = [(one, least_sum_s(self.cluster, one.parameter_bytes)) for one in self.tied]
-        return tuple(sum(sum_s for one, sum_s in seconds if s in one.stages) for s in range(len(self.stages)))
+        seconds = [(tied, least_sum_s(self.cluster, tied.parameter_bytes)) for tied in self.tied]
+        return tuple(sum(sum_s for tied, sum_s in seconds if s in tied.stages) for s in range(len(self.stages)))
 
     @property
     def runtime_s(self) -> tuple[float, ...]:
@@ -297,17 +297,17 @@ class Plan(Tabular, Artifact):
     @property
     def tied_sums_s(self) -> tuple[float, ...]:
         """Seconds of each of the sums over all holders of `tied`, on idle links."""
-        workers = [{w for s in one.stages for w in self.workers_of(s)} for one in self.tied]
+        workers = [{w for s in tied.stages for w in self.workers_of(s)} for tied in self.tied]
         return tuple(
             float(
                 all_reduce_s(
-                    one.parameter_bytes,
+                    tied.parameter_bytes,
                     len(holders),
                     *self.cluster.sum_link(self.cluster.reach(*holders)),
                     how=self.cluster.sums,
                 )
             )
-            for one, holders in zip(self.tied, workers, strict=True)
+            for tied, holders in zip(self.tied, workers, strict=True)
         )
 
     @property
@@ -369,7 +369,7 @@ class Plan(Tabular, Artifact):
             ) from None
 
     @property
-    def overfull(self) -> int | None:
+    def first_stage_over_memory(self) -> int | None:
         """The first stage whose worker has too little memory."""
         if self.is_shared:
             needs, memories = self.worker_bytes, self.cluster.memories
@@ -386,8 +386,8 @@ class Plan(Tabular, Artifact):
 
         A plan faster than its bound was edited after planning.
         """
-        found = self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else -1.0
-        return None if found < -_SAME else max(found, 0.0)
+        gap = self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else -1.0
+        return None if gap < -_SAME else max(gap, 0.0)
 
     def method(self, schedule: str | None = None, microbatches: int | None = None) -> tuple[str, int | None]:
         """Returns the method and its microbatches: as given, else the plan's, else PipeDream.
@@ -398,27 +398,27 @@ class Plan(Tabular, Artifact):
             return self.schedule, microbatches or self.microbatches
         return schedule or "pipedream", microbatches
 
-    def with_depth(self, wanted: str | tuple[int, ...]) -> Self:
+    def with_depth(self, target: str | tuple[int, ...]) -> Self:
         """Returns the plan with another depth: 'noam', 'full', or in-flight counts.
 
         Raises:
             PlanError: an unknown word, or counts that are not legal (`depth.check_in_flight`).
         """
-        if wanted == "noam":
+        if target == "noam":
             return replace(self, in_flight=depth.noam(self.replicas, self.update_delay), depth_mode="noam")
-        if wanted == "full":
+        if target == "full":
             period = self.slowest_stage_s
             slots = tuple(seconds / period if period else 0.0 for seconds in self.round_trips_s)
             return replace(self, in_flight=depth.full(self.replicas, slots, self.update_delay), depth_mode="full")
-        if wanted == "auto":
+        if target == "auto":
             raise PlanError(
                 "depth auto was asked for an existing plan: it depends on the memory of a worker and needs the "
                 "profile; plan again with in_flight='auto', or give noam, full or counts"
             )
-        if isinstance(wanted, str):
-            raise PlanError(f"depth {wanted!r} is not known; give noam, full, auto or counts such as 3,2,1")
-        depth.check_in_flight(tuple(wanted), self.replicas, self.update_delay)
-        return replace(self, in_flight=tuple(wanted), depth_mode="hand")
+        if isinstance(target, str):
+            raise PlanError(f"depth {target!r} is not known; give noam, full, auto or counts such as 3,2,1")
+        depth.check_in_flight(tuple(target), self.replicas, self.update_delay)
+        return replace(self, in_flight=tuple(target), depth_mode="hand")
 
     def check_layers(self, layers: int) -> None:
         if self.stages[-1].last != layers:
@@ -434,7 +434,7 @@ class Plan(Tabular, Artifact):
         return [
             {
                 "stage": s,
-                "layers": _span(stage),
+                "layers": _describe_span(stage),
                 "first": stage.first,
                 "last": stage.last,
                 "workers": stage.replicas,
@@ -483,7 +483,7 @@ class Plan(Tabular, Artifact):
             meshes = [str(mesh) for mesh in self.meshes]
             columns.insert(1, ("mesh", max(4, *map(len, meshes)), lambda s, stage: meshes[s]))
             words.append("mesh: the ranks of each worker, - is one")
-        spans = [_span(stage) for stage in self.stages]
+        spans = [_describe_span(stage) for stage in self.stages]
         wide = max(24, *map(len, spans))
         rows = ["  ".join([f"{'stage':>5}", f"{'layers':<{wide}}", *(f"{name:>{w}}" for name, w, _ in columns)])]
         for s, stage in enumerate(self.stages):
@@ -491,23 +491,28 @@ class Plan(Tabular, Artifact):
             rows.append("  ".join([f"{s:>5}", f"{spans[s]:<{wide}}", *cells]))
         rows.append("; ".join(words))
         rows += [
-            f"tied: {one}, {format_bytes(one.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
-            for one, seconds in zip(self.tied, self.tied_sums_s, strict=True)
+            f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
+            for tied, seconds in zip(self.tied, self.tied_sums_s, strict=True)
         ]
         if self.runtime:
             rows.append(str(self.runtime))
         return "\n".join(
-            [head, *rows, *([self.note] if self.note else []), *([] if self.gap is None else [self._proof(self.gap)])]
+            [
+                head,
+                *rows,
+                *([self.note] if self.note else []),
+                *([] if self.gap is None else [self._describe_proof(self.gap)]),
+            ]
         )
 
-    def _proof(self, gap: float) -> str:
+    def _describe_proof(self, gap: float) -> str:
         how = "optimal" if gap < _SAME else format_excess(gap)
         stage_s = self.slowest_stage_s
         shared = "" if self.period_s == stage_s else f"slowest stage {format_seconds(stage_s)}, "
         return f"{shared}proven bound {format_seconds(self.bound_s)} per {self.unit}: {how}"
 
 
-def _span(stage: Stage) -> str:
+def _describe_span(stage: Stage) -> str:
     """Returns its first and last layer in words."""
     if not stage.names:
         return f"{stage.first}..{stage.last - 1}"

@@ -24,12 +24,12 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple
     Raises:
         PlanError: the profile does not know the mesh.
     """
-    found = next((rank for rank in profile.ranks if Mesh(rank.mesh) == mesh), None)
-    if found is None:
-        known = ", ".join(rank.mesh for rank in profile.ranks) or "none"
+    measured = next((rank for rank in profile.ranks if Mesh(rank.mesh) == mesh), None)
+    if measured is None:
+        meshes = ", ".join(rank.mesh for rank in profile.ranks) or "none"
         raise PlanError(
             f"a plan with the mesh {mesh} was asked for, but the profile has no measurement of one of its ranks "
-            f"(meshes that it has: {known}); profile with meshes=({mesh.text!r},) and the layout, or --mesh {mesh}"
+            f"(meshes that it has: {meshes}); profile with meshes=({mesh.text!r},) and the layout, or --mesh {mesh}"
         )
     levels = reach_of(mesh, cluster) if reach is None else reach
     level = dict(zip(mesh.dimensions, levels, strict=True))
@@ -41,7 +41,7 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple
             size_bytes = row.size_bytes if row.of_weights or not fixed else 0
             over = row.over.split("+")
             ranks, link = (
-                prod(mesh.dimensions[one] for one in over),
+                prod(mesh.dimensions[dimension] for dimension in over),
                 cluster.sum_link(max(map(level.__getitem__, over))),
             )
             total_s += float(collective_s(row.kind, row.count, size_bytes, ranks, *link, how=cluster.sums))
@@ -58,9 +58,9 @@ def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple
             backward_fixed_s=layer.backward_fixed_s + seconds(backward, fixed=True),
         )
 
-    rank = profile.of_rank(found)
-    layers = tuple(map(with_collectives, found.layers, found.forward, found.backward))
-    return replace(rank, layers=layers, update_s=rank.update_s + seconds(found.update))
+    rank = profile.of_rank(measured)
+    layers = tuple(map(with_collectives, measured.layers, measured.forward, measured.backward))
+    return replace(rank, layers=layers, update_s=rank.update_s + seconds(measured.update))
 
 
 def reach_of(mesh: Mesh, cluster: Cluster, first: int = 0) -> tuple[int, ...]:
@@ -71,9 +71,9 @@ def reach_of(mesh: Mesh, cluster: Cluster, first: int = 0) -> tuple[int, ...]:
         first: the mesh's first rank.
     """
     sizes = list(mesh.dimensions.values())
-    found = []
+    reaches = []
     for at, size in enumerate(sizes):
         step = prod(sizes[at + 1 :])
         last = min(first + (size - 1) * step, cluster.workers - 1)
-        found.append(cluster.reach(*range(first, last + 1, step)))
-    return tuple(found)
+        reaches.append(cluster.reach(*range(first, last + 1, step)))
+    return tuple(reaches)

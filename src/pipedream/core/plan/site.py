@@ -71,8 +71,8 @@ class Site:
             inside = Counter(cluster.component(number, worker) for worker in workers)
             sides = [None if side is None else cluster.component(number, side) for side in (before, after)]
             rate = level.link_bytes_per_s
-            for component, held in inside.items():
-                share = held / count
+            for component, members in inside.items():
+                share = members / count
                 first, second = (share / rate if side not in (None, component) else 0.0 for side in sides)
                 ports[PortLoad(first, second, summed / rate if len(inside) > 1 else 0.0)] = None
         memories = [memory for worker in workers if (memory := cluster.memories[worker]) is not None]
@@ -140,12 +140,12 @@ def ports_s(
     Minibatch k goes from replica k mod r of a stage to replica k mod r' of the next, so that each pair of replicas with
     the same remainder by gcd(r, r') exchanges one in lcm(r, r') minibatches. `taken` has each stage's workers.
     """
-    found: defaultdict[tuple[int, int], float] = defaultdict(float)
+    ports: defaultdict[tuple[int, int], float] = defaultdict(float)
     edges = (0.0, *output_bytes[: len(taken) - 1], 0.0)
     for workers, received_bytes, sent_bytes, size in zip(taken, edges, edges[1:], parameter_bytes, strict=False):
         carried = received_bytes + sent_bytes + float(all_reduce_bytes(size, len(workers), how=cluster.sums))
         for worker in workers:
-            found[0, worker] += carried / len(workers) / cluster.levels[0].link_bytes_per_s
+            ports[0, worker] += carried / len(workers) / cluster.levels[0].link_bytes_per_s
     for number, level in enumerate(cluster.levels[1:], 1):
         inside = [[cluster.component(number, worker) for worker in workers] for workers in taken]
         rate = level.link_bytes_per_s
@@ -157,11 +157,11 @@ def ports_s(
                     for receiver, received in receivers.items():
                         if sender != receiver:
                             seconds = sent * received / every * size / rate
-                            found[number, sender] += seconds
-                            found[number, receiver] += seconds
+                            ports[number, sender] += seconds
+                            ports[number, receiver] += seconds
         for components, size in zip(inside, parameter_bytes, strict=True):
             if len(set(components)) > 1:
                 count = len(components)
                 for component in set(components):
-                    found[number, component] += float(all_reduce_bytes(size, count, how=cluster.sums)) / count / rate
-    return dict(found)
+                    ports[number, component] += float(all_reduce_bytes(size, count, how=cluster.sums)) / count / rate
+    return dict(ports)

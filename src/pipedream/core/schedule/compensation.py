@@ -66,12 +66,12 @@ class Compensation(ABC):
             )
         try:
             hint = next((get_type_hints(kind)[f.name] for f in fields(kind)), None)
-            given = [] if not colon else [int(number) if hint in (int, int | None) else float(number)]
-            return kind(*given)
+            arguments = [] if not colon else [int(number) if hint in (int, int | None) else float(number)]
+            return kind(*arguments)
         except (TypeError, ValueError) as error:
-            wanted = ", ".join(f.name for f in fields(kind)) or "no number"
-            found = error if isinstance(error, ValueError) else f"found {number or 'none'}"
-            raise ScheduleError(f"compensation {text!r} takes {wanted}, as in NAME:NUMBER: {found}") from None
+            names = ", ".join(f.name for f in fields(kind)) or "no number"
+            problem = error if isinstance(error, ValueError) else f"found {number or 'none'}"
+            raise ScheduleError(f"compensation {text!r} takes {names}, as in NAME:NUMBER: {problem}") from None
 
     def encoded(self) -> dict[str, Any]:
         return {"compensation": self.name} | {f.name: getattr(self, f.name) for f in fields(self)}
@@ -87,11 +87,11 @@ class Compensation(ABC):
         if kind is None:
             raise ArtifactError(f"{place}.compensation should be one of {sorted(Compensation.kinds)}")
         hints, names = get_type_hints(kind), {f.name for f in fields(kind)}
-        given = {key: item for key, item in value.items() if key != "compensation"}
-        if set(given) != names:
-            raise ArtifactError(f"{place} should have the fields {sorted(names)}, found {sorted(given)}")
+        values = {key: item for key, item in value.items() if key != "compensation"}
+        if set(values) != names:
+            raise ArtifactError(f"{place} should have the fields {sorted(names)}, found {sorted(values)}")
         try:
-            return kind(**{key: decode(hints[key], item, f"{place}.{key}") for key, item in given.items()})
+            return kind(**{key: decode(hints[key], item, f"{place}.{key}") for key, item in values.items()})
         except ValueError as error:
             raise ArtifactError(f"{place}: {error}") from None
 
@@ -267,9 +267,9 @@ class GapAware(Compensation):
         _expect(0.0 <= self.decay < 1.0, f"the decay of an average lies between 0 and 1, found {self.decay}")
 
 
-def compensations(asked: Any) -> tuple[Compensation, ...]:
+def compensations(chosen: Any) -> tuple[Compensation, ...]:
     """Returns compensations from one or several, or their texts."""
-    several = [asked] if isinstance(asked, (str, Compensation)) or not isinstance(asked, Iterable) else list(asked)
+    several = [chosen] if isinstance(chosen, (str, Compensation)) or not isinstance(chosen, Iterable) else list(chosen)
     strange = [item for item in several if not isinstance(item, (str, Compensation))]
     if strange:
         raise ScheduleError(f"compensation {strange[0]!r} is neither a Compensation nor the name of one")
@@ -278,11 +278,11 @@ def compensations(asked: Any) -> tuple[Compensation, ...]:
 
 def rate_factor(chosen: Iterable[Compensation], staleness: float, k: int) -> float:
     """Returns the factor on the rate of update k (from 0) at a mean staleness."""
-    found = 1.0
-    for one in chosen:
-        if isinstance(one, LearningRateRescheduling):
-            found *= one.factor(staleness, k)
-    return found
+    factor = 1.0
+    for compensation in chosen:
+        if isinstance(compensation, LearningRateRescheduling):
+            factor *= compensation.factor(staleness, k)
+    return factor
 
 
 def check_compensations(
@@ -295,22 +295,22 @@ def check_compensations(
     """
     if not chosen:
         return
-    said = " and ".join(map(str, chosen))
+    names = " and ".join(map(str, chosen))
     if flushes:
         raise ScheduleError(
-            f"compensation {said} was asked of a method that flushes: none of its gradients is late; leave it out, or "
+            f"compensation {names} was asked of a method that flushes: none of its gradients is late; leave it out, or "
             "use an asynchronous method"
         )
-    if len({type(one) for one in chosen}) < len(chosen):
-        raise ScheduleError(f"compensation {said}: one kind is asked for twice; leave one out")
-    moving = [str(one) for one in chosen if one.moves_weights]
+    if len({type(compensation) for compensation in chosen}) < len(chosen):
+        raise ScheduleError(f"compensation {names}: one kind is asked for twice; leave one out")
+    moving = [str(compensation) for compensation in chosen if compensation.moves_weights]
     if len(moving) > 1:
         raise ScheduleError(
             f"compensations {' and '.join(moving)} make up for the same delay twice, because each of them predicts the "
             "weights; choose one"
         )
     ahead = weights.forward_prediction is not None
-    spikes = all(isinstance(one, SpikeCompensation) for one in chosen if one.moves_weights)
+    spikes = all(isinstance(compensation, SpikeCompensation) for compensation in chosen if compensation.moves_weights)
     forward_alone = weights.backward_rule != "stash" and weights.backward_prediction is None
     if moving and ahead and not (forward_alone and spikes):
         raise ScheduleError(
@@ -318,7 +318,7 @@ def check_compensations(
             "the same delay; leave it out, or use a method that reads stored weights. (Spike compensation can be "
             "combined with a prediction for the forward alone, as in pb_lwp_sc.)"
         )
-    if any(isinstance(one, GapAware) for one in chosen):
+    if any(isinstance(compensation, GapAware) for compensation in chosen):
         if weights.backward_rule == "graph":
             raise ScheduleError(
                 "compensation gap_aware needs the weights that a gradient was taken at; under the backward rule "

@@ -43,9 +43,9 @@ class Policy:
             number = getattr(self, name)
             if number is not None and not (isinstance(number, (int, float)) and 0 < number < most):
                 raise ScheduleError(f"{name}={number!r} was asked for; give a number between 0 and {most:g}")
-        for name, value, known in (("clip", self.clip, _CLIP), ("on_nan", self.on_nan, _ON_NAN)):
-            if value not in known:
-                raise ScheduleError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
+        for name, value, choices in (("clip", self.clip, _CLIP), ("on_nan", self.on_nan, _ON_NAN)):
+            if value not in choices:
+                raise ScheduleError(f"{name}={value!r} is not known; choose one of {', '.join(choices)}")
 
     @property
     def skips(self) -> bool:
@@ -90,7 +90,7 @@ def makes_same_updates(schedule: Schedule) -> bool:
     if weights.backward_rule != "stash" or any(weights.predictions(stage) for stage in stages):
         return False
     return len(set(schedule.updates.per_update)) == 1 and all(
-        len({weights.forward_version(stage, k) for stage in stages}) == 1 for k in range(_settled(schedule))
+        len({weights.forward_version(stage, k) for stage in stages}) == 1 for k in range(_find_settled(schedule))
     )
 
 
@@ -105,19 +105,19 @@ def with_tied_weights(schedule: Schedule) -> Schedule:
         return schedule
     if not makes_same_updates(schedule):
         raise ScheduleError(
-            f"{_parted(schedule)} by {schedule.name!r}, whose stages update at different times, from gradients of "
-            "different versions. Keep these layers in one stage, untie the weight (a parameter of its own for each "
+            f"{_name_separated(schedule)} by {schedule.name!r}, whose stages update at different times, from gradients "
+            "of different versions. Keep these layers in one stage, untie the weight (a parameter of its own for each "
             "layer), or use a method whose stages all make the same updates: pipedream_2bw, or a flushing one (1f1b, "
             "gpipe)"
         )
     return schedule.together()
 
 
-def _parted(schedule: Schedule) -> str:
+def _name_separated(schedule: Schedule) -> str:
     return f"the plan separates layers that share {'; '.join(map(str, schedule.plan.tied))}, and was asked to train"
 
 
-def _settled(schedule: Schedule) -> int:
+def _find_settled(schedule: Schedule) -> int:
     """Returns a microbatch from which on versions advance by cycles."""
     deepest = max(schedule.plan.in_flight) * max(schedule.placement.replicas)
     return (deepest // schedule.cycle + 3) * schedule.cycle
@@ -126,8 +126,8 @@ def _settled(schedule: Schedule) -> int:
 def _check_clip_of_tied(schedule: Schedule, policy: Policy) -> None:
     if policy.clip_grad_norm is not None and (policy.clip == "local" or not schedule.flushes):
         raise ScheduleError(
-            f"{_parted(schedule)} by {schedule.name!r} with clip={policy.clip!r}: each holder would clip the shared "
-            "weight by another norm. Use clip='global' with a flushing method (1f1b, gpipe)"
+            f"{_name_separated(schedule)} by {schedule.name!r} with clip={policy.clip!r}: each holder would clip the "
+            "shared weight by another norm. Use clip='global' with a flushing method (1f1b, gpipe)"
         )
 
 
@@ -146,7 +146,7 @@ def norm_delay(schedule: Schedule) -> int:
             "clip='local', the same number of replicas at each stage, or a method with one update per minibatch (2bw)"
         )
     per_update = updates.per_update[0]
-    enough = _settled(schedule)
+    enough = _find_settled(schedule)
     delay = 1
     for rank in range(placement.workers):
         if len(placement.stage_replicas(rank)) > 1:
@@ -156,10 +156,10 @@ def norm_delay(schedule: Schedule) -> int:
             )
         ((stage, _),) = placement.stage_replicas(rank)
         step = placement.replicas[stage]
-        made = 0
+        updated = 0
         for op in islice(schedule.order(rank), 4 * enough + 8):
             if op.kind is Kind.UPDATE:
-                made = op.index
+                updated = op.index
             elif op.kind is Kind.FORWARD and (op.index + step) // per_update > op.index // per_update:
-                delay = max(delay, op.index // per_update + 1 - made)
+                delay = max(delay, op.index // per_update + 1 - updated)
     return delay

@@ -22,12 +22,12 @@ _NEVER = 2**62
 
 def fetches(rules: Rules, rank: int, total: int) -> tuple[Op, ...]:
     """Returns the fetches of a rank."""
-    found = (
+    fetched = (
         rules.fetch_before(Op(Kind.FORWARD, stage, k, replica))
         for stage, replica in rules.placement.remote_forwards(rank)
         for k in range(total)
     )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(fetched))
 
 
 def routes(placement: Placement) -> Iterator[Route]:

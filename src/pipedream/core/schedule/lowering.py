@@ -54,10 +54,10 @@ def lower(schedule: Schedule) -> Program:
             f"asked for: it repeats after {schedule.placement.cycle} microbatches (their common multiple); "
             f"up to {_MOST_PROVED} can be proved; choose fewer workers, or counts that divide each other"
         )
-    channels = _channels(schedule.placement, schedule.plan.in_flight)
+    channels = _make_channels(schedule.placement, schedule.plan.in_flight)
     numbers = {(c.sender, c.receiver, c.carries, c.source): i for i, c in enumerate(channels)}
     ranks = tuple(_fold(schedule, rank, _expand(schedule, rank, numbers)) for rank in range(schedule.placement.workers))
-    shared = {one.name: getattr(schedule, one.name) for one in fields(Rules)}
+    shared = {field.name: getattr(schedule, field.name) for field in fields(Rules)}
     return Program(**shared, cycle=schedule.cycle, channels=channels, ranks=ranks)
 
 
@@ -77,7 +77,7 @@ def with_common_channels(programs: Sequence[Program]) -> tuple[Program, ...]:
     return tuple(replace(program, channels=common) for program in programs)
 
 
-def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel, ...]:
+def _make_channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel, ...]:
     last = placement.stages - 1
     routes: list[Route] = []
     for stage in range(last):
@@ -88,14 +88,14 @@ def _channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Channel
     if last:
         routes.append(Route("input", 0, last, max(2, in_flight[0])))
     routes += dispatch.routes(placement)
-    found: dict[tuple[int, int, str, int], Channel] = {}
+    channels: dict[tuple[int, int, str, int], Channel] = {}
     for carries, source, target, depth in routes:
         for k in range(placement.cycle):
             sender, receiver = placement.ends(carries, source, target, k)
             if sender != receiver:
                 channel = Channel(sender, receiver, carries, source, target, min(depth, MOST_AHEAD))
-                found.setdefault((sender, receiver, carries, source), channel)
-    return tuple(found.values())
+                channels.setdefault((sender, receiver, carries, source), channel)
+    return tuple(channels.values())
 
 
 def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, int], int]) -> Iterator[Instruction]:
@@ -112,14 +112,14 @@ def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, in
     for op in schedule.order(rank):
         if op.kind is Kind.UPDATE and placement.replicas[op.stage] > 1:
             yield Transfer(Move.SYNC, op.stage, op.index)
-        yield from transfers(Move.RECEIVE, (*dispatch.arrivals(op, schedule), *_arrivals(op, schedule)))
+        yield from transfers(Move.RECEIVE, (*dispatch.arrivals(op, schedule), *_list_arrivals(op, schedule)))
         yield op
-        yield from transfers(Move.SEND, (*_departures(op, schedule), *dispatch.departures(op, schedule)))
+        yield from transfers(Move.SEND, (*_list_departures(op, schedule), *dispatch.departures(op, schedule)))
         if op.kind is Kind.UPDATE:
             yield from transfers(Move.SEND, lender.due(op))
 
 
-def _arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
+def _list_arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
     kind, stage, k, _ = op
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD and stage:
@@ -130,7 +130,7 @@ def _arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
         yield Cargo("gradient", stage + 1, stage, k)
 
 
-def _departures(op: Op, rules: Rules) -> Iterator[Cargo]:
+def _list_departures(op: Op, rules: Rules) -> Iterator[Cargo]:
     kind, stage, k, _ = op
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD and stage < last:
@@ -180,9 +180,9 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
     while start and repeats(start - 1):
         start -= 1
     # A turn must also do all that a cycle needs, otherwise only a run of equal ops repeats.
-    wanted = schedule.op_count(rank, cycle)
-    found = sum(isinstance(item, Op) and item.kind.is_work for item in window[first:second])
-    if found != wanted or not all(repeats(i) for i in range(start, len(window) - length)):
+    needed = schedule.op_count(rank, cycle)
+    done = sum(isinstance(item, Op) and item.kind.is_work for item in window[first:second])
+    if done != needed or not all(repeats(i) for i in range(start, len(window) - length)):
         raise ScheduleError(
             f"schedule {schedule.name!r}: the order of rank {rank} does not repeat itself every {cycle} microbatches"
         )

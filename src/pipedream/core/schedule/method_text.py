@@ -21,8 +21,8 @@ def listed(text: str) -> list[str]:
 
 def name_and_options(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Returns the name of a method or file, and its (option, value) pairs."""
-    found = _NAMED.fullmatch(text)
-    name, inside = (text, None) if found is None else found.groups()
+    match = _NAMED.fullmatch(text)
+    name, inside = (text, None) if match is None else match.groups()
     malformed = ("[" in name or "]" in name) and not _FILE.fullmatch(name)
     pairs = [tuple(map(str.strip, part.partition("=")[::2])) for part in (inside or "").split(",")]
     if malformed or not name or (inside is not None and not all(option and value for option, value in pairs)):
@@ -32,8 +32,8 @@ def name_and_options(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
         )
     if inside is None:
         return name, ()
-    given = tuple((option.replace("-", "_"), value) for option, value in pairs)
-    twice = [option for n, (option, _) in enumerate(given) if option in dict(given[:n])]
+    options = tuple((option.replace("-", "_"), value) for option, value in pairs)
+    twice = [option for n, (option, _) in enumerate(options) if option in dict(options[:n])]
     if twice:
         raise ScheduleError(f"schedule {text!r} gives its option {twice[0]} twice; leave one out")
-    return name.strip(), given
+    return name.strip(), options

@@ -31,16 +31,16 @@ class StageOccupancy:
 
 def occupancy(schedule: Schedule) -> tuple[StageOccupancy, ...]:
     """Returns what the fullest replica of each stage holds."""
-    found = []
+    rows = []
     for stage in range(len(schedule.plan.stages)):
-        in_flight, deferred = _in_flight(schedule, stage)
+        in_flight, deferred = _count_in_flight(schedule, stage)
         kept = schedule.updates.kept_tensors(schedule.weights.staleness(stage))
         sets = schedule.weights.versions(stage) + schedule.weights.buffers(stage)
-        found.append(StageOccupancy(in_flight, sets, kept_tensors=kept, deferred=deferred))
-    return tuple(found)
+        rows.append(StageOccupancy(in_flight, sets, kept_tensors=kept, deferred=deferred))
+    return tuple(rows)
 
 
-def _in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
+def _count_in_flight(schedule: Schedule, stage: int) -> tuple[int, int]:
     """Returns the most in flight, and the most that wait for their weight gradients.
 
     Follows the first replica, which has the most, until the first forward after the warm-up; later nothing new happens.
@@ -75,18 +75,18 @@ def most_in_flight(program: Program, total: int | None = None) -> tuple[int, ...
     """
     if not program.trains:
         return program.plan.in_flight
-    found = []
+    counts = []
     ends = ends_backward(program.kinds)
     enough = 2 * program.cycle * (program.microbatches + max(program.plan.in_flight))
     counted = enough if total is None else min(enough, total)
     for stage, (rank, *_) in enumerate(program.placement.ranks):
         if program.placement.is_remote(stage):
-            found.append(program.microbatches)
+            counts.append(program.microbatches)
             continue
         in_flight = most = 0
         for op in program.instructions(rank, counted):
             if isinstance(op, Op) and op.stage == stage:
                 in_flight += (op.kind is Kind.FORWARD) - (op.kind is ends)
                 most = max(most, in_flight)
-        found.append(most)
-    return tuple(found)
+        counts.append(most)
+    return tuple(counts)

@@ -69,7 +69,7 @@ def data_requirements(op: Op, placement: Placement, kinds: Collection[Kind] = ()
         return (Op(Kind.INPUT_GRADIENT, stage, k, replica),)
     if kind not in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
         return ()
-    own = Op(Kind.FORWARD, stage, k, replica)
+    forward = Op(Kind.FORWARD, stage, k, replica)
     if stage == placement.stages - 1:
-        return (own,)
-    return (own, Op(gives_back(kinds), stage + 1, k, placement.replica(stage + 1, k)))
+        return (forward,)
+    return (forward, Op(gives_back(kinds), stage + 1, k, placement.replica(stage + 1, k)))

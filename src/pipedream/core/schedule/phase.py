@@ -69,7 +69,11 @@ class Phase:
 
     def __str__(self) -> str:
         split = "" if self.microbatches is None else f"/{self.microbatches}"
-        made_up = "" if self.compensation is None else "".join(f"+{one}" for one in self.compensation or ("none",))
+        made_up = (
+            ""
+            if self.compensation is None
+            else "".join(f"+{compensation}" for compensation in self.compensation or ("none",))
+        )
         end = f":{self.until}" if self.until is not None else ""
         return (
             (self.name if isinstance(self.schedule, str) else f"<{self.name}>")
@@ -90,7 +94,7 @@ def read_phases(text: str) -> tuple[Phase, ...]:
     Raises:
         ScheduleError: it is not of this form, or see `check_phases`.
     """
-    found = []
+    phases = []
     for part in listed(text):
         read = _FORM.fullmatch(part.strip())
         if part.strip().startswith("<"):
@@ -105,16 +109,16 @@ def read_phases(text: str) -> tuple[Phase, ...]:
                 "1f1b/4:200,paci[backward_rule=recompute]/4+spike:3e,1f1b/4"
             )
         name, split, made_up, end, of_epochs = read.groups()
-        asked = [one.replace("=", ":", 1) for one in made_up.split("+")[1:]]
+        texts = [item.replace("=", ":", 1) for item in made_up.split("+")[1:]]
         phase = Phase(
             name,
             microbatches=int(split) if split else None,
-            compensation=None if not asked else () if asked == ["none"] else asked,
+            compensation=None if not texts else () if texts == ["none"] else texts,
         )
         if end:
             phase = replace(phase, until_epoch=int(end)) if of_epochs else replace(phase, until=int(end))
-        found.append(phase)
-    return check_phases(found)
+        phases.append(phase)
+    return check_phases(phases)
 
 
 def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
@@ -157,14 +161,14 @@ def phase_after(phases: Sequence[Phase], number: int, minibatches: int, epochs: 
 
     Warns of a phase that is skipped because its end, in the other unit, has passed.
     """
-    found = phase_at(phases, minibatches, epochs)
-    for phase in phases[number + 1 : found]:
+    following = phase_at(phases, minibatches, epochs)
+    for phase in phases[number + 1 : following]:
         warnings.warn(
             f"phase {phase} is skipped, because the one before it has ended at minibatch {minibatches}, after {epochs} "
             "whole epochs; let it end later",
             stacklevel=2,
         )
-    return found
+    return following
 
 
 def phase_at(phases: Sequence[Phase], minibatches: int, epochs: int) -> int:

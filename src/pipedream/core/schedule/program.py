@@ -155,7 +155,7 @@ class Program(Tabular, Rules, Artifact):
         turns, position = divmod(max(0, begin - len(mine.warmup)), len(mine.period))
         while True:
             for instruction in mine.period[position:]:
-                yield self._advanced(instruction, turns)
+                yield self._advance(instruction, turns)
             turns, position = turns + 1, 0
 
     def instructions(self, rank: int, total: int, executed: int = 0) -> Iterator[Instruction]:
@@ -166,7 +166,7 @@ class Program(Tabular, Rules, Artifact):
                 the last one may be the op that found the end.
         """
         exists = self.exists(total)
-        missing = self.op_count(rank, total) - self._work_before(rank, executed, exists)
+        missing = self.op_count(rank, total) - self._count_work_before(rank, executed, exists)
         # Indices only grow, so that no other turn can have what a whole one lacks.
         patience = len(self.ranks[rank].warmup) + len(self.ranks[rank].period)
         idle = 0
@@ -183,17 +183,17 @@ class Program(Tabular, Rules, Artifact):
         if missing:
             raise ScheduleError(f"program {self.name!r}: rank {rank} lacks {missing} ops of {total} microbatches")
 
-    def _work_before(self, rank: int, executed: int, exists: Callable[[Instruction], bool]) -> int:
+    def _count_work_before(self, rank: int, executed: int, exists: Callable[[Instruction], bool]) -> int:
         """Counts the ops among a rank's first instructions; see `instructions`."""
         mine = self.ranks[rank]
-        found = sum(map(_is_work, mine.warmup[:executed]))
+        count = sum(map(_is_work, mine.warmup[:executed]))
         if executed > len(mine.warmup):
             turns, position = divmod(executed - len(mine.warmup), len(mine.period))
-            found += turns * sum(map(_is_work, mine.period)) + sum(map(_is_work, mine.period[:position]))
+            count += turns * sum(map(_is_work, mine.period)) + sum(map(_is_work, mine.period[:position]))
         if executed:
             last = next(self.stream(rank, executed - 1))
-            found -= _is_work(last) and not exists(last)
-        return found
+            count -= _is_work(last) and not exists(last)
+        return count
 
     def exists(self, total: int) -> Callable[[Instruction], bool]:
         per_update = self.updates.per_update
@@ -212,7 +212,7 @@ class Program(Tabular, Rules, Artifact):
     def update_completed_by(self, rank: int) -> Callable[[Op], Op | None]:
         """Returns a function from a rank's backward to the update that directly follows it at its stage, if any."""
         text = self.ranks[rank]
-        next_turn = (self._advanced(instruction, 1) for instruction in text.period)
+        next_turn = (self._advance(instruction, 1) for instruction in text.period)
         open_backwards: dict[int, Op] = {}
         completes: dict[Op, Op] = {}
         for op in (*text.warmup, *text.period, *next_turn):
@@ -230,7 +230,7 @@ class Program(Tabular, Rules, Artifact):
             first = in_period.get((op.kind, op.stage, op.index % self.cycle), op.index)
             turns = max(0, (op.index - first) // self.cycle)
             update = completes.get(op._replace(index=op.index - turns * self.cycle))
-            return None if update is None else Op(*self._advanced(update, turns))
+            return None if update is None else Op(*self._advance(update, turns))
 
         return completed
 
@@ -259,7 +259,7 @@ class Program(Tabular, Rules, Artifact):
         """Reads JSON values, with abstract and textual fields, which `decode` cannot."""
         value = dict(value)
         hints = get_type_hints(cls)
-        names = {one.name for one in fields(cls)}
+        names = {field.name for field in fields(cls)}
         lacking, unknown = sorted(names - set(value)), sorted(set(value) - names)
         if lacking or unknown:
             raise ArtifactError(f"{place} lacks the fields {lacking} and has unknown fields {unknown}")
@@ -286,15 +286,22 @@ class Program(Tabular, Rules, Artifact):
 
         `stage` is the one that works, sends or receives.
         """
-        found = []
+        rows = []
         for rank, mine in enumerate(self.ranks):
             for part, instructions in (("warmup", mine.warmup), ("period", mine.period)):
-                for position, one in enumerate(instructions):
-                    place = {"rank": rank, "part": part, "position": position, "instruction": str(one)}
-                    found.append(place | {"kind": one.kind.value, "stage": self._stage_of(one), "index": one.index})
-        return found
+                for position, instruction in enumerate(instructions):
+                    place = {"rank": rank, "part": part, "position": position, "instruction": str(instruction)}
+                    rows.append(
+                        place
+                        | {
+                            "kind": instruction.kind.value,
+                            "stage": self._find_stage(instruction),
+                            "index": instruction.index,
+                        }
+                    )
+        return rows
 
-    def _stage_of(self, instruction: Instruction) -> int:
+    def _find_stage(self, instruction: Instruction) -> int:
         if isinstance(instruction, Op):
             return instruction.stage
         if instruction.kind is Move.SYNC:
@@ -310,7 +317,7 @@ class Program(Tabular, Rules, Artifact):
         ]
         return "\n".join([head, *rows])
 
-    def _advanced(self, instruction: Instruction, turns: int) -> Instruction:
+    def _advance(self, instruction: Instruction, turns: int) -> Instruction:
         return advanced(instruction, turns * self.cycle, self.updates) if turns else instruction
 
 
@@ -337,14 +344,14 @@ def format_instructions(instructions: tuple[Instruction, ...]) -> str:
 
 def _parse(text: str, placement: Placement, rank: int, place: str) -> tuple[Instruction, ...]:
     replica = dict(placement.passes(rank, forward=True)) | dict(placement.stage_replicas(rank))
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     for token in text.split():
         op = re.fullmatch(r"(\d+)([FBIWUH])(\d+)", token)
         transfer = re.fullmatch(r"([<>=])(\d+):(\d+)", token)
         if op and int(op[1]) in replica:
-            found.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica[int(op[1])]))
+            instructions.append(Op(Kind(op[2]), int(op[1]), int(op[3]), replica[int(op[1])]))
         elif transfer:
-            found.append(Transfer(Move(transfer[1]), int(transfer[2]), int(transfer[3])))
+            instructions.append(Transfer(Move(transfer[1]), int(transfer[2]), int(transfer[3])))
         else:
             raise ArtifactError(f"{place}: {token!r} is not an instruction of this rank")
-    return tuple(found)
+    return tuple(instructions)

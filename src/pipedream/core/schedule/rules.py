@@ -65,14 +65,14 @@ class Rules:
 
     def expected_ops(self, rank: int, total: int) -> tuple[OpRange, ...]:
         """Returns the work of a rank, in no particular order."""
-        found = [
+        ranges = [
             OpRange(kind, stage, replica, range(replica, total, self.placement.replicas[stage]))
             for kind in self.kinds
             for stage, replica in self.placement.passes(rank, forward=kind is Kind.FORWARD)
         ]
         for stage, replica in self.placement.stage_replicas(rank) if self.trains else ():
-            found.append(OpRange(Kind.UPDATE, stage, replica, range(1, self.updates.updates(stage, total) + 1)))
-        return tuple(found)
+            ranges.append(OpRange(Kind.UPDATE, stage, replica, range(1, self.updates.updates(stage, total) + 1)))
+        return tuple(ranges)
 
     def op_count(self, rank: int, total: int) -> int:
         return sum(len(row.indices) for row in self.expected_ops(rank, total))
@@ -92,7 +92,7 @@ class Rules:
         data = data_requirements(op, self.placement, self.kinds)
         if kind is Kind.FORWARD and self.placement.is_remote(stage):
             return (*data, self.fetch_before(op))
-        version = self._version_awaited(op)
+        version = self._find_version_awaited(op)
         return (*data, Op(Kind.UPDATE, stage, version, replica)) if version > 0 else data
 
     def fetch_before(self, forward: Op) -> Op:
@@ -101,7 +101,7 @@ class Rules:
         first = self.updates.members(stage, self.updates.update_of(stage, k)).start if self.trains else 0
         return Op(Kind.FETCH, stage, first, replica)
 
-    def _version_awaited(self, op: Op) -> int:
+    def _find_version_awaited(self, op: Op) -> int:
         kind, stage, index, _ = op
         if kind is Kind.WEIGHT_GRADIENT or not self.trains:
             return 0

@@ -88,9 +88,9 @@ class Schedule(Rules):
                 f"{again.index(False)} of its plan does not recompute; set recompute=True on all stages"
             )
 
-    def compensated(self, asked: Any) -> Schedule:
+    def compensated(self, chosen: Any) -> Schedule:
         """Returns the schedule with other compensations (see `Phase`)."""
-        return replace(self, updates=replace(self.updates, compensation=compensations(asked)))
+        return replace(self, updates=replace(self.updates, compensation=compensations(chosen)))
 
     @property
     def _reads_one(self) -> bool:

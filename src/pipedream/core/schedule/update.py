@@ -40,7 +40,7 @@ class UpdateRule:
 
     def kept_tensors(self, staleness: int) -> int:
         """Returns how many tensors are kept for each weight."""
-        return sum(one.kept_tensors(staleness) for one in self.compensation)
+        return sum(compensation.kept_tensors(staleness) for compensation in self.compensation)
 
     def rate_factor(self, stage: int, staleness: float, rounds: int) -> float:
         """Returns the factor on the user's learning rate at a stage; `rounds` are updates of the input stage."""

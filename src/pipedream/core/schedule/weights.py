@@ -87,10 +87,10 @@ class WeightRule(ABC):
 
     def predictions(self, stage: int) -> tuple[WeightPrediction, ...]:
         """Returns a stage's predictions that differ from the version itself."""
-        given = (
+        predictions = (
             prediction for prediction in (self.forward_prediction, self.backward_prediction) if prediction is not None
         )
-        return tuple(prediction for prediction in given if prediction.horizons[stage])
+        return tuple(prediction for prediction in predictions if prediction.horizons[stage])
 
     def kept_until(self, stage: int) -> Kind | None:
         """Returns the last pass that reads a forward's kept prediction."""
@@ -199,17 +199,17 @@ class VerticalSync(WeightRule):
         step = lcm(*self.replicas) // count
         return max(
             len(range(self.forward_version(stage, newest * count), newest + 1, step)) + (newest % step > 0)
-            for newest in self._settled(stage)
+            for newest in self._find_settled(stage)
         )
 
     def staleness(self, stage: int) -> int:
         # The stamp does not change for a cycle while the stage keeps updating.
         return max(
-            newest - self.forward_version(stage, newest * self.replicas[stage]) for newest in self._settled(stage)
+            newest - self.forward_version(stage, newest * self.replicas[stage]) for newest in self._find_settled(stage)
         )
 
     def mean_staleness(self, stage: int) -> float:
-        newest, count = self._settled(stage), self.replicas[stage]
+        newest, count = self._find_settled(stage), self.replicas[stage]
         members = range(newest.start * count, newest.stop * count)
         return sum(k // count - self.forward_version(stage, k) for k in members) / len(members)
 
@@ -219,7 +219,7 @@ class VerticalSync(WeightRule):
         each = zip(self.warmup, self.update_delay, self.replicas, strict=True)
         return max(-(-(wait + update_delay) * count // self.replicas[0]) for wait, update_delay, count in each)
 
-    def _settled(self, stage: int) -> range:
+    def _find_settled(self, stage: int) -> range:
         """One cycle of updates of a stage after the warm-up."""
         cycle = lcm(*self.replicas)
         first = ((self._rounds_late + 1) * self.replicas[0] // cycle + 2) * cycle
@@ -301,7 +301,7 @@ class Latest(WeightRule):
         replicas = self.replicas[stage]
         group = microbatch - microbatch % self.shares_prediction
         first = microbatch if self.shares_prediction == 1 else group + (microbatch - group) % replicas
-        return max(0, (first - self._late(stage)) // self.per_update[stage])
+        return max(0, (first - self._count_late(stage)) // self.per_update[stage])
 
     def backward_version(self, stage: int, microbatch: int) -> int:
         if self.backward_rule == "stash":
@@ -317,10 +317,10 @@ class Latest(WeightRule):
         return -(-self.warmup[stage] * self.replicas[stage] // self.per_update[stage]) + 2
 
     def staleness(self, stage: int) -> int:
-        return -(-self._late(stage) // self.per_update[stage])
+        return -(-self._count_late(stage) // self.per_update[stage])
 
     def mean_staleness(self, stage: int) -> float:
-        late, count = self._late(stage), self.per_update[stage]
+        late, count = self._count_late(stage), self.per_update[stage]
         if self.shares_prediction == 1:  # after the warm-up, each with weights of its own
             return late / count
         return sum(-((i % self.replicas[stage] - late) // count) for i in range(count)) / count
@@ -338,7 +338,7 @@ class Latest(WeightRule):
         aside = AVERAGE in ways or (self.backward_rule != "stash" and bool(self.predictions(stage)))
         return aside + len(ways)
 
-    def _late(self, stage: int) -> int:
+    def _count_late(self, stage: int) -> int:
         return (self.warmup[stage] + self.update_delay[stage]) * self.replicas[stage]
 
 
@@ -366,7 +366,7 @@ class NewerBackward(WeightRule):
             raise ValueError(
                 f"an update holds a microbatch of each replica, found {self.per_update} of {self.replicas}"
             )
-        late = [self._late(stage) for stage in range(len(self.warmup))]
+        late = [self._count_late(stage) for stage in range(len(self.warmup))]
         if sorted(late, reverse=True) != late:
             raise ValueError(f"no stage may have more warm-up microbatches than an earlier one, found {late}")
         if self.backward_rule not in BACKWARD_RULES[1:]:
@@ -375,7 +375,7 @@ class NewerBackward(WeightRule):
     def backward_version(self, stage: int, microbatch: int) -> int:
         return microbatch // self.per_update
 
-    def _late(self, stage: int) -> int:
+    def _count_late(self, stage: int) -> int:
         return self.warmup[stage] * self.replicas[stage]
 
 
@@ -393,16 +393,16 @@ class Stamped(NewerBackward):
     name: ClassVar[str] = "stamped"
 
     def forward_version(self, stage: int, microbatch: int) -> int:
-        return max(0, (microbatch - self._late(0)) // self.per_update)
+        return max(0, (microbatch - self._count_late(0)) // self.per_update)
 
     def versions(self, stage: int) -> int:
-        return -(-(self._late(0) - self._late(stage)) // self.per_update) + 1
+        return -(-(self._count_late(0) - self._count_late(stage)) // self.per_update) + 1
 
     def staleness(self, stage: int) -> int:
-        return -(-self._late(0) // self.per_update)
+        return -(-self._count_late(0) // self.per_update)
 
     def mean_staleness(self, stage: int) -> float:
-        return self._late(0) / self.per_update
+        return self._count_late(0) / self.per_update
 
     @property
     def held_until(self) -> Kind:

@@ -93,7 +93,7 @@ def two_bw(
             for redoes in (False, True) if recompute is None else (recompute,):
                 rows = tuple(replace(stage, recompute=redoes) for stage in base.stages)
                 candidate = space.with_bytes(replace(base, stages=rows, microbatches=m))
-                if candidate.overfull is None:
+                if candidate.first_stage_over_memory is None:
                     candidates.append(((two_bw_s(candidate, m), redoes, stages, m), candidate))
                 else:
                     least_bytes.append(max(stage.peak_bytes for stage in candidate.stages))

@@ -453,11 +453,11 @@ class SearchSpace:
             while True:
                 depth = depths.fitting(low.in_flight, high.in_flight, tuple(most), plan.replicas)
                 deep = self.with_bytes(plan.with_depth(depth))
-                if depth == low.in_flight or deep.overfull is None:
+                if depth == low.in_flight or deep.first_stage_over_memory is None:
                     return replace(deep, depth_mode="auto")
                 most[0] = depth[0] - 1  # a deeper neighbour may send too many messages
         deep = self.with_bytes(plan.with_depth(in_flight))
-        if (s := deep.overfull) is not None:
+        if (s := deep.first_stage_over_memory) is not None:
             stage, admitted, limit = deep.stages[s], deep.in_flight[s], self.memory_bytes(deep, s) or 0
             less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
             raise PlanError(
