@@ -1059,8 +1059,8 @@ def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
     scaler = torch.amp.GradScaler("cpu", **given)
     scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 2})
     with pd.Pipeline(
-        trapped().float(), manual_plan(profile.without_tied_groups(), Cluster.flat(1), (), (1,)), schedule="pipedream", loss=steep,
-        optimizer=OPTIMIZERS["sgd"], grad_scaler=scaler, sample=(batches[0][0],),
+        trapped().float(), manual_plan(profile.without_tied_groups(), Cluster.flat(1), (), (1,)),
+        schedule="pipedream", loss=steep, optimizer=OPTIMIZERS["sgd"], grad_scaler=scaler, sample=(batches[0][0],),
     ) as pipeline:  # fmt: skip
         for _ in pipeline.train(Fresh(batches)):
             pass
