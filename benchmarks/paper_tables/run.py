@@ -18,6 +18,7 @@ from pathlib import Path
 from pipedream.core.errors import PipelineError
 from pipedream.core.hardware import presets
 from pipedream.core.model.graph_txt import GraphText
+from pipedream.plan_request import PlanRequest
 from pipedream.workflows import plan as planning
 
 
@@ -81,7 +82,7 @@ def answer(row: Row, text: GraphText) -> tuple[str, ...]:
     """Returns the cells of a row; each figure is a speedup over data parallelism under the same cost model."""
     # The profiles tell no batch, so their activations are no measure of memory: it is not limited here.
     cluster = replace(presets.cluster(row.cluster, machines=row.machines), memory_bytes=None)
-    classic = planning.classic(text, cluster)
+    classic = planning.classic(text, PlanRequest(cluster))
     profile = text.profile(row.model)
     ours = planning.plan(profile, cluster, strategy="search")
     parallel_s = planning.plan(profile, cluster, shape="data-parallel").slowest_stage_s

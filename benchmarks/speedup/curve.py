@@ -20,6 +20,7 @@ import pipedream as pd
 from pipedream import Cluster, Plan, Profile, metrics
 from pipedream.core.comparison import ONE_WORKER, OverLink, RecipeComparison, Variant, format_link
 from pipedream.core.units import format_bytes
+from pipedream.plan_request import PlanRequest
 from pipedream.report.comparison import comparison_svg
 from pipedream.slow_links import Network, slow_network
 from pipedream.workflows.plan import choose
@@ -173,7 +174,7 @@ def _point(
             plans[one.name] = pd.plan(profiles[M if one.samples == M else 1], cluster, schedule=one.schedule, **how)
     verdicts = {}
     for name, count in CHOICES.items():
-        found = choose(profiles[count], cluster, allow_asynchronous=True)
+        found = choose(profiles[count], PlanRequest(cluster, schedule="auto", allow_asynchronous=True))
         plans[name], verdicts[name] = found.plan, found.verdict
     runs = {one.name: one for one in VARIANTS}
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}

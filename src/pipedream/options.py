@@ -21,18 +21,15 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from pipedream.callbacks import Callback, monitored
 from pipedream.core.errors import PipelineError
-from pipedream.core.flags import Panel, flag_of, option
+from pipedream.core.flags import Panel, flag_of, option, option_of
 from pipedream.core.hardware.cluster import Cluster
-from pipedream.core.plan.depth import read_depth
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.phase import Phase
 from pipedream.core.schedule.schedule import Schedule
+from pipedream.plan_request import PlanRequest
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S
-
-METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
-METHOD_HELP = "The method: a name from 'pipedream schedules', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +151,7 @@ class MethodOptions:
     """
 
     schedule: str | Schedule | None = None
-    microbatches: int | None = option(
-        None,
-        "Microbatches per minibatch.",
-        metavar="M",
-        least=1,
-        unset="the plan's or the method's own number",
-        panel=Panel.METHOD,
-    )
+    microbatches: int | None = option_of(PlanRequest, "microbatches")
     seed: int | None = option(
         None,
         "Random seed for the recipe and all layers.",
@@ -240,13 +230,7 @@ class TrainingOptions(MethodOptions):
         quiet: print nothing.
     """
 
-    schedule: str | None = option(
-        None,
-        f"{METHOD_HELP}; 'auto' chooses the fastest by simulation.",
-        metavar=METHOD_NAME,
-        unset="the plan's own, or pipedream",
-        panel=Panel.METHOD,
-    )
+    schedule: str | None = option_of(PlanRequest, "schedule", default=None, unset="the plan's own, or pipedream")
     phases: str | Sequence[Phase] | None = option(
         None,
         "Methods to train with in turn. M is the number of microbatches; END is the minibatch at which the method "
@@ -269,42 +253,20 @@ class TrainingOptions(MethodOptions):
     )
     plan: Plan | None = None
     shape: str | tuple[int, ...] = "pipeline"
-    update_delay: int = option(
-        0,
-        "1 lets replicated stages run their next forward before they update.",
-        metavar="0|1",
-        least=0,
-        most=1,
-        panel=Panel.SHAPE,
-    )
+    update_delay: int = option_of(PlanRequest, "update_delay")
     recompute: bool = option(
         False,
         "Make every stage keep only its input and repeat the forward before the backward, like 'pipedream plan "
         "--recompute always'. Without this flag the plan decides.",
         panel=Panel.SHAPE,
     )
-    in_flight: str | tuple[int, ...] = option(
-        "noam",
-        "Depth, the microbatches in flight at each stage: as in the paper (noam), enough to hide messages (full), "
-        "the deepest that fits the memory (auto), or a count for each stage, e.g. 3,2,1.",
-        metavar="noam|full|auto|N,N,...",
-        panel=Panel.METHOD,
-        read=read_depth,
-    )
-    chunks: int | None = option(
-        None,
-        "Stages per worker, for methods that interleave.",
-        metavar="V",
-        least=1,
-        unset="the method's own number",
-        panel=Panel.METHOD,
-    )
-    mesh: str = option(
-        "",
-        "Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-; auto plans "
-        "meshes with cuts and replicas. --workers then counts ranks, --config workers.",
-        metavar="auto|none|NAME:RANKS[,...][/...]",
-        unset="none, one rank",
+    in_flight: str | tuple[int, ...] = option_of(PlanRequest, "in_flight")
+    chunks: int | None = option_of(PlanRequest, "chunks")
+    mesh: str = option_of(
+        PlanRequest,
+        "mesh",
+        help="Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-; auto "
+        "plans meshes with cuts and replicas. --workers then counts ranks, --config workers.",
         panel=Panel.MESH,
     )
     layout: str | None = option(
@@ -321,9 +283,7 @@ class TrainingOptions(MethodOptions):
         unset="the recipe's",
         panel=Panel.MESH,
     )
-    allow_asynchronous: bool = option(
-        False, "Let --schedule auto also choose methods with late gradients.", panel=Panel.METHOD
-    )
+    allow_asynchronous: bool = option_of(PlanRequest, "allow_asynchronous")
     compile: bool = option(False, "Compile the modules that lie within one stage with torch.compile.", panel=Panel.RUN)
     epochs: int | None = option(None, "Epochs to train.", metavar="N", least=1, unset="the recipe's", panel=Panel.RUN)
     minibatches: int | None = option(
@@ -482,8 +442,10 @@ class keywords(Generic[_Fields, _Options]):
         @wraps(function)
         def called(*given: Any, **named: Any) -> _Result:
             make: Callable[..., _Options] = self._options
-            options = make(**{name: value for name, value in named.items() if name not in own})
-            return function(*given, **{name: named[name] for name in own & set(named)}, **{last.name: options})
+            fields = {name: value for name, value in named.items() if name not in own}
+            options = make(*given[len(others) :], **fields)
+            first = given[: len(others)]
+            return function(*first, **{name: named[name] for name in own & set(named)}, **{last.name: options})
 
         fields = inspect.signature(self._options).parameters.values()
         called.__signature__ = inspect.Signature([*others, *fields])  # type: ignore[attr-defined]

@@ -50,8 +50,8 @@ from pipedream.runtime.results.scoring import needs_weights
 from pipedream.runtime.session import Session
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
-from pipedream.workflows.own_cluster import warn_of_loopback
 from pipedream.workflows.prepare import Prepared, add_compensation, build_evaluation, prepare, read_run_phases
+from pipedream.workflows.probe import warn_of_loopback
 from pipedream.workflows.profile import find_plan_layers
 
 _OWN_TO_RANKS = {"callbacks", "loggers", "weights", "device", "stuck_after_s", "sample"}

@@ -18,6 +18,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Level
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import LayerProfile
+from pipedream.plan_request import PlanRequest
 from pipedream.recipe import Recipe
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import versions_of
@@ -203,7 +204,7 @@ def test_levels_of_the_network(
 ) -> None:
     levels = pd.Cluster((Level(2, 2e9), Level(2, 1.25e8)))
     described = plan_json(capfd, graph, *network, "--cost-model", "classic", "-o", str(tmp_path / "plan.json"))
-    answer = planning.classic(GraphText.load(graph), levels)
+    answer = planning.classic(GraphText.load(graph), PlanRequest(levels))
     plan = pd.Plan.load(tmp_path / "plan.json")
     assert (plan.cluster, plan.model) == (levels, "net")
     assert described["slowest_stage_s"] == answer.slowest_stage_s
@@ -216,7 +217,7 @@ def test_levels_of_the_network(
 def test_a_straight_pipeline_by_the_classic_model(graph: str, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--workers", "2", "--bandwidth", "1e9", "--cost-model", "classic"]
     described = plan_json(capfd, graph, *options, "--straight")
-    answer = planning.classic(GraphText.load(graph), pd.Cluster((Level(2, 1e9),)), straight=True)
+    answer = planning.classic(GraphText.load(graph), PlanRequest(pd.Cluster((Level(2, 1e9),)), shape="straight"))
     assert (described["config"], described["slowest_stage_s"]) == ("1-1", answer.slowest_stage_s)
 
 

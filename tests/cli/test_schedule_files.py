@@ -13,8 +13,9 @@ from zoo import alike_layers
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
+from pipedream.plan_request import PlanRequest
 from pipedream.schedules import build, to_torch_csv, uniform
-from pipedream.workflows.methods import plan_from_file
+from pipedream.workflows.layouts import plan_from_file
 
 RunCommand = Callable[..., tuple[int, str, str]]
 
@@ -79,22 +80,26 @@ def test_plan(run_command: RunCommand, looped: Path, tmp_path: Path) -> None:
 
 
 def test_plans_of_files(looped: Path, tmp_path: Path) -> None:
-    manual_plan = plan_from_file(alike_layers(8), Cluster.flat(2), str(looped), cuts=(1, 2, 5))
+    manual_plan = plan_from_file(alike_layers(8), PlanRequest(Cluster.flat(2), schedule=str(looped), cuts=(1, 2, 5)))
     assert [(stage.first, stage.last) for stage in manual_plan.stages] == [(0, 1), (1, 2), (2, 5), (5, 8)]
     with pytest.raises(PlanError, match="has 4 stages, the cuts make 2"):
-        plan_from_file(alike_layers(8), Cluster.flat(2), str(looped), cuts=(1,))
+        plan_from_file(alike_layers(8), PlanRequest(Cluster.flat(2), schedule=str(looped), cuts=(1,)))
     with pytest.raises(PlanError, match=r"has 2 ranks, and a plan for 4 workers was asked for; ask for 2"):
-        plan_from_file(alike_layers(8), Cluster.flat(4), str(looped))
+        plan_from_file(alike_layers(8), PlanRequest(Cluster.flat(4), schedule=str(looped)))
     with pytest.raises(ScheduleError, match="with 8 microbatches a minibatch: the file has 4"):
-        plan_from_file(alike_layers(8), Cluster.flat(2), str(looped), 8)
+        plan_from_file(alike_layers(8), PlanRequest(Cluster.flat(2), schedule=str(looped), microbatches=8))
     most = max(sum(stage.peak_bytes for stage in manual_plan.stages[rank::2]) for rank in (0, 1))
-    assert plan_from_file(alike_layers(8), Cluster.flat(2, memory_bytes=most), str(looped), cuts=(1, 2, 5)).stages
+    assert plan_from_file(
+        alike_layers(8), PlanRequest(Cluster.flat(2, memory_bytes=most), schedule=str(looped), cuts=(1, 2, 5))
+    ).stages
     with pytest.raises(PlanError, match=r"stages \d, \d of worker \d need up to"):
-        plan_from_file(alike_layers(8), Cluster.flat(2, memory_bytes=most - 1), str(looped), cuts=(1, 2, 5))
+        plan_from_file(
+            alike_layers(8), PlanRequest(Cluster.flat(2, memory_bytes=most - 1), schedule=str(looped), cuts=(1, 2, 5))
+        )
     # A straight file is planned as its method is.
     path = tmp_path / "straight.csv"
     path.write_text(to_torch_csv(build("gpipe", Plan.uniform(2), 4)))
-    plan = plan_from_file(alike_layers(7), Cluster.flat(2), str(path))
+    plan = plan_from_file(alike_layers(7), PlanRequest(Cluster.flat(2), schedule=str(path)))
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 3), (3, 7)]
     assert plan.order == ()
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.progress import is_live, progress
+from pipedream.plan_request import PlanRequest
 from pipedream.workflows.plan import choose, plan
 
 CHAIN = Profile.of_chain((LayerProfile(1.0, 2.0, 1, 1),) * 4, batch=8)
@@ -33,7 +34,10 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> _Terminal:
 
 @pytest.mark.parametrize(
     "work",
-    [lambda: plan(CHAIN, Cluster.flat(2), schedule="1f1b"), lambda: choose(CHAIN, Cluster.flat(2), names=["1f1b"])],
+    [
+        lambda: plan(CHAIN, Cluster.flat(2), schedule="1f1b"),
+        lambda: choose(CHAIN, PlanRequest(Cluster.flat(2), schedule="auto"), names=["1f1b"]),
+    ],
 )
 def test_planning_is_shown_on_a_terminal(
     work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

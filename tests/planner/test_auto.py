@@ -20,6 +20,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.plan import Plan
+from pipedream.plan_request import PlanRequest
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score, select_methods
 
@@ -90,9 +91,9 @@ def test_no_way_is_faster(
     every = periods(profile, cluster, names)
     if not every:
         with pytest.raises(PlanError, match="no method works"):
-            planning.choose(profile, cluster, allow_asynchronous=allow_asynchronous)
+            planning.choose(profile, PlanRequest(cluster, schedule="auto", allow_asynchronous=allow_asynchronous))
         return
-    comparison = planning.choose(profile, cluster, allow_asynchronous=allow_asynchronous)
+    comparison = planning.choose(profile, PlanRequest(cluster, schedule="auto", allow_asynchronous=allow_asynchronous))
     best = comparison.candidates[0]
     assert best.period_s == pytest.approx(min(every.values()))
     assert score(comparison.plan).period_s == best.period_s
@@ -122,7 +123,7 @@ def test_halves_of_a_backward_are_not_compared() -> None:
     """Their seconds are not known; by half of a backward each, ZB-H2 would be the fastest of all."""
     assert not set(select_methods(allow_asynchronous=True)) & {"zb_h1", "zb_h2"}
     with pytest.raises(PlanError, match="compare zb_h1, but a profile does not have the seconds of the halves"):
-        planning.choose(CHAIN, Cluster.flat(2), names=("1f1b", "zb_h1"))
+        planning.choose(CHAIN, PlanRequest(Cluster.flat(2), schedule="auto"), names=("1f1b", "zb_h1"))
 
 
 LAYER = LayerProfile(1.0, 2.0, output_bytes=1000, parameter_bytes=1000, activation_bytes=960)
@@ -140,8 +141,10 @@ def test_a_late_method_is_taken_only_if_allowed() -> None:
 
 def test_what_the_runtime_costs_makes_for_fewer_microbatches() -> None:
     cluster = Cluster.flat(3, 1e6)
-    free = planning.choose(CHAIN, cluster, shape="straight").plan
-    dear = planning.choose(replace(CHAIN, runtime=RuntimeCosts(op_s=0.5)), cluster, shape="straight").plan
+    free = planning.choose(CHAIN, PlanRequest(cluster, schedule="auto", shape="straight")).plan
+    dear = planning.choose(
+        replace(CHAIN, runtime=RuntimeCosts(op_s=0.5)), PlanRequest(cluster, schedule="auto", shape="straight")
+    ).plan
     assert free.microbatches > dear.microbatches
     assert score(dear).period_s < score(replace(free, runtime=dear.runtime)).period_s
 

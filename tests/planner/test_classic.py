@@ -17,6 +17,7 @@ from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph import Layer, LayerGraph
 from pipedream.core.model.graph_txt import GraphNode, GraphText
 from pipedream.core.model.profile import LayerProfile
+from pipedream.plan_request import PlanRequest
 from pipedream.planner.papers import classic_states
 from pipedream.planner.papers.classic_levels import solve
 from pipedream.planner.papers.classic_states import CutStates
@@ -237,10 +238,10 @@ def test_replicated_pipelines_are_flattened_and_said() -> None:
     """Inside a machine two stages, and two machines that each hold the pipeline."""
     layer = LayerProfile(1.0, 1.0, output_bytes=10, parameter_bytes=1000)
     profile = pd.Profile.of_chain((layer, layer))
-    answer = planning.classic(profile, Cluster((Level(2, 100.0), Level(2, 1e9))))
+    answer = planning.classic(profile, PlanRequest(Cluster((Level(2, 100.0), Level(2, 1e9)))))
     assert (answer.plan.config, answer.slowest_stage_s) == ("2-2", pytest.approx(1.000001, abs=1e-9))
     assert "stages 0 to 1 are 2 pipelines side by side, written as replicas" in answer.plan.note
-    alone = planning.classic(pd.Profile.of_chain((layer,)), Cluster((Level(2, 100.0), Level(2, 1e9)))).plan
+    alone = planning.classic(pd.Profile.of_chain((layer,)), PlanRequest(Cluster((Level(2, 100.0), Level(2, 1e9))))).plan
     assert (alone.config, "side by side" in alone.note) == ("4", False)
 
 

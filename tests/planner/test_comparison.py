@@ -17,6 +17,7 @@ from pipedream import cli
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.plan_request import PlanRequest
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 
@@ -87,7 +88,7 @@ def check_never_slower(profile: Profile, cluster: Cluster, schedule: str) -> Non
         return
     slower = {shape: rival_s for shape, rival_s in rivals.items() if rival_s and found_s > rival_s * (1 + 1e-9)}
     assert not slower, f"{found_s} s was chosen"
-    compared = planning.choose(profile, cluster, schedule=schedule)
+    compared = planning.choose(profile, PlanRequest(cluster, schedule=schedule))
     assert compared.candidates[0].period_s == found_s
     for candidate in compared.candidates:
         assert candidate.period_s is None or found_s <= candidate.period_s * (1 + 1e-9)
@@ -142,7 +143,7 @@ def test_each_row_has_its_samples_per_update() -> None:
     """PipeDream's replicas each train a minibatch of their own; a method that flushes divides one."""
     rows = {
         (candidate.schedule, candidate.config): candidate.samples_per_update
-        for comparison in (planning.choose(DIGITS, FOUR, schedule=name) for name in ("pipedream", "1f1b"))
+        for comparison in (planning.choose(DIGITS, PlanRequest(FOUR, schedule=name)) for name in ("pipedream", "1f1b"))
         for candidate in (*comparison.candidates, *comparison.references)
         if candidate.period_s is not None
     }
@@ -153,7 +154,7 @@ def test_each_row_has_its_samples_per_update() -> None:
 
 def test_what_is_asked_is_compared_too() -> None:
     """A shape that is asked for is planned, and the verdict says what is faster."""
-    comparison = planning.choose(DIGITS, EIGHT, shape="straight", schedule="pipedream")
+    comparison = planning.choose(DIGITS, PlanRequest(EIGHT, shape="straight", schedule="pipedream"))
     assert comparison.plan.config == "1-1-1-1-1-1-1-1"
     assert [(candidate.schedule, candidate.config) for candidate in comparison.references] == [
         ("pipedream", "8"),
@@ -166,7 +167,7 @@ def test_what_is_asked_is_compared_too() -> None:
 
 def test_a_larger_batch_is_no_reason_to_leave_the_asked_one() -> None:
     """With 128 samples per update data parallelism is faster than any way with 32, and is not named the best."""
-    comparison = planning.choose(DIGITS, FOUR, microbatches=8, names=("1f1b",))
+    comparison = planning.choose(DIGITS, PlanRequest(FOUR, schedule="auto", microbatches=8), names=("1f1b",))
     assert {candidate.samples_per_update for candidate in comparison.candidates} == {32, None}
     parallel = next(candidate for candidate in comparison.references if candidate.is_data_parallel)
     assert parallel.period_s < comparison.candidates[0].period_s
@@ -175,19 +176,21 @@ def test_a_larger_batch_is_no_reason_to_leave_the_asked_one() -> None:
 
 
 def test_one_worker_is_named() -> None:
-    assert planning.choose(DIGITS, Cluster.flat(2, 1e3), schedule="pipedream").verdict.startswith("use one worker: ")
-    alone = planning.choose(DIGITS, Cluster.flat(1), schedule="pipedream")
+    assert planning.choose(DIGITS, PlanRequest(Cluster.flat(2, 1e3), schedule="pipedream")).verdict.startswith(
+        "use one worker: "
+    )
+    alone = planning.choose(DIGITS, PlanRequest(Cluster.flat(1), schedule="pipedream"))
     assert (len(alone.candidates), alone.references) == (1, ())
 
 
 def test_what_does_not_fit_is_named() -> None:
     heavy = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 1000),) * 4, batch=8)
-    comparison = planning.choose(heavy, Cluster.flat(4, memory_bytes=7000), schedule="1f1b")
+    comparison = planning.choose(heavy, PlanRequest(Cluster.flat(4, memory_bytes=7000), schedule="1f1b"))
     whys = {candidate.shape: candidate.why for candidate in comparison.references}
     assert "fits" in whys["data-parallel"]
     assert "DDP on 4 workers: none of the data-parallel plans fits" in str(comparison)
     with pytest.raises(PlanError, match="none of the plans"):
-        planning.choose(heavy, Cluster.flat(4, memory_bytes=1000), schedule="1f1b")
+        planning.choose(heavy, PlanRequest(Cluster.flat(4, memory_bytes=1000), schedule="1f1b"))
 
 
 def test_the_first_line_is_the_verdict(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.plan_request import PlanRequest
 from pipedream.report.html_tables import profile_table
 from pipedream.report.notebook import picture
 from pipedream.schedules import build
@@ -37,8 +38,14 @@ def nouns() -> dict[str, Any]:
     program = lower(build("1f1b", plan, 6))
     found = [
         *(CHAIN, plan, timeline, program, verify(program), pipedream.metrics.run_metrics(timeline)),
-        choose(CHAIN, Cluster.flat(2), names=["1f1b", "gpipe"], microbatches=4),
-        sweep(CHAIN, Cluster.flat(2), workers=[2], bandwidths=[1e6, 1e9], schedules=["1f1b"]),
+        choose(CHAIN, PlanRequest(Cluster.flat(2), schedule="auto", microbatches=4), names=["1f1b", "gpipe"]),
+        sweep(
+            CHAIN,
+            PlanRequest(Cluster.flat(2), shape="pipeline"),
+            workers=[2],
+            bandwidths=[1e6, 1e9],
+            schedules=["1f1b"],
+        ),
     ]
     return {type(noun).__name__: noun for noun in found}
 

@@ -18,6 +18,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile, RankProfile
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
+from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison
 from pipedream.workflows.plan import choose, plan
 
@@ -93,11 +94,11 @@ def test_it_is_never_slower_than_a_mesh_by_hand(seed: int, schedule: str) -> Non
     """In simulation."""
     draw = random.Random(seed)
     profile, cluster = meshed_profile(draw), Cluster.flat(4, draw.choice([4.0, 100.0]))
-    comparison = choose(profile, cluster, schedule=schedule, mesh="auto")
+    comparison = choose(profile, PlanRequest(cluster, schedule=schedule, mesh="auto"))
     best_s = comparison.candidates[0].period_s
     assert best_s is not None
     for mesh in ("none", *(rank.mesh for rank in profile.ranks)):
-        by_hand = choose(profile, cluster, schedule=schedule, mesh=mesh).candidates[0].period_s
+        by_hand = choose(profile, PlanRequest(cluster, schedule=schedule, mesh=mesh)).candidates[0].period_s
         assert by_hand is not None
         assert best_s <= by_hand * (1 + 1e-9), mesh
 
@@ -111,7 +112,7 @@ def test_a_layer_that_no_rank_holds_is_planned() -> None:
     profile, cluster = one_of(("model:2", "model:4")), Cluster.flat(4, 1e9, memory_bytes=190)
     with pytest.raises(PlanError, match=r"a stage may also be cut over several ranks: plan with mesh='auto' \(--mesh"):
         plan(profile, cluster)
-    comparison = choose(profile, cluster, schedule="pipedream", mesh="auto")
+    comparison = choose(profile, PlanRequest(cluster, schedule="pipedream", mesh="auto"))
     assert [str(mesh) for mesh in comparison.plan.meshes] == ["model:2", "model:2"]
     assert (comparison.plan.config, comparison.plan.ranks, comparison.candidates[0].kind) == ("1x2-1x2", 4, "mixed")
     assert kinds_of(comparison) == {"tensor": "1x4", "mixed": "1x2-1x2"}
@@ -138,11 +139,13 @@ def test_when_nothing_fits_it_says_by_how_much_and_what_would() -> None:
 def test_kinds() -> None:
     """Each is chosen where it is best."""
     quick = Cluster.flat(4, 1e9)
-    pure = choose(one_of(("model:2",), layers=4, weights=10**9), quick, schedule="pipedream", mesh="auto")
+    pure = choose(one_of(("model:2",), layers=4, weights=10**9), PlanRequest(quick, schedule="pipedream", mesh="auto"))
     assert (pure.candidates[0].kind, pure.plan.config) == ("pipeline", "1-1-1-1")
-    data = choose(one_of(("model:2",), layers=1, weights=4), quick, schedule="pipedream", mesh="auto")
+    data = choose(one_of(("model:2",), layers=1, weights=4), PlanRequest(quick, schedule="pipedream", mesh="auto"))
     assert (data.candidates[0].kind, data.plan.config) == ("data", "4")
-    tensor = choose(one_of(("model:4",), layers=1, weights=10**10), quick, schedule="pipedream", mesh="auto")
+    tensor = choose(
+        one_of(("model:4",), layers=1, weights=10**10), PlanRequest(quick, schedule="pipedream", mesh="auto")
+    )
     assert (tensor.candidates[0].kind, tensor.plan.config) == ("tensor", "1x4")
     assert tensor.verdict.startswith("use one worker on the mesh model:4")
 

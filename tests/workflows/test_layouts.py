@@ -15,6 +15,7 @@ from pipedream.core.hardware.cluster import Cluster, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
+from pipedream.plan_request import PlanRequest
 from pipedream.schedules.layouts import looped
 from pipedream.verifier import verify
 from pipedream.workflows import plan as planning
@@ -96,7 +97,7 @@ def test_what_cannot_be_laid_out_is_refused() -> None:
     with pytest.raises(ScheduleError, match="needs stage s on worker s mod p, without replicas; found plan 1-1-1"):
         schedules.build("interleaved_1f1b", replace(Plan.uniform(3), order=(0, 2, 1)))
     with pytest.raises(ScheduleError, match="plan for it alone"):
-        planning.choose(EVEN, cluster, names=["chimera"])
+        planning.choose(EVEN, PlanRequest(cluster, schedule="auto"), names=["chimera"])
 
 
 def test_the_plan_says_who_has_several_stages() -> None:

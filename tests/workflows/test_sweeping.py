@@ -13,6 +13,7 @@ from pipedream import cli
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.sweep import DATA_PARALLEL, Sweep
+from pipedream.plan_request import PlanRequest
 from pipedream.report.sweep import sweep_page, sweep_svg
 from pipedream.workflows.methods import score
 from pipedream.workflows.sweep import sweep
@@ -28,7 +29,7 @@ CHAIN = Profile.of_chain(LAYERS, batch=16)  # as many as the microbatches of 1F1
 def swept() -> Sweep:
     return sweep(
         CHAIN,
-        pd.Cluster.flat(1),
+        PlanRequest(pd.Cluster.flat(1), shape="pipeline"),
         workers=(2, 4),
         bandwidths=(300.0, 3000.0, 3e6),
         schedules=("pipedream", "gpipe"),
@@ -54,11 +55,10 @@ def test_rows_agree_with_plan_and_simulate(swept: Sweep) -> None:
 def test_a_split_is_for_the_methods_that_split() -> None:
     split = sweep(
         CHAIN,
-        pd.Cluster.flat(1),
+        PlanRequest(pd.Cluster.flat(1), shape="pipeline", microbatches=2),
         workers=(2,),
         bandwidths=(3e6,),
         schedules=("pipedream", "gpipe", "auto"),
-        microbatches=2,
         crossovers=False,
     )
     assert {point.schedule: point.microbatches for point in split.points} == {
@@ -72,7 +72,9 @@ def test_a_split_is_for_the_methods_that_split() -> None:
 
 def test_a_method_without_a_plan_has_no_crossover() -> None:
     small = pd.Cluster.flat(1, memory_bytes=CHAIN.parameter_bytes)
-    result = sweep(CHAIN, small, workers=(2,), bandwidths=(3e6,), schedules=("pipedream",))
+    result = sweep(
+        CHAIN, PlanRequest(small, shape="pipeline"), workers=(2,), bandwidths=(3e6,), schedules=("pipedream",)
+    )
     assert [point.samples_per_s for point in result.points] == [None, None]
     assert result.crossovers == ()
 
@@ -88,7 +90,7 @@ def test_the_lead_changes_at_a_crossover(swept: Sweep) -> None:
         for factor in (0.98, 1.02):
             near = sweep(
                 CHAIN,
-                pd.Cluster.flat(1),
+                PlanRequest(pd.Cluster.flat(1), shape="pipeline"),
                 workers=(crossover.workers,),
                 bandwidths=(rate * factor,),
                 schedules=(crossover.schedule,),
@@ -107,7 +109,11 @@ def test_a_crossover_by_hand() -> None:
     """
     layers = (LayerProfile(1.0, 2.0, 0, 400_000), LayerProfile(2.0, 3.0, 0, 400_000))
     result = sweep(
-        Profile.of_chain(layers), pd.Cluster.flat(2), workers=(2,), bandwidths=(2e5,), schedules=("pipedream",)
+        Profile.of_chain(layers),
+        PlanRequest(pd.Cluster.flat(2), shape="pipeline"),
+        workers=(2,),
+        bandwidths=(2e5,),
+        schedules=("pipedream",),
     )
     rows = {point.schedule: point.samples_per_s for point in result.points}
     assert rows["pipedream"] == pytest.approx(1 / 5)
@@ -121,7 +127,7 @@ def test_a_crossover_by_hand() -> None:
 def test_a_point_without_a_plan_is_a_row_with_the_reason() -> None:
     result = sweep(
         CHAIN,
-        pd.Cluster.flat(1, memory_bytes=45_000),
+        PlanRequest(pd.Cluster.flat(1, memory_bytes=45_000), shape="pipeline"),
         workers=(2, 3),
         bandwidths=(1e3,),
         schedules=("1f1b",),
@@ -131,9 +137,17 @@ def test_a_point_without_a_plan_is_a_row_with_the_reason() -> None:
     assert "fits" in result.points[0].why
     assert "-  (none of the data-parallel plans fits" in str(result)
     with pytest.raises(ScheduleError, match="not known"):
-        sweep(CHAIN, pd.Cluster.flat(1), workers=(2,), bandwidths=(1e3,), schedules=("dream",))
+        sweep(
+            CHAIN,
+            PlanRequest(pd.Cluster.flat(1), shape="pipeline"),
+            workers=(2,),
+            bandwidths=(1e3,),
+            schedules=("dream",),
+        )
     with pytest.raises(PlanError, match="at least one worker count"):
-        sweep(CHAIN, pd.Cluster.flat(1), workers=(), bandwidths=(1e3,), schedules=("1f1b",))
+        sweep(
+            CHAIN, PlanRequest(pd.Cluster.flat(1), shape="pipeline"), workers=(), bandwidths=(1e3,), schedules=("1f1b",)
+        )
 
 
 def test_the_picture_holds_every_point_in_its_frame(swept: Sweep) -> None:
@@ -159,7 +173,12 @@ def test_the_picture_holds_every_point_in_its_frame(swept: Sweep) -> None:
 
 def test_one_bandwidth_is_drawn_over_the_workers() -> None:
     result = sweep(
-        CHAIN, pd.Cluster.flat(1), workers=(1, 2, 4), bandwidths=(1e3,), schedules=("naive",), crossovers=False
+        CHAIN,
+        PlanRequest(pd.Cluster.flat(1), shape="pipeline"),
+        workers=(1, 2, 4),
+        bandwidths=(1e3,),
+        schedules=("naive",),
+        crossovers=False,
     )
     words = [element.text for element in ElementTree.fromstring(sweep_svg(result)).iter(f"{SVG}text")]
     assert "by workers, at 1 kB/s" in words

@@ -18,7 +18,8 @@ from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.options import METHOD_HELP, METHOD_NAME, TrainingOptions
+from pipedream.options import TrainingOptions
+from pipedream.plan_request import METHOD_HELP, METHOD_NAME, PlanRequest
 from pipedream.report.files import check_picture
 from pipedream.workflows.exclusions import as_flag, check_options
 
@@ -96,18 +97,9 @@ class ClusterFlags:
 
 
 LATENCY, MEMORY = (option_of(ClusterFlags, name) for name in ("latency", "memory"))
-DEVICE, LAYOUT, AT_REST, MICROBATCHES, CHUNKS, IN_FLIGHT, ALLOW_ASYNCHRONOUS, UPDATE_DELAY = (
-    option_of(TrainingOptions, name)
-    for name in (
-        "device",
-        "layout",
-        "at_rest",
-        "microbatches",
-        "chunks",
-        "in_flight",
-        "allow_asynchronous",
-        "update_delay",
-    )
+DEVICE, LAYOUT, AT_REST = (option_of(TrainingOptions, name) for name in ("device", "layout", "at_rest"))
+MICROBATCHES, CHUNKS, IN_FLIGHT, ALLOW_ASYNCHRONOUS = (
+    option_of(PlanRequest, name) for name in ("microbatches", "chunks", "in_flight", "allow_asynchronous")
 )
 
 

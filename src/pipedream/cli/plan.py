@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.cli.options import (
-    ALLOW_ASYNCHRONOUS,
-    CHUNKS,
-    IN_FLIGHT,
     JSON,
-    MICROBATCHES,
     PROFILE,
-    UPDATE_DELAY,
     ClusterFlags,
     ShapeFlags,
     check_flags,
@@ -23,12 +18,11 @@ from pipedream.cli.options import (
 )
 from pipedream.cli.shared.devices import DEVICES, kinds_of, with_kinds
 from pipedream.core.artifact import encode
-from pipedream.core.flags import Panel, option, option_of
-from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.flags import Panel, option
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.options import TrainingOptions
+from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison
 from pipedream.report.terminal_tables import stage_memory_table
 from pipedream.workflows import plan as planning
@@ -39,50 +33,9 @@ def plan(
     profile: Path = PROFILE,
     links: ClusterFlags,
     devices: str | None = DEVICES,
-    schedule: str = option_of(TrainingOptions, "schedule", default="pipedream", unset=None),
-    microbatches: int | None = MICROBATCHES,
-    in_flight: str | tuple[int, ...] = IN_FLIGHT,
-    chunks: int | None = CHUNKS,
-    allow_asynchronous: bool = ALLOW_ASYNCHRONOUS,
+    request: PlanRequest,
     explain: bool = option(False, "Print all that --schedule auto compared.", panel=Panel.METHOD),
-    strategy: str = option(
-        "simulate",
-        "How to search: the fastest in simulation of several searches' plans (simulate), the plan with the fastest "
-        "slowest stage (search), or by PipeDream-2BW's planner and cost model, where all stages have the same replica "
-        "count (2bw).",
-        metavar="simulate|search|2bw",
-        panel=Panel.METHOD,
-    ),
     shape: ShapeFlags,
-    cuts: str | None = option(
-        None,
-        "Layers at which a new stage begins, by index or by the name of a layer or module, e.g. 3,model.layers.4; "
-        "'pipedream layers' lists them.",
-        metavar="LAYER,LAYER,...",
-        panel=Panel.SHAPE,
-    ),
-    update_delay: int = UPDATE_DELAY,
-    recompute: str = option(
-        "never",
-        "Which stages keep only their input and repeat the forward: none (never), those that would not fit the memory "
-        "otherwise (auto), or all (always).",
-        metavar="never|auto|always",
-        panel=Panel.SHAPE,
-    ),
-    cost_model: str = option(
-        "pipedream",
-        "Cost model; classic is that of the original PipeDream's planner.",
-        metavar="pipedream|classic",
-    ),
-    mesh: str = option(
-        "",
-        "Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-, which the "
-        "profile must know; auto chooses among those that it knows, for each stage. --workers then counts ranks, "
-        "--config workers.",
-        metavar="auto|none|NAME:RANKS[,...][/...]",
-        unset="none, one rank",
-        panel=Panel.SHAPE,
-    ),
     batch: int | None = option(
         None, "Minibatch size, for graph.txt profiles, which have none.", metavar="N", least=1, unset="1"
     ),
@@ -106,25 +59,12 @@ def plan(
       pipedream plan digits.profile.json --workers 4 -o digits.plan.json
       pipedream plan digits.profile.json --workers 8 --bandwidth 1Gbit/s --schedule auto
     """
-    options: dict[str, Any] = {
-        "schedule": schedule,
-        "microbatches": microbatches,
-        "in_flight": in_flight,
-        "shape": shape.read() or "any",
-        "cuts": None if cuts is None else tuple(int(cut) if cut.isdecimal() else cut for cut in cuts.split(",") if cut),
-        "update_delay": update_delay,
-        "recompute": recompute,
-        "cost_model": cost_model,
-        "strategy": strategy,
-        "chunks": chunks,
-        "allow_asynchronous": allow_asynchronous,
-        "mesh": "" if mesh == "none" else mesh,
-    }
-    check_flags(**options, explain=explain, batch=batch, PROFILE=profile)
+    request = replace(request, shape=shape.read() or "any")
+    check_flags(**vars(request), explain=explain, batch=batch, PROFILE=profile)
     model_profile = read_profile(profile)
     kinds = kinds_of(devices, model_profile)
-    joined = with_kinds(links.read(sum(kind.count for kind in kinds) or None), kinds)
-    answer = _plan(model_profile, joined, options, name=profile.stem, batch=batch)
+    request = replace(request, cluster=with_kinds(links.read(sum(kind.count for kind in kinds) or None), kinds))
+    answer = _plan(model_profile, request, name=profile.stem, batch=batch)
     if output is not None and output.suffix == ".txt":
         text = model_profile if isinstance(model_profile, GraphText) else GraphText.of(model_profile)
         text.with_stages(stage.names for stage in answer.plan.stages).save(output)
@@ -205,32 +145,24 @@ class _Answer:
         }
 
 
-def _plan(
-    profile: Profile | GraphText, cluster: Cluster, options: dict[str, Any], *, name: str, batch: int | None
-) -> _Answer:
+def _plan(profile: Profile | GraphText, request: PlanRequest, *, name: str, batch: int | None) -> _Answer:
     """`name` and `batch` are for a graph.txt, which has none."""
     began = time.perf_counter()
-    if options["cost_model"] == "classic":
-        answer = planning.classic(
-            profile,
-            cluster,
-            straight=options["shape"] == "straight",
-            schedule=options["schedule"],
-            in_flight=options["in_flight"],
-        )
+    if request.cost_model == "classic":
+        answer = planning.classic(profile, request)
         plan = answer.plan if isinstance(profile, Profile) else replace(answer.plan, model=name)
         times = (answer.slowest_stage_s, answer.one_worker_s, answer.data_parallel_s)
         return _Answer(plan, *times, planning_s=time.perf_counter() - began)
-    measured = profile.profile(name) if isinstance(profile, GraphText) else profile
+    profile = profile.profile(name) if isinstance(profile, GraphText) else profile
     if batch is not None:
-        measured = replace(measured, batch=batch)
-    compared = planning.choose(measured, cluster, **options)
-    plan = compared.plan
+        profile = replace(profile, batch=batch)
+    compared = planning.choose(profile, request)
+    unlimited = PlanRequest(request.workers_and_links.unlimited(), shape="data-parallel")
     return _Answer(
-        plan,
-        plan.slowest_stage_s,
-        measured.forward_s + measured.backward_s + measured.update_s + measured.loss_s,
-        planning.plan(measured, cluster.unlimited(), shape="data-parallel").slowest_stage_s,
+        compared.plan,
+        compared.plan.slowest_stage_s,
+        profile.forward_s + profile.backward_s + profile.update_s + profile.loss_s,
+        planning.make_plan(profile, unlimited).slowest_stage_s,
         time.perf_counter() - began,
         compared,
     )

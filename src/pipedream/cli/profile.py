@@ -68,6 +68,7 @@ def profile(
     if device not in ("cpu", "cuda", "meta") and not device.startswith("cuda:"):
         raise ProfileError(f"device {device!r} cannot be measured; choose cpu, cuda or meta")
     check_flags(device=device, as_device=as_device, dtype=dtype, microbatches=microbatches)
+    measured = _read_meshes(meshes or [])
     profile = profile_recipe(
         with_layout(load_recipe(recipe, seed=seed), layout, at_rest),
         device=device,
@@ -77,7 +78,7 @@ def profile(
         runs=runs,
         finest=finest,
         microbatches=microbatches,
-        meshes=_read_meshes(meshes or []),
+        meshes=measured,
     )
     if output is not None:
         profile.save(output)

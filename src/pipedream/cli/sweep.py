@@ -23,6 +23,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.flags import option
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.schedule.method_text import listed
+from pipedream.plan_request import PlanRequest
 from pipedream.report.files import PICTURES, check_picture, save_picture
 from pipedream.report.sweep import sweep_page, sweep_svg
 from pipedream.workflows import sweep as sweeping
@@ -79,14 +80,16 @@ def sweep(
         raise PlanError(str(error)) from None
     result = sweeping.sweep(
         profile_of(profile),
-        cluster,
+        PlanRequest(
+            cluster,
+            microbatches=microbatches,
+            in_flight=in_flight,
+            shape=shape.read() or "pipeline",
+            allow_asynchronous=allow_asynchronous,
+        ),
         workers=sorted({int(count) for count in counts}),
         bandwidths=sorted(set(rates)),
         schedules=_split_values([schedule]),
-        microbatches=microbatches,
-        in_flight=in_flight,
-        shape=shape.read() or "pipeline",
-        allow_asynchronous=allow_asynchronous,
     )
     if plot is not None:
         if plot.suffix == ".html":

@@ -25,14 +25,15 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.mesh import meshes_of
 from pipedream.core.plan.plan import Plan
 from pipedream.options import TrainingOptions
+from pipedream.plan_request import PlanRequest
 from pipedream.report.comparison import comparison_page, comparison_svg
 from pipedream.runtime.checkpoint.remote import is_url
 from pipedream.runtime.failure.launch import launch
 from pipedream.schedules import properties_of
 from pipedream.slow_links import Network, loopback_bytes_per_s, slow_network
 from pipedream.training.compare_worker import BEGUN
-from pipedream.workflows.own_cluster import own_cluster
-from pipedream.workflows.plan import plan as make_plan
+from pipedream.workflows.plan import make_plan
+from pipedream.workflows.probe import detect_cluster
 from pipedream.workflows.simulate import simulate
 
 COMPARED = ("data-parallel", "1f1b", "pipedream", "pipedream_2bw", "auto")
@@ -101,7 +102,7 @@ def compare_recipe(
                 levels = [Level(width, rate, latency_s) for width, rate in zip(widths, bytes_per_s, strict=True)]
                 cluster = Cluster(tuple(levels))
             else:
-                cluster = own_cluster(options.device, workers=workers)[0]
+                cluster = detect_cluster(options.device, workers=workers)[0]
             if network is not None and scales is None and options.device == "cpu":
                 profile = _with_message_cost(runs, profile, workers, min(bytes_per_s))
             over = _OverLink(runs, profile, cluster, options.microbatches, tuple(schedules), progress, scales)
@@ -442,10 +443,10 @@ class _OverLink:
             return self.microbatches or self.cluster.workers
 
     def _plan(self, schedule: str, **how: Any) -> Plan:
-        return make_plan(self.profile, self.cluster, schedule=schedule, **how)
+        return make_plan(self.profile, PlanRequest(self.cluster, schedule=schedule, **how))
 
     def _alone(self) -> Variant:
-        plan = make_plan(self.profile, Cluster.flat(1), shape="data-parallel")
+        plan = make_plan(self.profile, PlanRequest(Cluster.flat(1), shape="data-parallel"))
         return self._measured_torch(Variant(ONE_WORKER, 1), "plain", plan, 1)
 
     def _torch(self, name: str, kind: str, plan: Callable[[], Plan], parts: int = 1) -> Variant:

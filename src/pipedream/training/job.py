@@ -22,6 +22,7 @@ from pipedream.core.plan.mesh import meshes_of, ranks_of
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase, phases_text, read_phases
 from pipedream.options import TrainingOptions
+from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.planner import SHAPES, parse_counts
 from pipedream.recipe import Recipe, blaming
 from pipedream.runtime.checkpoint.remote import AnyPath, any_path
@@ -35,11 +36,9 @@ from pipedream.schedules import canonical, refuse_code
 from pipedream.sharding.traced import trace
 from pipedream.training.resume import ResumePoint, resume_point
 from pipedream.workflows.exclusions import check_options
-from pipedream.workflows.meshes import AUTO
 from pipedream.workflows.methods import resolve_method
-from pipedream.workflows.own_cluster import own_cluster
 from pipedream.workflows.partition import DescribedStep
-from pipedream.workflows.plan import plan as make_plan
+from pipedream.workflows.plan import make_plan
 from pipedream.workflows.prepare import (
     add_compensation,
     check_phases_fit,
@@ -47,6 +46,7 @@ from pipedream.workflows.prepare import (
     do_all_flush,
     read_run_phases,
 )
+from pipedream.workflows.probe import detect_cluster
 from pipedream.workflows.profile import MOST_RANKS
 from pipedream.workflows.profile import profile as profile_model
 from pipedream.workflows.runtime_costs import measure_runtime
@@ -218,8 +218,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
                     microbatches=job.microbatches,
                     meshes=meshes,
                 )
-        plan = make_plan(
-            replace(profile, runtime=runtime),
+        request = PlanRequest(
             _cluster(job, process),
             schedule=job.schedule,
             microbatches=job.microbatches,
@@ -228,9 +227,10 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
             update_delay=options.update_delay,
             all_workers=True,
             chunks=options.chunks,
-            allow_asynchronous=options.allow_asynchronous,
+            allow_asynchronous=options.allow_asynchronous and job.schedule == AUTO,
             mesh=options.mesh,
         )
+        plan = make_plan(replace(profile, runtime=runtime), request)
         process.console.print(f"\n{profile}")
     elif options.in_flight != "noam":
         plan = plan.with_depth(options.in_flight)
@@ -253,7 +253,7 @@ def _cluster(job: Job, process: Process) -> Cluster:
     options = job.options
     if options.cluster is not None:
         return options.cluster
-    found, measured = own_cluster(str(process.device), workers=job.workers)
+    found, measured = detect_cluster(str(process.device), workers=job.workers)
     if measured:
         process.console.print(measured)
     return found if options.memory_bytes is None else found.with_memory(lambda _: options.memory_bytes)

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipedream import schedules
 from pipedream.core.errors import PipelineError, PlanError
 
-Test = Callable[[Any], bool]
-Spelling = Callable[[str, Any], str]
-
 _DEFAULTS = {"shape": "any", "in_flight": "noam", "recompute": "never", "strategy": "simulate"}
 
 
-@dataclass(frozen=True)
-class Exclusion:
-    """An option that rules out others.
-
-    Attributes:
-        applies: the values of it that do.
-        others: the options ruled out, each with the values that are.
-        advice: an imperative; OTHERS is replaced by those that were found.
-    """
-
-    option: str
-    applies: Test
-    others: Mapping[str, Test]
-    reason: str
-    advice: str
-
-
 def check_options(
-    options: Mapping[str, Any], spell: Spelling | None = None, *, error: type[PipelineError] = PlanError
+    options: Mapping[str, Any],
+    spell: Callable[[str, Any], str] | None = None,
+    *,
+    error: type[PipelineError] = PlanError,
 ) -> None:
     """Checks that no given option rules out another; one that is missing in `options` does not.
 
@@ -42,13 +26,16 @@ def check_options(
     """
     spell = spell or as_keyword
     for row in EXCLUSIONS:
-        if row.option not in options:
+        if _read_option(row.condition) not in options:
             continue
-        excluded = [name for name, is_refused in row.others.items() if name in options and is_refused(options[name])]
-        if excluded and row.applies(options[row.option]):
-            option, others = spell(row.option, options[row.option]), [spell(name, options[name]) for name in excluded]
+        excluded = [_read_option(condition) for condition in row.others.split() if _applies(condition, options)]
+        if excluded and _applies(row.condition, options):
+            option, others = _read_option(row.condition), [spell(name, options[name]) for name in excluded]
             listed = " and ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
-            raise error(f"{option} was given with {listed}, but {row.reason}; {row.advice.replace('OTHERS', listed)}")
+            raise error(
+                f"{spell(option, options[option])} was given with {listed}, but {row.reason}; "
+                f"{row.advice.replace('OTHERS', listed)}"
+            )
 
 
 def as_keyword(name: str, value: Any) -> str:
@@ -67,33 +54,37 @@ def as_flag(name: str, value: Any) -> str:
     return f"{flag} {','.join(map(str, value)) if isinstance(value, tuple | list) else value}"
 
 
-def _test_given(*names: str) -> dict[str, Test]:
-    """Returns tests of whether each option has another value than its default."""
+@dataclass(frozen=True)
+class Exclusion:
+    """An option that rules out others.
 
-    def is_given(name: str) -> Test:
-        return lambda value: value not in (None, False, 0, "", (), [], _DEFAULTS.get(name))
+    Attributes:
+        condition: ``option`` (is given, with another value than its default), ``option=a|b`` (has one of these values),
+            ``option!=a|b`` (has another value), or ``option:has_property``, a property of `_PROPERTIES`.
+        others: conditions of the options that are ruled out.
+        advice: an imperative; OTHERS is replaced by those that were given.
+    """
 
-    return {name: is_given(name) for name in names}
-
-
-def _is_given(value: Any) -> bool:
-    return value not in (None, False, "", ())
-
-
-def _is(*values: Any) -> Test:
-    return lambda value: value in values
-
-
-def _is_not(*values: Any) -> Test:
-    return lambda value: value not in values
+    condition: str
+    others: str
+    reason: str
+    advice: str = "leave out OTHERS"
 
 
-def _lays_out(schedule: str) -> bool:
-    return schedule != "auto" and schedules.layout_of(schedule) is not None
+def _read_option(condition: str) -> str:
+    return condition.partition(":")[0].partition("=")[0].rstrip("!")
 
 
-def _has_one_stage_a_worker(schedule: str) -> bool:
-    return schedule != "auto" and schedules.layout_of(schedule) is None
+def _applies(condition: str, options: Mapping[str, Any]) -> bool:
+    name = _read_option(condition)
+    if name not in options:
+        return False
+    value, rest = options[name], condition.removeprefix(name)
+    if rest.startswith(":"):
+        return _PROPERTIES[rest[1:]](value)
+    if rest:
+        return (value in rest.lstrip("!=").split("|")) != rest.startswith("!")
+    return value not in (None, False, 0, "", (), [], _DEFAULTS.get(name))
 
 
 def _has_replicas(shape: str | tuple[int, ...] | None) -> bool:
@@ -101,159 +92,82 @@ def _has_replicas(shape: str | tuple[int, ...] | None) -> bool:
     return shape == "data-parallel" or any(str(count).isdecimal() and int(count) > 1 for count in counts)
 
 
-_LEAVE_OUT = "leave out OTHERS"
+_PROPERTIES: dict[str, Callable[[Any], bool]] = {
+    "has_replicas": _has_replicas,
+    "lays_out_stages": lambda schedule: schedule != "auto" and schedules.layout_of(schedule) is not None,
+    "has_one_stage_a_worker": lambda schedule: schedule != "auto" and schedules.layout_of(schedule) is None,
+    "is_torch_csv": schedules.is_torch_csv,
+    "is_no_graph_txt": lambda path: not str(path).endswith(".txt"),
+}
 
-EXCLUSIONS = (
-    Exclusion(
-        "straight",
-        _is_given,
-        _test_given("data_parallel", "config"),
-        "each of them sets the shape of the plan",
-        "give one of them",
-    ),
-    Exclusion(
-        "data_parallel", _is_given, _test_given("config"), "each of them sets the shape of the plan", "give one of them"
-    ),
-    Exclusion(
-        "cuts",
-        _is_given,
-        {"shape": _is("data-parallel")},
-        "cuts make several stages and data parallelism has one",
-        "give the cuts alone, or with the replicas of each stage",
-    ),
-    Exclusion(
-        "cost_model",
-        _is("classic"),
-        {
-            "shape": _is_not("any", "straight"),
-            **_test_given("cuts", "update_delay", "microbatches", "recompute", "chunks", "batch", "mesh"),
-            "strategy": _is("2bw"),
-        },
-        "the planner of the original PipeDream has no such option",
-        f"{_LEAVE_OUT}, or use the cost model pipedream",
-    ),
-    Exclusion(
-        "strategy",
-        _is("2bw"),
-        _test_given("shape", "cuts", "update_delay", "in_flight", "chunks"),
-        "PipeDream-2BW's planner chooses the stages and the depth itself",
-        _LEAVE_OUT,
-    ),
-    Exclusion(
-        "strategy",
-        _is("2bw"),
-        {"schedule": _is_not("pipedream", "2bw", "pipedream_2bw")},
-        "PipeDream-2BW's planner plans for pipedream_2bw only",
-        "leave one of them out",
-    ),
-    Exclusion(
-        "schedule",
-        _is("auto"),
-        _test_given("cuts", "chunks"),
-        "the search for the fastest method chooses the stages",
-        f"{_LEAVE_OUT}, or name the method",
-    ),
-    Exclusion(
-        "explain",
-        _is_given,
-        {"schedule": _is_not("auto")},
-        "it prints what a search for the fastest method compared",
-        "leave it out, or ask for the schedule auto",
-    ),
-    Exclusion(
-        "allow_asynchronous",
-        _is_given,
-        {"schedule": _is_not("auto")},
-        "it widens the search for the fastest method",
-        "leave it out, or ask for the schedule auto",
-    ),
-    Exclusion(
-        "schedule",
-        _lays_out,
-        {
-            "shape": _is_not("any", "pipeline"),
-            **_test_given("cuts", "update_delay", "in_flight"),
-            "recompute": _is("auto"),
-        },
-        "this method lays its stages out on all workers itself",
-        _LEAVE_OUT,
-    ),
-    Exclusion(
-        "schedule",
-        _has_one_stage_a_worker,
-        _test_given("chunks"),
-        "each worker of this method has one stage",
-        _LEAVE_OUT,
-    ),
-    Exclusion(
-        "schedule",
-        schedules.is_torch_csv,
-        {"shape": _has_replicas, **_test_given("update_delay")},
-        "a schedule in PyTorch's notation has no replicas",
-        f"{_LEAVE_OUT}; the file determines the shape",
-    ),
-    Exclusion(
-        "batch",
-        _is_given,
-        {"PROFILE": lambda path: not str(path).endswith(".txt")},
-        "a profile has its own minibatch size, and only a graph.txt has none",
-        "leave the batch out",
-    ),
-    Exclusion(
-        "cluster",
-        _is_given,
-        _test_given("workers", "bandwidth", "latency", "memory"),
-        "the cluster determines these",
-        f"{_LEAVE_OUT}, or the cluster",
-    ),
-    Exclusion(
-        "plan",
-        _is_given,
-        _test_given("shape", "update_delay", "chunks", "cluster", "bandwidth", "latency", "memory", "mesh"),
-        "a plan has its own stages, workers, links and update delay",
-        _LEAVE_OUT,
-    ),
-    Exclusion(
-        "phases",
-        _is_given,
-        _test_given("schedule", "microbatches"),
-        "each phase has its own (and phases may also come from the recipe or the checkpoint)",
-        "give each phase its own, as Phase('1f1b', until=200, microbatches=4) or as text, 1f1b/4:200",
-    ),
-    Exclusion(
-        "elastic",
-        _is_given,
-        _test_given("mesh"),
-        "a mesh that loses a rank cannot go on",
-        f"{_LEAVE_OUT}, or the elastic restart; --max-restarts starts all ranks again",
-    ),
-    Exclusion(
-        "PLAN",
-        _is_given,
-        _test_given("uniform", "stages", "chunks", "forward_s", "backward_s", "transfer_s"),
-        "a plan has its own stages and times, and these describe equal stages",
-        "give one of the two",
-    ),
-    Exclusion(
-        "uniform",
-        _is_given,
-        _test_given("cluster"),
-        "a cluster is for the stages of a plan",
-        "give the file of a plan with it",
-    ),
-    Exclusion(
-        "device",
-        _is_not("meta"),
-        _test_given("as_device", "dtype"),
-        "only on the device meta are the times predicted and not measured",
-        f"{_LEAVE_OUT}, or profile on the device meta",
-    ),
-    Exclusion(
-        "device",
-        _is("meta"),
-        _test_given("microbatches"),
-        "nothing runs on the device meta, so no microbatch can be measured",
-        _LEAVE_OUT,
-    ),
-)
-"""The table. The first row that applies is reported."""
+_TABLE = """
+straight | data_parallel config
+    each of them sets the shape of the plan
+    give one of them
+data_parallel | config
+    each of them sets the shape of the plan
+    give one of them
+cuts | shape=data-parallel
+    cuts make several stages and data parallelism has one
+    give the cuts alone, or with the replicas of each stage
+cost_model=classic | shape!=any|straight cuts update_delay microbatches recompute chunks batch mesh strategy=2bw
+    the planner of the original PipeDream has no such option
+    leave out OTHERS, or use the cost model pipedream
+strategy=2bw | shape cuts update_delay in_flight chunks
+    PipeDream-2BW's planner chooses the stages and the depth itself
+strategy=2bw | schedule!=pipedream|2bw|pipedream_2bw
+    PipeDream-2BW's planner plans for pipedream_2bw only
+    leave one of them out
+schedule=auto | cuts chunks
+    the search for the fastest method chooses the stages
+    leave out OTHERS, or name the method
+explain | schedule!=auto
+    it prints what a search for the fastest method compared
+    leave it out, or ask for the schedule auto
+allow_asynchronous | schedule!=auto
+    it widens the search for the fastest method
+    leave it out, or ask for the schedule auto
+schedule:lays_out_stages | shape!=any|pipeline cuts update_delay in_flight recompute=auto
+    this method lays its stages out on all workers itself
+schedule:has_one_stage_a_worker | chunks
+    each worker of this method has one stage
+schedule:is_torch_csv | shape:has_replicas update_delay
+    a schedule in PyTorch's notation has no replicas
+    leave out OTHERS; the file determines the shape
+batch | PROFILE:is_no_graph_txt
+    a profile has its own minibatch size, and only a graph.txt has none
+    leave the batch out
+cluster | workers bandwidth latency memory
+    the cluster determines these
+    leave out OTHERS, or the cluster
+plan | shape update_delay chunks cluster bandwidth latency memory mesh
+    a plan has its own stages, workers, links and update delay
+phases | schedule microbatches
+    each phase has its own (and phases may also come from the recipe or the checkpoint)
+    give each phase its own, as Phase('1f1b', until=200, microbatches=4) or as text, 1f1b/4:200
+elastic | mesh
+    a mesh that loses a rank cannot go on
+    leave out OTHERS, or the elastic restart; --max-restarts starts all ranks again
+PLAN | uniform stages chunks forward_s backward_s transfer_s
+    a plan has its own stages and times, and these describe equal stages
+    give one of the two
+uniform | cluster
+    a cluster is for the stages of a plan
+    give the file of a plan with it
+device!=meta | as_device dtype
+    only on the device meta are the times predicted and not measured
+    leave out OTHERS, or profile on the device meta
+device=meta | microbatches
+    nothing runs on the device meta, so no microbatch can be measured
+"""
+
+
+def _read_table() -> Iterator[Exclusion]:
+    for row in re.split(r"\n(?! )", _TABLE.strip()):
+        options, reason, *advice = map(str.strip, row.splitlines())
+        condition, others = options.split(" | ")
+        yield Exclusion(condition, others, reason, *advice)
+
+
+EXCLUSIONS = tuple(_read_table())
+"""The rows of the table. The first that applies is reported."""

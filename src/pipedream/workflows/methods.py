@@ -9,8 +9,7 @@ from typing import Any
 
 from pipedream import metrics, planner, schedules
 from pipedream import simulator as clock
-from pipedream.core.errors import PipelineError, PlanError, ScheduleError
-from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
@@ -63,13 +62,11 @@ def takes_long(plan: Plan) -> bool:
     return max(plan.workers, plan.placement.cycle) > MOST_SIMULATED
 
 
-def simulated_period_s(plan: Plan) -> float | None:
-    """Returns a plan's simulated seconds per minibatch; None if simulating it would take long."""
+def score_if_quick(plan: Plan) -> planner.Score:
+    """Scores a plan. Raises PlanError if that would take long."""
     if takes_long(plan):
-        return None
-    with suppress(PipelineError):
-        return score(plan).period_s
-    return None
+        raise PlanError(f"the replicas of {plan.config} repeat themselves too seldom to be simulated")
+    return score(plan)
 
 
 def occupancy_of(schedule: str, microbatches: int | None = None, compensation: Any = None) -> planner.MethodOccupancy:
@@ -166,70 +163,6 @@ def adapt_plan_to_method(plan: Plan, profile: Profile, schedule: str, microbatch
     # The search's seconds have an update per round of the replicas; this method updates once per minibatch.
     note = f"{plan.note}; estimated for a full pipeline; only schedule auto counts {built.name}'s own updates"
     return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)
-
-
-def plan_from_file(
-    profile: Profile,
-    cluster: Cluster,
-    name: str,
-    microbatches: int | None = None,
-    cuts: tuple[int | str, ...] | None = None,
-    *,
-    depth: str | tuple[int, ...] = "noam",
-    recompute: str = "never",
-) -> Plan:
-    """Returns a plan with the stages of a file in PyTorch's notation, on the workers that the file gives them.
-
-    The slowest stage is as fast as it can be. Where a worker runs several stages, that need not be the fastest
-    worker, and the sum of what its stages need, an upper bound, must fit its memory.
-
-    Args:
-        depth: by which receives are posted ahead; the order is the file's.
-
-    Raises:
-        ScheduleError: the file cannot be used, or has another number of microbatches.
-        PlanError: the cluster has another number of workers, or nothing fits.
-    """
-    read = schedules.load_torch_csv(name)
-    read = schedules.build(name, read.plan, microbatches)
-    stages, workers = len(read.plan.stages), read.plan.workers
-    if cluster.workers != workers:
-        raise PlanError(
-            f"schedule {name!r} has {workers} ranks, and a plan for {cluster.workers} workers was asked for; ask for "
-            f"{workers}"
-        )
-    parts = read.microbatches
-    line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if read.plan.order else cluster
-    rule = occupancy_of(name)
-    if cuts is None:
-        plan = planner.plan(
-            profile, line, occupancy=rule, microbatches=parts, in_flight=depth, shape="straight", recompute=recompute
-        )
-    else:
-        plan = planner.manual_plan(
-            profile, line, cuts, occupancy=rule, microbatches=parts, in_flight=depth, recompute=recompute
-        )
-    if len(plan.stages) != stages:
-        raise PlanError(
-            f"schedule {name!r} has {stages} stages, the cuts make {len(plan.stages)}; give one cut between each two"
-        )
-    if read.plan.order:
-        plan = replace(plan, cluster=cluster, order=read.plan.order, bound_s=0.0, note="cut as a straight pipeline")
-        check_memory(plan)
-    return adapt_plan_to_method(plan, profile, name, parts)
-
-
-def check_memory(plan: Plan) -> None:
-    """Raises PlanError if all stages of a worker together do not fit its memory."""
-    if (s := plan.first_stage_over_memory) is None:
-        return
-    worker = max(plan.workers_of(s), key=plan.worker_bytes.__getitem__)
-    stages = [str(stage) for stage in range(len(plan.stages)) if worker in plan.workers_of(stage)]
-    raise PlanError(
-        f"stages {', '.join(stages)} of worker {worker} need up to {format_bytes(plan.worker_bytes[worker])} together, "
-        f"it has {format_bytes(plan.cluster.memories[worker] or 0)}; use recomputation, smaller microbatches, more "
-        "workers or another method"
-    )
 
 
 def check_no_remote_stages(built: Schedule) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,15 +12,21 @@ from typing import Any
 
 from pipedream.core.artifact import decode, encode
 from pipedream.core.errors import PlanError
+from pipedream.core.hardware.cluster import LOOPBACK, Cluster, Level
 from pipedream.core.hardware.survey import Fan, Link, Seen, Sum, Survey, machines_of
+from pipedream.core.plan.plan import Plan
+from pipedream.core.units import format_rate, format_seconds
 from pipedream.probe import links, machine
 from pipedream.profiler.environment import device_text
 from pipedream.runtime.comm import process_group
+from pipedream.runtime.comm.connections import card_of, has_nccl
 from pipedream.runtime.failure.launch import set_threads
+from pipedream.workflows.runtime_costs import measure_runtime
 
 Step = tuple[str, int, tuple[int, ...]]
 """A measurement ('link', 'out', 'into' or 'sum'), its network level, and its ranks."""
 
+_DETECTION_S = 5.0  # of `detect_cluster`
 _MOST_LINKS = 6
 _MOST_OTHERS = 3
 
@@ -79,6 +86,57 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
     )
     seconds = process_group.broadcast_text(str(time.perf_counter() - began), everyone)
     return Survey(survey.workers, survey.links, survey.fans, survey.sums, float(seconds))
+
+
+def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster, str]:
+    """Returns the cluster of these processes, and at rank 0 in one line what was measured. Every rank calls it.
+
+    On one machine it is `Cluster.here`, on a CPU with the link that messages see, and the line is empty.
+
+    Args:
+        workers: of a single process; by default one for each core or GPU.
+
+    Raises:
+        PlanError: the ranks of a machine are not consecutive.
+    """
+    place = process_group.process_device(device)
+    rank, processes = process_group.join_group(place)
+    count = processes if processes > 1 else workers
+    texts = process_group.gather_texts(
+        json.dumps([machine.machine_name(), card_of(place)]), process_group.world_group()
+    )
+    names, cards = zip(*map(json.loads, texts), strict=True)
+    machines = len(set(names))
+    if machines > 1 and (place.type == "cpu" or has_nccl(place, cards)):
+        survey = probe(device=device, most_s=_DETECTION_S)
+        cluster = survey.cluster()
+        measured = f"{machines} machines, measured in {survey.seconds:.1f} s: {cluster}" if rank == 0 else ""
+        return cluster, measured
+    if place.type == "cpu":
+        return measure_runtime("cpu").on_links(Cluster.here(count)), ""
+    # As rank 0 sees it: all must make the same plan.
+    text = process_group.from_rank_0(
+        lambda: Cluster.here(count, device="cuda" if processes > 1 else device).to_json(), rank
+    )
+    return Cluster.from_json(text, "rank 0's cluster"), ""
+
+
+def warn_of_loopback(plan: Plan, rank: int) -> None:
+    """Warns at rank 0 if a plan assumes one machine (`Cluster.here`) and its workers are on several.
+
+    Every rank calls it.
+    """
+    bandwidth, latency_s = LOOPBACK
+    if plan.cluster.levels != (Level(plan.cluster.workers, bandwidth, latency_s),):
+        return
+    names = process_group.gather_texts(machine.machine_name(), process_group.world_group())
+    machines = len(set(names))
+    if machines > 1 and rank == 0:
+        warnings.warn(
+            f"the plan assumes one machine ({format_rate(bandwidth)}, {format_seconds(latency_s)} between workers), "
+            f"but the workers are on {machines}; leave out the cluster, and pipedream.plan(profile) measures the links",
+            stacklevel=4,
+        )
 
 
 def choose_steps(machines: Sequence[Sequence[int]]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:

@@ -28,13 +28,14 @@ from pipedream.core.model.profile import Profile, RankProfile
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
+from pipedream.plan_request import AUTO, NO_MESH
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batches import BatchDim, first_part, known_samples
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.workflows.exclusions import check_options
-from pipedream.workflows.meshes import AUTO, NO_MESH, NOT_MEASURED
+from pipedream.workflows.meshes import NOT_MEASURED
 from pipedream.workflows.runtime_costs import measure_runtime
 
 MOST_RANKS = 8

@@ -1,0 +1,154 @@
+"""The options of planning, each with its default and its meaning: the only list of them."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+from pipedream.core.errors import PlanError
+from pipedream.core.flags import Panel, option
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.plan.depth import read_depth
+
+AUTO = "auto"
+"""The mesh with which the planner chooses one for each stage; also the schedule with which it chooses the method."""
+
+NO_MESH = "none"
+"""In words what the mesh '' means: each worker is a single rank."""
+
+METHOD_NAME = "NAME[OPTION=VALUE,...]|FILE"
+METHOD_HELP = "The method: a name from 'pipedream schedules', a schedule in PyTorch's notation (FILE.csv), or FILE.py"
+
+
+def _read_cuts(text: str) -> tuple[int | str, ...]:
+    return tuple(int(cut) if cut.isdecimal() else cut for cut in text.split(",") if cut)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to plan: the arguments of `pipedream.plan` besides the profile.
+
+    Attributes:
+        cluster: workers and links; by default those of this run. If its processes are on several machines (torchrun,
+            srun), the links are measured for some seconds, and rank 0 prints the result; every rank calls it.
+        schedule: its weight versions count against the memory; a file in PyTorch's notation determines the stages too.
+        in_flight: counts may be a tuple.
+        strategy: 'simulate' compares finalists of the shapes 'any' and 'pipeline', up to 128 workers. For '2bw' see
+            `pipedream.planner.two_bw`.
+        shape: 'any' takes the fastest of one worker, data parallelism and pipelines; 'pipeline' at least two stages;
+            'straight' one stage for each worker; 'data-parallel' one stage; replica counts: '2-1' or (2, 1).
+        cuts: of a module, the first layer counts. Each stage has one worker unless `shape` gives counts.
+        all_workers: 'any' and 'pipeline' must use every worker.
+        cost_model: for 'classic' see docs/cost_models.md.
+        mesh: for a shape that gives counts also one for each stage; such stages begin where those of single ranks
+            would. Seconds and bytes are those of one rank; the profile must know the meshes (``profile(meshes=...)``).
+            'auto' chooses one for each stage, or none, together with cuts and replicas (docs/meshes.md).
+
+    Raises:
+        PlanError: the cost model or the strategy is not known, or the cluster is no Cluster.
+    """
+
+    cluster: Cluster | None = None
+    _: KW_ONLY
+    schedule: str = option(
+        "pipedream",
+        f"{METHOD_HELP}; 'auto' chooses the fastest by simulation.",
+        metavar=METHOD_NAME,
+        panel=Panel.METHOD,
+    )
+    microbatches: int | None = option(
+        None,
+        "Microbatches per minibatch.",
+        metavar="M",
+        least=1,
+        unset="the plan's or the method's own number",
+        panel=Panel.METHOD,
+    )
+    in_flight: str | tuple[int, ...] = option(
+        "noam",
+        "Depth, the microbatches in flight at each stage: as in the paper (noam), enough to hide messages (full), "
+        "the deepest that fits the memory (auto), or a count for each stage, e.g. 3,2,1.",
+        metavar="noam|full|auto|N,N,...",
+        panel=Panel.METHOD,
+        read=read_depth,
+    )
+    chunks: int | None = option(
+        None,
+        "Stages per worker, for methods that interleave.",
+        metavar="V",
+        least=1,
+        unset="the method's own number",
+        panel=Panel.METHOD,
+    )
+    allow_asynchronous: bool = option(
+        False, "Let --schedule auto also choose methods with late gradients.", panel=Panel.METHOD
+    )
+    strategy: str = option(
+        "simulate",
+        "How to search: the fastest in simulation of several searches' plans (simulate), the plan with the fastest "
+        "slowest stage (search), or by PipeDream-2BW's planner and cost model, where all stages have the same replica "
+        "count (2bw).",
+        metavar="simulate|search|2bw",
+        panel=Panel.METHOD,
+    )
+    shape: str | tuple[int, ...] = "any"
+    cuts: tuple[int | str, ...] | None = option(
+        None,
+        "Layers at which a new stage begins, by index or by the name of a layer or module, e.g. 3,model.layers.4; "
+        "'pipedream layers' lists them.",
+        metavar="LAYER,LAYER,...",
+        panel=Panel.SHAPE,
+        kind=str,
+        read=_read_cuts,
+    )
+    update_delay: int = option(
+        0,
+        "1 lets replicated stages run their next forward before they update.",
+        metavar="0|1",
+        least=0,
+        most=1,
+        panel=Panel.SHAPE,
+    )
+    all_workers: bool = False
+    recompute: str = option(
+        "never",
+        "Which stages keep only their input and repeat the forward: none (never), those that would not fit the memory "
+        "otherwise (auto), or all (always).",
+        metavar="never|auto|always",
+        panel=Panel.SHAPE,
+    )
+    cost_model: str = option(
+        "pipedream",
+        "Cost model; classic is that of the original PipeDream's planner.",
+        metavar="pipedream|classic",
+    )
+    mesh: str = option(
+        "",
+        "Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-, which the "
+        "profile must know; auto chooses among those that it knows, for each stage. --workers then counts ranks, "
+        "--config workers.",
+        metavar="auto|none|NAME:RANKS[,...][/...]",
+        unset="none, one rank",
+        panel=Panel.SHAPE,
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", "" if self.mesh == NO_MESH else self.mesh)
+        if self.cost_model not in ("pipedream", "classic"):
+            raise PlanError(f"cost model {self.cost_model!r} is not known; write pipedream or classic")
+        if self.strategy not in ("simulate", "search", "2bw"):
+            raise PlanError(f"strategy {self.strategy!r} is not known; write simulate, search or 2bw")
+        if self.cluster is not None and not isinstance(self.cluster, Cluster):
+            raise PlanError(
+                f"{self.cluster!r} was given as the cluster; give a Cluster, such as pipedream.Cluster.flat(4)"
+            )
+
+    @property
+    def workers_and_links(self) -> Cluster:
+        """The cluster, which is there once planning has begun."""
+        assert self.cluster is not None, "planning fills it in"
+        return self.cluster
+
+    @property
+    def shape_text(self) -> str:
+        """The shape as one text."""
+        return self.shape if isinstance(self.shape, str) else "-".join(map(str, self.shape))

@@ -1,0 +1,174 @@
+"""The search for the stages of one method: in simulation, or the fastest slowest stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from pipedream import planner, schedules
+from pipedream.core.errors import PipelineError, PlanError
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.core.progress import progress
+from pipedream.core.schedule.properties import MethodProperties
+from pipedream.plan_request import PlanRequest
+from pipedream.workflows.methods import MOST_SIMULATED, adapt_plan_to_method, occupancy_of
+
+_FEW_WORKERS = 8  # up to here all replica counts are tried, at most 128
+
+
+@dataclass(frozen=True, eq=False)
+class StageSearch:
+    """Plans for a method that leaves the stages to the planner."""
+
+    profile: Profile
+    request: PlanRequest
+
+    def compare(self, score_plan: Callable[[Plan], planner.Score]) -> planner.Comparison:
+        """Returns the fastest plan by simulation, or if the request leaves nothing to simulate the only one."""
+        request, workers = self.request, self.request.workers_and_links.workers
+        if not (request.strategy == "simulate" and self._is_automatic(request.shape)) or workers > MOST_SIMULATED:
+            with progress("planning"):
+                only = self.plan_best(request.shape)
+            return planner.Comparison(only, (make_candidate(only, request.shape_text),))
+        rows, refused = self._plan_finalists()
+        # A minibatch of one sample may be one of unknown size.
+        batch = self.profile.batch
+        possible = [row for row in rows if batch == 1 or row[1].microbatches <= batch] or rows
+        try:
+            comparison = planner.fastest(possible, score_plan, refused)
+        except PlanError:  # none can be simulated
+            return planner.Comparison(rows[0][1], (rows[0][0],))
+        ties = self.profile.ties_in_words() if workers > 1 else ""
+        note = "; ".join([comparison.fastest_in_words(), *([ties] if ties else [])])
+        bound_s = min(rows[0][1].bound_s, comparison.plan.slowest_stage_s)
+        return replace(comparison, plan=replace(comparison.plan, note=note, bound_s=bound_s))
+
+    def plan_best(self, shape: str | tuple[int, ...], slower: float = 1.0) -> Plan:
+        """Returns the plan with the fastest slowest stage, with the microbatches of the method if none are given."""
+        microbatches = self.request.microbatches
+        plan = self.plan_with_microbatches(microbatches or 1, shape, slower)
+        is_split = microbatches is not None and self._method.splits_minibatch
+        if is_split and self._is_automatic(shape) and max(plan.replicas) > (microbatches or 1):
+            # Each replica takes part in each update, so a stage has at most as many as a minibatch has parts.
+            plan = self._plan_with_fewer_replicas(microbatches or 1, one_stage=shape == "any")
+        plan = adapt_plan_to_method(plan, self.profile, self.request.schedule, microbatches)
+        if microbatches is not None:
+            return plan
+        batch = self.profile.batch
+        most = batch if batch > 1 else plan.microbatches  # one sample: it may be unknown
+        if (
+            plan.first_stage_over_memory is not None or plan.microbatches > most
+        ):  # again, with the microbatches of the method
+            m = max(min(plan.microbatches, most), *plan.replicas)
+            plan = self.plan_with_microbatches(m, shape, slower)
+            plan = adapt_plan_to_method(plan, self.profile, self.request.schedule, m)
+        return plan
+
+    def _plan_finalists(self) -> tuple[list[tuple[planner.Candidate, Plan]], list[planner.Candidate]]:
+        """Returns different plans of several searches, and the searches that failed."""
+        request = self.request
+        assert isinstance(request.shape, str), "an automatic shape is a word"
+        workers = request.workers_and_links.workers
+        finalists = planner.finalists(request.shape, self.profile, workers, request.all_workers)
+        plans: dict[tuple[Any, ...], tuple[str, Plan]] = {}
+        refused: list[planner.Candidate] = []
+        errors: list[PipelineError] = []
+        with progress("planning", len(finalists)) as advance:
+            for finalist in finalists:
+                advance()
+                try:
+                    plan = self.plan_best(*finalist)
+                except PipelineError as error:
+                    errors.append(error)
+                    m = request.microbatches or 1
+                    refused.append(planner.Candidate(request.schedule, m, "", 0, str(finalist), why=str(error)))
+                    continue
+                key = plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.order
+                plans.setdefault(key, (str(finalist), plan))
+        if not plans:
+            raise errors[0]
+        return [(make_candidate(plan, text), plan) for text, plan in plans.values()], refused
+
+    def plan_with_microbatches(self, parts: int, shape: str | tuple[int, ...], slower: float = 1.0) -> Plan:
+        """Returns a plan for minibatches of so many microbatches, which may not be the method's."""
+        request = self.request
+        if request.cuts is None:
+            return self._search(parts).best(shape, request.in_flight, slower)
+        return planner.manual_plan(
+            self.profile,
+            request.workers_and_links,
+            request.cuts,
+            None if request.shape in planner.SHAPES else planner.parse_counts(request.shape),
+            occupancy=occupancy_of(request.schedule, parts),
+            microbatches=parts,
+            in_flight=request.in_flight,
+            update_delay=request.update_delay,
+            recompute=self._recompute,
+        )
+
+    def _plan_with_fewer_replicas(self, most: int, *, one_stage: bool) -> Plan:
+        """Returns the fastest plan whose stages have at most so many replicas."""
+        workers = self.request.workers_and_links.workers
+        shapes = _list_counts(workers, most)
+        if not self.request.all_workers:
+            shapes += [(count,) for count in range(1, most + 1)] + [(1,) * stages for stages in range(2, workers)]
+        plans, refused = [], None
+        for counts in dict.fromkeys(shapes):
+            if one_stage or len(counts) > 1:
+                try:
+                    plans.append(self.plan_with_microbatches(most, counts))
+                except PlanError as error:
+                    refused = error
+        if not plans:
+            raise refused or PlanError(f"no plan gives each stage at most {most} workers; split minibatches further")
+        return min(plans, key=lambda plan: (plan.slowest_stage_s, len(plan.stages), plan.workers))
+
+    def _is_automatic(self, shape: str | tuple[int, ...]) -> bool:
+        return self.request.cuts is None and shape in ("any", "pipeline")
+
+    @cached_property
+    def _method(self) -> MethodProperties:
+        return schedules.properties_of(self.request.schedule)
+
+    @property
+    def _recompute(self) -> str:
+        return "always" if self._method.recomputes else self.request.recompute
+
+    def _search(self, parts: int) -> planner.PlanSearch:
+        if parts not in self._searches:
+            self._searches[parts] = planner.PlanSearch.of(
+                self.profile,
+                self.request.workers_and_links,
+                occupancy=occupancy_of(self.request.schedule, parts),
+                microbatches=parts,
+                update_delay=self.request.update_delay,
+                recompute=self._recompute,
+                all_workers=self.request.all_workers,
+            )
+        return self._searches[parts]
+
+    @cached_property
+    def _searches(self) -> dict[int, planner.PlanSearch]:
+        return {}
+
+
+def make_candidate(plan: Plan, shape: str) -> planner.Candidate:
+    """Returns a plan as a candidate that is not simulated yet."""
+    flushes = schedules.properties_of(plan.schedule or "pipedream").flushes
+    candidate = planner.Candidate(plan.schedule, plan.microbatches, plan.depth_mode, max(plan.update_delay), shape)
+    return planner.candidate_from_plan(candidate, plan, flushes)
+
+
+def _list_counts(workers: int, most: int) -> list[tuple[int, ...]]:
+    """Lists replica counts of all workers, up to `most` each; with many workers only equal ones, and one more stage."""
+    if workers <= _FEW_WORKERS:
+        return [
+            (first, *rest)
+            for first in range(1, min(workers, most) + 1)
+            for rest in (_list_counts(workers - first, most) if workers > first else [()])
+        ]
+    equal = range(1, most + 1)
+    return [(size,) * (workers // size) + ((workers % size,) if workers % size else ()) for size in equal]
