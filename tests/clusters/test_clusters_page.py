@@ -86,9 +86,11 @@ def recipe(seed=0):
 def blocks(language: str, folder: Path) -> list[str]:
     """Returns the page's blocks of a language, for two machines of this one that share a folder."""
     text = PAGE.read_text(encoding="utf-8")
-    found = re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+    blocks_here = re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
     replaced = {"10.0.0.1": "10.84.0.1", "/shared": str(folder / "shared"), "eth0": LINK}
-    return [re.sub("|".join(map(re.escape, replaced)), lambda match: replaced[match[0]], block) for block in found]
+    return [
+        re.sub("|".join(map(re.escape, replaced)), lambda match: replaced[match[0]], block) for block in blocks_here
+    ]
 
 
 def folder_of(folder: Path) -> Path:
@@ -121,8 +123,8 @@ def on_each(line: str, machines: Network, folder: Path, **environment: str) -> l
     assert " --node-rank 0 " in line
     started = []
     for rank, host in enumerate(machines.hosts):
-        own = line.replace("--node-rank 0", f"--node-rank {rank}")
-        started.append(typed(own, folder / f"machine{rank}", within(host), **environment))
+        command = line.replace("--node-rank 0", f"--node-rank {rank}")
+        started.append(typed(command, folder / f"machine{rank}", within(host), **environment))
     return started
 
 
@@ -130,7 +132,7 @@ def wait_for(what: str, ready: Any, started: list[Started], most_s: float = 120.
     end = time.monotonic() + most_s
     while not ready():
         assert time.monotonic() < end, f"no {what} after {most_s} s"
-        assert all(one.processes() for one in started), f"it ended without {what}"
+        assert all(process.processes() for process in started), f"it ended without {what}"
         time.sleep(0.05)
 
 
@@ -146,10 +148,14 @@ def worker_of(started: Started) -> int:
 
 def same_as_in_one_process(shared: Path, folder: Path, plan: Plan) -> None:
     torch.set_num_threads(1)  # as many as each of the workers has
-    made = lambda seed: load_recipe(str(folder / "machine0" / "recipe.py"), seed=seed)  # noqa: E731
-    pipedream.run(made, plan=plan, out=folder / "here", quiet=True)
-    one, other = (torch.load(run / "weights.pt", weights_only=True) for run in (shared / "run", folder / "here"))
-    assert all(torch.equal(one[key], other[key]) for key in one), "the interrupted run has other weights"
+    make_recipe = lambda seed: load_recipe(str(folder / "machine0" / "recipe.py"), seed=seed)  # noqa: E731
+    pipedream.run(make_recipe, plan=plan, out=folder / "here", quiet=True)
+    over_machines, other = (
+        torch.load(run / "weights.pt", weights_only=True) for run in (shared / "run", folder / "here")
+    )
+    assert all(torch.equal(over_machines[key], other[key]) for key in over_machines), (
+        "the interrupted run has other weights"
+    )
     losses = [json.loads((run / "losses.json").read_text()) for run in (shared / "run", folder / "here")]
     assert losses[0] == losses[1]
 
@@ -163,16 +169,16 @@ def test_path_of_the_engineer_with_torchrun(machines: Network, tmp_path: Path) -
     shared, first = folder / "shared", folder / "machine0"
     export, probe, plan, launch, watch = blocks("sh", folder)
     interfaces = dict(word.split("=") for word in export.split()[1:])
-    ends = [one.end() for one in on_each(probe, machines, folder, **interfaces)]
+    ends = [process.end() for process in on_each(probe, machines, folder, **interfaces)]
     assert [ended.status for ended in ends] == [0, 0], ends[0].err
     assert "rank 0 to rank 1" in ends[0].out
-    found = Cluster.load(first / "cluster.json")
-    assert found.workers == 2
-    assert found.bandwidth_bytes_per_s < 60e6, "not the 2 GB/s of one machine"
+    cluster = Cluster.load(first / "cluster.json")
+    assert cluster.workers == 2
+    assert cluster.bandwidth_bytes_per_s < 60e6, "not the 2 GB/s of one machine"
     printed = "".join(ran(line, first).out for line in plan.splitlines())
     assert "of Engine" in printed
-    made = Plan.load(shared / "plan.json")
-    assert made.cluster == found
+    loaded_plan = Plan.load(shared / "plan.json")
+    assert loaded_plan.cluster == cluster
 
     started = on_each(launch, machines, folder, SLOW_S="0.05", **interfaces)
     wait_for("checkpoint", lambda: checkpoints(shared), started)
@@ -181,7 +187,7 @@ def test_path_of_the_engineer_with_torchrun(machines: Network, tmp_path: Path) -
     assert all(int(row.split(",")[0]) >= 0 for row in rows)
     since = time.monotonic()
     started[1].kill(worker_of(started[1]))
-    ends = [one.end(60.0) for one in started]
+    ends = [process.end(60.0) for process in started]
     assert time.monotonic() - since < FAILS_WITHIN_S
     assert [ended.status for ended in ends] == [1, 1]
     assert not ends[0].orphans
@@ -190,11 +196,11 @@ def test_path_of_the_engineer_with_torchrun(machines: Network, tmp_path: Path) -
     assert "another worker" in ends[0].err
 
     before = checkpoints(shared)
-    ends = [one.end() for one in on_each(launch, machines, folder, **interfaces)]
+    ends = [process.end() for process in on_each(launch, machines, folder, **interfaces)]
     assert [ended.status for ended in ends] == [0, 0], ends[0].err
     assert f"resuming from {shared / 'run' / 'checkpoints' / before[-1]}" in ends[0].out
     assert json.loads((shared / "run" / "summary.json").read_text())["minibatches"] == 90
-    same_as_in_one_process(shared, folder, made)
+    same_as_in_one_process(shared, folder, loaded_plan)
 
     page = shared / "run" / "report.html"
     page.unlink()
@@ -215,13 +221,13 @@ def test_job_of_kubernetes(tmp_path: Path) -> None:
     job = yaml.safe_load(text)
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert [(kind, one["replicas"]) for kind, one in replicas.items()] == [("Master", 1), ("Worker", 1)]
+    assert [(kind, replica["replicas"]) for kind, replica in replicas.items()] == [("Master", 1), ("Worker", 1)]
     started = []
-    for rank, one in enumerate(replicas.values()):
-        (container,) = one["template"]["spec"]["containers"]
+    for rank, replica in enumerate(replicas.values()):
+        (container,) = replica["template"]["spec"]["containers"]
         assert container["name"] == "pytorch", "the operator looks for this name"
         mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert mounted == {one["template"]["spec"]["volumes"][0]["name"]: str(folder / "shared")}
+        assert mounted == {replica["template"]["spec"]["volumes"][0]["name"]: str(folder / "shared")}
         each = job["spec"]["nprocPerNode"]
         variables = {"WORLD_SIZE": str(len(replicas) * int(each)), "RANK": str(rank), "PET_NODE_RANK": str(rank)}
         variables |= {"PET_NPROC_PER_NODE": each, "PET_NNODES": str(len(replicas))}
@@ -229,7 +235,7 @@ def test_job_of_kubernetes(tmp_path: Path) -> None:
             variables |= {f"{prefix}MASTER_ADDR": "127.0.0.1", f"{prefix}MASTER_PORT": "23456"}
         line = " ".join(container["command"])
         started.append(typed(line, folder / f"machine{rank}", GLOO_SOCKET_IFNAME="lo", **variables))
-    ends = [one.end() for one in started]
+    ends = [process.end() for process in started]
     assert [ended.status for ended in ends] == [0, 0], ends[0].err
     summary = json.loads((folder / "shared" / "run" / "summary.json").read_text())
     assert (summary["minibatches"], summary["configuration"]["processes"]) == (90, 2)
@@ -325,12 +331,12 @@ class Slurm:
 def slurm(machines: Network, tmp_path: Path) -> Iterator[Slurm]:
     if missing := [name for name in ("munged", "slurmctld", "slurmd", "srun", "sbatch") if not shutil.which(name)]:
         pytest.skip(f"no {', '.join(missing)} on the path (Debian: slurm-wlm, munge)")
-    found = Slurm(tmp_path / "slurm", machines)
+    cluster = Slurm(tmp_path / "slurm", machines)
     try:
-        found.begin()
-        yield found
+        cluster.begin()
+        yield cluster
     finally:
-        found.end()
+        cluster.end()
 
 
 @pytest.mark.network
@@ -378,5 +384,9 @@ def is_task(place: Path, job: str, rank: int | None = None) -> bool:
         words = (place / "cmdline").read_bytes()
     except OSError:
         return False
-    wanted = [f"SLURM_JOB_ID={job}".encode()] + ([] if rank is None else [f"SLURM_PROCID={rank}".encode()])
-    return b"pipedream\0train" in words and b"srun" not in words and all(one in variables for one in wanted)
+    job_variables = [f"SLURM_JOB_ID={job}".encode()] + ([] if rank is None else [f"SLURM_PROCID={rank}".encode()])
+    return (
+        b"pipedream\0train" in words
+        and b"srun" not in words
+        and all(variable in variables for variable in job_variables)
+    )

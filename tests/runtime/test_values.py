@@ -136,27 +136,27 @@ def test_a_copy_of_a_value_has_its_tensors_replaced(value: Any) -> None:
 
 
 def test_an_output_keeps_its_type_and_what_is_none() -> None:
-    found = unflatten(*flatten(Output(logits=torch.ones(2))))
-    assert type(found) is Output
-    assert list(found) == ["logits"]
-    assert found["logits"] is found.logits
-    assert found.loss is None
-    assert found.cache is None
+    received = unflatten(*flatten(Output(logits=torch.ones(2))))
+    assert type(received) is Output
+    assert list(received) == ["logits"]
+    assert received["logits"] is received.logits
+    assert received.loss is None
+    assert received.cache is None
 
 
 def test_a_tensor_that_is_there_twice_is_sent_once() -> None:
     hidden = torch.ones(2)
     structure, tensors = flatten({"last": hidden, "all": (torch.zeros(1), hidden)})
     assert len(tensors) == 2
-    found = unflatten(structure, tensors)
-    assert found["last"] is found["all"][1]
+    received = unflatten(structure, tensors)
+    assert received["last"] is received["all"][1]
 
 
 def test_packed_sequences_and_results_of_torch_travel() -> None:
     packed = pack_sequence([torch.randn(length, 2) for length in (2, 4, 3)], enforce_sorted=False)
-    found = unflatten(*flatten(packed))
-    assert type(found) is type(packed)
-    assert all(map(torch.equal, found, packed))
+    received = unflatten(*flatten(packed))
+    assert type(received) is type(packed)
+    assert all(map(torch.equal, received, packed))
     largest = torch.max(torch.ones(2, 3), 0)
     assert type(unflatten(*flatten(largest))) is type(largest)
 
@@ -173,17 +173,17 @@ def test_a_tensor_on_meta_travels_as_its_description() -> None:
     plain = torch.empty(2, 3, dtype=torch.int32, device="meta")
     turned = torch.empty(4, 2, 3, device="meta", requires_grad=True).permute(2, 0, 1)
     spread = torch.empty(3, 1, device="meta").expand(3, 5)
-    held = torch.ones(1)
-    structure, tensors = flatten([plain, turned, held, spread])
-    assert tensors == (held,)
-    for found, sent in zip(unflatten(structure, tensors), [plain, turned, held, spread], strict=True):
-        assert found.device == sent.device
-        assert (found.shape, found.stride(), found.dtype) == (sent.shape, sent.stride(), sent.dtype)
-        assert found.requires_grad == sent.requires_grad
+    shared = torch.ones(1)
+    structure, tensors = flatten([plain, turned, shared, spread])
+    assert tensors == (shared,)
+    for received, sent in zip(unflatten(structure, tensors), [plain, turned, shared, spread], strict=True):
+        assert received.device == sent.device
+        assert (received.shape, received.stride(), received.dtype) == (sent.shape, sent.stride(), sent.dtype)
+        assert received.requires_grad == sent.requires_grad
     structure, tensors = flatten(plain)
     assert not tensors
     assert unflatten(structure, tensors).shape == plain.shape
-    moved = to_device([plain, held], torch.device("cpu"))
+    moved = to_device([plain, shared], torch.device("cpu"))
     assert [tensor.is_meta for tensor in moved] == [True, False]
 
 
@@ -231,17 +231,17 @@ def test_a_copy_to_a_gpu_is_pinned_and_made_beside_the_computation(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: NamedStream("compute"))
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(Logged, "log", [])
-    one = [
+    copy = [
         "on copies", "pin", "copy to cuda:0, non_blocking=True", "off copies", "compute waits for copies",
         "used on compute",
     ]  # fmt: skip
     x = torch.ones(2).as_subclass(Logged)
     assert to_device({"x": x, "n": 3, "meta": torch.empty(1, device="meta")}, gpu)["x"] is x
-    assert Logged.log == one
+    assert Logged.log == copy
     Logged.log.clear()
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     moved = to_device((x, type(packed)(packed.data.as_subclass(Logged), packed.batch_sizes)), gpu)
-    assert Logged.log == one * 2, "the sizes of a packed sequence stay on the CPU"
+    assert Logged.log == copy * 2, "the sizes of a packed sequence stay on the CPU"
     assert moved[1].batch_sizes is packed.batch_sizes
     assert type(moved[1]) is type(packed)
     Logged.log.clear()
@@ -253,9 +253,9 @@ def test_a_copy_to_a_gpu_is_pinned_and_made_beside_the_computation(monkeypatch: 
 
 def test_a_packed_sequence_that_was_received_has_its_sizes_on_the_cpu() -> None:
     structure, (data, sizes) = flatten(pack_sequence([torch.ones(2), torch.ones(1)]))
-    found = unflatten(structure, (data.as_subclass(Logged), sizes.as_subclass(Logged)))
-    assert type(found.data) is Logged
-    assert type(found.batch_sizes) is torch.Tensor
+    received = unflatten(structure, (data.as_subclass(Logged), sizes.as_subclass(Logged)))
+    assert type(received.data) is Logged
+    assert type(received.batch_sizes) is torch.Tensor
 
 
 def test_what_is_made_of_a_structure_is_new_each_time() -> None:
@@ -279,19 +279,19 @@ def test_what_cannot_travel_is_refused_with_its_place() -> None:
 
 
 def test_objects_that_cannot_travel_become_none_where_asked() -> None:
-    found = unflatten(*flatten(Output(logits=torch.ones(2), cache=Opaque()), opaque_as_none=True))
-    assert list(found) == ["logits"]
-    assert found.cache is None
+    received = unflatten(*flatten(Output(logits=torch.ones(2), cache=Opaque()), opaque_as_none=True))
+    assert list(received) == ["logits"]
+    assert received.cache is None
     assert unflatten(*flatten([Opaque(), 1], opaque_as_none=True)) == [None, 1]
     notes = unflatten(*flatten(Encoding({"a": 1}, notes=[Opaque()])))
     assert (notes.data, notes.notes) == ({"a": 1}, None)
 
 
 def test_classes_that_functions_have_made_are_told_apart() -> None:
-    def made(names: str) -> Any:
+    def define_class(names: str) -> Any:
         return namedtuple("made", names)
 
-    first, second = made("x y"), made("y x")
+    first, second = define_class("x y"), define_class("y x")
     for kind in (first, second, first):
         assert type(unflatten(*flatten(kind(1, 2)))) is kind
 
@@ -315,6 +315,6 @@ def test_a_message_makes_nothing_but_containers(node: Any, words: str) -> None:
 def test_a_packed_sequence_of_something_else_than_tensors_is_moved_as_it_is() -> None:
     """A call that returns its argument as it is is recorded with a note in the tensors' place."""
     packed = tuple.__new__(PackedSequence, ("a", "b", None, None))
-    found = to_device({"packed": packed}, torch.device("cpu"))["packed"]
-    assert type(found) is PackedSequence
-    assert tuple(found) == ("a", "b", None, None)
+    moved = to_device({"packed": packed}, torch.device("cpu"))["packed"]
+    assert type(moved) is PackedSequence
+    assert tuple(moved) == ("a", "b", None, None)

@@ -43,16 +43,16 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """Trains from the start, or from a checkpoint, to `epochs` in all, and saves as `save`; returns the weights."""
     animal = zoo.make("mlp")
-    with pipeline(animal, counts) as made:
+    with pipeline(animal, counts) as trained:
         if resume is not None:
-            made.load(resume)
-        for done in made.train(animal.batches, epochs=epochs - made.position[0]):
+            trained.load(resume)
+        for done in trained.train(animal.batches, epochs=epochs - trained.position[0]):
             if done.ends_epoch:
-                made.save(folder, keep=keep, wait=done.epoch % 2 == 0)
-        return made.state_dict()
+                trained.save(folder, keep=keep, wait=done.epoch % 2 == 0)
+        return trained.state_dict()
 
 
 def load(folder: str | Path) -> tuple[int, int]:
     """Loads the newest checkpoint into a new pipeline; returns the position."""
-    with pipeline(zoo.make("mlp")) as made:
-        return made.load(folder)
+    with pipeline(zoo.make("mlp")) as loaded:
+        return loaded.load(folder)

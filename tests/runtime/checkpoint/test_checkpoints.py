@@ -78,9 +78,9 @@ def test_a_folder_is_named_after_its_minibatches(tmp_path: Path) -> None:
 def test_the_newest_checkpoint_of_a_run_folder_is_resumed(tmp_path: Path) -> None:
     saved = save(tmp_path / CHECKPOINTS, epochs=2)
     for resume, path in ((tmp_path, saved[-1]), (tmp_path / CHECKPOINTS, saved[-1]), (saved[0], saved[0])):
-        found = resume_point(resume, None)
-        assert found is not None
-        assert (found.path, found.folder) == (path, tmp_path)
+        resumed = resume_point(resume, None)
+        assert resumed is not None
+        assert (resumed.path, resumed.folder) == (path, tmp_path)
     with pytest.raises(ArtifactError, match="holds checkpoints of an earlier run"):
         check_unused(tmp_path)
 
@@ -127,14 +127,14 @@ def test_torchs_own_metadata_is_not_unpickled(tmp_path: Path) -> None:
 def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
     path = save(tmp_path, (2, 1), epochs=1)[0]
     dcp_to_torch_save(path, tmp_path / "found.pt")
-    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    tensors = torch.load(tmp_path / "found.pt", weights_only=True)
     animal = zoo.make("mlp")
-    with pipeline(animal, (2, 1)) as made:
-        made.load(path)
-        expected = made.state_dict()
-    assert {name for name in found if name.startswith("model/")} == {f"model/{name}" for name in expected}
+    with pipeline(animal, (2, 1)) as loaded:
+        loaded.load(path)
+        expected = loaded.state_dict()
+    assert {name for name in tensors if name.startswith("model/")} == {f"model/{name}" for name in expected}
     for name, tensor in expected.items():
-        assert torch.equal(found[f"model/{name}"], tensor)
+        assert torch.equal(tensors[f"model/{name}"], tensor)
 
 
 def test_tensors_are_not_unpickled(tmp_path: Path) -> None:
@@ -247,16 +247,16 @@ def full_disk(folder: Path, asynchronous: bool) -> list[str]:
     """Saves twice; the second time no file may grow beyond some bytes, as on a full disk."""
     animal = zoo.make("mlp")
     told = []
-    with pipeline(animal) as made:
-        for done in made.train(animal.batches, epochs=3):
+    with pipeline(animal) as trained:
+        for done in trained.train(animal.batches, epochs=3):
             if done.ends_epoch and done.epoch == 0:
-                made.save(folder)
+                trained.save(folder)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
             if done.ends_epoch and done.epoch == 1:
                 try:
-                    made.save(folder, wait=not asynchronous)
+                    trained.save(folder, wait=not asynchronous)
                     if asynchronous:
-                        made.save(folder / "more")
+                        trained.save(folder / "more")
                 except WorkerError as error:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
                     told.append(str(error))
@@ -266,7 +266,7 @@ def full_disk(folder: Path, asynchronous: bool) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("workers", "asynchronous"),
-    [(1, False), (2, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, True), (2, False)))],
+    [(1, False), (2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True), (2, False)))],
 )
 def test_a_full_disk_is_told_and_the_checkpoint_before_is_whole(
     tmp_path: Path, asynchronous: bool, workers: int
@@ -291,14 +291,14 @@ def test_a_full_disk_is_named_where_torch_does_not(values: int) -> None:
 def test_a_folder_that_is_removed_during_a_run_is_an_error(tmp_path: Path) -> None:
     animal = zoo.make("mlp")
     run = tmp_path / "run"
-    with pipeline(animal) as made:
-        batches = made.train(animal.batches, epochs=2)
+    with pipeline(animal) as trained:
+        batches = trained.train(animal.batches, epochs=2)
         next(batches)
-        made.save(run)
+        trained.save(run)
         shutil.rmtree(run)
         next(batches)
         with pytest.raises(ArtifactError, match="run was removed or replaced while this run was writing"):
-            made.save(run)
+            trained.save(run)
         for _ in batches:
             pass
     assert not run.exists()
@@ -327,11 +327,11 @@ def test_a_run_that_resumes_from_an_older_one_replaces_the_newer(tmp_path: Path)
     old, new = save(tmp_path, epochs=2)
     scrambled(new)
     animal = zoo.make("mlp")
-    with pipeline(animal) as made:
-        made.load(old)
+    with pipeline(animal) as trained:
+        trained.load(old)
         assert folders.complete_checkpoints(tmp_path) == [old, new], "loading changes nothing"
-        for done in made.train(animal.batches):
+        for done in trained.train(animal.batches):
             if done.ends_epoch:
-                made.save(tmp_path)
+                trained.save(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [old.name, new.name, f"{new.name}.replaced"]
     assert load(tmp_path) == (2, 0)

@@ -44,9 +44,9 @@ def drawn(make: Callable[[], nn.Module], parts: int = 1, seed: int = 0) -> nn.Mo
     return model
 
 
-def check_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert list(found) == list(wanted)
-    assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
+def check_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(actual) == list(expected)
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
 
 
 # -- modules of one's own ---------------------------------------------------------------------------
@@ -232,8 +232,8 @@ def hugging_face(name: str) -> nn.Module:
         "MixtralForCausalLM": ("MixtralConfig", grouped | {"num_local_experts": 4}),
         "MambaForCausalLM": ("MambaConfig", {n: small[n] for n in ("hidden_size", "num_hidden_layers", "vocab_size")}),
     }
-    config, given = kinds[name]
-    return getattr(transformers, name)(getattr(transformers, config)(**given))  # type: ignore[no-any-return]
+    config, options = kinds[name]
+    return getattr(transformers, name)(getattr(transformers, config)(**options))  # type: ignore[no-any-return]
 
 
 MODELS = [
@@ -254,14 +254,14 @@ MODELS = [
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_hugging_face_are_initialised_as_on_the_cpu(name: str) -> None:
     torch.manual_seed(0)
-    wanted = hugging_face(name)
-    found = drawn(lambda: hugging_face(name))
-    check_equal(named_state(drawn(lambda: hugging_face(name), 3)), named_state(found))
-    assert parameters.shared_names(found) == parameters.shared_names(wanted)
-    for name, buffer in wanted.named_buffers():
-        assert torch.equal(found.get_buffer(name), buffer), name
-    for name, parameter in wanted.named_parameters():
-        a, b = found.get_parameter(name).detach(), parameter.detach()
+    on_cpu = hugging_face(name)
+    drawn_model = drawn(lambda: hugging_face(name))
+    check_equal(named_state(drawn(lambda: hugging_face(name), 3)), named_state(drawn_model))
+    assert parameters.shared_names(drawn_model) == parameters.shared_names(on_cpu)
+    for name, buffer in on_cpu.named_buffers():
+        assert torch.equal(drawn_model.get_buffer(name), buffer), name
+    for name, parameter in on_cpu.named_parameters():
+        a, b = drawn_model.get_parameter(name).detach(), parameter.detach()
         spread = max(float(a.std(correction=0)), float(b.std(correction=0)))
         assert bool(a.isfinite().all())
         assert abs(float(a.std(correction=0) - b.std(correction=0))) <= 6 * spread / math.sqrt(2 * a.numel()), name
@@ -280,8 +280,8 @@ class Last(nn.Module):
         self.head.weight = words.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(x)[:, -1]
-        return found
+        outputs: Tensor = self.head(x)[:, -1]
+        return outputs
 
 
 def tied() -> nn.Module:
@@ -400,15 +400,15 @@ def test_a_prefix_of_the_inner_model_may_be_missing_or_added(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_hugging_face_read_what_they_save(tmp_path: Path, name: str) -> None:
-    wanted = hugging_face(name)
-    wanted.save_pretrained(tmp_path)  # type: ignore[operator]
+    saved = hugging_face(name)
+    saved.save_pretrained(tmp_path)  # type: ignore[operator]
     model = on_meta(lambda: hugging_face(name))
     shared, names = parameters.shared_names(model), list(named_state(model))
     state = files.fit_names(model, files.open_weights(tmp_path), names, shared, tmp_path)
     for part in (names[1::2], names[::2]):
         parameters.load(model, state, part, shared, CPU)
         materialise(model, part, CPU, 0)
-    check_equal(named_state(model), named_state(wanted))
+    check_equal(named_state(model), named_state(saved))
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -468,8 +468,8 @@ def test_shared_parameters_of_a_file_on_two_processes(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_rank_0_alone_may_have_the_values() -> None:
-    found = processes.results(start, 2, untied, (2,), None, "others")[0]
-    check_equal(found, state_of(untied))
+    results = processes.results(start, 2, untied, (2,), None, "others")[0]
+    check_equal(results, state_of(untied))
 
 
 def lame() -> nn.Module:
@@ -544,7 +544,7 @@ def check_saved(folder: Path, state: dict[str, Tensor]) -> None:
     for name, prefix in (("trained", ""), ("averaged", "ema.")):
         assert {"config.json", "model.safetensors"} <= {path.name for path in (folder / name).iterdir()}
         model = kind.from_pretrained(folder / name)
-        check_equal(model.state_dict(), {one: state[prefix + one] for one in model.state_dict()})
+        check_equal(model.state_dict(), {name: state[prefix + name] for name in model.state_dict()})
         assert model.last.head.weight is model.words.weight
         assert len(files.open_weights(folder / name)) == 3
 
@@ -591,8 +591,8 @@ class Adapted(nn.Module):
         self.up = nn.Parameter(torch.randn(size, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base(x) + x @ self.down.T @ self.up.T
-        return found
+        outputs: Tensor = self.base(x) + x @ self.down.T @ self.up.T
+        return outputs
 
 
 def partly_frozen(kind: str) -> nn.Module:
@@ -602,7 +602,7 @@ def partly_frozen(kind: str) -> nn.Module:
         layers = [layer if i in (0, 6) or i % 2 else Adapted(6) for i, layer in enumerate(layers)]
         frozen = [layers[0], layers[6]]
     else:
-        frozen = [layers[{"first": 0, "middle": 2, "last": 6}[one]] for one in kind.split("+")]
+        frozen = [layers[{"first": 0, "middle": 2, "last": 6}[place]] for place in kind.split("+")]
     for layer in frozen:
         layer.requires_grad_(False)
     return nn.Sequential(*layers).double()
@@ -634,9 +634,9 @@ def test_frozen_stages_and_adapters_train_as_in_one_process(kind: str, schedule:
     losses, state, _ = frozen_run(kind, schedule)
     batches = [(x.double(), y) for x, y in untied_batches()]
     names = [str(number) for number in range(7)]
-    wanted = reference.plain(partly_frozen(kind), names, batches, sums, SGD, microbatches=4, seed=3)
-    assert losses == pytest.approx(wanted.losses, rel=1e-12)
-    assert_near(state, wanted.state, 1e-12)
+    expected = reference.plain(partly_frozen(kind), names, batches, sums, SGD, microbatches=4, seed=3)
+    assert losses == pytest.approx(expected.losses, rel=1e-12)
+    assert_near(state, expected.state, 1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -652,9 +652,9 @@ def test_frozen_stages_run_without_a_flush(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["first+middle", "adapters"])
 def test_frozen_stages_on_four_processes(kind: str) -> None:
     alone = frozen_run(kind, "1f1b")
-    found = processes.results(frozen_run, 4, kind, "1f1b")
-    assert found[0][0] == alone[0]
-    check_equal(found[0][1], alone[1])
+    results = processes.results(frozen_run, 4, kind, "1f1b")
+    assert results[0][0] == alone[0]
+    check_equal(results[0][1], alone[1])
 
 
 def repeated() -> nn.Module:
@@ -681,12 +681,12 @@ def repeated_run(folder: Path, cuts: tuple[int, ...], resumes: bool) -> dict[str
 @pytest.mark.processes
 @pytest.mark.slow
 def test_what_several_stages_hold_without_training_it(tmp_path: Path) -> None:
-    wanted = repeated_run(tmp_path / "one", (), False)
+    expected = repeated_run(tmp_path / "one", (), False)
     state = processes.results(repeated_run, 2, tmp_path / "two", (2,), False)[0]
-    assert_near(state, wanted, 1e-12)
-    assert torch.equal(state["0.weight"], wanted["0.weight"])
-    wanted = repeated_run(tmp_path / "one", (2,), True)
-    assert_near(repeated_run(tmp_path / "two", (), True), wanted, 1e-12)
+    assert_near(state, expected, 1e-12)
+    assert torch.equal(state["0.weight"], expected["0.weight"])
+    expected = repeated_run(tmp_path / "one", (2,), True)
+    assert_near(repeated_run(tmp_path / "two", (), True), expected, 1e-12)
 
 
 @pytest.mark.processes

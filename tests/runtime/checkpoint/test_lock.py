@@ -55,15 +55,15 @@ def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
     """Even if a process that it forked, as a loader's, lives on."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as held:
-        assert held.stdout is not None
-        assert held.stdout.readline() == "held\n"
-        with pytest.raises(ArtifactError, match=rf"another run .*process {held.pid} on"):
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ArtifactError, match=rf"another run .*process {process.pid} on"):
             FolderLock(tmp_path)
-        os.kill(held.pid, signal.SIGKILL)
-        held.wait()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
         FolderLock(tmp_path).release()
-        os.killpg(held.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
     assert os.listdir(tmp_path) == []
 
 
@@ -81,16 +81,16 @@ def test_a_second_run_is_refused_before_it_writes(
 
 
 def test_two_pipelines_do_not_save_into_one_folder(tmp_path: Path) -> None:
-    def made() -> pd.Pipeline:
+    def make_pipeline() -> pd.Pipeline:
         animal = zoo.make("mlp")
         plan = zoo.plan_of(zoo.make("mlp"), 2, (1, 1))
         return pd.Pipeline(animal.model, plan, loss=animal.loss, optimizer=partial(torch.optim.SGD, lr=0.1))
 
-    with made() as one, made() as other:
-        one.save(tmp_path)
+    with make_pipeline() as first, make_pipeline() as other:
+        first.save(tmp_path)
         with pytest.raises(ArtifactError, match="another run writes into the folder"):
             other.save(tmp_path)
         other.save(tmp_path / "other")
-    with made() as later:
+    with make_pipeline() as later:
         later.load(tmp_path)
         later.save(tmp_path)

@@ -50,9 +50,9 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], parts: dict[str, lis
     template = next(Path(__file__).parents[2].glob("training/files_of_0_1/checkpoint"))
     rows = []
     for rank in range(max(map(len, parts.values()))):
-        own = {name: tensors[name][_slices(of[rank])] for name, of in parts.items() if rank < len(of)}
-        places = {name: (parts[name][rank], tensors[name].shape) for name in own}
-        rows.append(pieces.write_tensors(folder / f"__{rank}_0.distcp", own, places))
+        tensors_here = {name: tensors[name][_slices(of[rank])] for name, of in parts.items() if rank < len(of)}
+        places = {name: (parts[name][rank], tensors[name].shape) for name in tensors_here}
+        rows.append(pieces.write_tensors(folder / f"__{rank}_0.distcp", tensors_here, places))
     manifest = folders.read_manifest(template)
     return Checkpoint(**{**vars(manifest), **pieces.merge_rows(rows)})
 
@@ -73,9 +73,9 @@ def test_any_part_of_what_any_mesh_wrote_is_read(data: st.DataObject) -> None:
         manifest = written(folder, {"model/a": tensor}, {"model/a": boxes(shape, *data.draw(cuts(len(shape))))})
         manifest = Checkpoint.from_json(manifest.to_json())
         for box in boxes(shape, *data.draw(cuts(len(shape)))):
-            wanted = {"model/a": box}
-            found = pieces.read_shares(folder, manifest, pieces.shares_of(manifest, wanted))
-            part = pieces.assemble(manifest, wanted, found)["model/a"]
+            part_boxes = {"model/a": box}
+            shares = pieces.read_shares(folder, manifest, pieces.shares_of(manifest, part_boxes))
+            part = pieces.assemble(manifest, part_boxes, shares)["model/a"]
             assert part.dtype == tensor.dtype
             assert torch.equal(part, tensor[_slices(box)])
         assert torch.equal(pieces.read_tensors(folder, manifest, ["model/a"])["model/a"], tensor)
@@ -114,18 +114,18 @@ def test_little_is_read_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.M
 
 def files_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns a list to which the bytes are added that are read from the tensors' files."""
-    found: list[int] = []
+    sizes: list[int] = []
     plain = Path.open
 
     def opened(path: Path, *args: Any, **options: Any) -> Any:
         file = plain(path, *args, **options)
         if path.suffix == ".distcp" and file.readable():
             read = file.read
-            file = Counted(file, lambda *size: (found.append(len(data := read(*size))), data)[1])
+            file = Counted(file, lambda *size: (sizes.append(len(data := read(*size))), data)[1])
         return file
 
     monkeypatch.setattr(Path, "open", opened)
-    return found
+    return sizes
 
 
 class Counted:
@@ -145,13 +145,15 @@ class Counted:
     "shape", [(), (3,), (0, 5), (1 << 20,), (50257, 1024), (512, 512, 3, 3), (8, 1024, 4096), (2, 1 << 20)]
 )
 def test_large_tensors_are_cut_in_every_dimension(shape: tuple[int, ...]) -> None:
-    found = pieces._split_into_pieces(shape, 4)
-    assert sum(prod(map(len, box)) for box in found) == prod(shape)
-    assert len(found) <= 64
+    piece_boxes = pieces._split_into_pieces(shape, 4)
+    assert sum(prod(map(len, box)) for box in piece_boxes) == prod(shape)
+    assert len(piece_boxes) <= 64
     if prod(shape) * 4 > 64 << 20:
-        assert all(max(len(box[at]) for box in found) <= -(-size // 4) for at, size in enumerate(shape) if size > 3)
+        assert all(
+            max(len(box[at]) for box in piece_boxes) <= -(-size // 4) for at, size in enumerate(shape) if size > 3
+        )
     if prod(shape) * 4 <= 1 << 20:
-        assert len(found) == 1
+        assert len(piece_boxes) == 1
 
 
 def test_a_damaged_piece_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +186,9 @@ def test_torchs_own_tools_read_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     path = save(tmp_path, epochs=1)[0]
     manifest = folders.read_manifest(path)
     dcp_to_torch_save(path, tmp_path / "found.pt")
-    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    stored = torch.load(tmp_path / "found.pt", weights_only=True)
     for name, tensor in pieces.read_tensors(path, manifest, manifest.tensors).items():
-        assert torch.equal(found[name], tensor)
+        assert torch.equal(stored[name], tensor)
 
 
 @pytest.mark.parametrize(
@@ -225,5 +227,5 @@ def save_and_load_apart(base: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_pieces_come_from_other_machines(tmp_path: Path) -> None:
     whole = saving.run(tmp_path / "whole", (1, 1), 2)
-    found = processes.results(save_and_load_apart, 2, tmp_path)[0]
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    results = processes.results(save_and_load_apart, 2, tmp_path)[0]
+    assert all(torch.equal(results[name], whole[name]) for name in whole)

@@ -50,8 +50,8 @@ def flip(path: RemotePath, at: int = -1) -> None:
 def test_a_run_continues_exactly(tmp_path: Path) -> None:
     whole = saving.run(tmp_path, epochs=4)
     saving.run(URL, epochs=2)
-    found = saving.run(URL, epochs=4, resume=URL)
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    losses = saving.run(URL, epochs=4, resume=URL)
+    assert all(torch.equal(losses[name], whole[name]) for name in whole)
     assert names() == [folders.folder_name(5 * epochs) for epochs in (1, 2, 3, 4)], "and nothing else is left"
 
 
@@ -63,12 +63,12 @@ def test_the_newest_are_kept() -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_reader_reads_it() -> None:
     path = saving.save(URL, (2, 1), epochs=1)[0]
-    with saving.pipeline(zoo.make("mlp"), (2, 1)) as made:
-        made.load(URL)
-        expected = {f"model/{name}": tensor for name, tensor in made.state_dict().items()}
-    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    dcp.load(found, storage_reader=FsspecReader(str(path)), no_dist=True)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with saving.pipeline(zoo.make("mlp"), (2, 1)) as trained:
+        trained.load(URL)
+        expected = {f"model/{name}": tensor for name, tensor in trained.state_dict().items()}
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(tensors, storage_reader=FsspecReader(str(path)), no_dist=True)
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 def test_a_checkpoint_without_its_manifest_does_not_exist(memory: Any) -> None:
@@ -261,8 +261,8 @@ def test_several_processes(tmp_path: Path) -> None:
         "__1_0.distcp",
         "checkpoint.json",
     ]
-    found = processes.results(train, 2, url, 4, True)[0]
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    losses = processes.results(train, 2, url, 4, True)[0]
+    assert all(torch.equal(losses[name], whole[name]) for name in whole)
     assert names(url) == [folders.folder_name(15), folders.folder_name(20)]
     for failed in processes.launch(train, 2, "memory://of/one/process", 1, False):
         assert "rank 1 does not see what rank 0 has written" in str(failed.error)

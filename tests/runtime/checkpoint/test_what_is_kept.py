@@ -82,10 +82,10 @@ class Counting(torch.optim.SGD):
 class Shuffled(Sampler[int]):
     """Draws from a generator of its own."""
 
-    def __init__(self, length: int, draw: Callable[[int], list[int]], own: Any) -> None:
+    def __init__(self, length: int, draw: Callable[[int], list[int]], generator: Any) -> None:
         self.length = length
         self.draw = draw
-        self.own = own
+        self.own = generator
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.draw(self.length))
@@ -96,15 +96,15 @@ class Shuffled(Sampler[int]):
 
 def shuffled(kind: str) -> Shuffled:
     """Returns a sampler with a generator of one of the kinds."""
-    own: Any
+    generator: Any
     if kind == "python":
-        own = random.Random(1)
-        return Shuffled(20, lambda n: own.sample(range(n), n), own)
+        generator = random.Random(1)
+        return Shuffled(20, lambda n: generator.sample(range(n), n), generator)
     if kind == "torch":
-        own = torch.Generator().manual_seed(1)
-        return Shuffled(20, lambda n: torch.randperm(n, generator=own).tolist(), own)
-    own = np.random.default_rng(1) if kind == "numpy" else np.random.RandomState(1)
-    return Shuffled(20, lambda n: [int(i) for i in own.permutation(n)], own)
+        generator = torch.Generator().manual_seed(1)
+        return Shuffled(20, lambda n: torch.randperm(n, generator=generator).tolist(), generator)
+    generator = np.random.default_rng(1) if kind == "numpy" else np.random.RandomState(1)
+    return Shuffled(20, lambda n: [int(i) for i in generator.permutation(n)], generator)
 
 
 def train(folder: Path, kind: str, epochs: int, resume: bool) -> tuple[list[float], dict[str, Any]]:
@@ -145,7 +145,7 @@ def check(tmp_path: Path, kind: str, run: Callable[..., Any]) -> None:
     run(tmp_path / "part", kind, 1, False)
     rest, resumed = run(tmp_path / "part", kind, 3, True)
     assert rest == losses[len(losses) - len(rest) :]
-    factors = [one.pop("scale._extra_state")["factor"] for one in (state, resumed)]
+    factors = [state_dict.pop("scale._extra_state")["factor"] for state_dict in (state, resumed)]
     assert torch.equal(*factors)
     assert factors[0] < 1
     assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items())

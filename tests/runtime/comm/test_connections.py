@@ -25,24 +25,24 @@ def connect_without_rank_2() -> str:
     try:
         connect_groups([(0, 1), (0, 2)], [[0], [1], [2]], [], CPU)
     except WorkerError as error:
-        found = str(error)
+        outcome = str(error)
     else:
-        found = "connected"
+        outcome = "connected"
     dist.barrier()
     if dist.get_rank() == 2:
         dist.group.WORLD.send([torch.zeros(1, dtype=torch.uint8)], 0, 0).wait()  # its thread still waits
     dist.barrier()
-    return found
+    return outcome
 
 
 @pytest.mark.processes
 def test_ranks_that_do_not_connect_are_named() -> None:
-    found = processes.results(connect_without_rank_2, 3)
-    assert found[1] == "connected"
-    assert found[0].startswith("rank 0, connecting: no connection from rank 0 at ")
-    assert " to rank 2 at " in found[0]
-    assert "nothing came within 1 s" in found[0]
-    assert "GLOO_SOCKET_IFNAME" in found[0]
+    outcomes = processes.results(connect_without_rank_2, 3)
+    assert outcomes[1] == "connected"
+    assert outcomes[0].startswith("rank 0, connecting: no connection from rank 0 at ")
+    assert " to rank 2 at " in outcomes[0]
+    assert "nothing came within 1 s" in outcomes[0]
+    assert "GLOO_SOCKET_IFNAME" in outcomes[0]
 
 
 def test_an_error_of_a_connection_is_reported_with_both_ranks() -> None:

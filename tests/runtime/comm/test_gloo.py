@@ -14,18 +14,18 @@ from pipedream.runtime.comm.gloo import _Posted
 @pytest.mark.parametrize("shares_memory", [False, True])
 def test_messages_of_any_size_arrive_whole_and_in_order(shares_memory: bool) -> None:
     depths = [1, 2, 5]
-    for found in processes.results(exchange, 2, depths, shares_memory):
+    for arrived in processes.results(exchange, 2, depths, shares_memory):
         for name, sizes in SIZES.items():
             for which in (f"{name}, depth {depth}, stream {stream}" for depth in depths for stream in range(2)):
-                assert len(found[which]) == len(sizes)
-                for number, (size, got) in enumerate(zip(sizes, found[which], strict=True)):
+                assert len(arrived[which]) == len(sizes)
+                for number, (size, got) in enumerate(zip(sizes, arrived[which], strict=True)):
                     sent = message_of(number, size)
                     assert got[:4] == (number, sent.content, sent.loss_weight, sent.structure), which
                     assert len(got[4]) == len(sent.tensors)
                     for there, here in zip(got[4], sent.tensors, strict=True):
                         assert (there is None) == (here is None)
                         assert here is None or (there.dtype == here.dtype and torch.equal(there, here))
-        ((*_, sums),) = found["sums"]
+        ((*_, sums),) = arrived["sums"]
         assert [float(tensor.sum()) for tensor in sums] == [18.0, 3.0, 8.0]
 
 

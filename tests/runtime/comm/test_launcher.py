@@ -27,10 +27,10 @@ def read(variables: Mapping[str, object]) -> dict[str, str]:
             patch.setenv(name, str(value))
         kept = dict(os.environ)
         read_launcher()
-        found = {name: os.environ[name] for name in TORCH if name in os.environ}
-        for name in found.keys() - kept.keys():
+        torch_variables = {name: os.environ[name] for name in TORCH if name in os.environ}
+        for name in torch_variables.keys() - kept.keys():
             del os.environ[name]
-        return found
+        return torch_variables
 
 
 def slurm(rank: int, counts: list[int], nodes: str = "n[01-99]", **more: object) -> dict[str, object]:
@@ -100,8 +100,8 @@ def test_what_is_no_task_of_several_is_left_alone(variables: dict[str, object]) 
 
 
 def test_the_users_own_variables_count() -> None:
-    found = read(slurm(1, [1, 1], MASTER_ADDR="me", MASTER_PORT="9", RANK="0"))
-    assert (found["RANK"], found["MASTER_ADDR"], found["MASTER_PORT"]) == ("0", "me", "9")
+    variables = read(slurm(1, [1, 1], MASTER_ADDR="me", MASTER_PORT="9", RANK="0"))
+    assert (variables["RANK"], variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("0", "me", "9")
 
 
 OPEN_MPI = {
@@ -115,8 +115,8 @@ def test_mpirun() -> None:
     expected = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert read(MPICH) == expected | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     # In a job of Slurm, where srun started mpirun's daemons.
-    found = read(slurm(1, [1, 1]) | OPEN_MPI | {"MASTER_ADDR": "a"})
-    assert found == {
+    variables = read(slurm(1, [1, 1]) | OPEN_MPI | {"MASTER_ADDR": "a"})
+    assert variables == {
         **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
         **{"MASTER_ADDR": "a", "MASTER_PORT": "29500"},
     }

@@ -19,7 +19,7 @@ from pipedream.runtime.comm.message import Content, Message
 
 def part(whole: torch.Tensor, mesh: Mesh, cut: tuple[int | None, ...], place: int) -> torch.Tensor:
     box = box_of(tuple(whole.shape), cut, list(mesh.dimensions.values()), mesh.coordinates()[place])
-    return whole[tuple(slice(one.start, one.stop) for one in box)]
+    return whole[tuple(slice(side.start, side.stop) for side in box)]
 
 
 @given(st.data())
@@ -49,13 +49,13 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
     for place, receiver in enumerate(receivers):
         message = receiver.result()
         assert (message.microbatch, message.loss_weight, message.numbers) == (3, 0.5, (1.0,))
-        for found, whole, cut, missing in zip(message.tensors, wholes, cuts, absent, strict=True):
+        for arrived, whole, cut, missing in zip(message.tensors, wholes, cuts, absent, strict=True):
             if missing:
-                assert found is None
+                assert arrived is None
             else:
-                assert found is not None
-                assert found.dtype == whole.dtype
-                assert torch.equal(found, part(whole, pair.receiver, cut.received, place))
+                assert arrived is not None
+                assert arrived.dtype == whole.dtype
+                assert torch.equal(arrived, part(whole, pair.receiver, cut.received, place))
         assert receiver.result().content is Content.END
     drain([*senders, *receivers])
     moved = [

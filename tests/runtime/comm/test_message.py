@@ -59,34 +59,34 @@ MESSAGES = st.builds(
 )
 
 
-def through_bytes(message: Message, known: SentFormats, layouts: dict[int, MessageFormat]) -> Message:
+def through_bytes(message: Message, sent_formats: SentFormats, formats: dict[int, MessageFormat]) -> Message:
     """Writes a message and reads it again, as a channel's ends do."""
-    number, layout, description = known.find(message)
+    number, message_format, description = sent_formats.find(message)
     header = Header.of(message, number, 7, len(description))
     begin = header.head_bytes
-    sent = torch.full((begin + layout.payload_bytes,), 255, dtype=torch.uint8)
+    sent = torch.full((begin + message_format.payload_bytes,), 255, dtype=torch.uint8)
     header.write(sent.numpy().data, message.numbers, description)
-    write(message.tensors, layout.tensors_in(sent, begin))
+    write(message.tensors, message_format.tensors_in(sent, begin))
     arrived = sent.clone()
     head = arrived.numpy().data
     header = Header.read(head)
     assert header.channel == 7
     if header.description_bytes:
-        layouts[header.format_number] = MessageFormat.from_json(header.description_in(head))
-    there = layouts[header.format_number]
-    assert there.payload_bytes == layout.payload_bytes
+        formats[header.format_number] = MessageFormat.from_json(header.description_in(head))
+    there = formats[header.format_number]
+    assert there.payload_bytes == message_format.payload_bytes
     assert header.head_bytes == begin
     return header.message(there, tuple(there.tensors_in(arrived, begin)), header.numbers_in(head))
 
 
-@given(message=MESSAGES, wanted=st.lists(st.booleans(), min_size=4, max_size=4))
-def test_a_message_arrives_as_it_was(message: Message, wanted: list[bool]) -> None:
-    message = replace(message, gradients=tuple(wanted[: len(message.tensors)]))
-    known, layouts = SentFormats(), {}
+@given(message=MESSAGES, gradients=st.lists(st.booleans(), min_size=4, max_size=4))
+def test_a_message_arrives_as_it_was(message: Message, gradients: list[bool]) -> None:
+    message = replace(message, gradients=tuple(gradients[: len(message.tensors)]))
+    sent_formats, formats = SentFormats(), {}
     for _ in range(2):  # described, then called by its number
-        found = through_bytes(message, known, layouts)
-        assert replace(found, tensors=()) == replace(message, tensors=())
-        for there, here in zip(found.tensors, message.tensors, strict=True):
+        received = through_bytes(message, sent_formats, formats)
+        assert replace(received, tensors=()) == replace(message, tensors=())
+        for there, here in zip(received.tensors, message.tensors, strict=True):
             assert (there is None) == (here is None)
             if there is not None and here is not None:
                 assert there.dtype == here.dtype
@@ -100,22 +100,22 @@ def test_a_message_arrives_as_it_was(message: Message, wanted: list[bool]) -> No
 
 @given(tensor=tensors())
 def test_a_tensor_sent_alone_is_in_the_order_of_its_layout(tensor: torch.Tensor) -> None:
-    layout = MessageFormat.of(Message(0, tensors=(tensor,)))
-    (found,) = layout.tensors_in(in_memory_order(tensor).view(torch.uint8).clone())
-    assert found is not None
-    assert torch.equal(found, tensor)
+    message_format = MessageFormat.of(Message(0, tensors=(tensor,)))
+    (received,) = message_format.tensors_in(in_memory_order(tensor).view(torch.uint8).clone())
+    assert received is not None
+    assert torch.equal(received, tensor)
 
 
-def test_a_layout_is_described_once_and_the_oldest_is_forgotten() -> None:
-    known, layouts = SentFormats(most=3), {}
+def test_a_format_is_described_once_and_the_oldest_is_forgotten() -> None:
+    sent_formats, formats = SentFormats(most=3), {}
     ones = [Message(0, tensors=(torch.ones(size),)) for size in range(5)]
-    assert [bool(known.find(ones[i])[2]) for i in (0, 1, 0, 2, 1)] == [True, True, False, True, False]
-    assert [bool(known.find(ones[i])[2]) for i in (3, 1, 2, 0)] == [True, False, False, True]
-    known = SentFormats(most=3)
+    assert [bool(sent_formats.find(ones[i])[2]) for i in (0, 1, 0, 2, 1)] == [True, True, False, True, False]
+    assert [bool(sent_formats.find(ones[i])[2]) for i in (3, 1, 2, 0)] == [True, False, False, True]
+    sent_formats = SentFormats(most=3)
     for i in (0, 1, 2, 3, 4, 0, 4, 1):
-        (tensor,) = through_bytes(ones[i], known, layouts).tensors
+        (tensor,) = through_bytes(ones[i], sent_formats, formats).tensors
         assert torch.equal(tensor, torch.ones(i))
-    assert len(layouts) <= 3
+    assert len(formats) <= 3
 
 
 @given(tensor=tensors())
@@ -144,9 +144,9 @@ def test_tensors_of_one_message_enter_a_graph_apart_from_each_other() -> None:
 def test_a_message_holds_any_number_of_tensors_dimensions_and_numbers() -> None:
     numbers = tuple(map(float, range(100)))
     message = Message(0, tensors=(torch.ones((1,) * 9),) + (torch.ones(1),) * 400, numbers=numbers)
-    found = through_bytes(message, SentFormats(), {})
-    assert [t.shape for t in found.tensors] == [t.shape for t in message.tensors]
-    assert found.numbers == numbers
+    received = through_bytes(message, SentFormats(), {})
+    assert [t.shape for t in received.tensors] == [t.shape for t in message.tensors]
+    assert received.numbers == numbers
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
@@ -159,10 +159,10 @@ def test_what_cannot_be_sent_is_refused() -> None:
 
 def test_a_transposed_tensor_arrives_transposed() -> None:
     for tensor in (torch.arange(12.0).reshape(3, 4).t(), torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)):
-        (found,) = through_bytes(Message(0, tensors=(tensor,)), SentFormats(), {}).tensors
-        assert found is not None
-        assert torch.equal(found, tensor)
-        assert found.stride() == tensor.stride()
+        (received,) = through_bytes(Message(0, tensors=(tensor,)), SentFormats(), {}).tensors
+        assert received is not None
+        assert torch.equal(received, tensor)
+        assert received.stride() == tensor.stride()
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,15 @@ COUNT = 40
 def ends(number: int, device: str = "cpu", **options: Any) -> tuple[SendingLink, ReceivingLink]:
     """Returns this rank's end of a link each way."""
     rank = dist.get_rank()
-    found: list[Any] = []
+    link_ends: list[Any] = []
     for pair in ((0, 1), (1, 0)):
         communicator: Any = strict.StrictCommunicator(pair, torch.device(device), 2 * number + pair[0], **options)
         end = GlooEndpoint(1 - rank, 2 * number + pair[0], 4, dist.group.WORLD, torch.device(device), separate=device)
         if rank == pair[0]:
-            found.append(SendingLink(GlooSender(end, 2 * COUNT), communicator))
+            link_ends.append(SendingLink(GlooSender(end, 2 * COUNT), communicator))
         else:
-            found.append(ReceivingLink(GlooReceiver(end), communicator, torch.device(device)))
-    return (found[0], found[1]) if rank == 0 else (found[1], found[0])
+            link_ends.append(ReceivingLink(GlooReceiver(end), communicator, torch.device(device)))
+    return (link_ends[0], link_ends[1]) if rank == 0 else (link_ends[1], link_ends[0])
 
 
 def numbers(value: float, size: int = 2) -> Message:
@@ -168,16 +168,16 @@ def one_end_alone() -> None:
 
 def completion() -> list[bool]:
     """Returns whether a send is said to have ended before its receive was issued, and after."""
-    communicator, said = strict.StrictCommunicator((0, 1), CPU, 2003), []
+    communicator, events = strict.StrictCommunicator((0, 1), CPU, 2003), []
     if dist.get_rank() == 0:
         work = communicator.send([torch.ones(2)], 1, 0)
-        said.append(work.is_completed())
+        events.append(work.is_completed())
         dist.barrier()
         work.wait()
-        said.append(work.is_completed())
+        events.append(work.is_completed())
         header = dist.group.WORLD.send([torch.ones(2)], 1, 2)
         dist.barrier()
-        said.append(header.is_completed())
+        events.append(header.is_completed())
         header.wait()
     else:
         dist.barrier()
@@ -185,7 +185,7 @@ def completion() -> list[bool]:
         header = dist.group.WORLD.recv([torch.ones(2)], 0, 2)
         header.wait()
         dist.barrier()
-    return said
+    return events
 
 
 def tensors_on_a_device_travel_apart() -> tuple[str, float]:
@@ -203,25 +203,25 @@ def tensors_on_a_device_travel_apart() -> tuple[str, float]:
 
 def all_scenarios() -> dict[str, Any]:
     torch.cuda.synchronize = strict.synchronize
-    found: dict[str, Any] = {"kept": messages_arrive(), "right order": refused(lambda: in_the_order_of_1f1b(2))}
-    found["lazy"] = refused(lambda: in_the_order_of_1f1b(3, connects=False))
+    results: dict[str, Any] = {"kept": messages_arrive(), "right order": refused(lambda: in_the_order_of_1f1b(2))}
+    results["lazy"] = refused(lambda: in_the_order_of_1f1b(3, connects=False))
     scenarios = (tensor_of_another_device, one_end_alone, device_wide_wait, drain_with_a_receive, orders_that_differ)
     for scenario in (*scenarios, first_use_in_the_program):
-        found[scenario.__name__] = refused(scenario)
+        results[scenario.__name__] = refused(scenario)
         dist.barrier()
-    found["completion"] = completion()
-    found["apart"] = tensors_on_a_device_travel_apart()
-    return found
+    results["completion"] = completion()
+    results["apart"] = tensors_on_a_device_travel_apart()
+    return results
 
 
 @pytest.mark.processes
 def test_a_link_does_what_nccl_needs_and_the_stand_in_refuses_the_rest() -> None:
     first, second = processes.results(all_scenarios, 2)
-    for found in (first, second):
-        assert found["right order"] == found["lazy"] == "nothing was refused"
-        assert max(found["kept"]) <= 3, "what was sent is let go, although gloo does not say that its header was"
-        assert "a tensor on cpu was issued on a communicator of meta" in found["tensor_of_another_device"]
-        assert found["apart"] == ("cpu", 21.0)
+    for results in (first, second):
+        assert results["right order"] == results["lazy"] == "nothing was refused"
+        assert max(results["kept"]) <= 3, "what was sent is let go, although gloo does not say that its header was"
+        assert "a tensor on cpu was issued on a communicator of meta" in results["tensor_of_another_device"]
+        assert results["apart"] == ("cpu", 21.0)
     assert first["completion"] == [False, True, False], "gloo does not say that a send has ended; NCCL does"
     assert "waits at rank 1 for rank 0, which waits for something else" in second["one_end_alone"]
     assert second["device_wide_wait"].startswith("a wait for the whole device, while a receive")

@@ -96,20 +96,22 @@ def test_ranks_with_different_software() -> None:
 def _texts_in_a_group_for_gpus() -> list[list[str]]:
     """The default group accepts CUDA tensors only, as one of NCCL does."""
     rank, workers, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
-    found = []
+    texts = []
     for number in range(2):  # a group made for texts is not used after its default group has gone
         dist.barrier()
         dist.destroy_process_group()
-        own = dist.PrefixStore(f"own/{number}", store)
-        dist.init_process_group("cuda:gloo", store=own, rank=rank, world_size=workers, timeout=timedelta(seconds=20))
+        prefix_store = dist.PrefixStore(f"own/{number}", store)
+        dist.init_process_group(
+            "cuda:gloo", store=prefix_store, rank=rank, world_size=workers, timeout=timedelta(seconds=20)
+        )
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             dist.broadcast(torch.ones(1), 0)
         assert process_group.join_group("cpu") == (rank, workers)
-        found.append(process_group.gather_texts(f"{number} of {rank}", process_group.world_group()))
+        texts.append(process_group.gather_texts(f"{number} of {rank}", process_group.world_group()))
         dist.barrier(process_group.world_group())
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.PrefixStore(f"back/{number}", store), rank=rank, world_size=workers)
-    return found
+    return texts
 
 
 @pytest.mark.processes
@@ -126,9 +128,9 @@ def test_a_gpu_has_a_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,10 @@ DIFFERENT: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_other_settings_have_other_texts(one: Any, other: Any) -> None:
-    assert text_of(one) != text_of(other)
-    assert text_of(one) == text_of(one)
+@pytest.mark.parametrize(("value", "other"), DIFFERENT)
+def test_other_settings_have_other_texts(value: Any, other: Any) -> None:
+    assert text_of(value) != text_of(other)
+    assert text_of(value) == text_of(value)
 
 
 def test_what_a_rank_has_of_its_own_is_left_out() -> None:
@@ -80,8 +80,8 @@ def test_models_and_optimizers() -> None:
     model[0].requires_grad_(False)
     assert describe_model(model) != text
     parameters = list(model.parameters())
-    made = [describe_optimizer(SGD([{"params": parameters, "weight_decay": decay}], lr=0.1)) for decay in (0.0, 0.1)]
-    assert made[0] != made[1]
+    texts = [describe_optimizer(SGD([{"params": parameters, "weight_decay": decay}], lr=0.1)) for decay in (0.0, 0.1)]
+    assert texts[0] != texts[1]
 
 
 def test_data() -> None:
@@ -100,7 +100,7 @@ def test_texts_are_equal_in_another_process() -> None:
         "import test_same_settings as t\n"
         "for one, other in t.DIFFERENT: print(repr(t.text_of(one)), repr(t.text_of(other)))"
     )
-    found = {
+    texts = {
         subprocess.run(
             [sys.executable, "-c", program],
             env=os.environ
@@ -111,4 +111,4 @@ def test_texts_are_equal_in_another_process() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert len(found) == 1
+    assert len(texts) == 1

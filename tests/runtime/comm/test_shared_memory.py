@@ -34,11 +34,11 @@ def ends() -> Iterator[Ends]:
         pair.close()
 
 
-def check(number: int, size: int, found: Message) -> None:
+def check(number: int, size: int, message: Message) -> None:
     sent = message_of(number, size)
-    assert (found.microbatch, found.content, found.loss_weight) == (number, sent.content, sent.loss_weight)
-    assert found.structure == sent.structure
-    for here, there in zip(sent.tensors, found.tensors, strict=True):
+    assert (message.microbatch, message.content, message.loss_weight) == (number, sent.content, sent.loss_weight)
+    assert message.structure == sent.structure
+    for here, there in zip(sent.tensors, message.tensors, strict=True):
         assert (here is None) == (there is None)
         assert here is None or there is None or (here.dtype == there.dtype and torch.equal(here, there))
 
@@ -53,8 +53,8 @@ def test_messages_of_any_size_arrive_whole_and_in_order(max_unread: int, turns: 
             check(*unread.pop(0), receiver.receive().result())
         sender.send(message_of(number, size))
         unread.append((number, size))
-    for one in unread:
-        check(*one, receiver.receive().result())
+    for number_and_size in unread:
+        check(*number_and_size, receiver.receive().result())
     drain([sender, receiver])
     for pair in pairs:
         pair.close()
@@ -87,10 +87,10 @@ def test_dense_tensors_keep_their_order_of_dimensions(ends: Ends) -> None:
     sender, receiver = ends
     sent = torch.randn(3, 4, 5).permute(2, 0, 1)
     sender.send(Message(0, tensors=(sent,)))
-    found = receiver.receive().result().tensors[0]
-    assert found is not None
-    assert found.stride() == sent.stride()
-    assert torch.equal(found, sent)
+    received = receiver.receive().result().tensors[0]
+    assert received is not None
+    assert received.stride() == sent.stride()
+    assert torch.equal(received, sent)
 
 
 def test_the_end_of_the_receiver_is_an_error() -> None:
@@ -129,9 +129,9 @@ def test_processes_find_each_other_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert first is not None
     assert second is not None
     for key, other in (("0-2", second), ("0-1", first)):  # in any order
-        with listener.accept(key) as found:
+        with listener.accept(key) as connection:
             other.sendall(b"here")
-            assert found.recv(4) == b"here"
+            assert connection.recv(4) == b"here"
         other.close()
     assert listener.connect("pipedream-on-another-machine", "0-1") is None
     monkeypatch.setattr(shared_memory, "is_supported", lambda: False)

@@ -65,9 +65,9 @@ class Store:
 @pytest.fixture
 def store() -> Iterator[Store]:
     """A store that lets everybody go at the end."""
-    made = Store()
-    yield made
-    made.answers.set()
+    new_store = Store()
+    yield new_store
+    new_store.answers.set()
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def crew(store: Store) -> Iterator[list[Heartbeat]]:
     statuses = [Heartbeat(store, rank, 3, lambda rank=rank: f"stage {rank}") for rank in range(3)]
     yield statuses
     store.answers.set()
-    for one in statuses:
-        one.end()
+    for heartbeat in statuses:
+        heartbeat.end()
 
 
 def soon(holds: Callable[[], bool]) -> bool:
@@ -89,7 +89,7 @@ def soon(holds: Callable[[], bool]) -> bool:
 
 
 def test_each_hears_the_others(crew: list[Heartbeat]) -> None:
-    assert soon(lambda: all(len(one.statuses) == 2 for one in crew))
+    assert soon(lambda: all(len(heartbeat.statuses) == 2 for heartbeat in crew))
     assert {rank: status.where for rank, status in crew[0].statuses.items()} == {1: "stage 1", 2: "stage 2"}
     assert crew[0].statuses[1].process == RankProcess.this()
     first = crew[0].statuses[1].count
@@ -120,13 +120,13 @@ def test_the_first_report_counts_on_every_rank(crew: list[Heartbeat]) -> None:
 def test_a_report_is_asked_for_now(store: Store, crew: list[Heartbeat]) -> None:
     assert crew[0].newest_failure(5.0) is None
     crew[1].report_failure(Verdict(1, "stage 1", "the ice is thin"), wait_s=5.0)
-    found = crew[0].newest_failure(5.0)
-    assert found == (1, Verdict(1, "stage 1", "the ice is thin"))
+    report = crew[0].newest_failure(5.0)
+    assert report == (1, Verdict(1, "stage 1", "the ice is thin"))
 
 
-@pytest.mark.parametrize("known", [{}, {0: RankStatus(1, "here", RankProcess.this())}])
+@pytest.mark.parametrize("statuses", [{}, {0: RankStatus(1, "here", RankProcess.this())}])
 def test_one_rank_of_a_machine_reports_that_the_launcher_is_away(
-    known: dict[int, RankStatus], monkeypatch: pytest.MonkeyPatch
+    statuses: dict[int, RankStatus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also before the ranks have heard of each other."""
     printed: list[int] = []
@@ -135,18 +135,18 @@ def test_one_rank_of_a_machine_reports_that_the_launcher_is_away(
     monkeypatch.setattr(Guard, "_end_process", lambda self, verdict: None)
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        one = Guard.__new__(Guard)
-        one._rank, one._stopped, one._store_is_rank_0s = rank, threading.Event(), False
-        one._detector = FailureDetector(rank, Activity(), stuck_after_s=1.0, store_owner="the launcher")
-        others = {1 - other: status for other, status in known.items()} if rank == 0 else known
-        one._detector.receive(0.0, others)
-        one._announce(Verdict(rank, "here", "the store has not answered", store_lost=True))
+        rank_guard = Guard.__new__(Guard)
+        rank_guard._rank, rank_guard._stopped, rank_guard._store_is_rank_0s = rank, threading.Event(), False
+        rank_guard._detector = FailureDetector(rank, Activity(), stuck_after_s=1.0, store_owner="the launcher")
+        others = {1 - other: status for other, status in statuses.items()} if rank == 0 else statuses
+        rank_guard._detector.receive(0.0, others)
+        rank_guard._announce(Verdict(rank, "here", "the store has not answered", store_lost=True))
     assert printed == [0]
 
 
 def test_a_broken_connection_to_a_process_of_the_loader_is_the_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Guard.__new__(Guard)
-    one._rank = 0
+    rank_guard = Guard.__new__(Guard)
+    rank_guard._rank = 0
     monkeypatch.setattr(Guard, "failure", lambda self, wait_s: None)
     monkeypatch.setattr(Guard, "report", lambda self, error: None)
     raised = "def broken(): raise ConnectionResetError(104, 'Connection reset by peer')"
@@ -158,7 +158,7 @@ def test_a_broken_connection_to_a_process_of_the_loader_is_the_loaders(monkeypat
         exec(compile(raised, file, "exec"), names)  # type: ignore[arg-type]
         with pytest.raises(ConnectionResetError) as caught:
             names["broken"]()
-        assert words in str(one.first_cause(caught.value, "stage 0, 0F4"))
+        assert words in str(rank_guard.first_cause(caught.value, "stage 0, 0F4"))
 
 
 @pytest.mark.slow

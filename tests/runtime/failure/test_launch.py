@@ -14,7 +14,7 @@ from pipedream.runtime.failure.launch import _Failure, launch
 
 
 @pytest.mark.parametrize(
-    ("options", "ends", "status", "attempts", "said"),
+    ("options", "ends", "status", "attempts", "lines"),
     [
         ({}, [0], 0, [(2, 0)], []),
         ({}, ["a"], 1, [(2, 0)], ["pipedream: a"]),
@@ -55,15 +55,15 @@ def test_attempts(
     ends: list[int | str],
     status: int,
     attempts: list[tuple[int, int]],
-    said: list[str],
+    lines: list[str],
 ) -> None:
-    made: list[tuple[int, int]] = []
-    given: list[list[str]] = []
+    run: list[tuple[int, int]] = []
+    commands: list[list[str]] = []
 
     def attempt(workers: int, number: int, arguments: list[str], silent: bool) -> int | _Failure:
-        made.append((workers, number))
-        given.append(list(arguments))
-        end = ends[len(made) - 1]
+        run.append((workers, number))
+        commands.append(list(arguments))
+        end = ends[len(run) - 1]
         if end == 2:
             return _Failure("pipedream: bad", 2)
         return end if isinstance(end, int) else _Failure(f"pipedream: {end}", 1)
@@ -72,9 +72,9 @@ def test_attempts(
     monkeypatch.setattr(launching, "_silence_torch", lambda: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "the user's")
     assert launch(2, ["x.py"], **options) == status  # type: ignore[arg-type]
-    assert made == attempts
-    assert capsys.readouterr().err.splitlines() == said
-    assert given == [["x.py"] if workers == 2 else ["x.py", "--workers", "1"] for workers, _ in made]
+    assert run == attempts
+    assert capsys.readouterr().err.splitlines() == lines
+    assert commands == [["x.py"] if workers == 2 else ["x.py", "--workers", "1"] for workers, _ in run]
     assert launching.os.environ["GLOO_SOCKET_IFNAME"] == "the user's"
 
 

@@ -52,9 +52,9 @@ class Bench:
 def test_a_rank_that_beats_no_more_is_named_with_its_last_place() -> None:
     bench = Bench()
     assert bench.run(60.0) is None
-    found = bench.run(60.0, beating=(1,))
-    assert found is not None
-    after_s, verdict = found
+    judgement = bench.run(60.0, beating=(1,))
+    assert judgement is not None
+    after_s, verdict = judgement
     assert SILENT_S < after_s < SILENT_S + 1.5
     assert (verdict.rank, verdict.where) == (2, f"stage 2, 2F{bench.counts[2]}")
     assert verdict.unresponsive
@@ -71,9 +71,9 @@ def test_a_rank_that_left_in_order_is_not_missed() -> None:
 def test_a_store_that_does_not_answer_is_noticed_without_it() -> None:
     bench = Bench()
     bench.run(3.0)
-    found = bench.run(60.0, answers=False)
-    assert found is not None
-    after_s, verdict = found
+    judgement = bench.run(60.0, answers=False)
+    assert judgement is not None
+    after_s, verdict = judgement
     assert SILENT_S - 0.6 < after_s < SILENT_S + 0.6
     assert (verdict.rank, verdict.store_lost) == (0, True)
     assert "the launcher serves" in verdict.cause
@@ -142,12 +142,12 @@ def test_a_task_that_hangs(done: int, longest_s: float, stuck_after_s: float, li
     taken.done, taken.longest_s = done, longest_s
     bench.activity.describe_op = lambda: "stage 0, 0F9"
     bench.activity.begin("a forward")
-    found = bench.run(100.0)
+    judgement = bench.run(100.0)
     if limit_s is None:
-        assert found is None
+        assert judgement is None
         return
-    assert found is not None
-    after_s, verdict = found
+    assert judgement is not None
+    after_s, verdict = judgement
     assert limit_s < after_s < limit_s + 3 * LOOK_S
     assert (verdict.rank, verdict.where, verdict.unresponsive) == (0, "stage 0, 0F9", False)
     assert f"the longest one before took {longest_s:.2g} s" in verdict.cause
@@ -211,7 +211,7 @@ def test_ranks_that_make_the_same_calls_are_never_blamed(mine: int, others: int,
 
 
 def other_calls(calls: list[tuple[str, int]], sent: int = 8, session: int = 0) -> RankStatus:
-    last = [list(one) for one in calls[-sent:]]  # as JSON has them
+    last = [list(call) for call in calls[-sent:]]  # as JSON has them
     return RankStatus(1, "stage 1", PROCESS, session=session, calls=len(calls), last_calls=last)
 
 

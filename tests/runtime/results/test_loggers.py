@@ -91,7 +91,7 @@ def test_all_numbers_go_to_a_logger_like_lightnings() -> None:
     assert len(set(log.of("train/rate").values())) == len(heard), "the schedule's"
     ends = [done.number for done in heard if done.ends_epoch]
     for name in ("loss", "spread"):
-        assert log.of(f"test/{name}") == dict(zip(ends, (found[name] for found in evaluations), strict=True))
+        assert log.of(f"test/{name}") == dict(zip(ends, (evaluation[name] for evaluation in evaluations), strict=True))
     assert set(ends) <= set(log.of("train/samples_per_s"))
     assert min(log.of("train/samples_per_s").values()) > 0
     assert log.of("train/bubble").keys() == log.of("train/samples_per_s").keys()
@@ -142,7 +142,7 @@ def test_a_csv_file_has_a_row_for_each_minibatch(tmp_path: Path) -> None:
         assert (float(row["weight"]), int(row["samples"])) == (done.weight, done.samples)
         assert bool(row["test/loss"]) == done.ends_epoch
     tests = [float(row["test/loss"]) for row in rows if row["test/loss"]]
-    assert tests == [found["loss"] for found in evaluations]
+    assert tests == [evaluation["loss"] for evaluation in evaluations]
 
 
 def test_a_resumed_csv_file_is_that_of_one_run(tmp_path: Path) -> None:
@@ -176,11 +176,11 @@ def test_tensorboard_gets_scalars_by_name(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     heard, evaluations = trained(pd.loggers.TensorBoardLogger(tmp_path))
-    found = EventAccumulator(str(tmp_path)).Reload()
-    assert [event.step for event in found.Scalars("train/loss")] == [done.number for done in heard]
-    assert [event.value for event in found.Scalars("test/loss")] == pytest.approx([e["loss"] for e in evaluations])
-    assert {"train/rate", "train/samples_per_s", "train/bubble", "test/spread"} <= set(found.Tags()["scalars"])
-    assert "hyperparameters/text_summary" in found.Tags()["tensors"]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [done.number for done in heard]
+    assert [event.value for event in events.Scalars("test/loss")] == pytest.approx([e["loss"] for e in evaluations])
+    assert {"train/rate", "train/samples_per_s", "train/bubble", "test/spread"} <= set(events.Tags()["scalars"])
+    assert "hyperparameters/text_summary" in events.Tags()["tensors"]
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = _wandb_rows(file)
     assert {step: row["train/loss"] for step, row in rows.items()} == {done.number: done.loss for done in heard}
     tests = [row["test/loss"] for row in rows.values() if "test/loss" in row]
-    assert tests == [found["loss"] for found in evaluations]
+    assert tests == [evaluation["loss"] for evaluation in evaluations]
 
 
 def _wandb_rows(file: Path) -> dict[int, dict[str, Any]]:
@@ -230,10 +230,10 @@ def test_mlflow_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     client = mlflow.MlflowClient()
 
     def history(name: str) -> dict[int, float]:
-        return {one.step: one.value for one in client.get_metric_history(run.info.run_id, name)}
+        return {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, name)}
 
     assert history("train/loss") == {done.number: done.loss for done in heard}
-    assert [*history("test/loss").values()] == [found["loss"] for found in evaluations]
+    assert [*history("test/loss").values()] == [evaluation["loss"] for evaluation in evaluations]
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_lightnings_loggers(tmp_path: Path) -> None:
     loggers = pytest.importorskip("lightning.pytorch.loggers", reason="lightning is not installed")
     heard, evaluations = trained(log := loggers.CSVLogger(str(tmp_path), name="zoo"))
     rows = read(Path(log.log_dir) / "metrics.csv")
-    found = {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
-    assert found == {done.number: done.loss for done in heard}
+    losses = {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
+    assert losses == {done.number: done.loss for done in heard}
     assert [float(row["test/loss"]) for row in rows if row["test/loss"]] == [e["loss"] for e in evaluations]
     assert "schedule: 1f1b" in (Path(log.log_dir) / "hparams.yaml").read_text(encoding="utf-8")

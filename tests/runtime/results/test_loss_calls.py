@@ -126,15 +126,15 @@ def test_the_parts_of_a_recognised_loss_give_the_whole(name: str, sizes: tuple[i
 
 @pytest.mark.parametrize("name", RECOGNISED)
 def test_the_probe_finds_what_is_recognised(name: str) -> None:
-    found = probe_weight(lambda b: SimpleNamespace(loss=RECOGNISED[name](b)), _batch())
-    assert found == "recognised"
+    weight = probe_weight(lambda b: SimpleNamespace(loss=RECOGNISED[name](b)), _batch())
+    assert weight == "recognised"
 
 
 def _contrastive(b: Batch) -> Tensor:
-    one, other = b["x"].flatten(1), b["y"].flatten(1)
-    scores = F.normalize(one, dim=1) @ F.normalize(other, dim=1).T
-    own = torch.arange(len(scores))
-    return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+    queries, other = b["x"].flatten(1), b["y"].flatten(1)
+    scores = F.normalize(queries, dim=1) @ F.normalize(other, dim=1).T
+    diagonal = torch.arange(len(scores))
+    return (F.cross_entropy(scores, diagonal) + F.cross_entropy(scores.T, diagonal)) / 2
 
 
 def _random(b: Batch) -> Tensor:
@@ -290,7 +290,7 @@ def test_a_pipeline_trains_a_padded_model_as_one_process(
     labels = torch.randint(C, (4, N, L))
     labels[torch.rand(4, N, L) < 0.4] = -100
     labels[1, :3] = -100  # a microbatch without any target
-    batches = [{"ids": torch.randint(11, (N, L)), "labels": own} for own in labels]
+    batches = [{"ids": torch.randint(11, (N, L)), "labels": part} for part in labels]
     alone, losses = copy.deepcopy(model), []
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
     for batch in batches:
@@ -310,7 +310,7 @@ def test_a_pipeline_trains_a_padded_model_as_one_process(
         assert [done.loss for done in pipeline.train(batches)] == pytest.approx(losses, rel=1e-12)
         for name, value in pipeline.state_dict().items():
             torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-12, atol=1e-14)
-        counts = [int((own != -100).sum()) for own in labels]
+        counts = [int((part != -100).sum()) for part in labels]
         with torch.no_grad():
             means = [float(alone(batch)["loss"]) for batch in batches]
         expected = sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts)

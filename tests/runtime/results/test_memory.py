@@ -99,7 +99,7 @@ def test_a_gpus_peak_is_not_that_of_the_profile(monkeypatch: pytest.MonkeyPatch)
 def test_a_profile_on_a_gpu_leaves_no_cached_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    found = pd.profile(nn.Sequential(model), x, runs=1)
+    profiled = pd.profile(nn.Sequential(model), x, runs=1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
     monkeypatch.setattr(process_group, "process_device", lambda name: torch.device(name))
     monkeypatch.setattr(profile, "to_device", lambda inputs, place: inputs)
@@ -107,10 +107,10 @@ def test_a_profile_on_a_gpu_leaves_no_cached_memory(monkeypatch: pytest.MonkeyPa
 
     def measure(*args: Any, **options: Any) -> pd.Profile:
         done.append(f"measured on {options['device']}")
-        return found
+        return profiled
 
     monkeypatch.setattr(profile.profiler, "measure", measure)
-    assert pd.profile(nn.Sequential(model), x, device="cuda:0").layers == found.layers
+    assert pd.profile(nn.Sequential(model), x, device="cuda:0").layers == profiled.layers
     assert done == ["measured on cuda:0", "released"]
 
 
@@ -186,6 +186,6 @@ def test_freed_memory_is_kept_unless_the_user_chose(chosen: bool) -> None:
     environment = {name: text for name, text in os.environ.items() if not name.startswith("MALLOC_")}
     if chosen:
         environment["MALLOC_TRIM_THRESHOLD_"] = "0"
-    found = subprocess.run([sys.executable, "-c", PAGES], env=environment, capture_output=True, text=True, check=True)
-    pages = int(found.stdout)
+    process = subprocess.run([sys.executable, "-c", PAGES], env=environment, capture_output=True, text=True, check=True)
+    pages = int(process.stdout)
     assert pages > 10 * 5000 if chosen else pages < 1000

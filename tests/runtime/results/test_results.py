@@ -40,11 +40,11 @@ CASES = tuple(
 def outcome(case: Case, late: bool) -> Outcome:
     """Runs a case with losses that are read at once, or late as on a GPU."""
 
-    def made(*given: Any, **keywords: Any) -> Results:
-        return Results(*given, **keywords | {"late": late})
+    def make_results(*arguments: Any, **keywords: Any) -> Results:
+        return Results(*arguments, **keywords | {"late": late})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "Results", made)
+        patch.setattr(assemble, "Results", make_results)
         return run(case)
 
 
@@ -95,7 +95,7 @@ def test_results_that_gradients_carry_need_no_messages(monkeypatch: pytest.Monke
 
 
 def test_a_loss_that_is_nan_is_an_error_also_when_it_is_read_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "Results", lambda *given, **rest: Results(*given, **rest | {"late": True}))
+    monkeypatch.setattr(assemble, "Results", lambda *arguments, **rest: Results(*arguments, **rest | {"late": True}))
     calls = []
 
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:

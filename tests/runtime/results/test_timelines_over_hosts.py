@@ -40,10 +40,10 @@ def _train(shift_s: float, drift: float) -> tuple[Timeline, float]:
 def test_spans_of_ranks_with_other_clocks(shift_s: float, drift: float) -> None:
     (timeline, seconds), (same, _) = processes.results(_train, 2, shift_s, drift)
     assert timeline == same
-    found = metrics.run_metrics(timeline)
-    assert found.makespan_s < seconds
-    assert found.bubble < 0.999
-    assert all(share > 0.001 for share in found.busy_shares)
+    run_metrics = metrics.run_metrics(timeline)
+    assert run_metrics.makespan_s < seconds
+    assert run_metrics.bubble < 0.999
+    assert all(share > 0.001 for share in run_metrics.busy_shares)
     ends = {(span.kind, span.stage, span.index): span for span in timeline.spans if span.kind in "FB"}
     slack_s = 0.05  # half of the round trip of a ping, on a busy machine
     for (kind, stage, index), span in ends.items():
