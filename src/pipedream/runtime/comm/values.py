@@ -421,8 +421,8 @@ def _find_opaque(item: Any, where: str) -> Iterator[tuple[str, Any]]:
     if names is not None:
         content, attributes = _split_container(item)
         attributes = {name: part for name, part in attributes.items() if name in names}
-        if hasattr(kind, "_list_fields"):
-            attributes, content = dict(zip(kind._list_fields, content, strict=False)), None
+        if hasattr(kind, "_fields"):
+            attributes, content = dict(zip(kind._fields, content, strict=False)), None
     elif isinstance(item, Mapping):
         content = dict(item)
     elif kind is slice:
