@@ -207,5 +207,5 @@ def test_loopback_is_measured() -> None:
 @pytest.mark.parametrize("pairs", [[], [("10.84.0.1", "10.84.0.2")]])
 def test_a_port_of_at_most_one_pair_has_one_queue(pairs: list[tuple[str, str]]) -> None:
     """With --hosts 1x2 nothing passes the ports of the outer level."""
-    (line,) = slow_links._rules(5e6, pairs)
+    (line,) = slow_links._write_rules(5e6, pairs)
     assert line.startswith("qdisc replace dev {} root tbf rate 5000000bps ")

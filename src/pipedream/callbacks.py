@@ -97,7 +97,9 @@ class EarlyStopping(Callback):
 def monitored(callbacks: Any) -> list[str]:
     """Returns what early stopping follows."""
     return (
-        [one.monitor for one in callbacks if isinstance(one, EarlyStopping)] if isinstance(callbacks, Sequence) else []
+        [callback.monitor for callback in callbacks if isinstance(callback, EarlyStopping)]
+        if isinstance(callbacks, Sequence)
+        else []
     )
 
 
@@ -107,7 +109,7 @@ def states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:
     Raises:
         ArtifactError: JSON cannot hold a state.
     """
-    states = {name: state for name, callback in _named(callbacks).items() if (state := callback.state_dict())}
+    states = {name: state for name, callback in _name_callbacks(callbacks).items() if (state := callback.state_dict())}
     for name, state in states.items():
         check_json(state, f"the state_dict() of the callback {name}")
     return states
@@ -115,15 +117,15 @@ def states_of(callbacks: Iterable[Callback]) -> dict[str, Any]:
 
 def load_states(callbacks: Iterable[Callback], states: Mapping[str, Any]) -> None:
     """Restores states of `states_of`; a callback that was not there then keeps its own."""
-    for name, callback in _named(callbacks).items():
+    for name, callback in _name_callbacks(callbacks).items():
         if name in states:
             callback.load_state_dict(states[name])
 
 
-def _named(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+def _name_callbacks(callbacks: Iterable[Callback]) -> dict[str, Callback]:
     """Returns callbacks by their class, and by their number among those of one class."""
-    found: dict[str, Callback] = {}
+    by_name: dict[str, Callback] = {}
     for callback in callbacks:
         kind = type(callback).__qualname__
-        found[f"{kind}/{sum(name.startswith(f'{kind}/') for name in found)}"] = callback
-    return found
+        by_name[f"{kind}/{sum(name.startswith(f'{kind}/') for name in by_name)}"] = callback
+    return by_name

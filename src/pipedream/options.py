@@ -113,7 +113,7 @@ class ModelOptions:
         for name in ("inputs", "targets", "weight", "scheduler", "parallelize"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                yield f"{name} is {value!r}, which cannot be called{_of_a_stage(value)}"
+                yield f"{name} is {value!r}, which cannot be called{_advise_factory(value)}"
         if not isinstance(self.compile, (bool, str, Mapping)):
             yield f"compile is {self.compile!r}, neither True, a backend nor a mapping of torch.compile's arguments"
         dims = self.batch_dim.values() if isinstance(self.batch_dim, Mapping) else [self.batch_dim]
@@ -125,7 +125,9 @@ class ModelOptions:
             yield f"monitor is {min(wrong)!r}, but an evaluation has {', '.join(['loss', *self.metrics])}"
         if not isinstance(self.loggers, Iterable) or isinstance(self.loggers, str):
             yield f"loggers is {self.loggers!r}, not a list of loggers"
-        if not isinstance(self.callbacks, Sequence) or not all(isinstance(one, Callback) for one in self.callbacks):
+        if not isinstance(self.callbacks, Sequence) or not all(
+            isinstance(callback, Callback) for callback in self.callbacks
+        ):
             yield f"callbacks is {self.callbacks!r}, not a list of pipedream.callbacks.Callback objects"
         if not isinstance(self.layout, Layout | None):
             yield f"layout is {self.layout!r}, not a pipedream.Layout"
@@ -346,36 +348,38 @@ class TrainingOptions(MethodOptions):
                 raise PipelineError(f"{name}={value!r} was asked for; give a whole number from {lowest} on")
 
 
-def compile_arguments(asked: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
+def compile_arguments(compile: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the arguments of torch.compile; None if nothing is to be compiled."""
-    if isinstance(asked, str):
-        return {"backend": asked}
-    if isinstance(asked, Mapping):
-        return dict(asked)
-    return {} if asked else None
+    if isinstance(compile, str):
+        return {"backend": compile}
+    if isinstance(compile, Mapping):
+        return dict(compile)
+    return {} if compile else None
 
 
 def optimizer_problems(optimizer: Any) -> Iterator[str]:
     """Yields what is wrong with an optimizer's factory."""
     if hasattr(optimizer, "param_groups"):
-        yield f"optimizer is a {type(optimizer).__name__} object{_of_a_stage(optimizer)}"
+        yield f"optimizer is a {type(optimizer).__name__} object{_advise_factory(optimizer)}"
     elif not callable(optimizer):
         yield f"optimizer is {optimizer!r}; give a factory, as in partial(torch.optim.SGD, lr=0.1)"
 
 
-def _of_a_stage(made: Any) -> str:
+def _advise_factory(instance: Any) -> str:
     """Returns advice for an optimizer or scheduler that is made already: what would make it."""
-    kind = type(made)
-    if hasattr(made, "param_groups"):
-        given = {k: v for k, v in made.param_groups[0].items() if k in made.defaults}
-        several = ", for several groups a function of a list of (name, parameter)" * (len(made.param_groups) > 1)
-    elif hasattr(made, "optimizer"):
-        given, several = dict(vars(made)), ""
+    kind = type(instance)
+    if hasattr(instance, "param_groups"):
+        settings = {k: v for k, v in instance.param_groups[0].items() if k in instance.defaults}
+        several = ", for several groups a function of a list of (name, parameter)" * (len(instance.param_groups) > 1)
+    elif hasattr(instance, "optimizer"):
+        settings, several = dict(vars(instance)), ""
     else:
         return ""
-    usual = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
-    given = {name: value for name, value in given.items() if name in usual and name not in ("optimizer", "last_epoch")}
-    chosen = [f"{name}={value!r}" for name, value in given.items() if repr(value) != repr(usual[name])]
+    usual = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+    settings = {
+        name: value for name, value in settings.items() if name in usual and name not in ("optimizer", "last_epoch")
+    }
+    chosen = [f"{name}={value!r}" for name, value in settings.items() if repr(value) != repr(usual[name])]
     place = kind.__module__
     if place.startswith("torch.optim."):
         place = "torch.optim.lr_scheduler" if place.endswith("lr_scheduler") else "torch.optim"
@@ -385,16 +389,16 @@ def _of_a_stage(made: Any) -> str:
 
 def model_options(options: ModelOptions) -> dict[str, Any]:
     """Returns the fields of `ModelOptions` by name."""
-    return {one.name: getattr(options, one.name) for one in dataclasses.fields(ModelOptions)}
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(ModelOptions)}
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options for JSON: functions and mappings by name; other nouns are left out."""
-    found = {name: _plain(value) for name, value in options.items()}
-    return {name: value for name, value in found.items() if value is not ...}
+    texts = {name: _make_plain(value) for name, value in options.items()}
+    return {name: value for name, value in texts.items() if value is not ...}
 
 
-def _plain(value: Any) -> Any:
+def _make_plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, os.PathLike) or type(value).__name__ == "dtype":
@@ -437,15 +441,15 @@ class keywords(Generic[_Fields, _Options]):
 
     def __call__(self, function: Callable[..., _Result]) -> Callable[..., _Result]:
         *others, last = inspect.signature(function).parameters.values()
-        own = {parameter.name for parameter in others}
+        names = {parameter.name for parameter in others}
 
         @wraps(function)
-        def called(*given: Any, **named: Any) -> _Result:
+        def called(*positional: Any, **named: Any) -> _Result:
             make: Callable[..., _Options] = self._options
-            fields = {name: value for name, value in named.items() if name not in own}
-            options = make(*given[len(others) :], **fields)
-            first = given[: len(others)]
-            return function(*first, **{name: named[name] for name in own & set(named)}, **{last.name: options})
+            fields = {name: value for name, value in named.items() if name not in names}
+            options = make(*positional[len(others) :], **fields)
+            first = positional[: len(others)]
+            return function(*first, **{name: named[name] for name in names & set(named)}, **{last.name: options})
 
         fields = inspect.signature(self._options).parameters.values()
         called.__signature__ = inspect.Signature([*others, *fields])  # type: ignore[attr-defined]

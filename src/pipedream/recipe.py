@@ -62,7 +62,7 @@ class Recipe(ModelOptions):
     source: str = field(default="", kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        wrong = [*self._own_problems(), *self.problems()]
+        wrong = [*self._find_problems(), *self.problems()]
         try:
             self.policy()
         except ScheduleError as error:
@@ -70,7 +70,7 @@ class Recipe(ModelOptions):
         if wrong:
             raise RecipeError(f"the recipe cannot be trained: {'; '.join(wrong)}; see pipedream.Recipe")
 
-    def _own_problems(self) -> Iterator[str]:
+    def _find_problems(self) -> Iterator[str]:
         yield from optimizer_problems(self.optimizer)
         if self.loss is not None and not callable(self.loss):
             yield "loss cannot be called; it is loss(output, batch), or None if the output carries .loss"
@@ -94,13 +94,13 @@ class Recipe(ModelOptions):
         from pipedream.runtime.data.rng import preserved_rng  # describing a recipe should not load torch
 
         with preserved_rng(self.train):
-            return self._first_batch()
+            return self._make_first_batch()
 
     def load_s(self) -> float:
         """Returns the seconds of making a batch; 0 if unknown, or if the loader has processes of its own for it."""
         from pipedream.runtime.data.rng import preserved_rng
 
-        if getattr(self.train, "num_workers", 0) or (make := self._maker()) is None:
+        if getattr(self.train, "num_workers", 0) or (make := self._find_maker()) is None:
             return 0.0
         seconds = []
         with preserved_rng(self.train):
@@ -111,8 +111,8 @@ class Recipe(ModelOptions):
                 seconds.append(time.perf_counter() - start)
         return median(seconds)
 
-    def _maker(self) -> Callable[[], Any] | None:
-        """How a map-style DataLoader makes its first batch, without its sampler."""
+    def _find_maker(self) -> Callable[[], Any] | None:
+        """Returns how a map-style DataLoader makes its first batch, without its sampler."""
         loader: Any = self.train
         dataset: Any = getattr(loader, "dataset", None)
         collate = getattr(loader, "collate_fn", None)
@@ -121,8 +121,8 @@ class Recipe(ModelOptions):
             return lambda: collate([dataset[i] for i in range(min(size, len(dataset)))])
         return None
 
-    def _first_batch(self) -> Any:
-        if (make := self._maker()) is not None:
+    def _make_first_batch(self) -> Any:
+        if (make := self._find_maker()) is not None:
             return make()
         batch = next(iter(self.train), None)
         if batch is None:
@@ -152,7 +152,7 @@ def load_recipe(path: str, *, seed: int = 0, function: str = "recipe") -> Recipe
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise RecipeError(f"the recipe {path} does not import: {_brief(error)}") from error
+        raise RecipeError(f"the recipe {path} does not import: {_shorten(error)}") from error
     finally:
         sys.path.pop(0)
     make = getattr(module, function, None)
@@ -169,16 +169,16 @@ def make_recipe(make: Callable[..., Any], *, seed: int = 0, name: str = "") -> R
     """
     takes_seed = "seed" in inspect.signature(make).parameters
     try:
-        made = make(seed=seed) if takes_seed else make()
+        recipe = make(seed=seed) if takes_seed else make()
     except (RecipeError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise RecipeError(f"the recipe's function {make.__name__}() failed: {_brief(error)}") from error
-    if not isinstance(made, Recipe):
+        raise RecipeError(f"the recipe's function {make.__name__}() failed: {_shorten(error)}") from error
+    if not isinstance(recipe, Recipe):
         raise RecipeError(
-            f"the recipe's function {make.__name__}() returned a {type(made).__name__}; return a pipedream.Recipe"
+            f"the recipe's function {make.__name__}() returned a {type(recipe).__name__}; return a pipedream.Recipe"
         )
-    return replace(made, name=made.name or name or Path(inspect.getsourcefile(make) or "recipe").stem)
+    return replace(recipe, name=recipe.name or name or Path(inspect.getsourcefile(make) or "recipe").stem)
 
 
 @contextmanager
@@ -192,10 +192,10 @@ def blaming(when: str) -> Iterator[None]:
     except (PipelineError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
-        raise RecipeError(f"the recipe failed {when}: {_brief(error)}") from error
+        raise RecipeError(f"the recipe failed {when}: {_shorten(error)}") from error
 
 
-def _brief(error: BaseException) -> str:
+def _shorten(error: BaseException) -> str:
     if is_of_loader(error):
         return with_place(error)
     frames = traceback.extract_tb(error.__traceback__)

@@ -33,7 +33,7 @@ _LEAST_BURST_BYTES, _BURST_S, _QUEUE_BYTES = 32_000, 2e-4, 16_000_000
 # With packets of 1500 bytes that takes 4 to 10 ms of a core for each message of 0.8 MB at 400 Mbit/s.
 _PACKET_BYTES = 9000
 
-# Acknowledgements overtake data (see _rules). A receiver drops data whose own acknowledgement lags by more than a
+# Acknowledgements overtake data (see _write_rules). A receiver drops data whose own acknowledgement lags by more than a
 # window, so windows are large and senders queue little.
 _SOCKETS = {"tcp_wmem": "4096 65536 524288", "tcp_rmem": "4096 16777216 16777216"}
 
@@ -115,10 +115,10 @@ class Network:
         for number in chosen:
             size = len(self.hosts) // len(self._ports[level])  # hosts in a component
             inside = self.hosts[number * size : (number + 1) * size]
-            leaving = [(one.address, other.address) for one in inside for other in self.hosts if other not in inside]
-            arriving = [(other, one) for one, other in leaving]
+            leaving = [(host.address, other.address) for host in inside for other in self.hosts if other not in inside]
+            arriving = [(other, host) for host, other in leaving]
             for (namespace, device), pairs in zip(self._ports[level][number], (leaving, arriving), strict=True):
-                rules = _rules(bytes_per_s, pairs) if bytes_per_s else ["qdisc replace dev {} root pfifo_fast"]
+                rules = _write_rules(bytes_per_s, pairs) if bytes_per_s else ["qdisc replace dev {} root pfifo_fast"]
                 lines.setdefault(namespace, []).extend(rule.format(device) for rule in rules)
         for namespace, rules in lines.items():
             namespace.batch("tc", rules)
@@ -159,17 +159,19 @@ def slow_network(widths: Sequence[int], bytes_per_s: Sequence[float | None]) -> 
     if missing := [tool for tool in _TOOLS if not shutil.which(tool)]:
         raise PipelineError(f"no {' and no '.join(missing)} on the path; install iproute2 and util-linux")
     with ExitStack() as stack:
-        hub = _hub(stack)
+        hub = _make_hub(stack)
         make = (*hub.enter(net=False), "unshare", "--net")
-        own = [_held(stack, make if hub.owned else _AS_ROOT, owned=hub.owned) for _ in range(prod(widths))]
-        network = _joined(hub, own, widths)
+        namespaces = [
+            _make_namespace(stack, make if hub.owned else _AS_ROOT, owned=hub.owned) for _ in range(prod(widths))
+        ]
+        network = _join_namespaces(hub, namespaces, widths)
         for level, rate in enumerate(bytes_per_s):
             if rate is not None:
                 network.limit(rate, level=level)
         yield network
 
 
-def _rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
+def _write_rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Returns the lines of ``tc`` that limit what a device, {}, carries between pairs of addresses.
 
     The packets of several pairs take turns, as in the fair queues of most systems. In one queue those of an all-reduce
@@ -182,7 +184,7 @@ def _rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
     queue = max(_QUEUE_BYTES, 2 * burst)
     if len(pairs) <= 1:  # none: a level of one component, whose port nothing passes
         return [f"qdisc replace dev {{}} root tbf {rate} burst {burst} limit {queue}"]
-    own = f"rate {max(1, round(bytes_per_s / len(pairs)))}bps ceil {round(bytes_per_s)}bps"
+    share = f"rate {max(1, round(bytes_per_s / len(pairs)))}bps ceil {round(bytes_per_s)}bps"
     lines = [
         "qdisc replace dev {} root pfifo_fast",
         "qdisc replace dev {} root handle 1: htb",
@@ -194,7 +196,7 @@ def _rules(bytes_per_s: float, pairs: Sequence[tuple[str, str]]) -> list[str]:
     ]
     for number, (sender, receiver) in enumerate(pairs, 2):
         lines += [
-            f"class add dev {{}} parent 1:1 classid 1:{number:x} htb {own} burst {burst} cburst {burst} "
+            f"class add dev {{}} parent 1:1 classid 1:{number:x} htb {share} burst {burst} cburst {burst} "
             f"quantum {_LEAST_BURST_BYTES} prio 1",
             f"qdisc add dev {{}} parent 1:{number:x} bfifo limit {queue}",
             f"filter add dev {{}} parent 1: protocol ip prio 2 u32 match ip src {sender} match ip dst {receiver} "
@@ -235,33 +237,33 @@ def loopback_bytes_per_s(tries: int = 5, each_s: float = 0.06) -> float:
     return fastest
 
 
-def _hub(stack: ExitStack) -> _Namespace:
+def _make_hub(stack: ExitStack) -> _Namespace:
     """Makes the namespace of the switches, as root or else as a user."""
     answers = []
     for make in (_AS_ROOT, _AS_USER) if os.geteuid() == 0 else (_AS_USER,):
         try:
-            hub = _held(stack, make, owned=make is _AS_USER)
+            hub = _make_namespace(stack, make, owned=make is _AS_USER)
             hub.batch("ip", ["link add probe type bridge", "link delete probe"])
             return hub
         except PipelineError as error:
             answers.append(f"{' '.join(make)} answers {str(error)!r}")
-    raise PipelineError(f"slow links need network namespaces: {'; '.join(answers)}; {_advice()}")
+    raise PipelineError(f"slow links need network namespaces: {'; '.join(answers)}; {_advise()}")
 
 
-def _advice() -> str:
+def _advise() -> str:
     """Returns what to run where namespaces are forbidden."""
-    found = []
+    sysctls = []
     for name, (forbids, allows) in _SETTINGS.items():
         file = Path("/proc/sys", *name.split("."))
         if file.exists() and file.read_text(encoding="ascii").strip() == forbids:
-            found.append(f"sudo sysctl -w {name}={allows}")
+            sysctls.append(f"sudo sysctl -w {name}={allows}")
     container = "in a container, start it with --privileged"
     if os.geteuid() == 0:
         return container
-    return f"run it with sudo{''.join(f', or allow it to users: {one}' for one in found)}; {container}"
+    return f"run it with sudo{''.join(f', or allow it to users: {sysctl}' for sysctl in sysctls)}; {container}"
 
 
-def _held(stack: ExitStack, make: Sequence[str], *, owned: bool) -> _Namespace:
+def _make_namespace(stack: ExitStack, make: Sequence[str], *, owned: bool) -> _Namespace:
     """Makes a namespace that ends with this process."""
     process = subprocess.Popen(
         (*make, "sh", "-c", "echo; exec cat"),
@@ -279,7 +281,7 @@ def _held(stack: ExitStack, make: Sequence[str], *, owned: bool) -> _Namespace:
     return _Namespace(process.pid, owned)
 
 
-def _joined(hub: _Namespace, own: Sequence[_Namespace], widths: Sequence[int]) -> Network:
+def _join_namespaces(hub: _Namespace, namespaces: Sequence[_Namespace], widths: Sequence[int]) -> Network:
     """Joins the hosts by switches, one for each group of each level; all switches are in the hub."""
     up = f"mtu {_PACKET_BYTES} up"
     counts = [prod(widths[level:]) for level in range(len(widths) + 1)]  # components of each level, and the switch
@@ -295,7 +297,7 @@ def _joined(hub: _Namespace, own: Sequence[_Namespace], widths: Sequence[int]) -
         ends: list[tuple[tuple[_Namespace, str], ...]] = []
         for number in range(count):
             switch, port, other = f"switch{level}.{number // widths[level]}", f"port{level}.{number}", LINK
-            place = f"netns {own[number].pid} "
+            place = f"netns {namespaces[number].pid} "
             if level:
                 place, other = "", f"up{level}.{number}"
             lines += [
@@ -304,15 +306,15 @@ def _joined(hub: _Namespace, own: Sequence[_Namespace], widths: Sequence[int]) -
             ]
             if level:
                 lines.append(f"link set {other} master switch{level - 1}.{number} {up}")
-            ends.append((((hub if level else own[number]), other), (hub, port)))
+            ends.append((((hub if level else namespaces[number]), other), (hub, port)))
         ports.append(tuple(ends))
     hub.batch("ip", lines)
-    if len(own) > 2:
+    if len(namespaces) > 2:
         up += f" gso_max_size {_PACKET_BYTES}"  # a queue lets a packet through whole, so they should not be joined
-    for number, namespace in enumerate(own):
+    for number, namespace in enumerate(namespaces):
         address = f"10.84.{(number + 1) // 256}.{(number + 1) % 256}"
         namespace.batch("ip", ["link set lo up", f"address add {address}/16 dev {LINK}", f"link set {LINK} {up}"])
-        if len(own) > 2:
+        if len(namespaces) > 2:
             namespace.set(_SOCKETS)
         hosts.append(Host(number, address, namespace))
     return Network(tuple(hosts), tuple(ports))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.report.curve import curve_svg, thinned
+from pipedream.report.curve import average_neighbours, curve_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 LOSSES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=500)
@@ -31,7 +31,7 @@ def test_any_losses_give_a_picture_in_its_frame(losses: list[float]) -> None:
 
 @given(losses=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=2000))
 def test_thinning_keeps_the_extremes(losses: list[float]) -> None:
-    found = thinned([(float(i), loss) for i, loss in enumerate(losses)])
+    found = average_neighbours([(float(i), loss) for i, loss in enumerate(losses)])
     assert len(found) <= 200
     assert min(low for _, low, _, _ in found) == min(losses)
     assert max(high for *_, high in found) == max(losses)

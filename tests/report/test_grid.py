@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.report.text import grid, grid_rich, slot
+from pipedream.report.text import choose_slot, grid, grid_rich
 from pipedream.schedules import SCHEDULES, uniform
 
 Simulated = Callable[..., Timeline]
@@ -113,7 +113,7 @@ def test_colours_change_no_letter(simulated: Simulated) -> None:
 def test_uneven_times(measured: Timeline) -> None:
     """Also a measured picture shows each op of its beginning, and no clock reading stretches it."""
     picture = grid(measured, width=200)
-    begun = [s.index for s in measured.spans if s.kind == "B" and s.end_s < 18 * slot(measured)]
+    begun = [s.index for s in measured.spans if s.kind == "B" and s.end_s < 18 * choose_slot(measured)]
     assert begun
     assert all(re.search(rf"\bB{k}\b", picture) for k in begun)
 

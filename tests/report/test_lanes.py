@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.report.lanes import middle_window, rows, start_window
+from pipedream.report.lanes import assign_rows, middle_window, start_window
 
 Simulated = Callable[..., Timeline]
 TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 20)), max_size=30)
@@ -18,7 +18,7 @@ TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 20)), max_size=30)
 @given(times=TIMES)
 def test_no_two_of_a_row_overlap_and_no_row_is_wasted(times: list[tuple[float, float]]) -> None:
     spans = [Span(0, "send", 0, i, start, start + length) for i, (start, length) in enumerate(sorted(times))]
-    found = rows(spans)
+    found = assign_rows(spans)
     for row in set(found):
         mine = [span for span, where in zip(spans, found, strict=True) if where == row]
         assert all(b.start_s >= a.end_s for a, b in pairwise(mine))

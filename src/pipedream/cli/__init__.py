@@ -58,15 +58,15 @@ class _Commands(TyperGroup):
         self.commands.update({name: TyperCommand(name, help=text) for name, text in COMMANDS.items()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, found, rest = super().resolve_command(ctx, args)
-        return name, found and load(found.name or ""), rest
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and load(command.name or ""), rest
 
 
 def load(name: str) -> Any:
     """Imports a command."""
-    one = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    one.command(name, cls=OptionParser)(as_command(getattr(import_module(f"pipedream.cli.{name}"), name)))
-    return get_command(one)
+    command_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    command_app.command(name, cls=OptionParser)(as_command(getattr(import_module(f"pipedream.cli.{name}"), name)))
+    return get_command(command_app)
 
 
 app = typer.Typer(
@@ -79,14 +79,14 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"pipedream {pipedream.__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _face(
+def declare_version(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -111,13 +111,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except PipelineError as error:
-        return _failed(error)
+        return _report_error(error)
     except OSError as error:
         try:
             sys.stdout.flush()
         except OSError:  # a full disk, or the reader of a pipe has gone: what is left cannot be written either
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else _failed(error)
+        return 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else _report_error(error)
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own: a wrong call
             error.show()  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise
 
 
-def _failed(error: PipelineError | OSError) -> int:
+def _report_error(error: PipelineError | OSError) -> int:
     """Prints an error, once for all workers."""
     status = 1 if isinstance(error, (WorkerError, OSError)) else BAD_CALL
     if isinstance(error, PeerError):

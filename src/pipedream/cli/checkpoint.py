@@ -46,12 +46,12 @@ def checkpoint(
 
     if (verb is _Verb.GATHER) != (output is not None):
         raise ArtifactError("gather needs a folder to write into (-o DIR), verify writes nothing")
-    given = [any_path(folder) for folder in folders]
+    locations = [any_path(folder) for folder in folders]
     if output is not None:
-        places = [folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder for folder in given]
+        places = [folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder for folder in locations]
         paths = [gather_parts(places, any_path(output) / CHECKPOINTS)]
     else:
-        paths = [path for folder in given for path in checkpoints_of(folder)]
+        paths = [path for folder in locations for path in checkpoints_of(folder)]
     _verify(paths, as_json)
 
 

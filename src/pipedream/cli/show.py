@@ -99,7 +99,7 @@ def show(
     elif schedule is not None:
         raise PlanError(f"--schedule {schedule} was given with the method {name}; give one of them, or a plan's file")
     else:
-        run = _on_equal_stages(name, stages, chunks, microbatches, minibatches, in_flight, forward_s, backward_s)
+        run = _run_on_equal_stages(name, stages, chunks, microbatches, minibatches, in_flight, forward_s, backward_s)
     built = run.schedule
     proof = verify(lower(built))
     timeline = simulate(built.plan, schedule=built, minibatches=run.minibatches)
@@ -109,8 +109,8 @@ def show(
     if svg is not None:
         save_picture(timeline_svg(timeline, title=f"{built.name}, {len(built.plan.stages)} stages"), svg)
     if as_json:
-        found = {"grid": grid(timeline).splitlines(), "ops": _ops(timeline), "proof": encode(proof)}
-        print_json(found if checked is None else found | {"claims": encode(checked)})
+        report = {"grid": grid(timeline).splitlines(), "ops": _list_ops(timeline), "proof": encode(proof)}
+        print_json(report if checked is None else report | {"claims": encode(checked)})
     else:
         print_grid(timeline)
         print_length(run, microbatches, minibatches)
@@ -120,7 +120,7 @@ def show(
         raise typer.Exit(1)
 
 
-def _ops(timeline: Timeline) -> list[dict[str, Any]]:
+def _list_ops(timeline: Timeline) -> list[dict[str, Any]]:
     """Returns a row for each op, as in the CSV of `pipedream simulate`, and its microbatch; updates have none."""
     return [
         row | {"microbatch": None if row["kind"] == "U" else row["index"]}
@@ -129,7 +129,7 @@ def _ops(timeline: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-def _on_equal_stages(
+def _run_on_equal_stages(
     name: str,
     stages: int | None,
     chunks: int | None,

@@ -33,8 +33,8 @@ def log_ticks(low: float, high: float) -> tuple[float, ...]:
     """
     powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
     steps = (1, 2, 5) if high / low < 100 else (1,)
-    found = (size * power for power in powers for size in steps)
-    return tuple(value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9))
+    candidates = (size * power for power in powers for size in steps)
+    return tuple(value for value in candidates if low * (1 - 1e-9) <= value <= high * (1 + 1e-9))
 
 
 def _count(low: float, high: float, step: float) -> int:

@@ -34,8 +34,8 @@ def curve_svg(
         named: labelled vertical lines.
         standalone: False inside an HTML page.
     """
-    given = list(points)
-    kept = sorted((x, y) for x, y in given if math.isfinite(x) and math.isfinite(y))
+    all_points = list(points)
+    kept = sorted((x, y) for x, y in all_points if math.isfinite(x) and math.isfinite(y))
     top = 46.0 if title else 20.0
     right, bottom = width_px - _RIGHT, height_px - _BOTTOM
     parts = [text(_LEFT, 21, title, size=14, weight=600)] if title else []
@@ -55,7 +55,7 @@ def curve_svg(
 
         for tick in ticks(low, high, 5):
             y = at(left_x, tick)[1]
-            parts += [_line("tick", _LEFT, y, right, y, "line")]
+            parts += [_draw_line("tick", _LEFT, y, right, y, "line")]
             parts += [text(_LEFT - 8, y + 4, figure(tick), colour="faint", anchor="end")]
         for tick in ticks(left_x, right_x, max(2, int(width_px / 100))):
             x = at(tick, low)[0]
@@ -63,37 +63,37 @@ def curve_svg(
             parts.append(text(x, bottom + 15, figure(tick), colour="faint", anchor=anchor))
         for mark in marks:
             if left_x <= mark <= right_x:
-                parts.append(_line("drain", at(mark, low)[0], top, at(mark, low)[0], bottom, "faint", "3 4"))
+                parts.append(_draw_line("drain", at(mark, low)[0], top, at(mark, low)[0], bottom, "faint", "3 4"))
         for mark, word in named:
             if left_x <= mark <= right_x:
                 x = at(mark, low)[0]
                 side = ("end", -4) if x > right - 7 * len(word) else ("start", 4)
                 label = text(x + side[1], top + 11, word, colour="faint", anchor=side[0])
-                parts += [_line("phase", x, top, x, bottom, "faint"), label]
-        parts += _drawn(thinned(kept), at, len(kept))
+                parts += [_draw_line("phase", x, top, x, bottom, "faint"), label]
+        parts += _draw_means(average_neighbours(kept), at, len(kept))
     else:
         parts.append(
             text(width_px / 2, (top + bottom) / 2, f"no {y_label} was recorded", colour="faint", anchor="middle")
         )
-    missing = len(given) - len(kept)
+    missing = len(all_points) - len(kept)
     note = f"{x_label} ({missing} not finite left out)" if missing else x_label
     parts.append(text((_LEFT + right) / 2, height_px - 8, note, colour="faint", anchor="middle"))
     parts.append(text(8, top - 9, y_label, colour="faint"))
     return frame("".join(parts), width_px, height_px, title or f"{y_label} over {x_label}", standalone)
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float, float, float]]:
+def average_neighbours(points: Sequence[tuple[float, float]]) -> list[tuple[float, float, float, float]]:
     """Returns at most 200 of (x, minimum, mean, maximum), each of one point or of several neighbours."""
     together = -(-len(points) // _MOST_POINTS)
-    found = []
+    means = []
     for i in range(0, len(points), together or 1):
         group = points[i : i + together]
         values = [y for _, y in group]
-        found.append((sum(x for x, _ in group) / len(group), min(values), sum(values) / len(values), max(values)))
-    return found
+        means.append((sum(x for x, _ in group) / len(group), min(values), sum(values) / len(values), max(values)))
+    return means
 
 
-def _drawn(means: list[tuple[float, float, float, float]], at: object, count: int) -> list[str]:
+def _draw_means(means: list[tuple[float, float, float, float]], at: object, count: int) -> list[str]:
     assert callable(at)
     line = " ".join(",".join(map(length, at(x, mean))) for x, _, mean, _ in means)
     parts = []
@@ -112,7 +112,7 @@ def _drawn(means: list[tuple[float, float, float, float]], at: object, count: in
     return parts
 
 
-def _line(kind: str, x1: float, y1: float, x2: float, y2: float, colour: str, dashes: str = "") -> str:
+def _draw_line(kind: str, x1: float, y1: float, x2: float, y2: float, colour: str, dashes: str = "") -> str:
     broken = f' stroke-dasharray="{dashes}"' if dashes else ""
     return (
         f'<line class="{kind}" x1="{length(x1)}" y1="{length(y1)}" x2="{length(x2)}" y2="{length(y2)}" '

@@ -20,15 +20,16 @@ from pipedream.report.html_tables import (
     NOTHING,
     cards,
     collectives_table,
+    document,
     pairs,
     percent,
     phase_table,
     plan_table,
     profile_table,
+    scroll,
     stage_table,
 )
 from pipedream.report.lanes import Window, middle_window, start_window
-from pipedream.report.style import page_style
 from pipedream.report.svg import LEFT, RIGHT, timeline_svg
 
 _WIDTH_PX = 1180
@@ -60,32 +61,27 @@ def page(
         title: '': the recipe and the schedule.
     """
     heading = title or f"{summary.get('recipe') or 'Run'}: {summary.get('schedule') or 'pipeline'}"
-    known = [(timeline.source, timeline) for timeline in (predicted, measured) if timeline is not None]
-    runs = [({"simulated": "predicted"}.get(source, source), timeline) for source, timeline in known]
+    timelines = [(timeline.source, timeline) for timeline in (predicted, measured) if timeline is not None]
+    runs = [({"simulated": "predicted"}.get(source, source), timeline) for source, timeline in timelines]
     sections = [
-        f'<dl class="cards">{cards(_figures(summary))}</dl>',
-        _timelines(runs, start, _numbers(summary.get("drains"))),
-        _section("Loss", _curve(summary, losses)),
-        _section("Evaluations", curves) if (curves := _test_curves(summary)) else "",
-        _section("Phases", phase_table(_phases(summary))) if _phases(summary) else "",
-        _section("Stages", stage_table(_list(summary.get("stages")))) if summary.get("stages") else "",
-        _section("Collectives", exchanged) if (exchanged := collectives_table(_list(summary.get("stages")))) else "",
-        _section("Plan", plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else "")) if plan else "",
+        f'<dl class="cards">{cards(_list_figures(summary))}</dl>',
+        _draw_timelines(runs, start, _read_numbers(summary.get("drains"))),
+        _write_section("Loss", _draw_losses(summary, losses)),
+        _write_section("Evaluations", curves) if (curves := _draw_evaluations(summary)) else "",
+        _write_section("Phases", phase_table(_list_phases(summary))) if _list_phases(summary) else "",
+        _write_section("Stages", stage_table(_read_list(summary.get("stages")))) if summary.get("stages") else "",
+        _write_section("Collectives", exchanged)
+        if (exchanged := collectives_table(_read_list(summary.get("stages"))))
+        else "",
+        _write_section("Plan", plan_table(plan) + (f"<p>{escape(plan.note)}</p>" if plan.note else "")) if plan else "",
         f"<details><summary>Profile</summary>{profile_table(profile)}</details>" if profile else "",
         '<div class="columns">'
-        + _section("Configuration", pairs("Configuration", _mapping(summary.get("configuration"))))
-        + _section("Versions", pairs("Versions", _mapping(summary.get("versions"))))
+        + _write_section("Configuration", pairs("Configuration", _read_mapping(summary.get("configuration"))))
+        + _write_section("Versions", pairs("Versions", _read_mapping(summary.get("versions"))))
         + "</div>",
     ]
     body = "\n".join(part for part in sections if part)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(heading)}</title>\n<style>{page_style()}</style>\n</head>\n<body>\n"
-        f"<header><h1>{escape(heading)}</h1><p>{escape(_subtitle(summary, plan))}</p></header>\n"
-        f"<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    return document(heading, _write_subtitle(summary, plan), f"{body}\n")
 
 
 def save_page(path: str | os.PathLike[str], summary: Mapping[str, Any], **parts: Any) -> Path:
@@ -93,81 +89,85 @@ def save_page(path: str | os.PathLike[str], summary: Mapping[str, Any], **parts:
     return write_text(path, page(summary, **parts))
 
 
-def _section(name: str, inside: str) -> str:
+def _write_section(name: str, inside: str) -> str:
     return f"<section><h2>{escape(name)}</h2>{inside}</section>"
 
 
-def _subtitle(summary: Mapping[str, Any], plan: Plan | None) -> str:
-    known = [("workers", summary.get("workers")), ("epochs", summary.get("epochs")), ("seed", summary.get("seed"))]
-    words = [f"{name} {value}" for name, value in known if value is not None]
+def _write_subtitle(summary: Mapping[str, Any], plan: Plan | None) -> str:
+    facts = [("workers", summary.get("workers")), ("epochs", summary.get("epochs")), ("seed", summary.get("seed"))]
+    words = [f"{name} {value}" for name, value in facts if value is not None]
     if plan is not None:
         words.insert(0, f"plan {plan.config}, depth {plan.depth_mode}")
     return " \u00b7 ".join(words)
 
 
-def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    found = []
-    target = _mapping(summary.get("target"))
-    metrics = dict(_mapping(summary.get("metrics")))
+def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    rows = []
+    target = _read_mapping(summary.get("target"))
+    metrics = dict(_read_mapping(summary.get("metrics")))
     if "accuracy" in summary:
         metrics.setdefault("accuracy", summary["accuracy"])
     for name, value in metrics.items():
-        wanted = target.get("value") if target.get("metric") == name else None
-        note = "" if wanted is None else f"target {_metric(name, wanted)}"
-        found.append((name, _metric(name, value), note))
-    rate = _mapping(summary.get("throughput"))
-    expected, got = _number(rate.get("predicted_per_s")), _number(rate.get("measured_per_s"))
+        goal = target.get("value") if target.get("metric") == name else None
+        note = "" if goal is None else f"target {_format_metric(name, goal)}"
+        rows.append((name, _format_metric(name, value), note))
+    rate = _read_mapping(summary.get("throughput"))
+    expected, got = _read_number(rate.get("predicted_per_s")), _read_number(rate.get("measured_per_s"))
     note = "" if expected is None else f"predicted {figure(expected)}"
     if expected and got is not None:
         note += f" ({100 * (got / expected - 1):+.0f}%)"
-    found.append(("samples per second", NOTHING if got is None else figure(got), note))
-    bubble = _mapping(summary.get("bubble"))
+    rows.append(("samples per second", NOTHING if got is None else figure(got), note))
+    bubble = _read_mapping(summary.get("bubble"))
     note = f"predicted {percent(bubble['predicted'])}" if "predicted" in bubble else ""
-    found.append(("bubble", percent(bubble.get("measured")), note))
-    memory = _mapping(summary.get("memory"))
+    rows.append(("bubble", percent(bubble.get("measured")), note))
+    memory = _read_mapping(summary.get("memory"))
     if memory:
-        sizes = {name: _bytes(memory.get(f"{name}_bytes")) for name in ("measured", "predicted", "reserved")}
+        sizes = {name: _format_bytes(memory.get(f"{name}_bytes")) for name in ("measured", "predicted", "reserved")}
         note = (
             f"tensors of {memory.get('of')}; predicted {sizes['predicted']}; the process reserved {sizes['reserved']}"
         )
-        found.append(("peak memory", sizes["measured"], note))
-    found.append(("wall time", _seconds(summary.get("seconds")), ""))
+        rows.append(("peak memory", sizes["measured"], note))
+    rows.append(("wall time", _format_seconds(summary.get("seconds")), ""))
     if target or "seconds_to_target" in summary:
-        note = f"{target['metric']} {_metric(str(target['metric']), target.get('value'))}" if "metric" in target else ""
-        found.append(("time to target", _seconds(summary.get("seconds_to_target")), note))
-    return found
+        note = (
+            f"{target['metric']} {_format_metric(str(target['metric']), target.get('value'))}"
+            if "metric" in target
+            else ""
+        )
+        rows.append(("time to target", _format_seconds(summary.get("seconds_to_target")), note))
+    return rows
 
 
-def _metric(name: str, value: Any) -> str:
-    number = _number(value)
+def _format_metric(name: str, value: Any) -> str:
+    number = _read_number(value)
     if number is None:
         return NOTHING
     is_share = 0 <= number <= 1 and any(word in name.lower() for word in ("accuracy", "share", "precision", "recall"))
     return percent(number) if is_share else figure(number)
 
 
-def _timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> str:
-    """Middle and start of the run; predicted above measured, on one scale of time."""
+def _draw_timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> str:
+    """Draws middle and start of the run; predicted above measured, on one scale of time."""
     if not runs:
         return ""
     boxes = []
-    steady = [(word, t, middle_window(t, _count(t), drains)) for word, t in runs]
+    steady = [(word, t, middle_window(t, _count_shown(t), drains)) for word, t in runs]
     first = [(word, begin if begin is not None and t.source == "measured" else t) for word, t in runs]
-    start = [(word, t, start_window(t, _count(t))) for word, t in first]
+    start = [(word, t, start_window(t, _count_shown(t))) for word, t in first]
     for name, shown in (("In the middle of the run", steady), ("At the start", start)):
         present = [(word, t, window) for word, t, window in shown if window is not None]
         if present:
-            boxes.append(_box(name, present))
-    return _section("Timelines", "".join(boxes))
+            boxes.append(_draw_box(name, present))
+    return _write_section("Timelines", "".join(boxes))
 
 
-def _count(timeline: Timeline) -> int:
+def _count_shown(timeline: Timeline) -> int:
     """The microbatches to show: a few dozen ops."""
     m = timeline.minibatch_microbatches
     return min(max(12, 2 * m if m > 1 else 12), 40)
 
 
-def _box(name: str, shown: Sequence[tuple[str, Timeline, Window]]) -> str:
+def _draw_box(name: str, shown: Sequence[tuple[str, Timeline, Window]]) -> str:
     seconds = max(window.length_s for _, _, window in shown) or 1.0
     ops = [
         span.end_s - span.start_s
@@ -189,15 +189,12 @@ def _box(name: str, shown: Sequence[tuple[str, Timeline, Window]]) -> str:
         )
         for word, timeline, window in shown
     )
-    kind = "scroll timelines" + " fits" * (scale == fits)
-    return (
-        f'<h3>{escape(name)}</h3><div class="{kind}" tabindex="0" role="region" '
-        f'aria-label="{escape(name)}">{pictures}</div>'
-    )
+    classes = "timelines" + " fits" * (scale == fits)
+    return f"<h3>{escape(name)}</h3>{scroll(name, pictures, classes)}"
 
 
-def _curve(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> str:
-    drains = _numbers(summary.get("drains"))
+def _draw_losses(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> str:
+    drains = _read_numbers(summary.get("drains"))
     note = "<p>Dashed lines: drains (evaluation, checkpoint).</p>" if drains else ""
     points = [(float(number), float(loss)) for number, loss in losses]
     if not points:
@@ -208,36 +205,36 @@ def _curve(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]) -> s
         width_px=_WIDTH_PX,
         height_px=260,
         marks=drains,
-        named=[(phase["begin"], str(phase.get("schedule", ""))) for phase in _phases(summary) if "begin" in phase],
+        named=[(phase["begin"], str(phase.get("schedule", ""))) for phase in _list_phases(summary) if "begin" in phase],
         standalone=False,
     )
-    return f'<div class="scroll fits" tabindex="0" role="region" aria-label="Loss">{picture}</div>{note}'
+    return scroll("Loss", picture, "fits") + note
 
 
-def _test_curves(summary: Mapping[str, Any]) -> str:
+def _draw_evaluations(summary: Mapping[str, Any]) -> str:
     """Returns a picture of each metric of the evaluations, over the minibatches."""
-    rows = [row for row in _list(summary.get("evaluations")) if isinstance(row, Mapping)]
+    rows = [row for row in _read_list(summary.get("evaluations")) if isinstance(row, Mapping)]
     names = dict.fromkeys(name for row in rows for name in row if name not in ("epoch", "minibatches", "seconds"))
     pictures = []
     for name in names:
-        found = [(_number(row.get("minibatches")), _number(row.get(name))) for row in rows]
-        points = [(x, y) for x, y in found if x is not None and y is not None]
+        pairs_of_rows = ((_read_number(row.get("minibatches")), _read_number(row.get(name))) for row in rows)
+        points = [(x, y) for x, y in pairs_of_rows if x is not None and y is not None]
         if points:
             pictures.append(
                 curve_svg(points, title=f"Test {name}", width_px=560, height_px=200, y_label=name, standalone=False)
             )
     if not pictures:
         return ""
-    return f'<div class="scroll fits row" tabindex="0" role="region" aria-label="Evaluations">{"".join(pictures)}</div>'
+    return scroll("Evaluations", "".join(pictures), "fits row")
 
 
-def _phases(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = [phase for phase in _list(summary.get("phases")) if isinstance(phase, Mapping)]
-    return found if len(found) > 1 else []
+def _list_phases(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    phases = [phase for phase in _read_list(summary.get("phases")) if isinstance(phase, Mapping)]
+    return phases if len(phases) > 1 else []
 
 
-def _seconds(value: Any) -> str:
-    number = _number(value)
+def _format_seconds(value: Any) -> str:
+    number = _read_number(value)
     if number is None:
         return NOTHING
     if number >= 120:
@@ -247,22 +244,22 @@ def _seconds(value: Any) -> str:
     return format_seconds(number)
 
 
-def _bytes(value: Any) -> str:
-    number = _number(value)
+def _format_bytes(value: Any) -> str:
+    number = _read_number(value)
     return NOTHING if number is None else format_bytes(int(number))
 
 
-def _number(value: Any) -> float | None:
+def _read_number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _numbers(value: Any) -> list[int]:
-    return [item for item in _list(value) if isinstance(item, int)]
+def _read_numbers(value: Any) -> list[int]:
+    return [item for item in _read_list(value) if isinstance(item, int)]
 
 
-def _list(value: Any) -> list[Any]:
+def _read_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else []
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _read_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Parts of a page as HTML text: tables, key figures and values."""
+"""Pages as HTML text: their frame, tables, key figures and values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,30 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.report.axis import figure
+from pipedream.report.style import page_style
 
 NOTHING = "-"
 """Shown for an unknown value."""
+
+
+def document(heading: str, note: str, main: str) -> str:
+    """Returns a page, self-contained, with a line of text below its heading."""
+    line = f"<p>{escape(note)}</p>" if note else ""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(heading)}</title>\n<style>{page_style()}</style>\n</head>\n<body>\n"
+        f"<header><h1>{escape(heading)}</h1>{line}</header>\n<main>\n{main}</main>\n</body>\n</html>\n"
+    )
+
+
+def scroll(label: str, inside: str, classes: str = "") -> str:
+    """Returns a part that scrolls sideways on narrow screens; screen readers name it by its label."""
+    return (
+        f'<div class="{" ".join(filter(None, ("scroll", classes)))}" tabindex="0" role="region" '
+        f'aria-label="{escape(label)}">{inside}</div>'
+    )
 
 
 def table(
@@ -37,10 +58,7 @@ def table(
     )
     body = "".join(f"<tr>{cells(row)}</tr>" for row in rows)
     shown = f"<caption>{escape(caption)}</caption>" if show_caption else ""
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f"{shown}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    return scroll(caption, f"<table>{shown}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
 
 def phase_table(phases: Iterable[Mapping[str, Any]]) -> str:
@@ -59,13 +77,15 @@ def phase_table(phases: Iterable[Mapping[str, Any]]) -> str:
 
 def pairs(caption: str, values: Mapping[str, Any]) -> str:
     """Returns a table of names and values; nested names are joined with dots."""
-    return table(caption, ("name", "value"), list(_flat(values)) or [(NOTHING, NOTHING)], words=2, show_caption=False)
+    return table(
+        caption, ("name", "value"), list(_flatten(values)) or [(NOTHING, NOTHING)], words=2, show_caption=False
+    )
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
+def _flatten(values: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flatten(value, f"{before}{name}.")
         elif isinstance(value, (list, tuple)):
             yield escape(f"{before}{name}"), escape(", ".join(map(str, value))) or NOTHING
         else:
@@ -110,7 +130,7 @@ def plan_table(plan: Plan) -> str:
     rows = [
         (
             str(s),
-            _layers(stage.names or tuple(str(i) for i in range(stage.first, stage.last))),
+            _write_layers(stage.names or tuple(str(i) for i in range(stage.first, stage.last))),
             str(stage.replicas),
             format_seconds(stage.forward_s),
             format_seconds(stage.backward_s),
@@ -170,11 +190,11 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
         rows.append(
             (
                 str(stage.get("stage", s)),
-                _layers(tuple(map(str, stage.get("layers") or ()))),
+                _write_layers(tuple(map(str, stage.get("layers") or ()))),
                 ranks,
                 *shares,
-                _bytes(stage.get("bytes_sent")),
-                *(_bytes(stage.get(f"{word}_bytes")) for word in ("peak", "predicted_peak", "reserved")),
+                _write_bytes(stage.get("bytes_sent")),
+                *(_write_bytes(stage.get(f"{word}_write_bytes")) for word in ("peak", "predicted_peak", "reserved")),
                 amount(stage.get("versions")),
                 amount(stage.get("staleness")),
                 amount(stage.get("learning_rate")),
@@ -190,14 +210,14 @@ def collectives_table(stages: Sequence[Mapping[str, Any]]) -> str:
     """Returns what the ranks of each stage exchange, predicted and measured; "" where no stage has a mesh."""
     rows, seen = [], set()
     for stage in stages:
-        found = stage.get("collectives") or {}
-        predicted, number = found.get("predicted"), amount(stage.get("stage"))
-        for name, measured in (found.get("measured") or {}).items() if number not in seen else ():
-            sides = [_by_kind((predicted or {}).get(name, ())), _by_kind(measured)]
+        sources = stage.get("collectives") or {}
+        predicted, number = sources.get("predicted"), amount(stage.get("stage"))
+        for name, measured in (sources.get("measured") or {}).items() if number not in seen else ():
+            sides = [_sum_by_kind((predicted or {}).get(name, ())), _sum_by_kind(measured)]
             for key in sorted({*sides[0], *sides[1]}):
                 (count, size), (measured_count, measured_size) = (side.get(key, (0, 0)) for side in sides)
-                known = (NOTHING, NOTHING) if predicted is None else (str(count), format_bytes(size))
-                numbers = (known[0], str(measured_count), known[1], format_bytes(measured_size))
+                cells = (NOTHING, NOTHING) if predicted is None else (str(count), format_bytes(size))
+                numbers = (cells[0], str(measured_count), cells[1], format_bytes(measured_size))
                 rows.append((number, *map(amount, (stage.get("mesh"), name, *key)), *numbers))
         seen.add(number)
     if not rows:
@@ -206,22 +226,22 @@ def collectives_table(stages: Sequence[Mapping[str, Any]]) -> str:
     return table("Collectives of a microbatch and an update: number and bytes at a rank", heads, rows, words=5)
 
 
-def _by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, int]]:
+def _sum_by_kind(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, int]]:
     """Returns (kind, dimension) -> number and bytes."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
     for row in rows:
         key = str(row.get("kind", "")), str(row.get("over", ""))
-        count, size = found.get(key, (0, 0))
-        found[key] = count + row.get("count", 0), size + row.get("size_bytes", 0)
-    return found
+        count, size = totals.get(key, (0, 0))
+        totals[key] = count + row.get("count", 0), size + row.get("size_bytes", 0)
+    return totals
 
 
-def _layers(names: tuple[str, ...]) -> str:
+def _write_layers(names: tuple[str, ...]) -> str:
     if not names:
         return NOTHING
     short = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
     return f'<span title="{escape(", ".join(names))}">{escape(short)}</span>'
 
 
-def _bytes(value: Any) -> str:
+def _write_bytes(value: Any) -> str:
     return format_bytes(value) if isinstance(value, (int, float)) else NOTHING

@@ -27,25 +27,25 @@ class Window:
         return self.end_s - self.start_s
 
 
-def rows(spans: Sequence[Span]) -> list[int]:
+def assign_rows(spans: Sequence[Span]) -> list[int]:
     """Returns for each span (sorted by start) the lowest row in which it overlaps no earlier span."""
     ends: list[float] = []
-    found: list[int] = []
+    lanes: list[int] = []
     for span in spans:
         row = next((i for i, end in enumerate(ends) if end <= span.start_s), len(ends))
         if row == len(ends):
             ends.append(span.end_s)
         ends[row] = span.end_s
-        found.append(row)
-    return found
+        lanes.append(row)
+    return lanes
 
 
 def start_window(timeline: Timeline, count: int) -> Window | None:
     """Returns the first `count` microbatches of a run; None for a run without forwards."""
-    starts = _starts(timeline)
+    starts = _find_starts(timeline)
     if not starts:
         return None
-    window = _window(timeline, starts, min(starts), count)
+    window = _make_window(timeline, starts, min(starts), count)
     return Window(window.first, window.last, min(span.start_s for span in timeline.spans), window.end_s)
 
 
@@ -55,7 +55,7 @@ def middle_window(timeline: Timeline, count: int, drains: Iterable[int] = ()) ->
     Args:
         drains: minibatch numbers.
     """
-    starts = _starts(timeline)
+    starts = _find_starts(timeline)
     m = timeline.minibatch_microbatches
     if not starts:
         return None
@@ -66,14 +66,14 @@ def middle_window(timeline: Timeline, count: int, drains: Iterable[int] = ()) ->
         return None
     middle = first + (length - count) // 2
     middle -= middle % m  # whole minibatches of a flushing schedule
-    return _window(timeline, starts, middle, count) if middle in starts else None
+    return _make_window(timeline, starts, middle, count) if middle in starts else None
 
 
-def _starts(timeline: Timeline) -> dict[int, float]:
+def _find_starts(timeline: Timeline) -> dict[int, float]:
     return {span.index: span.start_s for span in timeline.spans if span.kind == "F" and span.stage == 0}
 
 
-def _window(timeline: Timeline, starts: dict[int, float], first: int, count: int) -> Window:
+def _make_window(timeline: Timeline, starts: dict[int, float], first: int, count: int) -> Window:
     last = first + count
     end = starts.get(last)
     if end is None:

@@ -41,7 +41,7 @@ def html(noun: Tabular) -> str:
     rows = [] if isinstance(noun, Timeline | Program) else noun.rows()
     if isinstance(noun, Profile):
         rows = [{name: row[name] for name in _OF_LAYERS} for row in rows]
-    return f'<div class="pipedream"><p>{escape(line)}</p>{picture(noun)}{_table(rows)}</div>'
+    return f'<div class="pipedream"><p>{escape(line)}</p>{picture(noun)}{_write_table(rows)}</div>'
 
 
 @singledispatch
@@ -95,17 +95,17 @@ _WRITTEN: tuple[tuple[str, Callable[[Any], str]], ...] = (
 )
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _write_table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     kept = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    cells = fold([_cell(name, row[name]) for name in kept] for row in rows)
+    cells = fold([_write_cell(name, row[name]) for name in kept] for row in rows)
     more = f"<p>{len(cells) - _MOST_ROWS} more rows: to_frame()</p>" if len(cells) > _MOST_ROWS else ""
     heads = [name.removesuffix("_s").removesuffix("_bytes").replace("_", " ") for name in kept]
     return table("", heads, cells[:_MOST_ROWS], show_caption=False) + more
 
 
-def _cell(name: str, value: Any) -> str:
+def _write_cell(name: str, value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and not name.endswith(("per_s", "samples_s")):
         write = next((write for suffix, write in _WRITTEN if name.endswith(suffix)), None)
         if write is not None:

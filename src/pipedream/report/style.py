@@ -84,7 +84,7 @@ def svg_style() -> str:
     Light colours are attributes of the shapes, for viewers with little CSS or none; dark ones follow the screen. All
     are literal, because some converters draw a shape black whose colour is a variable.
     """
-    dark = _rules(lambda colour: COLOURS[colour][1])
+    dark = _write_rules(lambda colour: COLOURS[colour][1])
     return f".pd text{{font-family:{FONT}}}@media(prefers-color-scheme:dark){{{dark}}}"
 
 
@@ -96,11 +96,11 @@ def line_style() -> str:
 
 def page_style() -> str:
     """Returns the CSS of a page and of the pictures in it."""
-    drawn = f".pd text{{font-family:{FONT}}}" + _rules(lambda colour: f"var(--pd-{colour})")
+    drawn = f".pd text{{font-family:{FONT}}}" + _write_rules(lambda colour: f"var(--pd-{colour})")
     return variables(":root") + drawn + _PAGE.replace("FONT", FONT).replace("MONO", MONO)
 
 
-def _rules(colour: Callable[[str], str]) -> str:
+def _write_rules(colour: Callable[[str], str]) -> str:
     fills = (f".pd .{name}{{fill:{colour(of)}}}" for name, of in _FILLS.items())
     return "".join([*fills, *(f".pd .{name}{{stroke:{colour(of)}}}" for name, of in _STROKES.items())])
 

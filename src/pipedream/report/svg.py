@@ -11,7 +11,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.core.units import format_seconds
 from pipedream.report.axis import figure, length, ticks, time_unit
-from pipedream.report.lanes import rows
+from pipedream.report.lanes import assign_rows
 from pipedream.report.style import COLOURS, colour_class, svg_style
 
 LEFT, RIGHT = 78, 16
@@ -68,14 +68,14 @@ def timeline_svg(
     def y(rank: int) -> float:
         return top + rank * (lane_px + _GAP)
 
-    read = _versions(timeline, program)
+    read = _find_versions(timeline, program)
     parts = [text(LEFT, 21, title, size=14, weight=600)] if title else []
-    parts += _axis(seconds, scale, top, bottom)
-    parts += _heads(timeline, y, lane_px, LEFT + seconds * scale)
-    parts += _boxes(spans, x, y, lane_px, read)
-    parts += _labels(spans, x, y, lane_px, read if versions else None)
-    parts += _messages(spans, x, lambda rank: y(rank) + lane_px)
-    parts += _legend([kind for kind in _NAMES if any(span.kind == kind for span in spans)], bottom + _AXIS)
+    parts += _draw_axis(seconds, scale, top, bottom)
+    parts += _draw_lanes(timeline, y, lane_px, LEFT + seconds * scale)
+    parts += _draw_boxes(spans, x, y, lane_px, read)
+    parts += _draw_labels(spans, x, y, lane_px, read if versions else None)
+    parts += _draw_messages(spans, x, lambda rank: y(rank) + lane_px)
+    parts += _draw_legend([kind for kind in _NAMES if any(span.kind == kind for span in spans)], bottom + _AXIS)
     label = title or f"Timeline of {timeline.name}, {timeline.source}"
     return frame("".join(parts), width, bottom + _AXIS + _LEGEND, label, standalone)
 
@@ -104,7 +104,7 @@ def text(
     )
 
 
-def _versions(timeline: Timeline, program: Program | None) -> Callable[[Span], int | None]:
+def _find_versions(timeline: Timeline, program: Program | None) -> Callable[[Span], int | None]:
     tags = {(tag.stage, tag.microbatch): tag for tag in timeline.gradient_versions}
 
     def read(span: Span) -> int | None:
@@ -121,7 +121,7 @@ def _versions(timeline: Timeline, program: Program | None) -> Callable[[Span], i
     return read
 
 
-def _axis(seconds: float, scale: float, top: float, bottom: float) -> list[str]:
+def _draw_axis(seconds: float, scale: float, top: float, bottom: float) -> list[str]:
     unit, size = time_unit(seconds)
     parts = []
     for tick in ticks(0.0, seconds / size, max(2, int(seconds * scale / 90))):
@@ -135,7 +135,7 @@ def _axis(seconds: float, scale: float, top: float, bottom: float) -> list[str]:
     return parts
 
 
-def _heads(timeline: Timeline, y: Callable[[int], float], lane_px: float, right: float) -> list[str]:
+def _draw_lanes(timeline: Timeline, y: Callable[[int], float], lane_px: float, right: float) -> list[str]:
     stages: dict[int, set[int]] = defaultdict(set)
     for span in timeline.work():
         stages[span.rank].add(span.stage)
@@ -153,7 +153,7 @@ def _heads(timeline: Timeline, y: Callable[[int], float], lane_px: float, right:
     return parts
 
 
-def _boxes(
+def _draw_boxes(
     spans: tuple[Span, ...],
     x: Callable[[float], float],
     y: Callable[[int], float],
@@ -177,13 +177,13 @@ def _boxes(
             parts.append(
                 f'<rect class="{kind}" x="{length(left)}" y="{length(y(span.rank) + inset)}" '
                 f'width="{length(thick)}" height="{length(lane_px - 2 * inset)}" rx="{2 if thick > 5 else 0}">'
-                f"<title>{escape(_story(span, read(span)))}</title></rect>"
+                f"<title>{escape(_tell_span(span, read(span)))}</title></rect>"
             )
         parts.append("</g>")
     return parts
 
 
-def _story(span: Span, version: int | None) -> str:
+def _tell_span(span: Span, version: int | None) -> str:
     took = format_seconds(span.end_s - span.start_s)
     if span.kind == "wait":
         return f"waiting, {took}"
@@ -194,7 +194,7 @@ def _story(span: Span, version: int | None) -> str:
     return f"{span.stage}{span.kind}{span.index}: {_NAMES[span.kind]}, {what} {span.index}, {took}{reads}"
 
 
-def _labels(
+def _draw_labels(
     spans: tuple[Span, ...],
     x: Callable[[float], float],
     y: Callable[[int], float],
@@ -226,22 +226,22 @@ def _labels(
     return parts
 
 
-def _messages(spans: tuple[Span, ...], x: Callable[[float], float], y: Callable[[int], float]) -> list[str]:
+def _draw_messages(spans: tuple[Span, ...], x: Callable[[float], float], y: Callable[[int], float]) -> list[str]:
     sends = sorted((span for span in spans if span.kind == "send"), key=lambda span: (span.rank, span.start_s))
     parts = []
     for rank, group in groupby(sends, lambda span: span.rank):
         mine = list(group)
-        for span, row in zip(mine, rows(mine), strict=True):
+        for span, row in zip(mine, assign_rows(mine), strict=True):
             height = y(rank) + 3 + 3 * min(row, 2)
             parts.append(
                 f'<line class="wave" x1="{length(x(span.start_s))}" x2="{length(x(span.end_s))}" '
                 f'y1="{length(height)}" y2="{length(height)}" stroke="{COLOURS["send"][0]}" stroke-width="2">'
-                f"<title>{escape(_story(span, None))}</title></line>"
+                f"<title>{escape(_tell_span(span, None))}</title></line>"
             )
     return parts
 
 
-def _legend(kinds: list[str], y: float) -> list[str]:
+def _draw_legend(kinds: list[str], y: float) -> list[str]:
     parts, x = [], float(LEFT)
     for kind in kinds:
         name = {"wait": "wait", "send": "send"}.get(kind, f"{kind}0")

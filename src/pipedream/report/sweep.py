@@ -12,8 +12,8 @@ from html import escape
 from pipedream.core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
 from pipedream.core.units import format_bytes, format_rate
 from pipedream.report.axis import figure, length, log_ticks, ticks
-from pipedream.report.html_tables import NOTHING, percent, table
-from pipedream.report.style import COLOURS, LINES, line_style, page_style
+from pipedream.report.html_tables import NOTHING, document, percent, scroll, table
+from pipedream.report.style import COLOURS, LINES, line_style
 from pipedream.report.svg import frame, text
 
 _LEFT, _GAP, _WIDTH, _HEIGHT, _TOP, _FOOT = 74, 44, 290, 150, 70, 44
@@ -29,39 +29,41 @@ def sweep_svg(sweep: Sweep, *, title: str = "", standalone: bool = True) -> str:
         title: '': the model's name.
         standalone: False inside an HTML page.
     """
-    over_workers = len({one.bandwidth_bytes_per_s for one in sweep.points}) == 1
-    names = list(dict.fromkeys(one.schedule for one in sweep.points))
-    groups = [0] if over_workers else list(dict.fromkeys(one.workers for one in sweep.points))
+    over_workers = len({point.bandwidth_bytes_per_s for point in sweep.points}) == 1
+    names = list(dict.fromkeys(point.schedule for point in sweep.points))
+    groups = [0] if over_workers else list(dict.fromkeys(point.workers for point in sweep.points))
     heading = title or f"{sweep.model} by method"
     rows: list[tuple[str, Callable[[Point], float | None], Callable[[float], str], bool]] = [
-        ("samples/s", lambda one: one.samples_per_s, figure, False),
-        ("bubble", lambda one: one.bubble, lambda share: f"{100 * share:.0f}%", True),
-        ("peak of a worker", lambda one: one.peak_bytes or None, _short, False),
+        ("samples/s", lambda point: point.samples_per_s, figure, False),
+        ("bubble", lambda point: point.bubble, lambda share: f"{100 * share:.0f}%", True),
+        ("peak of a worker", lambda point: point.peak_bytes or None, _format_size, False),
     ]
     parts = [f"<style>{line_style()}</style>", text(16, 24, heading, size=14, weight=600)]
     for column, workers in enumerate(groups):
-        shown = [one for one in sweep.points if over_workers or one.workers == workers]
+        shown = [point for point in sweep.points if over_workers or point.workers == workers]
         left = _LEFT + column * (_WIDTH + _GAP)
-        head = f"by workers, at {_rate(shown[0].bandwidth_bytes_per_s)}" if over_workers else f"{workers} workers"
+        head = (
+            f"by workers, at {_format_rate(shown[0].bandwidth_bytes_per_s)}" if over_workers else f"{workers} workers"
+        )
         parts.append(text(left, _TOP - 16, head, size=12, weight=600))
-        across = _across(shown, over_workers, left)
+        across = _scale_across(shown, over_workers, left)
         for row, (label, value, write, is_share) in enumerate(rows):
             top = _TOP + row * (_HEIGHT + _FOOT)
-            everywhere = [v for one in sweep.points if (v := value(one)) is not None]
-            up, marks = _scale(everywhere, is_share, top)
-            parts += _axes(left, top, marks, up, write, across, label if not column else "", column == 0)
+            everywhere = [v for point in sweep.points if (v := value(point)) is not None]
+            up, marks = _scale_up(everywhere, is_share, top)
+            parts += _draw_axes(left, top, marks, up, write, across, label if not column else "", column == 0)
             if row == 0 and not over_workers:
-                parts += _crossings([c for c in sweep.crossovers if c.workers == workers], names, across, top)
+                parts += _draw_crossings([c for c in sweep.crossovers if c.workers == workers], names, across, top)
             for number, name in enumerate(names):
                 line = [
-                    (across[0](_place(one, over_workers)), up(v), f"{name}, {one.config}: {write(v)}")
-                    for one in shown
-                    if one.schedule == name and (v := value(one)) is not None
+                    (across[0](_read_place(point, over_workers)), up(v), f"{name}, {point.config}: {write(v)}")
+                    for point in shown
+                    if point.schedule == name and (v := value(point)) is not None
                 ]
-                parts += _line(line, number)
+                parts += _draw_line(line, number)
     bottom = _TOP + len(rows) * (_HEIGHT + _FOOT)
     width = max(_LEFT + len(groups) * (_WIDTH + _GAP), 420)
-    legend, end = _legend(names, bottom + 6, width)
+    legend, end = _draw_legend(names, bottom + 6, width)
     parts += legend
     return frame("".join(parts), width, end + 14, heading, standalone)
 
@@ -71,49 +73,41 @@ def sweep_page(sweep: Sweep) -> str:
     heads = ("method", "workers", "bandwidth", "plan", "microbatches", "samples/s", "bubble", "peak")
     rows = [
         (
-            escape(one.schedule),
-            str(one.workers),
-            format_rate(one.bandwidth_bytes_per_s),
-            escape(one.config) or escape(one.why.split(";")[0]),
-            str(one.microbatches) if one.config else NOTHING,
-            NOTHING if one.samples_per_s is None else figure(one.samples_per_s),
-            NOTHING if one.bubble is None else percent(one.bubble),
-            format_bytes(one.peak_bytes) if one.peak_bytes else NOTHING,
+            escape(point.schedule),
+            str(point.workers),
+            format_rate(point.bandwidth_bytes_per_s),
+            escape(point.config) or escape(point.why.split(";")[0]),
+            str(point.microbatches) if point.config else NOTHING,
+            NOTHING if point.samples_per_s is None else figure(point.samples_per_s),
+            NOTHING if point.bubble is None else percent(point.bubble),
+            format_bytes(point.peak_bytes) if point.peak_bytes else NOTHING,
         )
-        for one in sweep.points
+        for point in sweep.points
     ]
     heading = f"{sweep.model} by method"
-    crossed = "".join(f"<li>{escape(str(one))}</li>" for one in sweep.crossovers)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(heading)}</title>\n<style>{page_style()}</style>\n</head>\n<body>\n"
-        f"<header><h1>{escape(heading)}</h1></header>\n<main>\n"
-        f'<section><div class="scroll" tabindex="0" role="region" aria-label="Picture">'
-        f"{sweep_svg(sweep, standalone=False)}</div></section>\n"
-        + (f"<section><h2>Crossovers</h2><ul>{crossed}</ul></section>\n" if crossed else "")
-        + f"<section><h2>Points</h2>{table('Points', heads, rows, words=1, show_caption=False)}</section>\n"
-        "</main>\n</body>\n</html>\n"
-    )
+    crossed = "".join(f"<li>{escape(str(crossover))}</li>" for crossover in sweep.crossovers)
+    picture = scroll("Picture", sweep_svg(sweep, standalone=False))
+    crossovers = f"<section><h2>Crossovers</h2><ul>{crossed}</ul></section>\n" if crossed else ""
+    points = f"<section><h2>Points</h2>{table('Points', heads, rows, words=1, show_caption=False)}</section>\n"
+    return document(heading, "", f"<section>{picture}</section>\n{crossovers}{points}")
 
 
-def _place(point: Point, over_workers: bool) -> float:
+def _read_place(point: Point, over_workers: bool) -> float:
     return float(point.workers) if over_workers else point.bandwidth_bytes_per_s
 
 
-def _across(points: Sequence[Point], over_workers: bool, left: float) -> tuple[Scale, list[tuple[float, str]]]:
-    places = sorted({_place(one, over_workers) for one in points})
+def _scale_across(points: Sequence[Point], over_workers: bool, left: float) -> tuple[Scale, list[tuple[float, str]]]:
+    places = sorted({_read_place(point, over_workers) for point in points})
     low, high = (places[0] / 1.3, places[-1] * 1.3) if places[0] < places[-1] else (places[0] / 2, places[0] * 2)
     marks = places if len(places) <= 4 else list(log_ticks(low, high))
-    write = figure if over_workers else _rate
+    write = figure if over_workers else _format_rate
     return (
         lambda value: left + _WIDTH * math.log(value / low) / math.log(high / low),
         [(mark, write(mark)) for mark in marks],
     )
 
 
-def _scale(values: Sequence[float], is_share: bool, top: float) -> tuple[Scale, list[float]]:
+def _scale_up(values: Sequence[float], is_share: bool, top: float) -> tuple[Scale, list[float]]:
     """Linear from 0, or logarithmic if values differ tenfold."""
     finite = [value for value in values if math.isfinite(value)]
     high = 1.0 if is_share else max(finite, default=1.0) * 1.05 or 1.0
@@ -126,7 +120,7 @@ def _scale(values: Sequence[float], is_share: bool, top: float) -> tuple[Scale, 
     )
 
 
-def _axes(
+def _draw_axes(
     left: float,
     top: float,
     marks: Sequence[float],
@@ -158,33 +152,33 @@ def _axes(
     return parts
 
 
-def _line(points: Sequence[tuple[float, float, str]], number: int) -> list[str]:
-    colour, dashes = _look(number)
+def _draw_line(points: Sequence[tuple[float, float, str]], number: int) -> list[str]:
+    colour, dashes = _choose_colour(number)
     path = " ".join(f"{length(x)},{length(y)}" for x, y, _ in points)
     parts = []
     if len(points) > 1:
         parts.append(
-            f'<polyline class="series of-{colour}" points="{path}" fill="none" stroke="{_colour(colour)}" '
+            f'<polyline class="series of-{colour}" points="{path}" fill="none" stroke="{_find_colour(colour)}" '
             f'stroke-width="1.8" stroke-linejoin="round"{dashes}/>'
         )
-    parts += [f"<g>{_mark(x, y, number)}<title>{escape(story)}</title></g>" for x, y, story in points]
+    parts += [f"<g>{_draw_mark(x, y, number)}<title>{escape(story)}</title></g>" for x, y, story in points]
     return parts
 
 
-def _look(number: int) -> tuple[str, str]:
+def _choose_colour(number: int) -> tuple[str, str]:
     if number == 0:
         return "faint", ' stroke-dasharray="5 4"'
     return list(LINES)[(number - 1) % len(LINES)], ""
 
 
-def _colour(name: str) -> str:
+def _find_colour(name: str) -> str:
     return {**COLOURS, **LINES}[name][0]
 
 
-def _mark(x: float, y: float, number: int) -> str:
-    colour, _ = _look(number)
+def _draw_mark(x: float, y: float, number: int) -> str:
+    colour, _ = _choose_colour(number)
     shape = _SHAPES[number % len(_SHAPES)]
-    look = f'class="{colour}" fill="{_colour(colour)}"'
+    look = f'class="{colour}" fill="{_find_colour(colour)}"'
     if shape == "circle":
         return f'<circle {look} cx="{length(x)}" cy="{length(y)}" r="3.2"/>'
     corners = {
@@ -195,7 +189,7 @@ def _mark(x: float, y: float, number: int) -> str:
     return f'<polygon {look} points="{" ".join(f"{length(x + a)},{length(y + b)}" for a, b in corners)}"/>'
 
 
-def _crossings(
+def _draw_crossings(
     crossovers: Sequence[Crossover],
     names: Sequence[str],
     across: tuple[Scale, list[tuple[float, str]]],
@@ -203,42 +197,42 @@ def _crossings(
 ) -> list[str]:
     place, parts = across[0], []
     edges = place(across[1][0][0]) - 20, place(across[1][-1][0]) + 20
-    for one in crossovers:
-        rate = one.bandwidth_bytes_per_s
+    for crossover in crossovers:
+        rate = crossover.bandwidth_bytes_per_s
         if rate is None or not edges[0] <= place(rate) <= edges[1]:
             continue
-        colour, _ = _look(names.index(one.schedule))
+        colour, _ = _choose_colour(names.index(crossover.schedule))
         x = length(place(rate))
         parts.append(
             f'<line class="of-{colour}" x1="{x}" x2="{x}" y1="{length(top)}" y2="{length(top + _HEIGHT)}" '
-            f'stroke="{_colour(colour)}" stroke-width="1.2" stroke-dasharray="1 3"><title>{escape(str(one))}</title>'
-            "</line>"
+            f'stroke="{_find_colour(colour)}" stroke-width="1.2" stroke-dasharray="1 3">'
+            f"<title>{escape(str(crossover))}</title></line>"
         )
     return parts
 
 
-def _legend(names: Sequence[str], y: float, width: float) -> tuple[list[str], float]:
+def _draw_legend(names: Sequence[str], y: float, width: float) -> tuple[list[str], float]:
     parts, x = [], float(_LEFT)
     for number, name in enumerate(names):
         needs = 40 + 6.4 * len(name)
         if x + needs > width and x > _LEFT:
             x, y = float(_LEFT), y + 18
-        colour, dashes = _look(number)
+        colour, dashes = _choose_colour(number)
         parts.append(
             f'<line class="of-{colour}" x1="{length(x)}" x2="{length(x + 22)}" y1="{length(y)}" y2="{length(y)}" '
-            f'stroke="{_colour(colour)}" stroke-width="1.8"{dashes}/>'
+            f'stroke="{_find_colour(colour)}" stroke-width="1.8"{dashes}/>'
         )
-        parts.append(_mark(x + 11, y, number))
+        parts.append(_draw_mark(x + 11, y, number))
         parts.append(text(x + 28, y + 4, name if name != DATA_PARALLEL else "data parallelism", colour="faint"))
         x += needs + 10
     return parts, y
 
 
-def _short(value: float) -> str:
+def _format_size(value: float) -> str:
     """Formats bytes without trailing zeros: 250 MB."""
     number, unit = format_bytes(value).split()
     return f"{figure(float(number))} {unit}"
 
 
-def _rate(value: float) -> str:
-    return f"{_short(value)}/s"
+def _format_rate(value: float) -> str:
+    return f"{_format_size(value)}/s"

@@ -19,14 +19,14 @@ def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> 
         f"{'method':<{width}}  {'flush':<5}  {'m':>2}  {'bubble':>6}  {'in flight':<14}  {'staleness':<12}  versions",
     ]
     for name, claims in claimed.items():
-        held, late, versions = (
+        in_flight, late, versions = (
             "-" if claims[key] is None else " ".join(map(str, claims[key]))
             for key in ("in_flight", "staleness", "versions")
         )
         bubble = "-" if claims["bubble"] is None else f"{claims['bubble']:.3f}"
         lines.append(
             f"{name:<{width}}  {'yes' if claims['flushes'] else 'no':<5}  {claims['microbatches']:>2}  {bubble:>6}  "
-            f"{held:<14}  {late:<12}  {versions}"
+            f"{in_flight:<14}  {late:<12}  {versions}"
         )
     return "\n".join(lines)
 
@@ -49,10 +49,10 @@ def collectives_text(stages: Sequence[Mapping[str, Any]]) -> str:
         if stage["collectives"] is None or stage["stage"] in seen:
             continue
         seen.add(stage["stage"])
-        found = StageCollectives.from_json(stage["collectives"])
-        passes = [f"{name} {', '.join(map(str, rows)) or 'none'}" for name, rows in found.measured.items()]
-        verdict = "not predicted" if found.predicted is None else "as predicted"
-        if found.predicted is not None and found.predicted != found.measured:
+        collectives = StageCollectives.from_json(stage["collectives"])
+        passes = [f"{name} {', '.join(map(str, rows)) or 'none'}" for name, rows in collectives.measured.items()]
+        verdict = "not predicted" if collectives.predicted is None else "as predicted"
+        if collectives.predicted is not None and collectives.predicted != collectives.measured:
             verdict = "NOT as predicted"
         lines.append(f"\ncollectives of stage {stage['stage']}: {'; '.join(passes)} ({verdict})")
     return "".join(lines)

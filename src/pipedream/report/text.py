@@ -41,21 +41,21 @@ def grid(timeline: Timeline, *, slot_s: float | None = None, width: int | None =
     """
     return "\n".join(
         (head + "".join(text for text, _ in pieces)).rstrip()
-        for head, pieces in _rows(timeline, slot_s or slot(timeline), width)
+        for head, pieces in _fill_rows(timeline, slot_s or choose_slot(timeline), width)
     )
 
 
 def grid_rich(timeline: Timeline, *, slot_s: float | None = None, width: int | None = None) -> Text:
     """Returns a `grid` in colour."""
     picture = Text(no_wrap=True)
-    for number, (head, pieces) in enumerate(_rows(timeline, slot_s or slot(timeline), width)):
+    for number, (head, pieces) in enumerate(_fill_rows(timeline, slot_s or choose_slot(timeline), width)):
         picture.append("\n" if number else "").append(head, "dim" if not number else "bold")
         for text, colour in pieces:
             picture.append(text, TERMINAL.get(colour, "dim"))
     return picture
 
 
-def slot(timeline: Timeline) -> float:
+def choose_slot(timeline: Timeline) -> float:
     """Returns the seconds of the shortest kind of op: the least median over each stage's forwards, backwards, ...
 
     A median, because one disturbed measurement must not stretch the picture. Updates count only if nothing else exists.
@@ -64,11 +64,11 @@ def slot(timeline: Timeline) -> float:
     for span in timeline.work():
         if span.end_s > span.start_s:
             seconds[span.kind, span.stage].append(span.end_s - span.start_s)
-    passes = [median(found) for (kind, _), found in seconds.items() if kind != "U"]
-    return min(passes or [median(found) for found in seconds.values()] or [1.0])
+    passes = [median(durations) for (kind, _), durations in seconds.items() if kind != "U"]
+    return min(passes or [median(durations) for durations in seconds.values()] or [1.0])
 
 
-def _rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tuple[str, list[tuple[str, str]]]]:
+def _fill_rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tuple[str, list[tuple[str, str]]]]:
     names = ["time", *(f"rank {rank}" for rank in range(timeline.workers))]
     heads = [f"{name:<{max(map(len, names))}} | " for name in names]
     work = timeline.work()
@@ -81,13 +81,13 @@ def _rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tuple[st
         ends[span.rank] = max(ends[span.rank], span.end_s)
         if span.start_s < begin + (shown + _NOTHING) * slot_s:
             ops[span.rank].append(span)
-    cells = [_cells(sorted(mine, key=_when), begin, slot_s, shown) for mine in ops]
+    cells = [_fill_cells(sorted(mine, key=_sort_key), begin, slot_s, shown) for mine in ops]
     column = 1 + max((len(cell.text) for row in cells for cell in row), default=1)
     longest = max(((len(row) - 1) * column + len(row[-1].text) for row in cells if row), default=0)
     cut = width is not None and (shown < slots or len(heads[0]) + longest > width)
     if width is not None and cut:
         shown = max(1, (width - len(heads[0]) - len("...")) // column)
-    rows = [(heads[0], [(_scale(shown, column, slot_s), "")])]
+    rows = [(heads[0], [(_write_scale(shown, column, slot_s), "")])]
     for head, row, end_s in zip(heads[1:], cells, ends, strict=True):
         pieces = [(cell.text.ljust(column), cell.colour) for cell in row[:shown]]
         if cut and end_s > begin + (shown + _NOTHING) * slot_s:
@@ -96,11 +96,11 @@ def _rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tuple[st
     return rows
 
 
-def _when(span: Span) -> tuple[float, float]:
+def _sort_key(span: Span) -> tuple[float, float]:
     return span.start_s, span.end_s
 
 
-def _cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Cell]:
+def _fill_cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Cell]:
     stages = len({span.stage for span in ops})
     filled: dict[int, Span] = {}
     short: dict[int, Span] = {}
@@ -129,7 +129,7 @@ def _cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Ce
     return row
 
 
-def _scale(slots: int, column: int, slot_s: float) -> str:
+def _write_scale(slots: int, column: int, slot_s: float) -> str:
     every = _TICK_SLOTS
     while every * column < 10:
         every *= 2

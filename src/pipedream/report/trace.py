@@ -13,7 +13,7 @@ from typing import Any
 
 from pipedream.core.artifact import write_text
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
-from pipedream.report.lanes import rows
+from pipedream.report.lanes import assign_rows
 
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "U": "update"}
 
@@ -22,10 +22,10 @@ def trace(*timelines: Timeline) -> dict[str, Any]:
     """Returns the trace of one or more runs as JSON values; times are microseconds."""
     events: list[dict[str, Any]] = []
     for run, timeline in enumerate(timelines):
-        events += _metadata(run, timeline)
-        found = _spans(run, timeline) + _flows(run, timeline)
+        events += _name_threads(run, timeline)
+        of_run = _write_spans(run, timeline) + _write_flows(run, timeline)
         # A flow that ends when the slice begins that it points into must come after the slice.
-        events += sorted(found, key=lambda event: (event["tid"], event["ts"], event["ph"] != "X"))
+        events += sorted(of_run, key=lambda event: (event["tid"], event["ts"], event["ph"] != "X"))
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -35,10 +35,10 @@ def save_trace(timeline: Timeline | Sequence[Timeline], path: str | os.PathLike[
     return write_text(path, json.dumps(trace(*timelines)) + "\n")
 
 
-def _metadata(run: int, timeline: Timeline) -> list[dict[str, Any]]:
+def _name_threads(run: int, timeline: Timeline) -> list[dict[str, Any]]:
     named = [(rank * _ROOM, f"rank {rank}") for rank in range(timeline.workers)]
     for rank in range(timeline.workers):
-        count = max(rows(_sends(timeline, rank)), default=-1) + 1
+        count = max(assign_rows(_find_sends(timeline, rank)), default=-1) + 1
         named += [(rank * _ROOM + 1 + row, f"rank {rank} sends") for row in range(count)]
     events: list[dict[str, Any]] = [
         {
@@ -59,13 +59,13 @@ _ROOM = 1000
 """Thread numbers reserved for each rank: its own, and those of its messages."""
 
 
-def _sends(timeline: Timeline, rank: int) -> list[Span]:
+def _find_sends(timeline: Timeline, rank: int) -> list[Span]:
     return sorted(
         (span for span in timeline.spans if span.rank == rank and span.kind == "send"), key=lambda s: s.start_s
     )
 
 
-def _spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
+def _write_spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
     tags = {(tag.stage, tag.microbatch): tag for tag in timeline.gradient_versions}
     events: list[dict[str, Any]] = []
 
@@ -80,12 +80,12 @@ def _spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
         events.append(
             {
                 "ph": "X",
-                "name": span.kind if span.kind == "wait" else f"{span.stage}{_letter(span)}{span.index}",
+                "name": span.kind if span.kind == "wait" else f"{span.stage}{_write_letter(span)}{span.index}",
                 "cat": _WORDS.get(span.kind, span.kind),
                 "pid": run,
                 "tid": tid,
-                "ts": _us(span.start_s),
-                "dur": max(0.0, round(_us(span.end_s) - _us(span.start_s), 3)),
+                "ts": _round_us(span.start_s),
+                "dur": max(0.0, round(_round_us(span.end_s) - _round_us(span.start_s), 3)),
                 "args": args,
             }
         )
@@ -94,32 +94,32 @@ def _spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
         if span.kind != "send":
             add(span, span.rank * _ROOM)
     for rank in range(timeline.workers):
-        sends = _sends(timeline, rank)
-        for span, row in zip(sends, rows(sends), strict=True):
+        sends = _find_sends(timeline, rank)
+        for span, row in zip(sends, assign_rows(sends), strict=True):
             add(span, rank * _ROOM + 1 + row)
     return events
 
 
-def _letter(span: Span) -> str:
+def _write_letter(span: Span) -> str:
     return span.kind if span.kind in WORK else ">"
 
 
-def _flows(run: int, timeline: Timeline) -> list[dict[str, Any]]:
+def _write_flows(run: int, timeline: Timeline) -> list[dict[str, Any]]:
     """Pairs of events with the same id, each inside the slice that it belongs to."""
-    found = {(span.kind, span.stage, span.index): span for span in timeline.work()}
+    spans = {(span.kind, span.stage, span.index): span for span in timeline.work()}
     events: list[dict[str, Any]] = []
     number = 0
-    for (kind, stage, index), span in found.items():
+    for (kind, stage, index), span in spans.items():
         step = {"F": 1, "B": -1, "I": -1}.get(kind)
-        after = found.get((kind, stage + step, index)) if step else None
+        after = spans.get((kind, stage + step, index)) if step else None
         if after is None:
             continue
         number += 1
         common = {"name": f"{_WORDS[kind]} {index}", "cat": "microbatch", "id": run << 32 | number, "pid": run}
-        events.append(common | {"ph": "s", "tid": span.rank * _ROOM, "ts": _us(span.start_s)})
-        events.append(common | {"ph": "f", "bp": "e", "tid": after.rank * _ROOM, "ts": _us(after.start_s)})
+        events.append(common | {"ph": "s", "tid": span.rank * _ROOM, "ts": _round_us(span.start_s)})
+        events.append(common | {"ph": "f", "bp": "e", "tid": after.rank * _ROOM, "ts": _round_us(after.start_s)})
     return events
 
 
-def _us(seconds: float) -> float:
+def _round_us(seconds: float) -> float:
     return round(seconds * 1e6, 3)

@@ -145,15 +145,15 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     if resumed is not None and options.weights is not None:
         raise RecipeError("weights and a checkpoint to resume were both given; a checkpoint has its own weights")
     seed = options.seed if options.seed is not None else resumed.manifest.seed if resumed is not None else 0
-    workers = _workers(options, resumed, process.count)
+    workers = _count_workers(options, resumed, process.count)
     recipe = make(seed)
     recipe = with_layout(recipe, options.layout, options.at_rest)
-    phases = _phases(options, resumed, recipe)
+    phases = _choose_phases(options, resumed, recipe)
     if phases:
         planned = choose_phase_to_plan(phases)
         schedule, microbatches = planned.name, planned.microbatches
     else:
-        schedule, microbatches = _method(options, resumed)
+        schedule, microbatches = _choose_method(options, resumed)
     if recipe.target is not None and recipe.target[0] not in {"loss", *recipe.metrics}:
         raise RecipeError(
             f"the recipe's target is on {recipe.target[0]!r}, its metrics are {sorted(recipe.metrics)}; name one "
@@ -174,7 +174,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         schedule=schedule,
         microbatches=microbatches,
         phases=phases,
-        compensation=_compensation(options, resumed, phases, schedule),
+        compensation=_choose_compensation(options, resumed, phases, schedule),
         seed=seed,
         workers=workers,
         place=place,
@@ -195,7 +195,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     """Plans a job: the given plan, the checkpoint's, or a new one for a profile. Raises a `PlanError` if none fits."""
     options, recipe = job.options, job.recipe
     plan, profile = options.plan, None
-    runtime = _runtime_costs(recipe, str(process.device))
+    runtime = _measure_runtime_costs(recipe, str(process.device))
     if job.resumed is not None:
         profile, saved = job.resumed.profile, job.resumed.manifest.plan
         anew = options.shape != "pipeline" or options.update_delay or options.cluster or options.memory_bytes
@@ -203,13 +203,13 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
         if plan is None and saved.ranks == job.workers and not anew:
             plan = saved
     if plan is None:
-        meshes: Sequence[str] | str = tuple({one.text for one in meshes_of(_given_mesh(options))} - {""})
+        meshes: Sequence[str] | str = tuple({mesh.text for mesh in meshes_of(_read_mesh(options))} - {""})
         if options.mesh == AUTO:
             meshes = f"{AUTO}:{min(max(job.workers, 2), MOST_RANKS)}"
-            known = profile is not None and bool(profile.ranks)
+            is_measured = profile is not None and bool(profile.ranks)
         else:
-            known = profile is not None and {rank.mesh for rank in profile.ranks}.issuperset(meshes)
-        if profile is None or not known:
+            is_measured = profile is not None and {rank.mesh for rank in profile.ranks}.issuperset(meshes)
+        if profile is None or not is_measured:
             with blaming("while its model was profiled on its first batch"):
                 profile = profile_recipe(
                     recipe,
@@ -219,7 +219,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
                     meshes=meshes,
                 )
         request = PlanRequest(
-            _cluster(job, process),
+            _choose_cluster(job, process),
             schedule=job.schedule,
             microbatches=job.microbatches,
             in_flight=options.in_flight,
@@ -248,15 +248,15 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     return PlannedJob(job, plan, profile, phases, compensation)
 
 
-def _cluster(job: Job, process: Process) -> Cluster:
+def _choose_cluster(job: Job, process: Process) -> Cluster:
     """Returns the given cluster, or that of this run's processes."""
     options = job.options
     if options.cluster is not None:
         return options.cluster
-    found, measured = detect_cluster(str(process.device), workers=job.workers)
+    cluster, measured = detect_cluster(str(process.device), workers=job.workers)
     if measured:
         process.console.print(measured)
-    return found if options.memory_bytes is None else found.with_memory(lambda _: options.memory_bytes)
+    return cluster if options.memory_bytes is None else cluster.with_memory(lambda _: options.memory_bytes)
 
 
 def profile_recipe(
@@ -276,7 +276,7 @@ def profile_recipe(
     loss = Loss(recipe.loss, recipe.weight)
     adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
     _, targets = adapt(batch)
-    found = profile_model(
+    profile = profile_model(
         recipe.model,
         model_input(recipe, batch),
         loss=None if recipe.loss is None else lambda output: loss.value(output, targets),
@@ -294,10 +294,10 @@ def profile_recipe(
         layout=recipe.layout,
         meshes=meshes,
     )
-    return found if device == "meta" else replace(found, runtime=_runtime_costs(recipe, device))
+    return profile if device == "meta" else replace(profile, runtime=_measure_runtime_costs(recipe, device))
 
 
-def _runtime_costs(recipe: Recipe, device: str) -> RuntimeCosts:
+def _measure_runtime_costs(recipe: Recipe, device: str) -> RuntimeCosts:
     """What the runtime and the recipe's loader cost these workers."""
     with blaming("while its training batches were made"):
         load_s = float(process_group.run_on_rank_0(lambda: str(recipe.load_s()), device))
@@ -319,7 +319,7 @@ def describe_recipe(recipe: Recipe) -> DescribedStep:
 
     The names of indices are shared by all operators. The batch goes to the model's device, which may be 'meta'.
     """
-    device = next((one.device for one in recipe.model.parameters()), None)
+    device = next((parameter.device for parameter in recipe.model.parameters()), None)
 
     def moved(value: Any) -> Any:
         return value if device is None else to_device(value, device)
@@ -333,10 +333,10 @@ def describe_recipe(recipe: Recipe) -> DescribedStep:
         return loss_of_output(output) if recipe.loss is None else loss.value(output, targets)
 
     with blaming("while its step was described on its first batch"):
-        found = trace(recipe.model, moved(model_input(recipe, batch)), loss=value, optimizer=recipe.optimizer)
-    ops = found.operators.with_shared_names()
-    sizes = {name: dtype.itemsize for name, dtype in found.dtypes.items()}
-    first = ops.named.at_rest[found.inputs[0]] if found.inputs else ()
+        step = trace(recipe.model, moved(model_input(recipe, batch)), loss=value, optimizer=recipe.optimizer)
+    ops = step.operators.with_shared_names()
+    sizes = {name: dtype.itemsize for name, dtype in step.dtypes.items()}
+    first = ops.named.at_rest[step.inputs[0]] if step.inputs else ()
     at = recipe.batch_dim if isinstance(recipe.batch_dim, int) else 0
     return DescribedStep(ops, sizes, (first[at] if at < len(first) else None) or "")
 
@@ -348,7 +348,7 @@ def model_input(recipe: Recipe, batch: Any) -> Any:
     return BatchAdapter(recipe.inputs, own_loss=recipe.loss is None).input_of(batch)
 
 
-def _method(options: TrainingOptions, resumed: ResumePoint | None) -> tuple[str, int | None]:
+def _choose_method(options: TrainingOptions, resumed: ResumePoint | None) -> tuple[str, int | None]:
     schedule, microbatches = options.schedule, options.microbatches
     if resumed is None:
         if options.plan is not None:
@@ -364,7 +364,7 @@ def _method(options: TrainingOptions, resumed: ResumePoint | None) -> tuple[str,
     return schedule or manifest.schedule, microbatches
 
 
-def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: int) -> int:
+def _count_workers(options: TrainingOptions, resumed: ResumePoint | None, processes: int) -> int:
     """Raises a `PlanError` if options, plan and processes disagree."""
     requested, config, planned = options.workers, "", 0
     if options.plan is not None:
@@ -377,7 +377,7 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
         requested = requested or options.cluster.workers
     elif requested is None and resumed is not None and processes == 1:
         requested = resumed.manifest.plan.ranks
-    count = requested or planned or (processes if processes > 1 else ranks_of(_given_mesh(options)))
+    count = requested or planned or (processes if processes > 1 else ranks_of(_read_mesh(options)))
     if processes > 1 and count != processes:
         raise PlanError(f"{count} workers were asked for, {processes} processes were started; make the numbers equal")
     if planned not in (0, count):
@@ -391,11 +391,11 @@ def _workers(options: TrainingOptions, resumed: ResumePoint | None, processes: i
     return count
 
 
-def _given_mesh(options: TrainingOptions) -> str:
+def _read_mesh(options: TrainingOptions) -> str:
     return "" if options.mesh == AUTO else options.mesh
 
 
-def _phases(options: TrainingOptions, resumed: ResumePoint | None, recipe: Recipe) -> tuple[Phase, ...]:
+def _choose_phases(options: TrainingOptions, resumed: ResumePoint | None, recipe: Recipe) -> tuple[Phase, ...]:
     phases = options.phases
     if phases is None and options.schedule is None:
         phases = recipe.phases
@@ -410,7 +410,7 @@ def _phases(options: TrainingOptions, resumed: ResumePoint | None, recipe: Recip
     return read_run_phases(options.schedule, options.microbatches, phases) if phases else ()
 
 
-def _compensation(
+def _choose_compensation(
     options: TrainingOptions, resumed: ResumePoint | None, phases: tuple[Phase, ...], schedule: str
 ) -> Any:
     if options.compensation is not None or resumed is None:

@@ -143,19 +143,19 @@ class TrainingLoop:
         self.pipeline.save(self._checkpoints.folder, keep=self._checkpoints.keep, wait=False, extra=extra)
         if self.pipeline.rank == 0:
             # The checkpoint includes minibatches that the drain has finished and this loop has yet to be given.
-            known = [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
+            losses = [*self.losses, *((done.number, done.loss) for done in self.pipeline.ready)]
             path = self._checkpoints.folder.parent / "losses.json"
             try:
                 if isinstance(path, Path):
-                    write_text(path, json.dumps(known))
+                    write_text(path, json.dumps(losses))
                 else:
-                    path.write_text(json.dumps(known))
+                    path.write_text(json.dumps(losses))
             except (ArtifactError, OSError) as error:
                 advice = f"checkpoints in {self._checkpoints.folder} are intact: resume from there"
                 raise WorkerError(0, "saving the losses so far", str(error), advice) from None
 
     def figures(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "drains": self.pipeline.drains,
             "epochs": self.pipeline.position[0],
             "minibatches": self.pipeline.drain(),
@@ -165,10 +165,10 @@ class TrainingLoop:
             "seconds_to_target": self.seconds_to_target,
         }
         if "accuracy" in self.metrics:
-            found["accuracy"] = self.metrics["accuracy"]
+            figures["accuracy"] = self.metrics["accuracy"]
         if self.recipe.target is not None:
-            found["target"] = {"metric": self.recipe.target[0], "value": self.recipe.target[1]}
-        return found
+            figures["target"] = {"metric": self.recipe.target[0], "value": self.recipe.target[1]}
+        return figures
 
     def _end_epoch(self, done: Done, seconds: float, last: bool) -> None:
         every = self._evaluate_every

@@ -70,10 +70,10 @@ class Progress:
         now = time.perf_counter()
         rate = (done.number - self._epoch_number) / (now - self._epoch_s) if now > self._epoch_s else 0.0
         self._epoch_s, self._epoch_number = now, done.number
-        found = "  ".join(f"test {name} {value:.4f}" for name, value in result.items())
+        results = "  ".join(f"test {name} {value:.4f}" for name, value in result.items())
         self._console.print(
             f"epoch {done.epoch + 1:>3}  minibatch {done.number + 1:>6}  {rate:>7.1f} minibatches/s  "
-            f"loss {done.loss:.4f}  {found}"
+            f"loss {done.loss:.4f}  {results}"
         )
 
     def __enter__(self) -> Self:

@@ -62,8 +62,8 @@ def checkpoints_of(folder: AnyPath) -> list[AnyPath]:
     for inside in (folder / CHECKPOINTS, folder):
         if newest_checkpoint(inside) == inside:
             return [inside]
-        if found := complete_checkpoints(inside):
-            return found
+        if checkpoints := complete_checkpoints(inside):
+            return checkpoints
     raise ArtifactError(f"there is no complete checkpoint in {folder}; give the run folder of a run that has saved one")
 
 
@@ -79,12 +79,12 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
     """
 
     if resume is not None:
-        found = newest_checkpoint(any_path(resume) / CHECKPOINTS) or newest_checkpoint(resume)
+        checkpoint = newest_checkpoint(any_path(resume) / CHECKPOINTS) or newest_checkpoint(resume)
     else:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        found = newest_checkpoint(any_path(out) / CHECKPOINTS) if restarted and out is not None else None
+        checkpoint = newest_checkpoint(any_path(out) / CHECKPOINTS) if restarted and out is not None else None
     group = process_group.world_group()
-    path = newest_of_all(found, group)
+    path = newest_of_all(checkpoint, group)
     if path is None:
         # One command may start a run and continue it.
         if resume is None or (out is not None and any_path(out) == any_path(resume)):
@@ -115,8 +115,8 @@ def locked(folder: Path, rank: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for one in locks:
-            one.release()
+        for folder_lock in locks:
+            folder_lock.release()
 
 
 def check_unused(folder: AnyPath) -> None:

@@ -69,8 +69,8 @@ def summarise(
         samples_per_s: of each epoch; their median is the throughput, or the timeline's if there are none.
         collectives: of each stage (`Pipeline.collectives`).
     """
-    exchanged = dict(enumerate(collectives))
-    before, after = _steady(predicted), _steady(measured)
+    exchanges = dict(enumerate(collectives))
+    before, after = _measure_steady(predicted), _measure_steady(measured)
     stages = []
     placement = plan.placement
     for index, stage in enumerate(plan.stages):
@@ -83,7 +83,7 @@ def summarise(
                     "layers": list(stage.names),
                     "mesh": stage.mesh,
                     "layout": stage.layout,
-                    "collectives": None if (one := exchanged.get(index)) is None else one.to_json(),
+                    "collectives": None if (exchange := exchanges.get(index)) is None else exchange.to_json(),
                     "learning_rate": learning_rates[index],
                     "busy_share": now.busy_s / after.makespan_s if after.makespan_s else None,
                     "wait_share": now.wait_s / after.makespan_s if after.makespan_s else None,
@@ -106,7 +106,7 @@ def summarise(
         "ranks": plan.ranks,
         "plan": json.loads(plan.to_json()),
         "stages": stages,
-        "memory": _memory(plan, measured),
+        "memory": _compare_memory(plan, measured),
         "throughput": {
             "predicted_per_s": before.samples_per_s,
             "measured_per_s": median(samples_per_s) if samples_per_s else after.samples_per_s,
@@ -115,7 +115,7 @@ def summarise(
     }
 
 
-def _memory(plan: Plan, measured: Timeline) -> dict[str, Any]:
+def _compare_memory(plan: Plan, measured: Timeline) -> dict[str, Any]:
     """Peak bytes of tensors, measured and predicted: of the fullest worker, or of all workers of a single process."""
     needs = plan.worker_bytes.values()
     together = measured.shares_memory
@@ -133,7 +133,7 @@ def phase_figures(
     """Returns each phase's method, microbatches, begin and end, throughput, bubble."""
     rows = []
     for number, timeline in timelines.items():
-        figures = _steady(last_segment(timeline, drains)) if timeline.spans else None
+        figures = _measure_steady(last_segment(timeline, drains)) if timeline.spans else None
         rows.append(
             {
                 "schedule": timeline.name,
@@ -147,7 +147,7 @@ def phase_figures(
     return rows
 
 
-def _steady(timeline: Timeline) -> metrics.Metrics:
+def _measure_steady(timeline: Timeline) -> metrics.Metrics:
     try:
         return metrics.steady_metrics(timeline)
     except ValueError:  # too short for a steady part

@@ -77,11 +77,11 @@ def _train(make: Callable[[int], Recipe], options: TrainingOptions) -> dict[str,
         process_group.check_same_software()
         activity.place = "preparing the run"
         job = resolve(make, options, process)
-        check_same_settings(_compared(job), process_group.world_group())
+        check_same_settings(_collect_shared_settings(job), process_group.world_group())
         with locked(job.folder, process.rank):
             if job.resumed is None:
                 check_unused(job.place)
-            policy = _checkpoint_policy(job, process)
+            policy = _choose_checkpoint_policy(job, process)
             planned = plan_job(job, process)
             outcome = run_job(planned, process, policy)
             activity.place = "writing the run folder"
@@ -92,7 +92,7 @@ def _train(make: Callable[[int], Recipe], options: TrainingOptions) -> dict[str,
     return summary
 
 
-def _compared(job: Job) -> dict[str, str]:
+def _collect_shared_settings(job: Job) -> dict[str, str]:
     """Returns what must be equal on all ranks; the pipeline compares the rest."""
     options, recipe = job.options, job.recipe
     return {
@@ -147,7 +147,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
         copy_run(job.folder, job.place)
     names_layers = sum(len(stage.names) for stage in plan.stages) == plan.stages[-1].last
     with blaming("while the pipeline was built"):
-        made = Pipeline(
+        built = Pipeline(
             recipe.model,
             plan,
             loss=recipe.loss,
@@ -166,12 +166,12 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
                 "sample": None if names_layers else model_input(recipe, recipe.first_batch()),
             },
         )
-    with made as pipeline:
-        proofs = "\n\n".join(str(found.proof) for found in pipeline.prepared)
+    with built as pipeline:
+        proofs = "\n\n".join(str(phase.proof) for phase in pipeline.prepared)
         console.print(f"\n{plan}\n\n{proofs}\n")
-        for found in pipeline.prepared:
-            if found.proof.lateness:
-                console.print(f"{found.proof.lateness}\n")
+        for phase in pipeline.prepared:
+            if phase.proof.lateness:
+                console.print(f"{phase.proof.lateness}\n")
         _check_evaluations(pipeline, recipe, options)
         loop = TrainingLoop(pipeline, recipe, console, options.evaluate_every, policy, process.began_s)
         if job.resumed is not None:
@@ -182,7 +182,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
                 f"resuming from {job.resumed.path}: minibatch {manifest.minibatches}, epoch {manifest.epoch}\n"
             )
         interrupted = loop.train(job.epochs, options.minibatches)
-        return _outcome(pipeline, loop, interrupted, plan)
+        return _collect_outcome(pipeline, loop, interrupted, plan)
 
 
 def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOptions) -> None:
@@ -194,7 +194,7 @@ def _check_evaluations(pipeline: Pipeline, recipe: Recipe, options: TrainingOpti
         raise RecipeError(f"{follower} follows the evaluations, but {missing}; evaluate after epochs, or leave it out")
 
 
-def _checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
+def _choose_checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
     """Looks first who sees the run folder, while little was done."""
     every, folder = job.options.checkpoint_every, job.place
     if every != 0 and not all(ranks_that_see(folder, process.rank, process_group.world_group())):
@@ -205,7 +205,7 @@ def _checkpoint_policy(job: Job, process: Process) -> CheckpointPolicy:
     return CheckpointPolicy(folder / CHECKPOINTS, every, job.options.keep)
 
 
-def _outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan) -> Outcome:
+def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, plan: Plan) -> Outcome:
     # Nothing may have been left to train.
     trained = pipeline.trained or {len(pipeline.phases) - 1: (pipeline.drain(),) * 2}
     timelines = {number: pipeline.timeline(number) for number in sorted(trained)}
@@ -265,7 +265,7 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
             "workers": plan.workers,
             "processes": process.count,
             "schedule": program.name,
-            "compensation": [str(one) for one in program.updates.compensation],
+            "compensation": [str(rule) for rule in program.updates.compensation],
             "phases": phases,
             "microbatches": program.microbatches,
             "in_flight": list(plan.in_flight),

@@ -43,9 +43,9 @@ def with_kinds(cluster: Cluster, kinds: tuple[Workers, ...]) -> Cluster:
     """Returns the cluster with these workers; raises PlanError for another number of them."""
     if not kinds:
         return cluster
-    found = sum(kind.count for kind in kinds)
-    if found != cluster.workers:
-        raise PlanError(f"--devices gives {found} workers, the network joins {cluster.workers}; make the numbers equal")
+    count = sum(kind.count for kind in kinds)
+    if count != cluster.workers:
+        raise PlanError(f"--devices gives {count} workers, the network joins {cluster.workers}; make the numbers equal")
     limit = cluster.memory_bytes
     if limit is not None:
         kinds = tuple(replace(kind, memory_bytes=min(limit, kind.memory_bytes or limit)) for kind in kinds)

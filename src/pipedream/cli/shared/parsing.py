@@ -35,19 +35,19 @@ class OptionParser(TyperCommand):
                 raise PlanError(f"{word} is a command of its own now; write {moved}")
         lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
         lists &= set(self._LISTS)
-        given: list[str] = []
+        words: list[str] = []
         option = ""
         for word in args:
-            if option and given[-1] != option and re.fullmatch(self._LISTS[option], word):
-                given.append(option)
-            elif not option or given[-1] != option:
+            if option and words[-1] != option and re.fullmatch(self._LISTS[option], word):
+                words.append(option)
+            elif not option or words[-1] != option:
                 name = word.partition("=")[0]
                 option = name if name in lists else ""
                 if option and word != name:
-                    given += [option, word.partition("=")[2]]
+                    words += [option, word.partition("=")[2]]
                     continue
-            given.append(word)
-        return list(super().parse_args(ctx, given))
+            words.append(word)
+        return list(super().parse_args(ctx, words))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {panel: [] for panel in Panel}
