@@ -611,15 +611,15 @@ BREAKS = (
     Break(
         "mesh: every rank counts a whole weight in the norm",
         "sharding/stage.py",
-        "return not any(place for at, (one, place) in placed if one.is_replicate() and at not in at_rest)",
+        "return not any(place for at, (placement, place) in placed if placement.is_replicate() and at not in at_rest)",
         "return True",
         ("sharding/test_mesh_training.py",),
     ),
     Break(
         "mesh: a rank sends a piece that it does not have",
         "core/plan/mesh.py",
-        "found.append(Piece(ranks[rank % len(ranks)], rank, part))",
-        "found.append(Piece(rank % sender.size, rank, part))",
+        "to_send.append(Piece(ranks[rank % len(ranks)], rank, part))",
+        "to_send.append(Piece(rank % sender.size, rank, part))",
         ("core/test_meshes.py",),
     ),
     Break(
@@ -632,7 +632,7 @@ BREAKS = (
     Break(
         "mesh: a found layout computes the whole batch's gradient from a part",
         "sharding/partitioned_layer.py",
-        "        if have == wanted:\n            return part\n",
+        "        if have == target:\n            return part\n",
         "        if have == have:\n            return part\n",
         ("sharding/test_mesh_training.py",),
     ),
@@ -689,15 +689,15 @@ BREAKS = (
     Break(
         "partition: a rank loses what it sends to itself",
         "sharding/exchange.py",
-        "arriving[own].copy_(leaving[own])",
-        "arriving[own].zero_()",
+        "arriving[here].copy_(leaving[here])",
+        "arriving[here].zero_()",
         ("sharding/test_exchange.py",),
     ),
     Break(
         "partition: a description may leave an operand out",
         "sharding/descriptions.py",
-        "given - said, said - given",
-        "(), said - given",
+        "present - named, named - present",
+        "(), named - present",
         ("sharding/test_descriptions.py",),
     ),
     Break(

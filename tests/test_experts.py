@@ -101,22 +101,22 @@ def gates(draw: st.DrawFn) -> Drawn:
 @given(gates(), st.booleans())
 def test_the_gate_follows_its_rules(drawn: Drawn, pads: bool) -> None:
     importance = drawn.importance if pads else None
-    found = gate(drawn.logits, drawn.capacity, uniform=drawn.uniform, importance=importance, **drawn.how)
+    masks = gate(drawn.logits, drawn.capacity, uniform=drawn.uniform, importance=importance, **drawn.how)
     everywhere = torch.ones_like(drawn.importance)
-    wanted, loss = loops(
+    expected, loss = loops(
         drawn.logits, drawn.capacity, uniform=drawn.uniform, importance=drawn.importance if pads else everywhere,
         **drawn.how,
     )  # fmt: skip
-    torch.testing.assert_close(found.combine, wanted, rtol=1e-10, atol=1e-12)
-    assert torch.equal(found.dispatch, (wanted > 0).double())
-    assert float(found.loss) == pytest.approx(loss, abs=1e-12)
+    torch.testing.assert_close(masks.combine, expected, rtol=1e-10, atol=1e-12)
+    assert torch.equal(masks.dispatch, (expected > 0).double())
+    assert float(masks.loss) == pytest.approx(loss, abs=1e-12)
 
 
 def test_second_choices_queue_after_all_kept_first_choices() -> None:
     """Three tokens prefer expert 0, which has two places; the first token's second choice comes after the third's."""
     logits = torch.tensor([[[0.0, 5.0, 3.0], [4.0, 0.0, 2.0], [0.0, 2.0, 5.0], [0.0, 5.0, 2.0], [0.0, 5.0, 2.0]]])
-    found = gate(logits, 2, second="all")
-    places = found.combine.nonzero().tolist()
+    masks = gate(logits, 2, second="all")
+    places = masks.combine.nonzero().tolist()
     assert [p[1:] for p in places] == [[0, 1, 0], [0, 2, 1], [1, 0, 0], [2, 2, 0], [3, 1, 1]]
     # Token 1's second choice, expert 2, has its two places taken; token 4 is sent nowhere.
 
@@ -130,25 +130,25 @@ def test_a_uniform_gate_has_the_balance_loss_1_and_a_collapsed_one_e() -> None:
 def test_the_softmax_is_taken_in_full_precision() -> None:
     logits = torch.randn(1, 16, 4)
     for dtype, kept in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        found = gate(logits.to(dtype), 8, second="all")
-        assert (found.combine.dtype, found.loss.dtype) == (kept, kept)
-        wanted = gate(logits.to(dtype).to(kept), 8, second="all")
-        assert torch.equal(found.combine, wanted.combine)
+        masks = gate(logits.to(dtype), 8, second="all")
+        assert (masks.combine.dtype, masks.loss.dtype) == (kept, kept)
+        expected = gate(logits.to(dtype).to(kept), 8, second="all")
+        assert torch.equal(masks.combine, expected.combine)
 
 
 def test_random_routing_sends_a_second_choice_by_its_weight() -> None:
     logits = torch.tensor([2.0, 0.0, -50.0]).expand(200, 20, 3)  # g2 = 0.119, sent with probability 0.238
     torch.manual_seed(0)
-    found = gate(logits, 40)
-    assert float((found.combine[..., 1, :] > 0).sum()) / 4000 == pytest.approx(2 * 0.1192, abs=0.02)
+    masks = gate(logits, 40)
+    assert float((masks.combine[..., 1, :] > 0).sum()) / 4000 == pytest.approx(2 * 0.1192, abs=0.02)
     assert float((gate(logits, 40, threshold=0.1).combine[..., 1, :] > 0).sum()) == 4000
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "factor", "wanted"), [(1024, 8, 2.0, 256), (10, 4, 1.25, 4), (6, 2, 9.0, 6), (2, 2, 1.0, 4)]
+    ("tokens", "experts", "factor", "places"), [(1024, 8, 2.0, 256), (10, 4, 1.25, 4), (6, 2, 9.0, 6), (2, 2, 1.0, 4)]
 )
-def test_capacity(tokens: int, experts: int, factor: float, wanted: int) -> None:
-    assert capacity(tokens, experts, factor) == wanted
+def test_capacity(tokens: int, experts: int, factor: float, places: int) -> None:
+    assert capacity(tokens, experts, factor) == places
 
 
 # -- the layer --------------------------------------------------------------------------------------
@@ -165,9 +165,9 @@ def trained(layer: nn.Module, x: Tensor, **how: Any) -> dict[str, Tensor]:
     torch.manual_seed(7)
     output = layer(x, **how)
     (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
-    found = {"output": output.detach(), "x": x.grad} | {n: p.grad for n, p in layer.named_parameters()}
+    tensors = {"output": output.detach(), "x": x.grad} | {n: p.grad for n, p in layer.named_parameters()}
     layer.zero_grad()
-    return found
+    return tensors
 
 
 @given(
@@ -181,8 +181,8 @@ def test_the_forms_are_equal(
     x = torch.randn(4, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     importance = torch.tensor(random.Random(seed).choices([1.0, 0.5, 0.0], k=32)).view(4, 8) if pads else None
     forms = [trained(experts_of(form, z_loss=1e-2, **how), x, importance=importance) for form in ("sorted", "dense")]
-    for name, wanted in forms[1].items():
-        torch.testing.assert_close(forms[0][name], wanted, rtol=1e-10, atol=1e-12, msg=name)
+    for name, expected in forms[1].items():
+        torch.testing.assert_close(forms[0][name], expected, rtol=1e-10, atol=1e-12, msg=name)
     if pads:
         assert not forms[0]["output"][importance == 0].any()
 
@@ -194,11 +194,11 @@ def test_where_counts_cannot_be_read_all_slots_are_computed() -> None:
         pass
 
     layer, x = experts_of(), torch.randn(2, 8, 6, dtype=torch.float64)
-    wanted = trained(layer, x)
+    expected = trained(layer, x)
     counts = trained(nn.Sequential(_As(Own), layer), x)
     for name in ("output", "x"):
-        torch.testing.assert_close(counts[name].as_subclass(Tensor), wanted[name], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(counts["1.up"].as_subclass(Tensor), wanted["up"], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(counts[name].as_subclass(Tensor), expected[name], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(counts["1.up"].as_subclass(Tensor), expected["up"], rtol=1e-10, atol=1e-12)
     with torch.device("meta"):
         assert MixtureOfExperts(6, 10, 4)(torch.empty(2, 8, 6)).shape == (2, 8, 6)
 
@@ -215,26 +215,26 @@ class _As(nn.Module):
 @pytest.mark.parametrize("form", ["sorted", "dense"])
 def test_low_precision(form: str) -> None:
     layer, x = experts_of(form, second="all", capacity_factor=4.0), torch.randn(2, 8, 6, dtype=torch.float64)
-    wanted = layer(x)
+    expected = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         cast = copy.deepcopy(layer).float()(x.float())
     low = copy.deepcopy(layer).bfloat16()(x.bfloat16())
-    for found in (cast, low):
-        assert found.dtype == torch.bfloat16
+    for output in (cast, low):
+        assert output.dtype == torch.bfloat16
         # A token may choose another expert where two are nearly alike.
-        assert (found.double() - wanted).abs().median() < 0.02
+        assert (output.double() - expected).abs().median() < 0.02
 
 
 @pytest.mark.parametrize("form", ["sorted", "dense"])
 def test_its_losses_join_the_objective_in_training_alone(form: str) -> None:
     layer, x = experts_of(form, groups=2, balance_loss=0.5, z_loss=0.25), torch.randn(4, 8, 6, dtype=torch.float64)
-    found = trained(layer, x)["gate"]
+    gate_gradient = trained(layer, x)["gate"]
     logits = (x.view(2, 16, 6) @ layer.gate).detach().requires_grad_()
     balance = gate(logits, 8).loss
-    (wanted,) = torch.autograd.grad(0.5 * balance + 0.25 * logits.logsumexp(-1).square().mean(), logits)
+    (expected,) = torch.autograd.grad(0.5 * balance + 0.25 * logits.logsumexp(-1).square().mean(), logits)
     layer.balance_loss = layer.z_loss = 0.0
     without = trained(layer, x)["gate"]
-    torch.testing.assert_close(found - without, x.view(-1, 6).T @ wanted.view(-1, 4))
+    torch.testing.assert_close(gate_gradient - without, x.view(-1, 6).T @ expected.view(-1, 4))
     assert float(layer.last_balance_loss) == pytest.approx(float(balance.detach()))
     assert not layer.last_balance_loss.requires_grad
     layer.eval()
@@ -249,9 +249,9 @@ def test_its_losses_join_the_objective_in_training_alone(form: str) -> None:
 def test_switch_counts_an_output_by_its_probability() -> None:
     layer, x = experts_of(top=1, capacity_factor=4.0), torch.randn(3, 5, 6, dtype=torch.float64)
     odds, chosen = (x @ layer.gate).softmax(-1).max(-1)
-    wanted = torch.stack([p * (t @ layer.up[e]).relu() @ layer.down[e] for p, e, t in
+    expected = torch.stack([p * (t @ layer.up[e]).relu() @ layer.down[e] for p, e, t in
                           zip(odds.flatten(), chosen.flatten(), x.view(-1, 6), strict=True)])  # fmt: skip
-    torch.testing.assert_close(layer(x), wanted.view_as(x))
+    torch.testing.assert_close(layer(x), expected.view_as(x))
 
 
 def test_it_names_its_weights() -> None:
@@ -322,15 +322,15 @@ def through_a_pipeline(model: nn.Module, cuts: tuple[int, ...], schedule: str, *
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_pipeline_trains_them_as_one_process_does(schedule: str) -> None:
     """Random routing, places and losses do not depend on the cuts, on the form, or on how a backward is split."""
-    wanted = through_a_pipeline(model_of("dense"), (), "1f1b", microbatches=2)
-    found = through_a_pipeline(model_of(), (2, 4), schedule, microbatches=2)
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
-    assert any(not torch.equal(value, model_of().state_dict()[name]) for name, value in found.items())
+    plain = through_a_pipeline(model_of("dense"), (), "1f1b", microbatches=2)
+    pipelined = through_a_pipeline(model_of(), (2, 4), schedule, microbatches=2)
+    for name, value in plain.items():
+        torch.testing.assert_close(pipelined[name], value, rtol=1e-10, atol=1e-12, msg=name)
+    assert any(not torch.equal(value, model_of().state_dict()[name]) for name, value in pipelined.items())
 
 
 def test_old_activations_meet_newer_experts() -> None:
     """The rule 'graph' finds the experts' weights in what autograd has saved."""
-    found = [through_a_pipeline(model_of(form), (2, 4), "paci", microbatches=2) for form in ("sorted", "dense")]
-    for name, value in found[1].items():
-        torch.testing.assert_close(found[0][name], value, rtol=1e-10, atol=1e-12, msg=name)
+    trained_forms = [through_a_pipeline(model_of(form), (2, 4), "paci", microbatches=2) for form in ("sorted", "dense")]
+    for name, value in trained_forms[1].items():
+        torch.testing.assert_close(trained_forms[0][name], value, rtol=1e-10, atol=1e-12, msg=name)

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.runtime.stage.auxiliary import auxiliary
-from pipedream.sharding.functions import all_to_all, summed
-from pipedream.sharding.local_rules import as_dtensors, computed_on_parts
+from pipedream.sharding.functions import all_to_all, sum_partials
+from pipedream.sharding.local_rules import compute_on_parts, make_dtensors
 
 _LEAST_CAPACITY = 4
 
@@ -94,10 +94,10 @@ def gate(
     """
     _check(logits.shape[-1], top, second, normalise)
     routes = _route(logits, capacity, top, second, threshold, uniform, importance, normalise)
-    return _masks(routes, logits.shape[-1], capacity)
+    return _build_masks(routes, logits.shape[-1], capacity)
 
 
-def _masks(routes: _Routes, experts: int, capacity: int) -> Gate:
+def _build_masks(routes: _Routes, experts: int, capacity: int) -> Gate:
     choices = zip(routes.expert, routes.place, routes.weight, strict=True)
     combine = sum(
         (F.one_hot(expert, experts) * weight.unsqueeze(-1)).unsqueeze(-1)
@@ -126,7 +126,7 @@ def _route(
     chosen = F.one_hot(first, experts) * important.unsqueeze(-1)
     share = chosen.to(probabilities.dtype).mean(1)
     loss = experts**2 * (share * (probabilities * important.unsqueeze(-1)).mean(1)).mean()
-    place, kept = _places(first, chosen, logits.new_zeros((groups, 1, experts), dtype=torch.long), capacity)
+    place, kept = _assign_places(first, chosen, logits.new_zeros((groups, 1, experts), dtype=torch.long), capacity)
     if top == 1:
         return _Routes(first[None], place[None], kept[None], (weight * kept)[None], loss)
 
@@ -136,11 +136,13 @@ def _route(
     if normalise == "before":
         weights = weights / (weights.sum(0) + 1e-9)
     taken = chosen.sum(1, keepdim=True).clamp(max=capacity)
-    wanted = torch.ones_like(important) if importance is None else importance > 0
+    eligible = torch.ones_like(important) if importance is None else importance > 0
     if second == "random":
         uniform = torch.rand_like(weights[1]) if uniform is None else uniform
-        wanted = wanted & (uniform < weights[1].detach() / max(threshold, 1e-9))
-    next_place, next_kept = _places(next_best, F.one_hot(next_best, experts) * wanted.unsqueeze(-1), taken, capacity)
+        eligible = eligible & (uniform < weights[1].detach() / max(threshold, 1e-9))
+    next_place, next_kept = _assign_places(
+        next_best, F.one_hot(next_best, experts) * eligible.unsqueeze(-1), taken, capacity
+    )
     sent = torch.stack([kept, next_kept])
     weights = weights * sent
     if normalise == "after":
@@ -149,7 +151,7 @@ def _route(
     return _Routes(torch.stack([first, next_best]), torch.stack([place, next_place]), sent, weights, loss)
 
 
-def _places(
+def _assign_places(
     expert: torch.Tensor, chosen: torch.Tensor, taken: torch.Tensor, capacity: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns each token's place at its expert, and whether it is chosen and has one, both [G, S].
@@ -166,9 +168,9 @@ def _places(
 def _check(experts: int, top: int, second: str, normalise: str) -> None:
     if top not in (1, 2) or top > experts:
         raise PipelineError(f"top={top} of {experts} experts was asked for; give 1 or 2, and at least as many experts")
-    for name, value, known in (("second", second, ("random", "all")), ("normalise", normalise, ("before", "after"))):
-        if value not in known:
-            raise PipelineError(f"{name}={value!r} was asked for; give {known[0]!r} or {known[1]!r}")
+    for name, value, choices in (("second", second, ("random", "all")), ("normalise", normalise, ("before", "after"))):
+        if value not in choices:
+            raise PipelineError(f"{name}={value!r} was asked for; give {choices[0]!r} or {choices[1]!r}")
 
 
 _WHOLE, _SUM = Replicate(), Partial()
@@ -311,13 +313,13 @@ class MixtureOfExperts(nn.Module):
                 "divide; use a number of groups that divides the tokens of every microbatch, the last one's too"
             )
         weights = self.gate, self.up, self.down
-        if any(isinstance(one, DTensor) for one in (x, *weights)):
-            return self._on_mesh(x, weights, importance)
-        return self._part_of(_RankPart(range(self.groups), range(self.experts)), importance, x, *weights)
+        if any(isinstance(tensor, DTensor) for tensor in (x, *weights)):
+            return self._run_on_mesh(x, weights, importance)
+        return self._run_part(_RankPart(range(self.groups), range(self.experts)), importance, x, *weights)
 
-    def _on_mesh(self, x: Any, weights: tuple[Any, ...], importance: Any) -> torch.Tensor:
-        x, gate, up, down = as_dtensors(x, *weights)
-        x, mesh = summed(x), x.device_mesh
+    def _run_on_mesh(self, x: Any, weights: tuple[Any, ...], importance: Any) -> torch.Tensor:
+        x, gate, up, down = make_dtensors(x, *weights)
+        x, mesh = sum_partials(x), x.device_mesh
         groups, experts, share = range(self.groups), range(self.experts), 1.0
         batch, exchange = [], None
         for at, over in enumerate(mesh.mesh_dim_names or ()):
@@ -329,24 +331,24 @@ class MixtureOfExperts(nn.Module):
                         f"experts, but there are {self.groups} groups in {x.shape[0]} samples, which {ranks} ranks do "
                         f"not divide; use groups=N with an N that they divide, or do not cut the batch over {over!r}"
                     )
-                groups, share = _part_range(groups, ranks, rank), share / ranks
+                groups, share = _take_range(groups, ranks, rank), share / ranks
                 batch.append(mesh.get_group(at))
                 exchange = mesh.get_group(at) if up.placements[at] == Shard(0) else exchange
             elif up.placements[at] != _WHOLE:  # every rank has all tokens
-                experts = _part_range(experts, ranks, rank) if up.placements[at] == Shard(0) else experts
+                experts = _take_range(experts, ranks, rank) if up.placements[at] == Shard(0) else experts
                 share = share if rank == 0 else 0.0
         if importance is not None:
-            importance = as_dtensors(x, importance)[1].redistribute(placements=x.placements).to_local()
+            importance = make_dtensors(x, importance)[1].redistribute(placements=x.placements).to_local()
         part = _RankPart(groups, experts, share, tuple(batch), exchange)
-        found: torch.Tensor = computed_on_parts(
+        output: torch.Tensor = compute_on_parts(
             "a mixture of experts (x, gate, up, down)",
             _PLACEMENTS,
-            partial(self._part_of, part, importance),
+            partial(self._run_part, part, importance),
             (x, gate, up, down),
         )
-        return found
+        return output
 
-    def _part_of(
+    def _run_part(
         self,
         part: _RankPart,
         importance: torch.Tensor | None,
@@ -361,23 +363,25 @@ class MixtureOfExperts(nn.Module):
         logits = grouped @ gate
         places = capacity(grouped.shape[1], self.experts, self.capacity_factor)
         second = self.second if self.training else "all"
-        uniform = self._uniform(part, logits) if self.top == 2 and second == "random" else None
+        uniform = self._draw_uniform(part, logits) if self.top == 2 and second == "random" else None
         routes = _route(logits, places, self.top, second, self.threshold, uniform, importance, self.normalise)
-        output = (self._sorted if self.form == "sorted" else self._dense)(part, grouped, routes, places, up, down)
+        output = (self._run_sorted if self.form == "sorted" else self._run_dense)(
+            part, grouped, routes, places, up, down
+        )
         self.last_balance_loss = routes.loss.detach()
         if part.batch:
             self.last_balance_loss = part.sum(routes.loss) * (len(part.groups) / self.groups)
         if self.training:
-            output = auxiliary(output, part.share * self._losses(part, logits, routes.loss, importance))
+            output = auxiliary(output, part.share * self._compute_losses(part, logits, routes.loss, importance))
         return output.reshape(x.shape)
 
-    def _uniform(self, part: _RankPart, logits: torch.Tensor) -> torch.Tensor:
+    def _draw_uniform(self, part: _RankPart, logits: torch.Tensor) -> torch.Tensor:
         """Draws for all groups, so that the numbers are those of one process."""
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         drawn = torch.rand(self.groups, logits.shape[1], dtype=dtype, device=logits.device)
         return drawn[part.groups.start : part.groups.stop]
 
-    def _losses(
+    def _compute_losses(
         self, part: _RankPart, logits: torch.Tensor, balance: torch.Tensor, importance: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns the losses of this rank's groups, whose mean over all ranks with groups is that of the layer."""
@@ -390,20 +394,20 @@ class MixtureOfExperts(nn.Module):
         count = part.sum(counts.sum()).clamp(min=1) * (len(part.groups) / self.groups)
         return self.balance_loss * balance + self.z_loss * (squares * counts).sum() / count
 
-    def _dense(
+    def _run_dense(
         self, part: _RankPart, x: torch.Tensor, routes: _Routes, places: int, up: torch.Tensor, down: torch.Tensor
     ) -> torch.Tensor:
-        found, own = _masks(routes, self.experts, places), slice(part.experts.start, part.experts.stop)
-        inside = torch.einsum("GSM,GSEC->EGCM", x, found.dispatch[:, :, own].to(x.dtype))
+        masks, local_experts = _build_masks(routes, self.experts, places), slice(part.experts.start, part.experts.stop)
+        inside = torch.einsum("GSM,GSEC->EGCM", x, masks.dispatch[:, :, local_experts].to(x.dtype))
         if part.exchange is not None:
             inside = all_to_all(inside, part.exchange, 1, 0, len(part.groups) * part.exchange.size())
         hidden = torch.einsum("EGCM,EMH->EGCH", inside, up).relu()
         outside = torch.einsum("EGCH,EHM->GECM", hidden, down)
         if part.exchange is not None:
             outside = all_to_all(outside, part.exchange, 1, 0, self.experts)
-        return torch.einsum("GSEC,GECM->GSM", found.combine[:, :, own].to(outside.dtype), outside)
+        return torch.einsum("GSEC,GECM->GSM", masks.combine[:, :, local_experts].to(outside.dtype), outside)
 
-    def _sorted(
+    def _run_sorted(
         self, part: _RankPart, x: torch.Tensor, routes: _Routes, places: int, up: torch.Tensor, down: torch.Tensor
     ) -> torch.Tensor:
         groups, size, width = x.shape
@@ -442,7 +446,7 @@ class MixtureOfExperts(nn.Module):
         return weighted.new_zeros(tokens, width).index_add(0, token, weighted).view(groups, size, width)
 
 
-def _part_range(whole: range, parts: int, at: int) -> range:
+def _take_range(whole: range, parts: int, at: int) -> range:
     size = len(whole) // parts
     return whole[at * size : (at + 1) * size]
 
@@ -458,9 +462,9 @@ class _Experts(torch.autograd.Function):
         hidden, output = rows.new_empty(len(rows), up.shape[2]), torch.empty_like(rows)
         parts = (t.split(counts) for t in (rows, hidden, output))  # type: ignore[no-untyped-call]
         each = zip(*parts, up, down, strict=True)
-        for own, inner, made, one_up, one_down in each:
-            torch.mm(own, one_up, out=inner).relu_()
-            torch.mm(inner, one_down, out=made)
+        for inputs, inner, outputs, expert_up, expert_down in each:
+            torch.mm(inputs, expert_up, out=inner).relu_()
+            torch.mm(inner, expert_down, out=outputs)
         ctx.save_for_backward(rows, hidden, up, down)
         ctx.counts = counts
         return output
@@ -469,13 +473,13 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         rows, hidden, up, down = ctx.saved_tensors
-        found = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
+        results = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
         counts: list[int] = ctx.counts
-        parts = (t.split(counts) for t in (rows, hidden, gradients[0], found[0]))
-        each = zip(*parts, up, down, found[1], found[2], strict=True)
-        for own, inner, arrived, back, one_up, one_down, to_up, to_down in each:
+        parts = (t.split(counts) for t in (rows, hidden, gradients[0], results[0]))
+        each = zip(*parts, up, down, results[1], results[2], strict=True)
+        for inputs, inner, arrived, back, expert_up, expert_down, to_up, to_down in each:
             torch.mm(inner.t(), arrived, out=to_down)
-            through = torch.ops.aten.threshold_backward(torch.mm(arrived, one_down.t()), inner, 0)
-            torch.mm(own.t(), through, out=to_up)
-            torch.mm(through, one_up.t(), out=back)
-        return *found, None
+            through = torch.ops.aten.threshold_backward(torch.mm(arrived, expert_down.t()), inner, 0)
+            torch.mm(inputs.t(), through, out=to_up)
+            torch.mm(through, expert_up.t(), out=back)
+        return *results, None

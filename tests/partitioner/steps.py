@@ -31,17 +31,17 @@ def random_step(rng: random.Random) -> Operators:
 
         read = rng.sample(sorted(tensors), min(len(tensors), rng.randint(1, 2)))
         reads = [f"{name}[{', '.join(map(index, tensors[name]))}]" for name in read]
-        plain = [name for name in used if any(name in one.replace(",", "]").split("[")[1] for one in reads)]
-        own = rng.sample(sorted({*plain, *rng.sample("abcde", 2)} & {*"abcde"}), rng.randint(0, 2))
-        own = [name for name in own if used.get(name, sizes[name]) == sizes[name]]
-        tensors[f"t{at}"] = tuple(sizes[name] for name in own)
-        text.append(f"t{at}[{', '.join(own)}] += f({', '.join(reads)})")
+        plain = [name for name in used if any(name in access.replace(",", "]").split("[")[1] for access in reads)]
+        result_indices = rng.sample(sorted({*plain, *rng.sample("abcde", 2)} & {*"abcde"}), rng.randint(0, 2))
+        result_indices = [name for name in result_indices if used.get(name, sizes[name]) == sizes[name]]
+        tensors[f"t{at}"] = tuple(sizes[name] for name in result_indices)
+        text.append(f"t{at}[{', '.join(result_indices)}] += f({', '.join(reads)})")
     names = sorted(tensors)
-    alike = [(one, two) for one in names for two in names if one < two and tensors[one] == tensors[two]]
+    alike = [(name, other) for name in names for other in names if name < other and tensors[name] == tensors[other]]
     return Operators(tensors, "\n".join(text), tuple(alike[:1]) if rng.random() < 0.5 else ())
 
 
-def _possible_step(seed: int) -> Operators:
+def _draw_possible_step(seed: int) -> Operators:
     rng = random.Random(seed)
     while True:
         try:
@@ -50,7 +50,7 @@ def _possible_step(seed: int) -> Operators:
             continue
 
 
-steps = st.builds(_possible_step, st.integers(0, 2**32))
+steps = st.builds(_draw_possible_step, st.integers(0, 2**32))
 
 
 class _Writer:
@@ -117,9 +117,9 @@ def transformer(
         "x0<b l d> += one_hot(ids<b l>) * words<v d>", "d_words<v d> += one_hot(ids<b l>) * d_x0<b l d> + d_out<v d>"
     )
     for at in range(layers):
-        _attention(writer, f"{at}", f"x{2 * at}", f"x{2 * at + 1}")
-        _feed_forward(writer, f"{at}", f"x{2 * at + 1}", f"x{2 * at + 2}")
-    _norm(writer, "end", f"x{2 * layers}", "")
+        _add_attention(writer, f"{at}", f"x{2 * at}", f"x{2 * at + 1}")
+        _add_feed_forward(writer, f"{at}", f"x{2 * at + 1}", f"x{2 * at + 2}")
+    _add_norm(writer, "end", f"x{2 * layers}", "")
     writer.add(
         """logits<b l v> += normed_end<b l d> * words<v d>
            sums<b l> += exp(logits<b l v>)
@@ -136,7 +136,7 @@ def transformer(
     return Operators(writer.tensors, "\n".join(lines), tuple(alike))
 
 
-def _norm(writer: _Writer, layer: str, source: str, residual: str) -> None:
+def _add_norm(writer: _Writer, layer: str, source: str, residual: str) -> None:
     """Adds T5's normalisation of a layer's input; its backward also adds the gradient of the residual."""
     n = f"normed_{layer}"
     writer.weights[f"scale_{layer}"] = "d"
@@ -150,9 +150,9 @@ def _norm(writer: _Writer, layer: str, source: str, residual: str) -> None:
     )
 
 
-def _attention(writer: _Writer, at: str, source: str, target: str) -> None:
+def _add_attention(writer: _Writer, at: str, source: str, target: str) -> None:
     layer = f"a{at}"
-    _norm(writer, layer, source, target)
+    _add_norm(writer, layer, source, target)
     writer.weights |= {f"query_{at}": "d h k", f"both_{at}": "d c h k", f"out_{at}": "h k d"}
     writer.add(
         f"""q{at}<b l h k> += normed_{layer}<b l d> * query_{at}<d h k>
@@ -181,9 +181,9 @@ def _attention(writer: _Writer, at: str, source: str, target: str) -> None:
     )
 
 
-def _feed_forward(writer: _Writer, at: str, source: str, target: str) -> None:
+def _add_feed_forward(writer: _Writer, at: str, source: str, target: str) -> None:
     layer = f"f{at}"
-    _norm(writer, layer, source, target)
+    _add_norm(writer, layer, source, target)
     writer.weights |= {f"in_{at}": "d f", f"down_{at}": "f d"}
     writer.add(
         f"""h{at}<b l f> += normed_{layer}<b l d> * in_{at}<d f>

@@ -28,17 +28,17 @@ def products(times: int) -> Operators:
 
 def test_the_published_example() -> None:
     ops = products(1)
-    found = lay_out(ops, MESH)
-    assert found == Layout("a:m2,c:m1")
-    assert ops.report(found, MESH).peak == 75
+    layout = lay_out(ops, MESH)
+    assert layout == Layout("a:m2,c:m1")
+    assert ops.report(layout, MESH).peak == 75
     assert lay_out(ops, MESH, fixed=("a", "c")) == Layout()
     assert lay_out(ops, Mesh("m1:4,m2:2,m3:1")) == Layout("a:m2,b:m3,c:m1")
 
 
 def test_equal_operators_share_variables_and_constraints() -> None:
     assert lay_out(products(100), MESH) == Layout("a:m2,c:m1")
-    one, many = memory_program(products(1), MESH), memory_program(products(100), MESH)
-    assert (many.variables, many.constraints) == (one.variables, one.constraints)
+    single, many = memory_program(products(1), MESH), memory_program(products(100), MESH)
+    assert (many.variables, many.constraints) == (single.variables, single.constraints)
     assert many.variables < 10
 
 
@@ -60,8 +60,8 @@ def _check_memory(ops: Operators, mesh: Mesh, fixed: str) -> None:
     everything = list(all_reports(ops, mesh, fixed))
     least = min(report.peak for _, report in everything)
     most = max(len(layout.over) for layout, report in everything if report.peak == least)
-    found = lay_out(ops, mesh, fixed=[name for name in fixed if any(name in step.sizes for step in ops.steps)])
-    assert (ops.report(found, mesh).peak, len(found.over)) == (least, most)
+    layout = lay_out(ops, mesh, fixed=[name for name in fixed if any(name in step.sizes for step in ops.steps)])
+    assert (ops.report(layout, mesh).peak, len(layout.over)) == (least, most)
 
 
 def _check_time(ops: Operators, mesh: Mesh, operations_per_s: float, rates: list[float], share: float) -> None:
@@ -74,9 +74,9 @@ def _check_time(ops: Operators, mesh: Mesh, operations_per_s: float, rates: list
     least = min(seconds for seconds, peak in everything if peak <= fits)
     peak = min(peak for seconds, peak in everything if peak <= fits and seconds <= least * (1 + 1e-9))
     settings: dict[str, Any] = {"operations_per_s": operations_per_s, "elements_per_s": elements_per_s}
-    found = ops.report(lay_out(ops, mesh, "time", memory_elements=fits, **settings), mesh)
-    assert found.seconds(operations_per_s, elements_per_s) == pytest.approx(least, rel=1e-6)
-    assert found.peak == peak
+    report = ops.report(lay_out(ops, mesh, "time", memory_elements=fits, **settings), mesh)
+    assert report.seconds(operations_per_s, elements_per_s) == pytest.approx(least, rel=1e-6)
+    assert report.peak == peak
 
 
 fixed_names = st.sampled_from(["", "", "a", "bc"])

@@ -24,7 +24,7 @@ def sums(draw: st.DrawFn) -> tuple[list[Table], dict[Variable, int]]:
     tables = []
     for _ in range(draw(st.integers(0, 7))):
         scope = tuple(draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True)))
-        shape = [sizes[one] for one in scope]
+        shape = [sizes[variable] for variable in scope]
         costs = draw(st.lists(st.integers(0, 9), min_size=prod(shape), max_size=prod(shape)))
         tables.append(Table(scope, np.reshape(np.array(costs, dtype=float), shape)))
     return tables, sizes
@@ -32,21 +32,21 @@ def sums(draw: st.DrawFn) -> tuple[list[Table], dict[Variable, int]]:
 
 @given(sums(), st.booleans())
 def test_the_least_and_its_choices_are_those_of_exhaustive_search(
-    given: tuple[list[Table], dict[Variable, int]], by_fill: bool
+    drawn: tuple[list[Table], dict[Variable, int]], by_fill: bool
 ) -> None:
-    tables, sizes = given
-    order, cells = elimination_order([one.variables for one in tables], sizes, by_fill=by_fill)
+    tables, sizes = drawn
+    order, cells = elimination_order([table.variables for table in tables], sizes, by_fill=by_fill)
     assert sorted(order, key=str) == sorted(NAMES)
-    found = Elimination(tables, sizes, order)
-    assert cells == max(table.costs.size for _, table in found._buckets)
+    elimination = Elimination(tables, sizes, order)
+    assert cells == max(table.costs.size for _, table in elimination._buckets)
     totals = {}
     for values in product(*(range(sizes[name]) for name in NAMES)):
         chosen = dict(zip(NAMES, values, strict=True))
-        totals[values] = sum(float(one.costs[tuple(chosen[name] for name in one.variables)]) for one in tables)
-    assert found.least == min(totals.values())
-    best = [values for values, total in totals.items() if total == found.least]
+        totals[values] = sum(float(table.costs[tuple(chosen[name] for name in table.variables)]) for table in tables)
+    assert elimination.least == min(totals.values())
+    best = [values for values, total in totals.items() if total == elimination.least]
     for most in (1, 4, 1000):
-        choices = [tuple(one[name] for name in NAMES) for one in found.choices(most)]
+        choices = [tuple(choice[name] for name in NAMES) for choice in elimination.choices(most)]
         assert set(choices) <= set(best)
         assert len(set(choices)) == len(choices) <= most
         assert len(best) > most or sorted(choices) == best

@@ -82,8 +82,8 @@ def recurrent(layers: int, steps: int, batch: int, width: int) -> Operators:
 )
 def test_square_layers(sizes: tuple[int, int, int], first: int, four: int, eight: int, joint: int) -> None:
     ops = square_layers(*sizes)
-    found = partition(ops, 8)
-    assert (found.cuts[0].elements, found.elements, found.at_least) == (first, eight, joint)
+    result = partition(ops, 8)
+    assert (result.cuts[0].elements, result.elements, result.at_least) == (first, eight, joint)
     assert partition(ops, 8, "joint").elements == joint
     weights = sizes[0] * sizes[2] ** 2
     for ranks, least in ((2, first), (4, four), (8, eight)):
@@ -98,9 +98,9 @@ def test_square_layers(sizes: tuple[int, int, int], first: int, four: int, eight
 )
 def test_megatrons_split_is_one_of_the_cheapest_first_cuts(sizes: tuple[int, int, int], is_cheapest: bool) -> None:
     ops = square_layers(*sizes)
-    wanted = {"w1": 1, "w2": 0, "w3": 1, "w4": 0}
+    megatron = {"w1": 1, "w2": 0, "w3": 1, "w4": 0}
     _, choices = Search(ops).cheapest(State.uncut(ops), most=10_000)
-    assert any(wanted.items() <= choice.schemes.items() for (choice,) in choices) == is_cheapest
+    assert any(megatron.items() <= choice.schemes.items() for (choice,) in choices) == is_cheapest
 
 
 def test_equally_cheap_first_cuts_lead_to_different_ends() -> None:
@@ -155,27 +155,31 @@ def graphs(draw: st.DrawFn) -> Operators:
     names = [f"t{at}" for at in range(rng.randint(3, 8))]
     text: list[str] = []
     for at, name in enumerate(names):
-        own = rng.sample(sorted(letters), rng.randint(0 if at else 1, 3))
-        sizes[name] = tuple(letters[letter] for letter in own)
+        result_indices = rng.sample(sorted(letters), rng.randint(0 if at else 1, 3))
+        sizes[name] = tuple(letters[letter] for letter in result_indices)
         read = rng.sample(names[:at], min(at, rng.randint(0, 2)))
         if not read:
             continue
         pool = {size: letter for letter, size in letters.items()}
-        accesses, used = [], set(own)
+        accesses, used = [], set(result_indices)
         for other in read:
             indices = []
             for size in sizes[other]:
                 match = [
-                    letter for letter in letters if letters[letter] == size and (letter in own or rng.random() < 0.7)
+                    letter
+                    for letter in letters
+                    if letters[letter] == size and (letter in result_indices or rng.random() < 0.7)
                 ]
                 letter = rng.choice(match) if match else pool[size]
                 kind = rng.random()
-                indices.append(":" if kind < 0.1 else f"{letter} + 1" if kind < 0.2 and letter in own else letter)
+                indices.append(
+                    ":" if kind < 0.1 else f"{letter} + 1" if kind < 0.2 and letter in result_indices else letter
+                )
                 used |= set() if indices[-1] == ":" else {letter}
             accesses.append(f"{other}[{', '.join(indices)}]")
-        sign = "+=" if used - set(own) else "="
-        text.append(f"{name}[{', '.join(own)}] {sign} {' * '.join(accesses)}")
-    alike = [(one, two) for one, two in product(names, names) if one < two and sizes[one] == sizes[two]]
+        sign = "+=" if used - set(result_indices) else "="
+        text.append(f"{name}[{', '.join(result_indices)}] {sign} {' * '.join(accesses)}")
+    alike = [(name, other) for name, other in product(names, names) if name < other and sizes[name] == sizes[other]]
     return Operators(sizes, "\n".join(text), tuple(alike[:1]) if draw(st.booleans()) else ())
 
 
@@ -184,7 +188,7 @@ def exhaustive(ops: Operators, state: State) -> float:
 
     def of_step(number: int, schemes: dict[str, Any]) -> float:
         step, ranges = ops.steps[number], state.ranges[number]
-        found = []
+        choices = []
         for index in all_choices(ops, number, ranges):
             total = 0
             for access in step.accesses:
@@ -192,8 +196,8 @@ def exhaustive(ops: Operators, state: State) -> float:
                 is_result = access is step.line.result
                 use = halve_access(access, ops.tensors[access.tensor], ranges, index, is_result=is_result)
                 total += count_moved(use, rest) if is_result else count_moved(rest, use)
-            found.append(total)
-        return min(found)
+            choices.append(total)
+        return min(choices)
 
     group = {name: at for at, names in enumerate(ops.groups) for name in names}
     each = [[None, *range(len(ops.tensors[names[0]]))] for names in ops.groups]
@@ -206,10 +210,10 @@ def exhaustive(ops: Operators, state: State) -> float:
 def _check_exact(ops: Operators) -> None:
     state = State.uncut(ops)
     for _ in range(2):
-        found, choices = Search(ops).cheapest(state)
-        assert found == exhaustive(ops, state)
+        least, choices = Search(ops).cheapest(state)
+        assert least == exhaustive(ops, state)
         (choice,) = next(choices)
-        assert Search(ops).elements(state, choice) == found
+        assert Search(ops).elements(state, choice) == least
         state = state.after(choice)
 
 
@@ -240,15 +244,17 @@ def test_samples_in_a_merged_dimension_are_not_cut() -> None:
 @settings(max_examples=25)
 @given(graphs(), st.data())
 def test_a_partition_is_completed_around_given_schemes(ops: Operators, data: st.DataObject) -> None:
-    found = partition(ops, 4)
-    schemes = {name: tuple(cut.schemes[name] for cut in found.cuts) for name in ops.tensors}
+    original = partition(ops, 4)
+    schemes = {name: tuple(cut.schemes[name] for cut in original.cuts) for name in ops.tensors}
     given_some = {name: schemes[name] for name in data.draw(st.sets(st.sampled_from(sorted(ops.tensors))))}
     again = completed(ops, 4, given_some)
-    assert again.cuts[0].elements == found.cuts[0].elements, "the first cut is the cheapest of all with these schemes"
-    assert all(again.cuts[at].schemes[name] == own[at] for name, own in given_some.items() for at in range(2))
+    assert again.cuts[0].elements == original.cuts[0].elements, (
+        "the first cut is the cheapest of all with these schemes"
+    )
+    assert all(again.cuts[at].schemes[name] == schemes[at] for name, schemes in given_some.items() for at in range(2))
     whole = completed(ops, 4, dict.fromkeys(ops.tensors, (None, None)))
-    assert all(own is None for cut in whole.cuts for own in cut.schemes.values())
-    assert whole.cuts[0].elements >= found.cuts[0].elements
+    assert all(scheme is None for cut in whole.cuts for scheme in cut.schemes.values())
+    assert whole.cuts[0].elements >= original.cuts[0].elements
 
 
 @settings(max_examples=15)
@@ -257,16 +263,16 @@ def test_all_cuts_at_once_are_never_worse(ops: Operators) -> None:
     joint = partition(ops, 4, "joint")
     for method in METHODS:
         if method != "data":
-            found = partition(ops, 4, method)
-            assert found.elements >= joint.elements
-            assert found.at_least <= found.elements
+            result = partition(ops, 4, method)
+            assert result.elements >= joint.elements
+            assert result.at_least <= result.elements
 
 
-def _both_cuts(ops: Operators) -> int:
+def _yield_cut_pairs(ops: Operators) -> int:
     """Returns the least of the first cut and the second, from all first ones."""
     start, least = State.uncut(ops), 10**18
     each = [[None, *range(len(ops.tensors[names[0]]))] for names in ops.groups]
-    for indices in product(*(all_choices(ops, number, own) for number, own in enumerate(start.ranges))):
+    for indices in product(*(all_choices(ops, number, ranges) for number, ranges in enumerate(start.ranges))):
         for taken in product(*each):
             schemes = {name: cut for names, cut in zip(ops.groups, taken, strict=True) for name in names}
             choice = Choice(schemes, indices)
@@ -284,36 +290,36 @@ def _are_few_cuts(ops: Operators) -> bool:
 @settings(max_examples=15)
 @given(graphs().filter(_are_few_cuts))
 def test_all_cuts_at_once_equal_exhaustive_search(ops: Operators) -> None:
-    assert partition(ops, 4, "joint").elements == _both_cuts(ops)
+    assert partition(ops, 4, "joint").elements == _yield_cut_pairs(ops)
 
 
 @settings(max_examples=20)
 @given(graphs())
 def test_a_cut_is_never_worse_than_a_baselines(ops: Operators) -> None:
-    found = partition(ops, 2)
+    best = partition(ops, 2)
     for method in METHODS:
         if method != "data":
-            assert found.elements <= partition(ops, 2, method).elements
+            assert best.elements <= partition(ops, 2, method).elements
 
 
 def test_regions_follow_the_cuts() -> None:
     ops = square_layers(2, 8, 4)
-    found = partition(ops, 8)
+    result = partition(ops, 8)
     state = State.uncut(ops)
-    for cut in found.cuts:
+    for cut in result.cuts:
         for name, box in state.boxes.items():
             assert halve_box(box, cut.schemes[name]) == state.after(cut).boxes[name]
-        for own, index in zip(state.ranges, cut.indices, strict=True):
-            assert halve_index(own, index) in state.after(cut).ranges
+        for ranges, index in zip(state.ranges, cut.indices, strict=True):
+            assert halve_index(ranges, index) in state.after(cut).ranges
         state = state.after(cut)
-    assert found.cuts[0].schemes["w1"] == found.cuts[0].schemes["g1"]
+    assert result.cuts[0].schemes["w1"] == result.cuts[0].schemes["g1"]
 
 
 def test_without_replicas_each_rank_has_a_part_of_everything() -> None:
     ops = square_layers(4, 512, 8192)
-    found = partition(ops, 8, replicate=False)
-    assert all(scheme is not None for cut in found.cuts for scheme in cut.schemes.values())
-    assert found.elements >= partition(ops, 8).elements
+    result = partition(ops, 8, replicate=False)
+    assert all(scheme is not None for cut in result.cuts for scheme in cut.schemes.values())
+    assert result.elements >= partition(ops, 8).elements
 
 
 def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
@@ -347,5 +353,5 @@ def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_one_rank_moves_nothing() -> None:
-    found = partition(square_layers(1, 4, 4), 1)
-    assert (found.cuts, found.elements, found.at_least) == ((), 0, 0)
+    result = partition(square_layers(1, 4, 4), 1)
+    assert (result.cuts, result.elements, result.at_least) == ((), 0, 0)

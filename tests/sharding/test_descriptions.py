@@ -41,8 +41,8 @@ class First(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.inner(x)[0]
-        return found
+        output: torch.Tensor = self.inner(x)[0]
+        return output
 
 
 _ROWS = torch.tensor([[0, 2, 1], [3, 0, 0]])
@@ -155,38 +155,38 @@ def test_layers_are_described_and_compute_the_same(name: str) -> None:
     torch.manual_seed(1)
     model, sample = copy.deepcopy(layer).double(), torch.randn(shape).double()
     step = trace(model, sample, loss=loss)
-    for one in step.calls:
-        known = description_of(one.call)
-        assert known is not None
-        assert contradiction(one.call, known) == "", (one.call.function, one.step)
-    values = {step.parameters[key]: own.detach() for key, own in model.named_parameters()}
-    values |= {step.buffers[key]: own.clone() for key, own in model.named_buffers()}
+    for described in step.calls:
+        description = description_of(described.call)
+        assert description is not None
+        assert contradiction(described.call, description) == "", (described.call.function, described.step)
+    values = {step.parameters[key]: parameter.detach() for key, parameter in model.named_parameters()}
+    values |= {step.buffers[key]: buffer.clone() for key, buffer in model.named_buffers()}
     values |= {step.inputs[0]: sample}
     random = torch.Generator().manual_seed(2)
     for tensor in step.tangents:
         values[tensor] = torch.randn(step.operators.tensors[tensor], generator=random, dtype=sample.dtype)
     names = [*step.outputs, *step.gradients.values(), *step.input_gradients, *step.updated.values()]
     torch.manual_seed(0)
-    expected = _alone(model, sample, loss, [values[tensor] for tensor in step.tangents])
+    expected = _run_alone(model, sample, loss, [values[tensor] for tensor in step.tangents])
     for how in ({}, {"replicate": False}):
         ranks = SimulatedRanks(2)
         run = PartitionedStep(step, partition(step.operators, 2, **how), ranks)
         torch.manual_seed(0)
-        found = run.run({tensor: run.part(tensor, one) for tensor, one in values.items()}, names)
+        parts = run.run({tensor: run.part(tensor, tensor_value) for tensor, tensor_value in values.items()}, names)
         assert ranks.sent_bytes == run.sent_bytes
         for tensor, value in zip(names, expected, strict=True):
-            torch.testing.assert_close(run.whole(tensor, found[tensor]), value, atol=1e-10, rtol=1e-10, msg=tensor)
+            torch.testing.assert_close(run.whole(tensor, parts[tensor]), value, atol=1e-10, rtol=1e-10, msg=tensor)
 
 
-def _alone(model: nn.Module, sample: torch.Tensor, loss: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+def _run_alone(model: nn.Module, sample: torch.Tensor, loss: Any, tangents: list[torch.Tensor]) -> list[torch.Tensor]:
     entering = sample.clone().requires_grad_()
     value = model(entering) if loss is None else loss(model(entering))
-    wanted = [*model.parameters(), *([entering] if loss is None else [])]
-    gradients = torch.autograd.grad([value], wanted, given or None)
+    sources = [*model.parameters(), *([entering] if loss is None else [])]
+    gradients = torch.autograd.grad([value], sources, tangents or None)
     return [value.detach(), *gradients, *model.buffers()]
 
 
-@pytest.mark.usefixtures("_nothing_added")
+@pytest.mark.usefixtures("_forget_added_operators")
 def test_a_description_of_ones_own_goes_before_a_decomposition() -> None:
     layer, sample = Calls(lambda x: x.index_select(1, _COLUMNS)), torch.randn(4, 4)
     assert "index_select" not in pipedream.operators(layer, sample).text
@@ -235,17 +235,17 @@ class Scaled(nn.Module):
         self.w = nn.Parameter(torch.ones(8), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = scaled(x.detach(), self.w)
-        return found
+        output: torch.Tensor = scaled(x.detach(), self.w)
+        return output
 
 
 @pytest.fixture
-def _nothing_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def _forget_added_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptions, "_KNOWN", dict(descriptions._KNOWN))
     monkeypatch.setattr(descriptions, "_USERS", set())
 
 
-@pytest.mark.usefixtures("_nothing_added")
+@pytest.mark.usefixtures("_forget_added_operators")
 def test_an_operator_of_ones_own_is_checked_in_each_trace() -> None:
     layer, x = Scaled(), torch.randn(4, 6, 8)
     with pytest.raises(PlanError, match=r"the model's own forward calls house\.scaled.*has no description"):
@@ -263,7 +263,7 @@ def test_an_operator_of_ones_own_is_checked_in_each_trace() -> None:
         pipedream.operators(layer, x)
 
 
-@pytest.mark.usefixtures("_nothing_added")
+@pytest.mark.usefixtures("_forget_added_operators")
 def test_the_imaginary_part_is_checked_too() -> None:
     pipedream.describe(rotated, "out[a, b] = f(x[a, b])")
     with pytest.raises(PlanError, match=r"its parts along 'b' do not make the whole"):

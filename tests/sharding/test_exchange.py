@@ -13,29 +13,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipedream.sharding.exchange import exchange
 
 
-def _exchanged() -> int:
+def _exchange_rows() -> int:
     rank, count = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     sizes = [[Random(turn * 100 + at).choice((0, 0, 1, 5, 1000)) for at in range(count**2)] for turn in range(20)]
     for turn, row in enumerate(sizes):
-        given, received = row[rank * count :][:count], row[rank::count]
+        sent, received = row[rank * count :][:count], row[rank::count]
         dtype = (torch.float64, torch.bfloat16, torch.int64, torch.bool)[turn % 4]
-        outgoing = torch.randint(0, 2, (sum(given),)).to(dtype)
-        incoming, wanted = (outgoing.new_zeros(sum(received)) for _ in range(2))
-        exchange(incoming, outgoing, received, given, group, "all-to-all")
-        dist.all_to_all_single(wanted, outgoing, received, given)
-        assert torch.equal(incoming, wanted)
+        outgoing = torch.randint(0, 2, (sum(sent),)).to(dtype)
+        incoming, expected = (outgoing.new_zeros(sum(received)) for _ in range(2))
+        exchange(incoming, outgoing, received, sent, group, "all-to-all")
+        dist.all_to_all_single(expected, outgoing, received, sent)
+        assert torch.equal(incoming, expected)
         with FakeTensorMode():
-            exchange(torch.empty(sum(received)), torch.empty(sum(given)), received, given, group, "all-to-all")
+            exchange(torch.empty(sum(received)), torch.empty(sum(sent)), received, sent, group, "all-to-all")
     return len(sizes)
 
 
 @pytest.mark.processes
 def test_ranks_get_what_torchs_own_would_give_them() -> None:
-    assert processes.kept(2).results(_exchanged) == [20] * 2
+    assert processes.kept(2).results(_exchange_rows) == [20] * 2
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_four_ranks_too() -> None:
-    assert processes.kept(4).results(_exchanged) == [20] * 4
+    assert processes.kept(4).results(_exchange_rows) == [20] * 4

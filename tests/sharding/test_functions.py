@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipedream.core.errors import PlanError
 from pipedream.sharding import attention, replicate, shard, split
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
-from tests.sharding.test_mesh_training import Attention, Case, D, Mlp, _trained
+from tests.sharding.test_mesh_training import Attention, Case, D, Mlp, _train
 
 Placements = tuple[Placement, ...]
 WHOLE, SUM = Replicate(), Partial()
@@ -29,23 +29,23 @@ MESH = ("data", "model")
 
 
 @cache
-def _mesh() -> DeviceMesh:
+def _make_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=MESH)
 
 
-def _legal(options: Sequence[Placement]) -> Iterator[Placements]:
+def _yield_legal(options: Sequence[Placement]) -> Iterator[Placements]:
     """Yields placements on the mesh of which no two cut one dimension."""
-    for found in product(options, repeat=2):
-        if found[0] != found[1] or not isinstance(found[0], Shard):
-            yield found
+    for placements in product(options, repeat=2):
+        if placements[0] != placements[1] or not isinstance(placements[0], Shard):
+            yield placements
 
 
-def _cuts(placed: Placements) -> dict[int, str]:
-    return {one.dim: over for over, one in zip(MESH, placed, strict=True) if isinstance(one, Shard)}
+def _read_cuts(placed: Placements) -> dict[int, str]:
+    return {placement.dim: over for over, placement in zip(MESH, placed, strict=True) if isinstance(placement, Shard)}
 
 
 def _cut(whole: torch.Tensor, placed: Placements) -> Any:
-    return distribute_tensor(whole, _mesh(), placed, src_data_rank=None)
+    return distribute_tensor(whole, _make_mesh(), placed, src_data_rank=None)
 
 
 class _Collectives(TorchDispatchMode):
@@ -54,7 +54,7 @@ class _Collectives(TorchDispatchMode):
         self.kinds: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented
         name = func._schema.name
         space, _, kind = name.partition("::")
@@ -63,24 +63,24 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _moved() -> int:
+def _move_all() -> int:
     torch.manual_seed(0)
-    mesh, count = _mesh(), 0
+    mesh, count = _make_mesh(), 0
     cuts = (WHOLE, Shard(0), Shard(1), Shard(2))
     for size in ((4, 6, 8), (5, 3, 7)):
         x, weight = torch.randn(2, *size, dtype=torch.float64).unbind()
-        changes = list(product(_legal((*cuts, SUM)), _legal(cuts)))
+        changes = list(product(_yield_legal((*cuts, SUM)), _yield_legal(cuts)))
         for before, after in Random(0).sample(changes, 80):
-            leaf = _cut(x, tuple(WHOLE if one == SUM else one for one in before)).requires_grad_()
-            addends = prod(mesh.size(at) for at, one in enumerate(before) if one == SUM)
+            leaf = _cut(x, tuple(WHOLE if placement == SUM else placement for placement in before)).requires_grad_()
+            addends = prod(mesh.size(at) for at, placement in enumerate(before) if placement == SUM)
             part = leaf.to_local(grad_placements=before) / addends
             t = DTensor.from_local(part, mesh, before, run_check=False, shape=leaf.shape, stride=leaf.stride())
-            found: Any = shard(t, _cuts(after)) if _cuts(after) else replicate(t)
-            wanted = tuple(to if isinstance(to, Shard) else found.placements[at] for at, to in enumerate(after))
-            assert tuple(found.placements) == wanted
-            torch.testing.assert_close(found.full_tensor(), x)
-            beside = tuple(WHOLE if one == SUM else one for one in found.placements)
-            (found * _cut(weight, beside)).sum().full_tensor().backward()
+            result: Any = shard(t, _read_cuts(after)) if _read_cuts(after) else replicate(t)
+            expected = tuple(to if isinstance(to, Shard) else result.placements[at] for at, to in enumerate(after))
+            assert tuple(result.placements) == expected
+            torch.testing.assert_close(result.full_tensor(), x)
+            beside = tuple(WHOLE if placement == SUM else placement for placement in result.placements)
+            (result * _cut(weight, beside)).sum().full_tensor().backward()
             torch.testing.assert_close(leaf.grad.full_tensor(), weight)
             count += 1
     return count
@@ -90,12 +90,12 @@ def _moved() -> int:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_change_of_a_cut_keeps_numbers_and_gradients() -> None:
-    assert processes.kept(4).results(_moved) == [160] * 4
+    assert processes.kept(4).results(_move_all) == [160] * 4
 
 
-def _kinds() -> list[list[str]]:
+def _list_kinds() -> list[list[str]]:
     x = torch.randn(4, 8, 6)
-    found = []
+    kinds = []
     for before, cuts in (
         ((WHOLE, WHOLE), {0: "data", 1: "model"}),
         ((Shard(0), WHOLE), {1: "data"}),
@@ -108,19 +108,19 @@ def _kinds() -> list[list[str]]:
             t = _cut(x, before)
             collectives.kinds.clear()
             _ = shard(t, cuts) if cuts else replicate(t)
-        found.append(collectives.kinds)
-    return found
+        kinds.append(collectives.kinds)
+    return kinds
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_slices_are_free_and_come_first() -> None:
     exchange, gather = "exchange", "all_gather_into_tensor"
-    wanted = [[], [exchange], [exchange], [gather, exchange], [gather, gather], []]
-    assert processes.kept(4).results(_kinds) == [wanted] * 4
+    expected = [[], [exchange], [exchange], [gather, exchange], [gather, gather], []]
+    assert processes.kept(4).results(_list_kinds) == [expected] * 4
 
 
-def _attended() -> tuple[int, str]:
+def _attend() -> tuple[int, str]:
     torch.manual_seed(0)
     count, refused = 0, ""
     for length, keys, heads, masks in (
@@ -131,7 +131,9 @@ def _attended() -> tuple[int, str]:
         k, v = (torch.randn(2, heads, keys, d, dtype=torch.float64) for d in (3, 5))
         weight = torch.randn(2, 4, length, 5, dtype=torch.float64)
         cuts = [
-            placed for placed in _legal((WHOLE, Shard(0), Shard(1), Shard(2))) if heads == 4 or Shard(1) not in placed
+            placed
+            for placed in _yield_legal((WHOLE, Shard(0), Shard(1), Shard(2)))
+            if heads == 4 or Shard(1) not in placed
         ]
         for mask, placed, crossed in product(masks, cuts, (False, True)):
             drawn = (
@@ -140,21 +142,21 @@ def _attended() -> tuple[int, str]:
             options = {"is_causal": mask == "causal", "enable_gqa": heads == 2, "dropout_p": 0.3 * (count % 3 == 0)}
             learned = [drawn] if isinstance(mask, tuple) else []
             other = {} if mask in (None, "causal") or learned else {"attn_mask": drawn}
-            plain = [one.clone().requires_grad_() for one in (q, k, v, *learned)]
+            plain = [tensor.clone().requires_grad_() for tensor in (q, k, v, *learned)]
             torch.manual_seed(count)
-            wanted = attention(*plain, **options, **other)
-            gradients = torch.autograd.grad((wanted * weight).sum(), plain)
-            leaves = [_cut(one, (WHOLE, WHOLE)).requires_grad_() for one in (q, k, v, *learned)]
-            inside = [shard(one, _cuts(placed)) for one in leaves[: 1 if crossed else 3]]
+            expected = attention(*plain, **options, **other)
+            gradients = torch.autograd.grad((expected * weight).sum(), plain)
+            leaves = [_cut(tensor, (WHOLE, WHOLE)).requires_grad_() for tensor in (q, k, v, *learned)]
+            inside = [shard(leaf, _read_cuts(placed)) for leaf in leaves[: 1 if crossed else 3]]
             torch.manual_seed(count)
             with LocalRules(), NoHiddenGathers():
                 function = attention if count % 2 else F.scaled_dot_product_attention
-                found: Any = function(*inside, *leaves[len(inside) :], **options, **other)
-            assert tuple(found.placements) == placed
+                attended: Any = function(*inside, *leaves[len(inside) :], **options, **other)
+            assert tuple(attended.placements) == placed
             with NoHiddenGathers():
-                back = torch.autograd.grad((found * _cut(weight, placed)).sum(), leaves)
-            for one, other_one in zip((found, *back), (wanted, *gradients), strict=True):
-                torch.testing.assert_close(one.full_tensor(), other_one, rtol=0, atol=1e-12)
+                back = torch.autograd.grad((attended * _cut(weight, placed)).sum(), leaves)
+            for tensor, expected_tensor in zip((attended, *back), (expected, *gradients), strict=True):
+                torch.testing.assert_close(tensor.full_tensor(), expected_tensor, rtol=0, atol=1e-12)
             count += 1
     try:
         attention(*[_cut(torch.randn(2, 3, 4, 4), (Shard(0), Shard(2)))] * 3)
@@ -168,7 +170,7 @@ def _attended() -> tuple[int, str]:
 @pytest.mark.filterwarnings("ignore")
 def test_attention_is_cut_by_batch_heads_or_length() -> None:
     """With dropout or not, and masks that are learned or not, also where only the queries are cut."""
-    for count, refused in processes.kept(4).results(_attended):
+    for count, refused in processes.kept(4).results(_attend):
         assert count > 100
         assert "2 ranks cut the length, which then cut the heads instead, but there are 3 heads" in refused
 
@@ -180,7 +182,7 @@ class Ulysses(Attention):
         return replicate(super().forward(split(x, 1, "model")))
 
 
-def _long() -> Any:
+def _make_long_case() -> Any:
     layers = nn.Sequential(nn.Embedding(12, D), Ulysses(), Mlp(), Ulysses(), nn.Flatten(), nn.Linear(6 * D, 4))
     return layers, lambda size: torch.randint(12, (size, 6))
 
@@ -189,10 +191,10 @@ def _long() -> Any:
 @pytest.mark.slow
 def test_a_pipeline_cuts_the_length_where_the_model_says() -> None:
     """What the model gathers itself is no hidden gather."""
-    case = Case(_long, "model:2", "length:model", "pipedream", None)
-    losses, weights, scores = _trained(case, "")
-    (found, state, seen), _ = processes.kept(case.ranks).results(_trained, case, case.mesh)[::2]
-    assert found == pytest.approx(losses, abs=1e-10)
+    case = Case(_make_long_case, "model:2", "length:model", "pipedream", None)
+    losses, weights, scores = _train(case, "")
+    (trained, state, seen), _ = processes.kept(case.ranks).results(_train, case, case.mesh)[::2]
+    assert trained == pytest.approx(losses, abs=1e-10)
     assert seen == pytest.approx(scores, abs=1e-10)
     for name, tensor in state.items():
         assert torch.allclose(tensor, weights[name], atol=1e-10, rtol=0), name

@@ -37,12 +37,12 @@ def mesh() -> Iterator[DeviceMesh]:
 def cut(mesh: DeviceMesh) -> Cut:
     """Returns a tensor of 4 by 4 that is cut along a dimension."""
 
-    def made(dim: int | None) -> DTensor:
+    def distribute(dim: int | None) -> DTensor:
         placed = Replicate() if dim is None else Shard(dim)
         part = torch.rand([2 if at == dim else 4 for at in range(2)])
         return DTensor.from_local(part, mesh, [placed]).requires_grad_()
 
-    return made
+    return distribute
 
 
 HIDDEN: dict[str, Callable[[Cut], Any]] = {
@@ -78,17 +78,17 @@ UNDRAWN: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-def _under_rules(function: Callable[[Cut], Any], cut: Cut) -> None:
+def _run_under_rules(function: Callable[[Cut], Any], cut: Cut) -> None:
     with LocalRules():
         function(cut)
 
 
-def _nested(function: Callable[[Cut], Any], cut: Cut) -> None:
+def _run_nested(function: Callable[[Cut], Any], cut: Cut) -> None:
     with NoHiddenGathers():
         function(cut)
 
 
-@pytest.mark.parametrize("within", [_under_rules, _nested])
+@pytest.mark.parametrize("within", [_run_under_rules, _run_nested])
 class TestNoHiddenGathers:
     @pytest.mark.parametrize("name", HIDDEN)
     def test_an_operator_that_gathers_is_refused(self, cut: Cut, within: Any, name: str) -> None:
@@ -125,9 +125,9 @@ class TestNoHiddenGathers:
     def test_sums_stay_pending(self, cut: Cut, within: Any) -> None:
         """Looking changes nothing, in a backward by torch's engine as a stage runs it."""
         weight = cut(None)
-        found, gradient = F.linear(cut(0), weight), cut(0).detach()
+        output, gradient = F.linear(cut(0), weight), cut(0).detach()
         with NoHiddenGathers():
-            within(lambda _: _engine_run_backward((found,), (gradient,), False, False, (), accumulate_grad=True), cut)
+            within(lambda _: _engine_run_backward((output,), (gradient,), False, False, (), accumulate_grad=True), cut)
         assert weight.grad is not None
         assert weight.grad.placements == (Partial(),)
 
@@ -142,30 +142,30 @@ EMBEDDINGS: tuple[tuple[Placement, Placement, Placement], ...] = (  # words, wei
 )
 
 
-def _embeddings() -> None:
+def _compare_embeddings() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
     torch.manual_seed(0)
-    words, weight, wanted = torch.randint(8, (4, 6)), torch.randn(8, 2), torch.randn(4, 6, 2)
+    words, weight, rows = torch.randint(8, (4, 6)), torch.randn(8, 2), torch.randn(4, 6, 2)
 
     def on_mesh(words: Any, weight: torch.Tensor, cut: tuple[Placement, Placement], **options: Any) -> Any:
         x = distribute_tensor(words, mesh, cut[:1])
         w = distribute_tensor(weight, mesh, cut[1:]).requires_grad_()
         with LocalRules():
-            found = F.embedding(x, w, **options)
-            assert isinstance(found, DTensor)
-            (found * distribute_tensor(wanted, mesh, [WHOLE])).sum().full_tensor().backward()  # type: ignore[no-untyped-call]
+            looked_up = F.embedding(x, w, **options)
+            assert isinstance(looked_up, DTensor)
+            (looked_up * distribute_tensor(rows, mesh, [WHOLE])).sum().full_tensor().backward()  # type: ignore[no-untyped-call]
         assert isinstance(w.grad, DTensor)
-        return found.placements, found.full_tensor(), w.grad.full_tensor()
+        return looked_up.placements, looked_up.full_tensor(), w.grad.full_tensor()
 
     for padding_idx in (None, 1, -1):  # rows of the first and of the second rank
         whole = weight.clone().requires_grad_()
         output = F.embedding(words, whole, padding_idx)
-        (output * wanted).sum().backward()  # type: ignore[no-untyped-call]
+        (output * rows).sum().backward()  # type: ignore[no-untyped-call]
         for cut_words, cut_weight, placed in EMBEDDINGS:
             cuts = cut_words, cut_weight
-            placements, found, gradient = on_mesh(words, weight, cuts, padding_idx=padding_idx)
+            placements, looked_up, gradient = on_mesh(words, weight, cuts, padding_idx=padding_idx)
             assert placements == (placed,)
-            torch.testing.assert_close(found, output)
+            torch.testing.assert_close(looked_up, output)
             torch.testing.assert_close(gradient, whole.grad)
     for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
         for cut in ((Shard(0), WHOLE), (WHOLE, Shard(0))):
@@ -180,7 +180,7 @@ def _embeddings() -> None:
 
 @pytest.mark.processes
 def test_embeddings() -> None:
-    processes.kept(2).results(_embeddings)
+    processes.kept(2).results(_compare_embeddings)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Call:
     function: Callable[..., Any]
     sizes: tuple[tuple[int, ...], ...]
     cuts: tuple[Placement, ...]
-    wanted: Placement | str
+    expected: Placement | str
     options: dict[str, Any] = field(default_factory=dict)
 
     def check(self, mesh: DeviceMesh) -> None:
@@ -199,21 +199,22 @@ class Call:
         plain = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in self.sizes]
         cuts = self.cuts + (WHOLE,) * (len(plain) - len(self.cuts))
         leaves = [
-            distribute_tensor(one.detach(), mesh, [cut]).requires_grad_() for one, cut in zip(plain, cuts, strict=True)
+            distribute_tensor(tensor.detach(), mesh, [cut]).requires_grad_()
+            for tensor, cut in zip(plain, cuts, strict=True)
         ]
-        if isinstance(self.wanted, str):
-            with LocalRules(), implicit_replication(), pytest.raises(PlanError, match=self.wanted):
+        if isinstance(self.expected, str):
+            with LocalRules(), implicit_replication(), pytest.raises(PlanError, match=self.expected):
                 self.function(*leaves, **self.options)
             return
         output = self.function(*plain, **self.options)
         weight = torch.randn_like(output)
         gradients = torch.autograd.grad((output * weight).sum(), plain)
         with LocalRules(), implicit_replication(), NoHiddenGathers():
-            found = self.function(*leaves, **self.options)
-        assert found.placements == (self.wanted,), self
-        back = torch.autograd.grad((found * distribute_tensor(weight, mesh, [WHOLE])).sum(), leaves)
-        for one, other in zip((found, *back), (output, *gradients), strict=True):
-            torch.testing.assert_close(one.full_tensor(), other, rtol=0, atol=1e-12)
+            result = self.function(*leaves, **self.options)
+        assert result.placements == (self.expected,), self
+        back = torch.autograd.grad((result * distribute_tensor(weight, mesh, [WHOLE])).sum(), leaves)
+        for tensor, expected in zip((result, *back), (output, *gradients), strict=True):
+            torch.testing.assert_close(tensor.full_tensor(), expected, rtol=0, atol=1e-12)
 
 
 X, TWO, THREE, FOUR = (4, 4, 5, 5), *({"groups": count} for count in (2, 3, 4))
@@ -265,8 +266,8 @@ CALLS = {"convolutions": CONVOLUTIONS, "named": NAMED, "heads": HEADS, "pooling"
 
 def _check(name: str) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
-    for one in CALLS[name]:
-        one.check(mesh)
+    for call in CALLS[name]:
+        call.check(mesh)
 
 
 def test_a_wrong_input_of_a_convolution_is_torch_s_error(cut: Cut) -> None:
@@ -280,7 +281,7 @@ def test_functions_compute_with_parts_what_they_do_with_whole_tensors(name: str)
     processes.kept(2).results(_check, name)
 
 
-def _batch_norms() -> None:
+def _compare_batch_norms() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
     torch.manual_seed(0)
     x = torch.randn(4, 4, 3) + 1
@@ -290,23 +291,23 @@ def _batch_norms() -> None:
         (torch.bfloat16, torch.bfloat16, False, 1),
     ):
         whole, parts = (nn.BatchNorm1d(4, dtype=weights) for _ in range(2))
-        given = x.to(dtype)
-        part = distribute_tensor(given, mesh, [Shard(cut)])
+        inputs = x.to(dtype)
+        part = distribute_tensor(inputs, mesh, [Shard(cut)])
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                wanted = whole(given)
+                expected = whole(inputs)
                 with LocalRules(), implicit_replication(), NoHiddenGathers():
-                    found = parts(part)
-            assert found.dtype == wanted.dtype
+                    output = parts(part)
+            assert output.dtype == expected.dtype
             near = 1e-12 if dtype == torch.float64 else 0.02
-            torch.testing.assert_close(found.full_tensor(), wanted, rtol=near, atol=near)
+            torch.testing.assert_close(output.full_tensor(), expected, rtol=near, atol=near)
             torch.testing.assert_close(parts.state_dict(), whole.state_dict())
             whole.eval(), parts.eval()
-    one = distribute_tensor(torch.randn(1, 4), mesh, [Shard(1)])
+    sharded = distribute_tensor(torch.randn(1, 4), mesh, [Shard(1)])
     with LocalRules(), implicit_replication(), pytest.raises(ValueError, match="more than 1 value per channel"):
-        nn.BatchNorm1d(4)(one)
+        nn.BatchNorm1d(4)(sharded)
 
 
 @pytest.mark.processes
 def test_batch_norm_has_statistics_of_the_whole_batch_in_float32() -> None:
-    processes.kept(2).results(_batch_norms)
+    processes.kept(2).results(_compare_batch_norms)

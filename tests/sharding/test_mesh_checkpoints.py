@@ -17,7 +17,7 @@ from torch import nn
 
 import pipedream
 from pipedream.runtime.checkpoint import folders, pieces
-from tests.sharding.test_mesh_training import MODELS, Case, D, Mlp, _made
+from tests.sharding.test_mesh_training import MODELS, Case, D, Mlp, _make_pipeline
 
 PIECE_BYTES = 512
 """In place of the size of a piece in a real run."""
@@ -28,18 +28,18 @@ class Mean(nn.Module):
         return x.mean(1)
 
 
-def _tied() -> tuple[nn.Sequential, Any]:
+def _make_tied() -> tuple[nn.Sequential, Any]:
     layers = nn.Sequential(nn.Embedding(13, D), Mlp(), Mean(), nn.Linear(D, 13, bias=False))
     layers[3].weight = layers[0].weight
     return layers, lambda size: torch.randint(13, (size, 5))
 
 
-MODELS["tied"] = _tied
+MODELS["tied"] = _make_tied
 
 Outcome = tuple[list[float], dict[str, torch.Tensor], dict[str, int]]
 
 
-def _epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
+def _train_epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
     """Trains an epoch from one checkpoint to the next; returns losses, weights, and the bytes read and wanted."""
     pieces._PIECE_BYTES = PIECE_BYTES
     counts = {"read": 0, "wanted": 0}
@@ -51,14 +51,14 @@ def _epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
         return values
 
     def counted_assemble(*args: Any) -> dict[str, torch.Tensor]:
-        found = assemble(*args)
-        counts["wanted"] += sum(tensor.nbytes for tensor in found.values())
-        return found
+        workers = assemble(*args)
+        counts["wanted"] += sum(tensor.nbytes for tensor in workers.values())
+        return workers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "_read_piece", counted_read)
         patch.setattr(pieces, "assemble", counted_assemble)
-        pipeline, batches = _made(case, mesh)
+        pipeline, batches = _make_pipeline(case, mesh)
         with pipeline:
             if before:
                 pipeline.load(before)
@@ -67,54 +67,54 @@ def _epoch(case: Case, mesh: str, before: str, after: str) -> Outcome:
             return losses, pipeline.state_dict(), counts
 
 
-def _outcomes(case: Case, mesh: str, *args: str) -> list[Outcome]:
+def _train_epochs(case: Case, mesh: str, *args: str) -> list[Outcome]:
     ranks = replace(case, mesh=mesh).ranks
-    return processes.kept(ranks).results(_epoch, case, mesh, *args) if mesh else [_epoch(case, mesh, *args)]
+    return processes.kept(ranks).results(_train_epoch, case, mesh, *args) if mesh else [_train_epoch(case, mesh, *args)]
 
 
-def _check(found: Outcome, wanted: Outcome) -> None:
-    assert found[0] == pytest.approx(wanted[0], abs=1e-10)
-    assert found[1].keys() == wanted[1].keys()
-    for name, tensor in found[1].items():
-        assert torch.allclose(tensor, wanted[1][name], atol=1e-10, rtol=0), name
+def _check(actual: Outcome, expected: Outcome) -> None:
+    assert actual[0] == pytest.approx(expected[0], abs=1e-10)
+    assert actual[1].keys() == expected[1].keys()
+    for name, tensor in actual[1].items():
+        assert torch.allclose(tensor, expected[1][name], atol=1e-10, rtol=0), name
 
 
-def _written(folder: str) -> Mapping[str, int]:
+def _count_written(folder: str) -> Mapping[str, int]:
     """Returns the bytes of values in each file; each value must be in one."""
     path = folders.newest_checkpoint(folder)
     assert path is not None
     manifest = pieces.verify_checkpoint(path)
     sizes = {file.name: file.stat().st_size for file in path.glob("*.distcp")}
-    found = dict.fromkeys(manifest.files, 0)
+    elements = dict.fromkeys(manifest.files, 0)
     for stored in manifest.tensors.values():
         for piece in stored.pieces:
-            found[piece.file] += torch.Size(piece.shape).numel() * getattr(torch, stored.dtype).itemsize
+            elements[piece.file] += torch.Size(piece.shape).numel() * getattr(torch, stored.dtype).itemsize
             sizes[piece.file] -= piece.length
     assert not any(sizes.values()), "equal parts are written once"
-    return found
+    return elements
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_checkpoint_belongs_to_no_mesh(tmp_path: Path) -> None:
     """Four epochs, each on another mesh; a tied weight of uneven rows at rest, AdamW's state and averages."""
-    adamw = {"optimizer": _adamw, "ema": 0.9}
+    adamw = {"optimizer": _make_adamw, "ema": 0.9}
     case = Case("tied", "", "batch:data, d_ff:model", stages=(), at_rest="data", options=adamw)
     before, there = "", str(tmp_path / "there")
     for mesh in ("data:2,model:2", "model:4", "", "data:2,model:2"):
         after = str(tmp_path / f"after {mesh}")
-        outcomes = _outcomes(case, mesh, before, after)
-        _check(outcomes[0], _epoch(case, "", there if before else "", there))
+        outcomes = _train_epochs(case, mesh, before, after)
+        _check(outcomes[0], _train_epoch(case, "", there if before else "", there))
         for _, _, counts in outcomes:
             # The pieces of uneven rows do not end where a part does.
             assert counts["wanted"] <= counts["read"] <= 1.2 * counts["wanted"], mesh
-        written = _written(after)
+        written = _count_written(after)
         if mesh:
             assert max(written.values()) <= 1.5 * sum(written.values()) / pipedream.Mesh(mesh).size
         before = after
 
 
-def _adamw(named: Any) -> torch.optim.Optimizer:
+def _make_adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=0.01)
 
 
@@ -134,10 +134,10 @@ def _adamw(named: Any) -> torch.optim.Optimizer:
 def test_what_a_method_keeps_is_saved_in_pieces(case: Case, tmp_path: Path) -> None:
     """Saved on a mesh and continued without, and the other way round."""
     single, saved = str(tmp_path / "single"), str(tmp_path / "saved")
-    _check(_outcomes(case, case.mesh, "", saved)[0], _epoch(case, "", "", single))
-    _written(saved)
-    _check(_epoch(case, "", saved, saved), _epoch(case, "", single, single))
-    _check(_outcomes(case, case.mesh, saved, saved)[0], _epoch(case, "", single, single))
+    _check(_train_epochs(case, case.mesh, "", saved)[0], _train_epoch(case, "", "", single))
+    _count_written(saved)
+    _check(_train_epoch(case, "", saved, saved), _train_epoch(case, "", single, single))
+    _check(_train_epochs(case, case.mesh, saved, saved)[0], _train_epoch(case, "", single, single))
 
 
 @pytest.mark.processes
@@ -145,17 +145,17 @@ def test_what_a_method_keeps_is_saved_in_pieces(case: Case, tmp_path: Path) -> N
 def test_stages_with_different_meshes_are_saved_in_pieces(tmp_path: Path) -> None:
     case = Case("mlp", "", "batch:data, d_ff:model", at_rest="data", options={"ema": 0.9})
     single, saved = str(tmp_path / "single"), str(tmp_path / "saved")
-    _check(_outcomes(case, "model:2/-", "", saved)[0], _epoch(case, "", "", single))
-    _written(saved)
-    _check(_outcomes(case, "-/data:2", saved, saved)[0], _epoch(case, "", single, single))
+    _check(_train_epochs(case, "model:2/-", "", saved)[0], _train_epoch(case, "", "", single))
+    _count_written(saved)
+    _check(_train_epochs(case, "-/data:2", saved, saved)[0], _train_epoch(case, "", single, single))
 
 
-def _epoch_apart(case: Case, base: Path, before: bool, machine: list[int]) -> Outcome:
+def _train_epoch_apart(case: Case, base: Path, before: bool, machine: list[int]) -> Outcome:
     """Trains an epoch where each rank is on a machine of its own."""
     home = base / str(machine[dist.get_rank()])
     home.mkdir(exist_ok=True)
     os.chdir(home)
-    return _epoch(case, case.mesh, "run" if before else "", "run")
+    return _train_epoch(case, case.mesh, "run" if before else "", "run")
 
 
 @pytest.mark.processes
@@ -165,5 +165,5 @@ def test_ranks_get_pieces_from_the_machines_that_have_them(tmp_path: Path) -> No
     case = Case("mlp", "model:2", "d_ff:model")
     single = str(tmp_path / "single")
     for before, machine in ((False, [0, 1, 2, 3]), (True, [3, 0, 1, 2])):
-        found = processes.results(_epoch_apart, 4, case, tmp_path, before, machine)
-        _check(found[0], _epoch(case, "", single if before else "", single))
+        outcomes = processes.results(_train_epoch_apart, 4, case, tmp_path, before, machine)
+        _check(outcomes[0], _train_epoch(case, "", single if before else "", single))

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipedream.core.model.collective import StageCollectives
 from tests.sharding import test_mesh_experts as experts
-from tests.sharding.test_mesh_training import CLIPPED, HALVES, Case, Mlp, _made
+from tests.sharding.test_mesh_training import CLIPPED, HALVES, Case, Mlp, _make_pipeline
 
 
 class Reads(Mlp):
@@ -22,7 +22,7 @@ class Reads(Mlp):
         return super().forward(x) if bool(x.sum() < 1e9) else x
 
 
-def _reads() -> Any:
+def _train_reading() -> Any:
     return nn.Sequential(Reads(), Mlp(), nn.Linear(16, 4)), lambda size: torch.randn(size, 16)
 
 
@@ -44,21 +44,21 @@ CASES = {
     "experts": experts.CASES["gshard"],
     "meshes": Case("attention", "data:2/model:2", BOTH, "gpipe"),
     "boundary": Case("halves", "model:2/-/-", "d_ff:model", stages=(1, 2), names=HALVES),
-    "reads": replace(Case(_reads, "model:2", "d_ff:model"), stages=(1,)),
+    "reads": replace(Case(_train_reading, "model:2", "d_ff:model"), stages=(1,)),
 }
 
 
-def _counted() -> dict[str, tuple[StageCollectives | None, ...]]:
-    found = {}
+def _count_bytes() -> dict[str, tuple[StageCollectives | None, ...]]:
+    counts = {}
     for name, case in CASES.items():
-        pipeline, batches = _made(case, case.mesh)
+        pipeline, batches = _make_pipeline(case, case.mesh)
         with pipeline:
             for _ in pipeline.train(batches[:2], epochs=1):
                 pass
-            found[name] = pipeline.collectives()
+            counts[name] = pipeline.collectives()
             for _ in pipeline.train(batches[:2], epochs=2):  # goes on as before
                 pass
-    return found
+    return counts
 
 
 WORDS = {
@@ -77,7 +77,7 @@ WORDS = {
 }
 
 
-def _words(stage: StageCollectives | None) -> tuple[str, ...]:
+def _describe_collectives(stage: StageCollectives | None) -> tuple[str, ...]:
     assert stage is not None
     return tuple("; ".join(map(str, stage.measured[name])) for name in ("forward", "backward", "update"))
 
@@ -87,12 +87,12 @@ def _words(stage: StageCollectives | None) -> tuple[str, ...]:
 @pytest.mark.filterwarnings("ignore")
 def test_collectives_are_as_predicted() -> None:
     """All ranks know them; a stage that cannot run without data has no prediction, one of a single rank has none."""
-    first, *others = processes.results(_counted, 4, timeout_s=180.0)
-    assert all(one == first for one in others)
+    first, *others = processes.results(_count_bytes, 4, timeout_s=180.0)
+    assert all(other == first for other in others)
     (reads, _), (_, *single) = first.pop("reads"), first["boundary"]
     assert (reads.predicted, reads.problem) == (None, "DataDependentOutputException: aten._local_scalar_dense.default")
     assert single == [None, None]
     for name, stages in first.items():
         for stage in filter(None, stages):
             assert stage.predicted == stage.measured, name
-    assert {name: _words(first[name][0]) for name in WORDS} == WORDS
+    assert {name: _describe_collectives(first[name][0]) for name in WORDS} == WORDS

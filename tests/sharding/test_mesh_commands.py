@@ -121,7 +121,7 @@ def test_each_method_of_a_comparison_is_planned_for_meshes(monkeypatch: pytest.M
             list(over.variants([Variant(ONE_WORKER, 1)]))
     assert [ranks for ranks, _, _ in ran[:3]] == [4] * 3
     assert [config for _, config, _ in ran[:3]] == ["2x2", "1x2-1x2", "1x2-1x2"]
-    assert {given for *_, given in ran} == {"d_ff:model --at-rest model"}
+    assert {layout_text for *_, layout_text in ran} == {"d_ff:model --at-rest model"}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_commands_that_meshes_do_not_fit(
     verb, *options = command.split()
     assert cli.main([verb, str(tmp_path / "recipe.py"), *options]) == 2
     assert words in capsys.readouterr().err
-    assert [one.name for one in tmp_path.iterdir() if one.name != "__pycache__"] == ["recipe.py"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["recipe.py"]
 
 
 @pytest.mark.processes
@@ -157,6 +157,6 @@ def test_planned_meshes_train_as_a_single_process(tmp_path: Path) -> None:
     assert [stage["mesh"] for stage in summary["stages"]] == ["model:2", "model:2"]
     alone = ["--workers", "1", "--schedule", "1f1b", "--out", "alone"]
     assert commands.run("-m", "pipedream", "train", "recipe.py", *alone, folder=tmp_path).status == 0
-    found, wanted = (torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("run", "alone"))
-    for name, weights in wanted.items():
-        torch.testing.assert_close(found[name], weights, rtol=1e-4, atol=1e-6)
+    planned, plain = (torch.load(tmp_path / run / "weights.pt", weights_only=True) for run in ("run", "alone"))
+    for name, weights in plain.items():
+        torch.testing.assert_close(planned[name], weights, rtol=1e-4, atol=1e-6)

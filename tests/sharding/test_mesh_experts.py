@@ -22,7 +22,7 @@ import pipedream
 from pipedream.core.errors import PipelineError
 from pipedream.experts import MixtureOfExperts
 from pipedream.sharding.local_rules import LocalRules
-from tests.sharding.test_mesh_training import Case, D, Mlp, _trained
+from tests.sharding.test_mesh_training import Case, D, Mlp, _train
 
 
 class Block(nn.Module):
@@ -37,34 +37,34 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         importance = 1 - 0.5 * ((y[..., 0] < -0.5).double() + (y[..., 1] < 0).double())
-        found: torch.Tensor = x + self.experts(y, importance.detach())
-        return found
+        output: torch.Tensor = x + self.experts(y, importance.detach())
+        return output
 
 
-def _model(**how: Any) -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _make_model(**how: Any) -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     layers = nn.Sequential(nn.Embedding(12, D), Block(**how), Mlp(), Block(**how), nn.Flatten(), nn.Linear(4 * D, 4))
     return layers, lambda size: torch.randint(12, (size, 4))
 
 
-def _case(mesh: str, rules: str, *args: Any, names: dict[str, str] | None = None, **how: Any) -> Case:
-    return Case(partial(_model, **how), mesh, rules, *args, names=names or {})
+def _make_case(mesh: str, rules: str, *args: Any, names: dict[str, str] | None = None, **how: Any) -> Case:
+    return Case(partial(_make_model, **how), mesh, rules, *args, names=names or {})
 
 
 GSHARD = ("data:2", "experts:data, batch:data")
 CASES = {
-    "gshard": _case(*GSHARD),
-    "gshard-dense": _case(*GSHARD, "pipedream", None, form="dense", top=1),
-    "experts": _case("model:2", "experts:model", "pipedream", None),
-    "newest-weights": _case("model:2", "experts:model", "paci", 2, form="dense"),
-    "two-dimensions": replace(_case("data:2,model:2", "experts:data, batch:data, d_ff:model"), stages=()),
-    "at-rest": replace(_case("data:2", "experts:data, batch:data", second="all"), at_rest="data"),
+    "gshard": _make_case(*GSHARD),
+    "gshard-dense": _make_case(*GSHARD, "pipedream", None, form="dense", top=1),
+    "experts": _make_case("model:2", "experts:model", "pipedream", None),
+    "newest-weights": _make_case("model:2", "experts:model", "paci", 2, form="dense"),
+    "two-dimensions": replace(_make_case("data:2,model:2", "experts:data, batch:data, d_ff:model"), stages=()),
+    "at-rest": replace(_make_case("data:2", "experts:data, batch:data", second="all"), at_rest="data"),
 }
 
 Trained = tuple[list[float], dict[str, torch.Tensor], dict[str, float]]
 
 
-def _all_trained() -> list[Trained]:
-    return [_trained(case, case.mesh) for case in CASES.values()]
+def _train_all() -> list[Trained]:
+    return [_train(case, case.mesh) for case in CASES.values()]
 
 
 @pytest.mark.processes
@@ -72,16 +72,16 @@ def _all_trained() -> list[Trained]:
 @pytest.mark.filterwarnings("ignore")
 def test_experts_on_meshes_train_as_in_one_process() -> None:
     """Also the last minibatch, whose microbatches are cut or not; its processes train all cases, one after another."""
-    outcomes = processes.kept(4).results(_all_trained, timeout_s=180.0)[0]
+    outcomes = processes.kept(4).results(_train_all, timeout_s=180.0)[0]
     for (name, case), (losses, state, scores) in zip(CASES.items(), outcomes, strict=True):
-        wanted, weights, seen = _trained(case, "")
-        assert losses == pytest.approx(wanted, abs=1e-10), name
+        expected, weights, seen = _train(case, "")
+        assert losses == pytest.approx(expected, abs=1e-10), name
         assert scores == pytest.approx(seen, abs=1e-10), name
         for weight, tensor in state.items():
             assert torch.allclose(tensor, weights[weight], atol=1e-10, rtol=0), (name, weight)
 
 
-def _layers() -> list[str]:
+def _compare_layers() -> list[str]:
     """Compares a layer with one process in its numbers; returns how its output is placed."""
     mesh, placed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), []
     whole, first = Replicate(), Shard(0)
@@ -94,33 +94,33 @@ def _layers() -> list[str]:
     ):  # fmt: skip
         torch.manual_seed(0)
         layer = MixtureOfExperts(D, 8, 4, groups=2, capacity_factor=1.0, z_loss=0.1, form=form).double()
-        own = copy.deepcopy(layer)
-        layout = pipedream.Layout(experts).of_model(own)
-        for name, whole_weight in list(own.named_parameters()):
+        copied = copy.deepcopy(layer)
+        layout = pipedream.Layout(experts).of_model(copied)
+        for name, whole_weight in list(copied.named_parameters()):
             names = layout.names_of(name)
             assert names is not None
             dims = layout.placements(names, whole_weight.shape, pipedream.Mesh("data:2,model:2"))
             cuts = [whole if dim is None else Shard(dim) for dim in dims]
             part = distribute_tensor(whole_weight.detach(), mesh, cuts, src_data_rank=None)
-            setattr(own, name, nn.Parameter(part))
-        given = [x.clone().requires_grad_(), distribute_tensor(x, mesh, cut, src_data_rank=None).requires_grad_()]
+            setattr(copied, name, nn.Parameter(part))
+        inputs = [x.clone().requires_grad_(), distribute_tensor(x, mesh, cut, src_data_rank=None).requires_grad_()]
         outputs = []
-        for one, into in zip((layer, own), given, strict=True):
+        for module, into in zip((layer, copied), inputs, strict=True):
             torch.manual_seed(7)
             with LocalRules(), implicit_replication():
-                found = one(into, importance)
-            if one is own:
-                placed.append(str(tuple(found.placements)))
-                found = found.full_tensor()
-            (found * weight).sum().backward()
-            outputs.append(found)
+                output = module(into, importance)
+            if module is copied:
+                placed.append(str(tuple(output.placements)))
+                output = output.full_tensor()
+            (output * weight).sum().backward()
+            outputs.append(output)
         back = [
-            (given[1].grad, given[0].grad),
-            *((a.grad, b.grad) for a, b in zip(own.parameters(), layer.parameters(), strict=True)),
+            (inputs[1].grad, inputs[0].grad),
+            *((a.grad, b.grad) for a, b in zip(copied.parameters(), layer.parameters(), strict=True)),
         ]
-        for part, wanted in [(own.last_balance_loss, layer.last_balance_loss), tuple(outputs[::-1]), *back]:
+        for part, expected in [(copied.last_balance_loss, layer.last_balance_loss), tuple(outputs[::-1]), *back]:
             part = part.full_tensor() if isinstance(part, DTensor) else part
-            torch.testing.assert_close(part, wanted, rtol=0, atol=1e-12)
+            torch.testing.assert_close(part, expected, rtol=0, atol=1e-12)
     return placed
 
 
@@ -130,29 +130,29 @@ def _layers() -> list[str]:
 def test_every_cut_of_a_layer_keeps_numbers_losses_and_gradients() -> None:
     """Sums over experts and d_ff stay pending; where experts and batch are cut alike the output is cut as its input."""
     cut, none = "(Shard(dim=0), Replicate())", "Replicate())"
-    wanted = [cut, "(Shard(dim=0), Partial(sum))", f"(Partial(sum), {none}", "(Shard(dim=0), Partial(sum))",
+    expected = [cut, "(Shard(dim=0), Partial(sum))", f"(Partial(sum), {none}", "(Shard(dim=0), Partial(sum))",
               "(Partial(sum), Shard(dim=0))", f"(Partial(sum), {none}"]  # fmt: skip
-    assert processes.kept(4).results(_layers) == [[one for one in wanted for _ in range(2)]] * 4
+    assert processes.kept(4).results(_compare_layers) == [[placements for placements in expected for _ in range(2)]] * 4
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_groups_that_the_mesh_does_not_divide_are_refused() -> None:
-    case = replace(_case(*GSHARD, groups=1), stages=())
-    for end in processes.launch(_trained, case.ranks, case, case.mesh):
+    case = replace(_make_case(*GSHARD, groups=1), stages=())
+    for end in processes.launch(_train, case.ranks, case, case.mesh):
         assert isinstance(end.error, PipelineError)
         assert re.search("there are 1 groups in 4 samples, which 2 ranks do not divide; use groups=N", str(end.error))
 
 
 def test_names_of_modules_yield_to_those_of_the_user() -> None:
-    model = _model()[0]
+    model = _make_model()[0]
     layout = pipedream.Layout("experts:model", names={"1.*.up": "a b c"}).of_model(model)
     assert layout.names_of("1.experts.up") == "a b c"
     assert layout.names_of("3.experts.up") == "experts d_model d_ff"
     assert layout.names_of("3.norm.weight") is None
 
 
-def _auxiliary() -> tuple[float, ...]:
+def _compare_auxiliary() -> tuple[float, ...]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
     with pipedream.auxiliary_scale(0.5), LocalRules(), implicit_replication():
@@ -163,4 +163,4 @@ def _auxiliary() -> tuple[float, ...]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_an_auxiliary_loss_of_a_cut_tensor_joins_the_objective() -> None:
-    assert processes.kept(2).results(_auxiliary) == [(2.0, 3.0, 4.0, 5.0)] * 2
+    assert processes.kept(2).results(_compare_auxiliary) == [(2.0, 3.0, 4.0, 5.0)] * 2

@@ -38,8 +38,8 @@ class Wide(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return found
+        output: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return output
 
 
 class Fresh:
@@ -53,16 +53,16 @@ class Fresh:
         return 3
 
 
-def _model() -> nn.Sequential:
+def _make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(Wide() for _ in range(4)))
 
 
-def _planned(layout: pipedream.Layout) -> list[Case]:
+def _plan(layout: pipedream.Layout) -> list[Case]:
     x, y = next(iter(Fresh()))
     cases = [(mesh, how) for of, mesh, how in CASES.values() if of is layout]
     profile = pipedream.profile(
-        _model(),
+        _make_model(),
         x,
         layout=layout,
         meshes=[mesh for mesh, _ in cases],
@@ -75,38 +75,38 @@ def _planned(layout: pipedream.Layout) -> list[Case]:
     return [(layout, pipedream.plan(profile, ranks, shape="1-1", mesh=mesh, **how), how) for mesh, how in cases]
 
 
-def _kernels(name: str) -> int:
+def _read_status(name: str) -> int:
     text = Path("/proc/self/status").read_text(encoding="ascii")
     return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith(name)))
 
 
-def _peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
+def _measure_peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
     """Returns, for each case, this rank's predicted peak, what the kernel saw, and what the run reports.
 
     malloc returns what is freed at once; modules and caches are there after the first minibatches.
     """
-    libc, found = ctypes.CDLL(None), []
+    libc, peaks = ctypes.CDLL(None), []
     for number, value in ((-8, 1), (-3, 1 << 16), (-1, 1 << 16)):  # arenas, thresholds of mmap and trim
         libc.mallopt(number, value)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # the user's choice, which the runtime leaves alone
     for layout, plan, how in cases:
         with pipedream.Pipeline(
-            _model(), plan, layout=layout, loss=F.cross_entropy, optimizer=SGD, check=False, **how
+            _make_model(), plan, layout=layout, loss=F.cross_entropy, optimizer=SGD, check=False, **how
         ) as pipeline:
             for _ in pipeline.train(Fresh(), epochs=1):
                 pass
             (stage, stage_state), *_ = pipeline._session.lead.stage_states.items()
             gc.collect()
             libc.malloc_trim(0)
-            held = tensor_bytes(stage_state) - _kernels("VmRSS")
+            base = tensor_bytes(stage_state) - _read_status("VmRSS")
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
             for _ in pipeline.train(Fresh(), epochs=2):
                 pass
-            seen = held + _kernels("VmHWM")
-            found.append((plan.stages[stage].peak_bytes, seen, pipeline.timeline().peak_bytes[stage]))
+            seen = base + _read_status("VmHWM")
+            peaks.append((plan.stages[stage].peak_bytes, seen, pipeline.timeline().peak_bytes[stage]))
         del pipeline, stage_state
         gc.collect()
-    return found
+    return peaks
 
 
 @pytest.mark.processes
@@ -114,8 +114,8 @@ def _peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_peaks_are_as_predicted() -> None:
-    planned = [*_planned(CUT), *_planned(AT_REST)]
-    for peaks in processes.results(_peaks, 4, planned):
+    planned = [*_plan(CUT), *_plan(AT_REST)]
+    for peaks in processes.results(_measure_peaks, 4, planned):
         for name, (predicted, seen, reported) in zip(CASES, peaks, strict=True):
             assert predicted == pytest.approx(seen, rel=0.1), name
             assert predicted == pytest.approx(reported, rel=0.15), name  # which is read at some moments only

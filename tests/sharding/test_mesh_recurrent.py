@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipedream.core.errors import PipelineError
-from tests.sharding.test_mesh_training import Case, D, _trained
+from tests.sharding.test_mesh_training import Case, D, _train
 
 
 class Recurrent(nn.Module):
@@ -24,42 +24,42 @@ class Recurrent(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.layer.batch_first:
             return x + self.layer(x)[0]
-        found, state = self.layer(x.transpose(0, 1))
+        output, state = self.layer(x.transpose(0, 1))
         last = state[0] if isinstance(state, tuple) else state
-        joined: torch.Tensor = x + found.transpose(0, 1) + last[-1].unsqueeze(1)
+        joined: torch.Tensor = x + output.transpose(0, 1) + last[-1].unsqueeze(1)
         return joined
 
 
-def _model(kind: type[nn.RNNBase], **how: Any) -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _make_model(kind: type[nn.RNNBase], **how: Any) -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     blocks = Recurrent(kind, batch_first=True, **how), Recurrent(kind, **how)
     return nn.Sequential(nn.Embedding(12, D), *blocks, nn.Flatten(), nn.Linear(4 * D, 4)), lambda size: torch.randint(
         12, (size, 4)
     )
 
 
-def _case(kind: type[nn.RNNBase], *args: Any, **how: Any) -> Case:
-    return Case(partial(_model, kind, **how), "data:2", "batch:data", *args)
+def _make_case(kind: type[nn.RNNBase], *args: Any, **how: Any) -> Case:
+    return Case(partial(_make_model, kind, **how), "data:2", "batch:data", *args)
 
 
 CASES = {
-    "lstm": _case(nn.LSTM, "pipedream", None),
-    "gru": _case(nn.GRU),
-    "rnn": _case(nn.RNN, nonlinearity="relu"),
-    "at-rest": replace(_case(nn.LSTM, "pipedream", None), at_rest="data"),
+    "lstm": _make_case(nn.LSTM, "pipedream", None),
+    "gru": _make_case(nn.GRU),
+    "rnn": _make_case(nn.RNN, nonlinearity="relu"),
+    "at-rest": replace(_make_case(nn.LSTM, "pipedream", None), at_rest="data"),
 }
 
 
-def _all_trained() -> list[Any]:
-    return [_trained(case, case.mesh) for case in CASES.values()]
+def _train_all() -> list[Any]:
+    return [_train(case, case.mesh) for case in CASES.values()]
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_recurrent_layers_cut_by_batch_train_as_in_one_process() -> None:
-    outcomes = processes.kept(4).results(_all_trained, timeout_s=120.0)[0]
+    outcomes = processes.kept(4).results(_train_all, timeout_s=120.0)[0]
     for (name, case), (losses, state, scores) in zip(CASES.items(), outcomes, strict=True):
-        wanted, weights, seen = _trained(case, "")
-        assert losses == pytest.approx(wanted, abs=1e-10), name
+        expected, weights, seen = _train(case, "")
+        assert losses == pytest.approx(expected, abs=1e-10), name
         assert scores == pytest.approx(seen, abs=1e-10), name
         for weight, tensor in state.items():
             assert torch.allclose(tensor, weights[weight], atol=1e-10, rtol=0), (name, weight)
@@ -68,7 +68,7 @@ def test_recurrent_layers_cut_by_batch_train_as_in_one_process() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_dropout_inside_of_a_recurrent_layer_is_refused() -> None:
-    case = replace(_case(nn.GRU, dropout=0.5), stages=())
-    for end in processes.launch(_trained, case.ranks, case, case.mesh):
+    case = replace(_make_case(nn.GRU, dropout=0.5), stages=())
+    for end in processes.launch(_train, case.ranks, case, case.mesh):
         assert isinstance(end.error, PipelineError)
         assert "the dropout of gru draws random numbers for a tensor of" in str(end.error)

@@ -34,8 +34,8 @@ class Mlp(nn.Module):
         self.up, self.drop, self.down = nn.Linear(D, 4 * D), nn.Dropout(0.25), nn.Linear(4 * D, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.drop(self.down(self.drop(F.gelu(self.up(self.norm(x))))))
-        return found
+        output: torch.Tensor = x + self.drop(self.down(self.drop(F.gelu(self.up(self.norm(x))))))
+        return output
 
 
 class Attention(nn.Module):
@@ -47,10 +47,13 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         y = self.norm(x)
-        heads = [one(y).view(batch, length, 4, -1).transpose(1, 2) for one in (self.query, self.key, self.value)]
+        heads = [
+            projection(y).view(batch, length, 4, -1).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        ]
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        found: torch.Tensor = x + self.out(mixed.transpose(1, 2).reshape(batch, length, D))
-        return found
+        output: torch.Tensor = x + self.out(mixed.transpose(1, 2).reshape(batch, length, D))
+        return output
 
 
 class Noise(nn.Module):
@@ -64,59 +67,59 @@ class Convolution(nn.Module):
         self.up, self.norm, self.down = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.down(F.relu(self.norm(self.up(x))))
-        return found
+        output: torch.Tensor = x + self.down(F.relu(self.norm(self.up(x))))
+        return output
 
 
-def _mlp() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _make_mlp() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     return nn.Sequential(*(Mlp() for _ in range(4)), nn.Linear(D, 4)), lambda size: torch.randn(size, D)
 
 
-def _attention() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _make_attention() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     embedding = nn.Embedding(12, D, padding_idx=7)  # a row of the second of two ranks
     layers = nn.Sequential(embedding, Attention(), Mlp(), Attention(), nn.Flatten(), nn.Linear(5 * D, 4))
     return layers, lambda size: torch.randint(12, (size, 5))
 
 
-def _convolution() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _make_convolution() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     layers = nn.Sequential(*(Convolution() for _ in range(3)), nn.Flatten(), nn.Linear(4 * 36, 4))
     return layers, lambda size: torch.randn(size, 4, 6, 6)
 
 
-def _halves() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _make_halves() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     """The boundary lies between two layers that both cut its second dimension."""
     return nn.Sequential(nn.Linear(D, 12), nn.Tanh(), nn.Linear(12, 4)), lambda size: torch.randn(size, D)
 
 
-def _shared() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _make_shared() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     layers = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 4))
     layers[1].weight = layers[0].weight
     return layers, lambda size: torch.randn(size, D)
 
 
-def _matrices() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _make_matrices() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     layers = [nn.Linear(D, 4 * D, bias=False), nn.Tanh(), nn.Linear(4 * D, 4, bias=False)]
     return nn.Sequential(*layers), lambda size: torch.randn(size, D)
 
 
-def _noise() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _make_noise() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     return nn.Sequential(nn.Linear(D, D), Noise(), nn.Linear(D, 4)), lambda size: torch.randn(size, D)
 
 
 CALLS = count(1)
 
 
-def _growing(output: torch.Tensor, batch: Any) -> torch.Tensor:
+def _pad_output(output: torch.Tensor, batch: Any) -> torch.Tensor:
     """Is another loss at each call."""
     return F.cross_entropy(output, batch[1]) * next(CALLS)
 
 
 MODELS = {
-    "mlp": _mlp,
-    "attention": _attention,
-    "convolution": _convolution,
-    "noise": _noise,
-    "halves": _halves,
+    "mlp": _make_mlp,
+    "attention": _make_attention,
+    "convolution": _make_convolution,
+    "noise": _make_noise,
+    "halves": _make_halves,
 }
 NAMES = {
     "*.up.weight": "d_ff d_model",
@@ -165,16 +168,16 @@ class Case:
         return sum(mesh.size * count for mesh, count in zip(meshes_of(self.mesh, len(workers)), workers, strict=True))
 
 
-def _trained(case: Case, mesh: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, float]]:
-    pipeline, batches = _made(case, mesh)
+def _train(case: Case, mesh: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, float]]:
+    pipeline, batches = _make_pipeline(case, mesh)
     with pipeline:
         losses = [done.loss for done in pipeline.train(batches, epochs=2)]
-        found = pipeline.evaluate(batches)
-        outputs = {f"output {n}": one for n, one in enumerate(pipeline.predict(batches[-1:]))}
-        return losses, pipeline.state_dict() | outputs, found
+        scores = pipeline.evaluate(batches)
+        outputs = {f"output {n}": output for n, output in enumerate(pipeline.predict(batches[-1:]))}
+        return losses, pipeline.state_dict() | outputs, scores
 
 
-def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
+def _make_pipeline(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
     torch.manual_seed(3)
     layers, inputs = MODELS[case.model]() if isinstance(case.model, str) else case.model()
     model = layers.double()
@@ -186,19 +189,23 @@ def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
     ends = [*case.stages, len(layers)]
     plan = pipedream.Plan.uniform(len(ends), replicas=(case.replicas, *[1] * len(case.stages)))
     stages = [
-        replace(one, first=a, last=b, recompute=case.recompute)
-        for one, a, b in zip(plan.stages, [0, *ends], ends, strict=False)
+        replace(stage, first=a, last=b, recompute=case.recompute)
+        for stage, a, b in zip(plan.stages, [0, *ends], ends, strict=False)
     ]
     names = CONVOLUTION if case.model == "convolution" else {} if "parallelize" in case.options else NAMES
-    known = {name for name, _ in model.named_parameters()}
+    parameter_names = {name for name, _ in model.named_parameters()}
     layout = pipedream.Layout(
         case.rules,
         at_rest=case.at_rest,
-        names={name: words for name, words in names.items() if any(fnmatchcase(one, name) for one in known)}
+        names={
+            name: words
+            for name, words in names.items()
+            if any(fnmatchcase(pattern, name) for pattern in parameter_names)
+        }
         | case.names,
     )
     if "cut1" in mesh:
-        layout = _found(model, *batches[0], meshes_of(mesh)[0].size)
+        layout = _search_layout(model, *batches[0], meshes_of(mesh)[0].size)
     options = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9), "loss": F.cross_entropy} | case.options
     pipeline = pipedream.Pipeline(
         model,
@@ -213,7 +220,7 @@ def _made(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
     return pipeline, batches
 
 
-def _found(model: nn.Module, x: torch.Tensor, targets: torch.Tensor, ranks: int) -> pipedream.Layout:
+def _search_layout(model: nn.Module, x: torch.Tensor, targets: torch.Tensor, ranks: int) -> pipedream.Layout:
     """Returns the layout of Tofu's partition of a minibatch's step."""
     step = pipedream.operators(model, x, loss=partial(F.cross_entropy, target=targets))
     return pipedream.Layout.of(pipedream.partition(step, ranks))
@@ -259,7 +266,7 @@ CASES = (
     Case("attention", "data:2", "batch:data", "timeprest", 2, at_rest="data"),
     Case("mlp", "model:2", "d_ff:model", "1f1b", options={"optimizer": partial(torch.optim.Adafactor, lr=0.1)}),
     Case(
-        _matrices,
+        _make_matrices,
         "data:2,model:2",
         "batch:data, d_ff:model",
         "pipedream_2bw",
@@ -309,15 +316,15 @@ TWO_RANKS = (
     "case",
     [
         *TWO_RANKS,
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (*CASES, *FOUND)),
-        *(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.long]) for one in MORE_FOUND),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, *FOUND)),
+        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) for name in MORE_FOUND),
     ],
     ids=str,
 )
 def test_meshes_train_as_single_ranks_do(case: Case) -> None:
-    losses, weights, scores = _trained(case, "")
-    for rank, (found, state, seen) in enumerate(processes.kept(case.ranks).results(_trained, case, case.mesh)):
-        assert found == pytest.approx(losses, abs=1e-10), rank
+    losses, weights, scores = _train(case, "")
+    for rank, (trained, state, seen) in enumerate(processes.kept(case.ranks).results(_train, case, case.mesh)):
+        assert trained == pytest.approx(losses, abs=1e-10), rank
         assert seen == pytest.approx(scores, abs=1e-10), rank
         assert state.keys() == (weights.keys() if rank == 0 else set())
         for name, tensor in state.items():
@@ -336,7 +343,7 @@ def test_meshes_train_as_single_ranks_do(case: Case) -> None:
         (Case("convolution", "model:2", "d_in:model, d_ff:model", stages=()), "would be cut twice over 'model'"),
         (Case("noise", "data:2", "batch:data", stages=()), "rand_like draws random numbers for a tensor of"),
         (
-            Case("mlp", "model:2", "d_ff:model", stages=(), options={"loss": _growing}),
+            Case("mlp", "model:2", "d_ff:model", stages=(), options={"loss": _pad_output}),
             "stage 0 has another gradient of .* in the pipeline, .* in the model",
         ),
         (
@@ -347,7 +354,7 @@ def test_meshes_train_as_single_ranks_do(case: Case) -> None:
     ids=("gather", "legality", "random", "first-minibatch", "names"),
 )
 def test_what_a_mesh_refuses(case: Case, words: str) -> None:
-    for end in processes.launch(_trained, case.ranks, case, case.mesh):
+    for end in processes.launch(_train, case.ranks, case, case.mesh):
         assert isinstance(end.error, PipelineError)
         assert re.search(words, str(end.error))
 
@@ -363,7 +370,7 @@ class Residual(nn.Module):
         return x + self.down(self.drop(torch.tanh(self.up(x))))
 
 
-def _residual(mesh: str, p: float, shape: str) -> list[float]:
+def _train_residual(mesh: str, p: float, shape: str) -> list[float]:
     torch.manual_seed(3)
     model, x = Residual(p).double(), torch.randn(8, D).double()
     plan = pipedream.plan(pipedream.profile(model, x), pipedream.Cluster.flat(len(shape.split("-"))), shape=shape)
@@ -383,11 +390,11 @@ def _residual(mesh: str, p: float, shape: str) -> list[float]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_model_that_is_no_chain_may_be_one_stage() -> None:
-    losses = _residual("", 0.0, "1")
-    for found in processes.kept(2).results(_residual, "cut1:2", 0.0, "1"):
-        assert found == pytest.approx(losses, abs=1e-10)
+    losses = _train_residual("", 0.0, "1")
+    for trained in processes.kept(2).results(_train_residual, "cut1:2", 0.0, "1"):
+        assert trained == pytest.approx(losses, abs=1e-10)
     for p, shape, words in ((0.5, "1", "draws random numbers"), (0.0, "1-1", "a stage of several has a mesh")):
-        for end in processes.launch(_residual, 2 * len(shape.split("-")), "cut1:2", p, shape):
+        for end in processes.launch(_train_residual, 2 * len(shape.split("-")), "cut1:2", p, shape):
             assert isinstance(end.error, PipelineError)
             assert words in str(end.error)
 
@@ -395,17 +402,17 @@ def test_a_model_that_is_no_chain_may_be_one_stage() -> None:
 def test_a_layout_must_fit_the_model() -> None:
     case = Case("mlp", "model:2", "d_ff:model")
     with pytest.raises(PlanError, match="'batch:out', which matches no parameter"):
-        _made(replace(case, names={"batch:out": "batch"}), "model:2")
+        _make_pipeline(replace(case, names={"batch:out": "batch"}), "model:2")
     with pytest.raises(PlanError, match="the dimension 'data', which no rule uses"):
-        _made(case, "data:2")
+        _make_pipeline(case, "data:2")
 
 
 def test_tied_weights_are_on_one_mesh() -> None:
-    case = Case(_shared, "model:2/-", "d_ff:model", stages=(1,))
+    case = Case(_make_shared, "model:2/-", "d_ff:model", stages=(1,))
     with pytest.raises(
         PlanError, match=r"tied weights '0.weight' \(stages 0, 1\) would be on the meshes model:2 and -"
     ):
-        _made(case, case.mesh)
+        _make_pipeline(case, case.mesh)
 
 
 def test_a_worker_that_computes_with_weights_of_others_is_no_mesh() -> None:

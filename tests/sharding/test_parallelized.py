@@ -15,25 +15,25 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pipedream.core.errors import PipelineError
-from tests.sharding.test_mesh_training import CLIPPED, Case, D, Mlp, _trained
+from tests.sharding.test_mesh_training import CLIPPED, Case, D, Mlp, _train
 
 
-def _styles(name: str, layer: nn.Module, device_mesh: DeviceMesh) -> None:
+def _apply_styles(name: str, layer: nn.Module, device_mesh: DeviceMesh) -> None:
     if isinstance(layer, Mlp):
         parallelize_module(layer, device_mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def _sharded(name: str, layer: nn.Module, device_mesh: DeviceMesh) -> None:
+def _call_fully_shard(name: str, layer: nn.Module, device_mesh: DeviceMesh) -> None:
     fully_shard(layer, mesh=device_mesh)
 
 
-def _replaced(name: str, layer: nn.Module, device_mesh: DeviceMesh) -> None:
+def _replace_parameter(name: str, layer: nn.Module, device_mesh: DeviceMesh) -> None:
     for child in layer.modules():
         if isinstance(child, nn.Linear):
             child.weight = nn.Parameter(child.weight.detach().clone())
 
 
-def _model() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
+def _make_model() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     """Without dropout, which draws for the parts that torch's styles give it."""
     layers = nn.Sequential(*(Mlp() for _ in range(3)), nn.Linear(D, 4))
     for module in layers.modules():
@@ -42,16 +42,16 @@ def _model() -> tuple[nn.Sequential, Callable[[int], torch.Tensor]]:
     return layers, lambda size: torch.randn(size, D)
 
 
-def _case(function: Callable[..., None], mesh: str, rules: str, *args: Any, **more: Any) -> Case:
+def _make_case(function: Callable[..., None], mesh: str, rules: str, *args: Any, **more: Any) -> Case:
     options = {"parallelize": function, **more.pop("options", {})}
-    return Case(_model, mesh, rules, *args, options=options, **more)
+    return Case(_make_model, mesh, rules, *args, options=options, **more)
 
 
 CASES = (
-    _case(_styles, "model:2", "", "pipedream", None),
-    _case(_styles, "model:2", "", "zb_h1", 4, options=CLIPPED),
-    _case(_styles, "data:2,model:2", "batch:data", stages=()),
-    _case(_styles, "data:2,model:2", "batch:data", "gpipe", stages=(), at_rest="data", options={"ema": 0.9}),
+    _make_case(_apply_styles, "model:2", "", "pipedream", None),
+    _make_case(_apply_styles, "model:2", "", "zb_h1", 4, options=CLIPPED),
+    _make_case(_apply_styles, "data:2,model:2", "batch:data", stages=()),
+    _make_case(_apply_styles, "data:2,model:2", "batch:data", "gpipe", stages=(), at_rest="data", options={"ema": 0.9}),
 )
 
 
@@ -59,9 +59,9 @@ CASES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layers_cut_by_torchs_styles_train_as_single_ranks_do(case: Case) -> None:
-    losses, weights, scores = _trained(case, "")
-    for found, state, seen in processes.kept(case.ranks).results(_trained, case, case.mesh):
-        assert found == pytest.approx(losses, abs=1e-10)
+    losses, weights, scores = _train(case, "")
+    for trained, state, seen in processes.kept(case.ranks).results(_train, case, case.mesh):
+        assert trained == pytest.approx(losses, abs=1e-10)
         assert seen == pytest.approx(scores, abs=1e-10)
         for name, tensor in state.items():
             torch.testing.assert_close(tensor, weights[name], atol=1e-10, rtol=0, msg=name)
@@ -72,12 +72,12 @@ def test_layers_cut_by_torchs_styles_train_as_single_ranks_do(case: Case) -> Non
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (_sharded, r"parallelize\('0', ...\) has called fully_shard, .* shard them by Layout\(at_rest=...\)"),
-        (_replaced, r"parallelize\('0', ...\) has replaced the parameter 'weight'"),
+        (_call_fully_shard, r"parallelize\('0', ...\) has called fully_shard, .* shard them by Layout\(at_rest=...\)"),
+        (_replace_parameter, r"parallelize\('0', ...\) has replaced the parameter 'weight'"),
     ],
 )
 def test_what_it_may_not_do(function: Callable[..., None], words: str) -> None:
-    case = _case(function, "model:2", "", stages=())
-    for end in processes.launch(_trained, case.ranks, case, case.mesh):
+    case = _make_case(function, "model:2", "", stages=())
+    for end in processes.launch(_train, case.ranks, case, case.mesh):
         assert isinstance(end.error, PipelineError)
         assert re.search(words, str(end.error))

@@ -36,11 +36,11 @@ class Unrolled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = torch.zeros_like(x[:, 0])
         state: Any = (first, first) if isinstance(self.cell, nn.LSTMCell) else first
-        found = []
+        outputs = []
         for step in range(self.steps):
             state = self.cell(x[:, step], state)
-            found.append(state[0] if isinstance(state, tuple) else state)
-        return torch.stack(found, 1)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(outputs, 1)
 
 
 class Block(nn.Module):
@@ -63,8 +63,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        found: torch.Tensor = x + self.inner(y, y, y, need_weights=False)[0]
-        return found
+        output: torch.Tensor = x + self.inner(y, y, y, need_weights=False)[0]
+        return output
 
 
 class Words(nn.Module):
@@ -73,20 +73,20 @@ class Words(nn.Module):
         self.table, self.up, self.out = nn.Embedding(12, 8), nn.Linear(8, 16), nn.Linear(16, 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.out(F.gelu(self.up(self.table(x)))).flatten(0, 1)
-        return found
+        output: torch.Tensor = self.out(F.gelu(self.up(self.table(x)))).flatten(0, 1)
+        return output
 
 
-def _pooled() -> nn.Module:
+def _make_pooled() -> nn.Module:
     features = nn.Conv2d(4, 8, 3, groups=2, padding=1), nn.AvgPool2d(2), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)
     return nn.Sequential(*features, nn.Flatten(), nn.Linear(8, 8))
 
 
-def _squared(value: torch.Tensor) -> torch.Tensor:
+def _sum_squares(value: torch.Tensor) -> torch.Tensor:
     return (value * value).mean()
 
 
-def _entropy(value: torch.Tensor) -> torch.Tensor:
+def _compute_entropy(value: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(value, torch.arange(len(value)) % value.shape[1])
 
 
@@ -94,7 +94,7 @@ def _entropy(value: torch.Tensor) -> torch.Tensor:
 class Case:
     model: Callable[[], nn.Module]
     sample: Callable[[], torch.Tensor]
-    loss: Callable[[torch.Tensor], torch.Tensor] | None = _squared
+    loss: Callable[[torch.Tensor], torch.Tensor] | None = _sum_squares
 
 
 CASES = {
@@ -107,15 +107,15 @@ CASES = {
     "gru": Case(partial(Unrolled, nn.GRUCell, 2, 8), lambda: torch.randn(8, 2, 8)),
     "wide_resnet": Case(partial(Block, 8, 16), lambda: torch.randn(8, 8, 8, 8), None),
     "attention": Case(partial(Attention, 16), lambda: torch.randn(8, 6, 16)),
-    "words": Case(Words, lambda: torch.randint(0, 12, (4, 4)), _entropy),
-    "pooled": Case(_pooled, lambda: torch.randn(8, 4, 8, 8)),
+    "words": Case(Words, lambda: torch.randint(0, 12, (4, 4)), _compute_entropy),
+    "pooled": Case(_make_pooled, lambda: torch.randn(8, 4, 8, 8)),
     "uneven": Case(lambda: nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)), lambda: torch.randn(6, 6)),
 }
 WAYS: tuple[dict[str, Any], ...] = ({}, {"replicate": False}, {"method": "spartan"}, {"method": "model"})
 
 
 @cache
-def _made(name: str) -> tuple[nn.Module, torch.Tensor, TracedStep]:
+def _make_step(name: str) -> tuple[nn.Module, torch.Tensor, TracedStep]:
     torch.manual_seed(0)
     case = CASES[name]
     model, sample = case.model().double(), case.sample()
@@ -124,39 +124,41 @@ def _made(name: str) -> tuple[nn.Module, torch.Tensor, TracedStep]:
 
 
 @cache
-def _alone(name: str) -> dict[str, torch.Tensor]:
+def _run_alone(name: str) -> dict[str, torch.Tensor]:
     """Returns what one process computes: tensor of the traced step -> value."""
-    model, sample, step = _made(name)
+    model, sample, step = _make_step(name)
     model, loss = copy.deepcopy(model), CASES[name].loss
     entering = sample.clone().requires_grad_() if sample.is_floating_point() else sample
     value = model(entering)
     value = value if loss is None else loss(value)
-    wanted = [*model.parameters()] + ([entering] if step.input_gradients else [])
-    gradients = torch.autograd.grad([value], wanted, [torch.ones_like(value)])
+    sources = [*model.parameters()] + ([entering] if step.input_gradients else [])
+    gradients = torch.autograd.grad([value], sources, [torch.ones_like(value)])
     names = [*step.gradients.values(), *step.input_gradients]
     return {
         step.outputs[0]: value.detach(),
         **dict(zip(names, gradients, strict=True)),
-        **{step.updated[key]: one for key, one in model.named_buffers()},
+        **{step.updated[key]: buffer for key, buffer in model.named_buffers()},
     }
 
 
 def _check(name: str, ranks: Ranks, count: int, **how: Any) -> None:
-    _check_partition(name, ranks, partition(_made(name)[2].operators, count, **how))
+    _check_partition(name, ranks, partition(_make_step(name)[2].operators, count, **how))
 
 
 def _check_partition(name: str, ranks: Ranks, found_partition: Partition) -> None:
     """Compares a partitioned step with one process; each rank checks all tensors."""
-    model, sample, step = _made(name)
+    model, sample, step = _make_step(name)
     run = PartitionedStep(step, found_partition, ranks)
-    values = {step.parameters[key]: one.detach() for key, one in model.named_parameters()}
-    values |= {step.buffers[key]: one for key, one in model.named_buffers()}
+    values = {step.parameters[key]: parameter.detach() for key, parameter in model.named_parameters()}
+    values |= {step.buffers[key]: buffer for key, buffer in model.named_buffers()}
     values |= dict(zip(step.inputs, [sample], strict=True))
-    values |= {tensor: torch.ones_like(_alone(name)[step.outputs[0]]) for tensor in step.tangents}
-    found = run.run({tensor: run.part(tensor, one) for tensor, one in values.items()}, _alone(name))
+    values |= {tensor: torch.ones_like(_run_alone(name)[step.outputs[0]]) for tensor in step.tangents}
+    parts = run.run(
+        {tensor: run.part(tensor, tensor_value) for tensor, tensor_value in values.items()}, _run_alone(name)
+    )
     sent = ranks.sent_bytes
-    for tensor, expected in _alone(name).items():
-        torch.testing.assert_close(run.whole(tensor, found[tensor]), expected, atol=1e-10, rtol=1e-10, msg=tensor)
+    for tensor, expected in _run_alone(name).items():
+        torch.testing.assert_close(run.whole(tensor, parts[tensor]), expected, atol=1e-10, rtol=1e-10, msg=tensor)
     if isinstance(ranks, GroupRanks):
         total = torch.tensor(sent)
         torch.distributed.all_reduce(total)
@@ -178,7 +180,7 @@ def test_simulated_ranks_equal_one_process(name: str, how: dict[str, Any], count
     _check(name, SimulatedRanks(count), count, **how)
 
 
-def _in_process(names: tuple[str, ...]) -> None:
+def _run_in_process(names: tuple[str, ...]) -> None:
     for name in names:
         for how in WAYS[:2]:
             _check(name, GroupRanks(), torch.distributed.get_world_size(), **how)
@@ -188,24 +190,24 @@ def _in_process(names: tuple[str, ...]) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_equal_one(count: int) -> None:
-    processes.kept(count).results(_in_process, ("mlp", "lstm", "wide_resnet"))
+    processes.kept(count).results(_run_in_process, ("mlp", "lstm", "wide_resnet"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_bytes_of_two_ranks_are_the_published_cost(name: str) -> None:
     if name == "uneven":
         pytest.skip("the published cost of halves that do not divide is a penalty")
-    operators = _made(name)[2].operators
-    found = partition(operators, 2)
-    assert Exchanges(operators, found).elements == found.elements
+    operators = _make_step(name)[2].operators
+    result = partition(operators, 2)
+    assert Exchanges(operators, result).elements == result.elements
 
 
-def _of_layout(operators: Operators, layout: Layout, mesh: Mesh) -> Partition:
+def _convert_layout(operators: Operators, layout: Layout, mesh: Mesh) -> Partition:
     """Returns the same as cuts into halves: on a mesh of powers of two, of operators with names of their own."""
     shared = operators.with_shared_names()
     over, cuts = shared.named.over(layout, mesh), []
-    for one, size in mesh.dimensions.items():
-        cut_names = [name for name in over if over[name] == one]
+    for dimension, size in mesh.dimensions.items():
+        cut_names = [name for name in over if over[name] == dimension]
         schemes = {
             tensor: next((at for at, name in enumerate(names) if name in cut_names), None)
             for tensor, names in shared.named.at_rest.items()
@@ -220,21 +222,23 @@ def _of_layout(operators: Operators, layout: Layout, mesh: Mesh) -> Partition:
 
 @pytest.mark.parametrize("name", CASES)
 def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
-    operators = _made(name)[2].operators
+    operators = _make_step(name)[2].operators
     shared, mesh = operators.with_shared_names(), Mesh("m:2")
-    layouts = [Layout(f"{one}:m") for one, sizes in shared.named.sizes.items() if all(size % 2 == 0 for size in sizes)]
+    layouts = [
+        Layout(f"{name}:m") for name, sizes in shared.named.sizes.items() if all(size % 2 == 0 for size in sizes)
+    ]
     layouts += [lay_out(shared, mesh)]
     for layout in layouts:
-        found = _of_layout(operators, layout, mesh)
-        _check_partition(name, SimulatedRanks(2), found)
+        result = _convert_layout(operators, layout, mesh)
+        _check_partition(name, SimulatedRanks(2), result)
         # Two ranks send half of what they gather, and all of what they reduce. An operator that reads a part of a
         # tensor may need less, and so does a partial sum that is cut afterwards.
         moved = shared.report(layout, mesh).moved
         expected = sum(elements if kind == "all-reduce" else elements // 2 for (kind, _), elements in moved.items())
-        sent = Exchanges(operators, found).elements
+        sent = Exchanges(operators, result).elements
         assert sent == expected if name in ("mlp", "attention", "pooled") else sent <= expected
     mesh = Mesh("m:2,n:4")
-    _check_partition(name, SimulatedRanks(8), _of_layout(operators, lay_out(shared, mesh), mesh))
+    _check_partition(name, SimulatedRanks(8), _convert_layout(operators, lay_out(shared, mesh), mesh))
 
 
 class _Recording(SimulatedRanks):
@@ -260,32 +264,32 @@ class _Recording(SimulatedRanks):
 @pytest.mark.parametrize("how", WAYS[2:], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "words"])
 def test_seconds_are_those_of_the_busiest_rank_of_each_exchange(name: str, how: dict[str, Any]) -> None:
-    step, ranks = _made(name)[2], _Recording(4)
+    step, ranks = _make_step(name)[2], _Recording(4)
     _check(name, ranks, 4, **how)
     exchanges = Exchanges(step.operators, partition(step.operators, 4, **how))
     sizes = {tensor: dtype.itemsize for tensor, dtype in step.dtypes.items()}
-    found = ranks.busiest[: len(exchanges.bytes_of_busiest(sizes, len(step.calls)))]
-    assert exchanges.bytes_of_busiest(sizes, len(step.calls)) == found
-    assert exchanges.seconds(sizes, 1e6, 0.0, len(step.calls)) == pytest.approx(sum(found) / 1e6)
-    assert exchanges.seconds(sizes, 1e30, 0.5, len(step.calls)) == pytest.approx(len(found) / 2)
+    busiest = ranks.busiest[: len(exchanges.bytes_of_busiest(sizes, len(step.calls)))]
+    assert exchanges.bytes_of_busiest(sizes, len(step.calls)) == busiest
+    assert exchanges.seconds(sizes, 1e6, 0.0, len(step.calls)) == pytest.approx(sum(busiest) / 1e6)
+    assert exchanges.seconds(sizes, 1e30, 0.5, len(step.calls)) == pytest.approx(len(busiest) / 2)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_parts_along_each_index_make_the_whole(name: str) -> None:
     seen = set()
-    for traced in _made(name)[2].calls:
+    for traced in _make_step(name)[2].calls:
         key = (traced.call.function, traced.step.line.text)
-        known = description_of(traced.call)
-        assert known is not None
+        description = description_of(traced.call)
+        assert description is not None
         if key not in seen and "embedding" not in str(key[0]):
-            assert contradiction(traced.call, known) == "", key
+            assert contradiction(traced.call, description) == "", key
         seen.add(key)
 
 
 def test_without_replicas_a_rank_has_its_share_of_all_tensors() -> None:
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Tanh(), nn.Linear(128, 64, bias=False))
     step = trace(
-        model, torch.randn(32, 64), loss=_squared, optimizer=lambda named: torch.optim.Adam([p for _, p in named])
+        model, torch.randn(32, 64), loss=_sum_squares, optimizer=lambda named: torch.optim.Adam([p for _, p in named])
     )
     run = PartitionedStep(step, partition(step.operators, 8, replicate=False), SimulatedRanks(8))
     whole = sum(map(prod, step.operators.tensors.values()))
@@ -295,31 +299,31 @@ def test_without_replicas_a_rank_has_its_share_of_all_tensors() -> None:
 
 
 def test_parts_of_weights_train_as_whole_ones() -> None:
-    model, sample, step = _made("mlp")
-    alone, step = copy.deepcopy(model), trace(model, sample, loss=_squared)
+    model, sample, step = _make_step("mlp")
+    alone, step = copy.deepcopy(model), trace(model, sample, loss=_sum_squares)
     ranks = SimulatedRanks(4)
     run = PartitionedStep(step, partition(step.operators, 4), ranks)
     names = {key: step.parameters[key] for key, _ in model.named_parameters()}
-    parts = {name: run.part(names[name], one.detach()) for name, one in model.named_parameters()}
-    weights = {(name, rank): nn.Parameter(parts[name][rank]) for name in names for rank in ranks.own}
+    parts = {name: run.part(names[name], parameter.detach()) for name, parameter in model.named_parameters()}
+    weights = {(name, rank): nn.Parameter(parts[name][rank]) for name in names for rank in ranks.local}
     several, single = torch.optim.Adam(weights.values(), 0.01), torch.optim.Adam(alone.parameters(), 0.01)
     for _ in range(3):
-        values = {names[name]: {rank: weights[name, rank].detach() for rank in ranks.own} for name in names}
+        values = {names[name]: {rank: weights[name, rank].detach() for rank in ranks.local} for name in names}
         values[step.inputs[0]] = run.part(step.inputs[0], sample)
-        found = run.run(values, [*step.gradients.values(), *step.outputs])
+        results = run.run(values, [*step.gradients.values(), *step.outputs])
         for name, rank in weights:
-            weights[name, rank].grad = found[step.gradients[name]][rank]
+            weights[name, rank].grad = results[step.gradients[name]][rank]
         several.step()
         single.zero_grad()
-        loss = _squared(alone(sample))
+        loss = _sum_squares(alone(sample))
         loss.backward()
         single.step()
         torch.testing.assert_close(
-            run.whole(step.outputs[0], found[step.outputs[0]]), loss.detach(), atol=1e-10, rtol=1e-10
+            run.whole(step.outputs[0], results[step.outputs[0]]), loss.detach(), atol=1e-10, rtol=1e-10
         )
-    for name, one in alone.named_parameters():
-        whole = run.whole(names[name], {rank: weights[name, rank].detach() for rank in ranks.own})
-        torch.testing.assert_close(whole, one.detach(), atol=1e-10, rtol=1e-10)
+    for name, parameter in alone.named_parameters():
+        whole = run.whole(names[name], {rank: weights[name, rank].detach() for rank in ranks.local})
+        torch.testing.assert_close(whole, parameter.detach(), atol=1e-10, rtol=1e-10)
 
 
 @torch.library.custom_op("pipedream_tests::halved_sum", mutates_args=())
@@ -334,8 +338,8 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 class Own(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.ops.pipedream_tests.halved_sum(x)
-        return found
+        output: torch.Tensor = torch.ops.pipedream_tests.halved_sum(x)
+        return output
 
 
 def test_an_operator_of_the_users() -> None:
@@ -383,14 +387,14 @@ def test_what_cannot_be_described() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "words", "wide_resnet"])
 def test_data_parallelism_of_a_model_sums_its_gradients(name: str) -> None:
-    model, _, step = _made(name)
-    found = partition(step.operators, 4, "data", batch="x0")
-    weights = sum(one.numel() for one in model.parameters())
-    channels = sum(one.numel() for one in model.buffers())
+    model, _, step = _make_step(name)
+    result = partition(step.operators, 4, "data", batch="x0")
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    channels = sum(buffer.numel() for buffer in model.buffers())
     # The loss, the statistics of BatchNorm, and their gradients are sums over the batch too.
-    assert 2 * 3 * weights <= found.elements <= 2 * 3 * (weights + 4 * channels + 4)
-    assert all(cut.schemes[step.inputs[0]] == 0 for cut in found.cuts)
-    rests = Exchanges(step.operators, found).rests
+    assert 2 * 3 * weights <= result.elements <= 2 * 3 * (weights + 4 * channels + 4)
+    assert all(cut.schemes[step.inputs[0]] == 0 for cut in result.cuts)
+    rests = Exchanges(step.operators, result).rests
     assert all(len(set(rests[step.parameters[key]])) == 1 for key, _ in model.named_parameters())
     _check(name, SimulatedRanks(4), 4, method="data", batch="x0")
 
@@ -420,8 +424,8 @@ class Rotated(nn.Module):
         self.inner = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.inner(x) * torch.arange(8).cos()
-        return found
+        output: torch.Tensor = self.inner(x) * torch.arange(8).cos()
+        return output
 
 
 def test_a_model_on_meta_makes_its_own_tensors_there() -> None:
@@ -441,8 +445,8 @@ class Stacked(nn.Module):
         states = list(x.unbind(1))
         for cell in self.cells:
             h = c = torch.zeros_like(states[0])
-            for at, one in enumerate(states):
-                h, c = cell(one, (h, c))
+            for at, tensor in enumerate(states):
+                h, c = cell(tensor, (h, c))
                 states[at] = h
         return states[-1]
 
@@ -451,7 +455,7 @@ def test_time_steps_of_a_model_are_found_alike() -> None:
     """Autograd's `detach` of each weight once stood between it and the steps that use it: tables had 1e8 entries."""
     sizes = []
     for steps in (4, 8):
-        described = pipedream.operators(Stacked(2, 8), torch.randn(4, steps, 8), loss=_squared)
+        described = pipedream.operators(Stacked(2, 8), torch.randn(4, steps, 8), loss=_sum_squares)
         assert "detach" not in described.text
         sizes.append(Search(described, most_cells=1000))
     assert sizes[0].cells == sizes[1].cells <= 1000
@@ -461,5 +465,5 @@ def test_time_steps_of_a_model_are_found_alike() -> None:
 def test_a_model_without_memory_is_described() -> None:
     with torch.device("meta"):
         model, sample = nn.Sequential(nn.Linear(8192, 32768), nn.ReLU(), nn.Linear(32768, 8192)), torch.empty(64, 8192)
-    found = partition(pipedream.operators(model, sample, loss=_squared), 8)
-    assert found.elements > 0
+    result = partition(pipedream.operators(model, sample, loss=_sum_squares), 8)
+    assert result.elements > 0

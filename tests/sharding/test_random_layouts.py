@@ -30,8 +30,8 @@ def _check(case: LaidOut, count: int) -> None:
         return
     hypothesis.event(f"trained on {case.mesh}")
     losses, weights, scores = trained(case, "")
-    for found, state, seen in (end.value for end in ends):
-        assert found == pytest.approx(losses, abs=1e-10)
+    for pipeline_losses, state, seen in (end.value for end in ends):
+        assert pipeline_losses == pytest.approx(losses, abs=1e-10)
         assert seen == pytest.approx(scores, abs=1e-10)
         for name, tensor in state.items():
             torch.testing.assert_close(tensor, weights[name], atol=1e-10, rtol=1e-10, msg=name)

@@ -166,8 +166,8 @@ class OneRank:
                     )
                     by_name = zip(parameters, computed[len(inputs) :], strict=True)
                     gradients |= {name: gradient for name, gradient in by_name if gradient is not None}
-            forwards.append(forward.found)
-            backwards.append(backward.found)
+            forwards.append(forward.collectives)
+            backwards.append(backward.collectives)
             sent = (
                 self._sharding.leave(tensor.detach(), self._sharding.batch_cut(tensor, self._samples))
                 for tensor in tree_flatten(inside)[0]
@@ -177,7 +177,7 @@ class OneRank:
             arguments = (tree_map(_detach, value),)
         with CountCollectives(*self._mesh) as update:
             self._sharding.sum_gradients(list(gradients), list(gradients.values()))
-        return forwards, backwards, update.found
+        return forwards, backwards, update.collectives
 
 
 def _make_autocast(device: str, autocast: torch.dtype | None) -> AbstractContextManager[Any]:

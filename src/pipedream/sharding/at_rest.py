@@ -44,20 +44,20 @@ class Rows:
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the whole tensor."""
-        return _gathered([self], [part])[0]
+        return _gather_wholes([self], [part])[0]
 
 
-def _gathered(rows: Sequence[Rows], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _gather_wholes(rows: Sequence[Rows], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns whole tensors, by one collective."""
     group = rows[0].group
-    mine, own = _buffer(1, rows, parts)
-    torch._foreach_copy_([place[0, : len(part)] for place, part in zip(own, parts, strict=True)], list(parts))
+    mine, my_places = _buffer(1, rows, parts)
+    torch._foreach_copy_([place[0, : len(part)] for place, part in zip(my_places, parts, strict=True)], list(parts))
     every, places = _buffer(group.size(), rows, parts)
     _gather(every, mine, group=group)
-    return [place.flatten(0, 1)[: one.rows] for one, place in zip(rows, places, strict=True)]
+    return [place.flatten(0, 1)[: part_rows.rows] for part_rows, place in zip(rows, places, strict=True)]
 
 
-def _summed(rows: Sequence[Rows], wholes: Sequence[torch.Tensor], look: Callable[[], None]) -> list[torch.Tensor]:
+def _sum_rows(rows: Sequence[Rows], wholes: Sequence[torch.Tensor], look: Callable[[], None]) -> list[torch.Tensor]:
     """Returns this rank's rows of the sums of all ranks' tensors, by one collective.
 
     Args:
@@ -67,22 +67,24 @@ def _summed(rows: Sequence[Rows], wholes: Sequence[torch.Tensor], look: Callable
     every, places = _buffer(group.size(), rows, wholes)
     pairs = [
         (place[at, : len(chunk)], chunk)
-        for one, place, whole in zip(rows, places, wholes, strict=True)
-        for at, chunk in enumerate(torch.split(whole, one.each))
+        for part_rows, place, whole in zip(rows, places, wholes, strict=True)
+        for at, chunk in enumerate(torch.split(whole, part_rows.each))
     ]
     torch._foreach_copy_([place for place, _ in pairs], [chunk for _, chunk in pairs])
     if every.device.type == "cpu":  # gloo's own reduce-scatter is this of a copy
         dist.all_reduce(every, group=group)
         look()
-        return [place[group.rank(), : len(one.here)].clone() for one, place in zip(rows, places, strict=True)]
-    mine, own = _buffer(1, rows, wholes)
+        return [
+            place[group.rank(), : len(part_rows.here)].clone() for part_rows, place in zip(rows, places, strict=True)
+        ]
+    mine, my_places = _buffer(1, rows, wholes)
     _sum_and_scatter(mine, every, group=group)
-    return [place[0, : len(one.here)] for one, place in zip(rows, own, strict=True)]
+    return [place[0, : len(part_rows.here)] for part_rows, place in zip(rows, my_places, strict=True)]
 
 
 def _buffer(ranks: int, rows: Sequence[Rows], like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Returns memory for the rows of some ranks, and in it each tensor's place: [ranks, rows of each, ...]."""
-    shapes = [(one.each, *tensor.shape[1:]) for one, tensor in zip(rows, like, strict=True)]
+    shapes = [(part_rows.each, *tensor.shape[1:]) for part_rows, tensor in zip(rows, like, strict=True)]
     buffer = like[0].new_empty((ranks, sum(map(prod, shapes))))
     columns = torch.split(buffer, list(map(prod, shapes)), 1)
     return buffer, [column.view(ranks, *shape) for column, shape in zip(columns, shapes, strict=True)]
@@ -92,8 +94,8 @@ class LazyParameters(dict[str, Any]):
     """A module's parameters, some of which are functions that gather them when the module reads them."""
 
     def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        return found() if isinstance(found, _Reading) else found
+        value = super().__getitem__(name)
+        return value() if isinstance(value, _Reading) else value
 
 
 class Resting(NamedTuple):
@@ -111,17 +113,17 @@ class _Gather(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.rows, ctx.look = rows, look
         ctx.set_materialize_grads(False)
-        return tuple(_gathered(rows, [part.detach() for part in parts]))
+        return tuple(_gather_wholes(rows, [part.detach() for part in parts]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         used = [at for at, gradient in enumerate(gradients) if gradient is not None]
-        found: list[torch.Tensor | None] = [None] * len(gradients)
+        part_gradients: list[torch.Tensor | None] = [None] * len(gradients)
         rows, wholes = [ctx.rows[at] for at in used], [gradients[at] for at in used]
-        sums = _summed(rows, wholes, ctx.look) if used else ()
+        sums = _sum_rows(rows, wholes, ctx.look) if used else ()
         for at, total in zip(used, sums, strict=True):
-            found[at] = total
-        return None, None, *found
+            part_gradients[at] = total
+        return None, None, *part_gradients
 
 
 class _Together:
@@ -171,12 +173,12 @@ class GatheredWeights:
 
     def __init__(self, look: Callable[[], None] = lambda: None) -> None:
         self.look = look
-        self._held: dict[torch.dtype, weakref.ref[_Together]] = {}
+        self._last_read: dict[torch.dtype, weakref.ref[_Together]] = {}
         self._storages: dict[int, tuple[weakref.ref[torch.Tensor], _Reading]] = {}
 
-    def readings(self, weights: Iterable[Resting]) -> list[_Reading]:
+    def plan_readings(self, weights: Iterable[Resting]) -> list[_Reading]:
         """Returns for each weight of a forward what `LazyParameters` calls."""
-        found: list[_Reading] = []
+        readings: list[_Reading] = []
         rooms: dict[torch.dtype, tuple[int, _Together]] = {}
         for weight in weights:
             kind = weight.leaf.dtype
@@ -185,15 +187,20 @@ class GatheredWeights:
             if room < size_bytes:
                 room, together = _TOGETHER_BYTES, _Together([])
             rooms[kind] = room - size_bytes, together
-            found.append(_Reading(self, together, len(together.weights)))
+            readings.append(_Reading(self, together, len(together.weights)))
             together.weights.append(weight)
-        return found
+        return readings
 
     @staticmethod
     def needed_bytes(weights: Iterable[Resting]) -> int:
         """Returns the most that the sum of their gradients takes at once: the gradients and a buffer for them."""
-        groups = {id(one.together): one.together for one in GatheredWeights().readings(weights)}.values()
-        sizes = ([one.rows.rows * one.leaf[:1].nbytes for one in group.weights if len(one.leaf)] for group in groups)
+        groups = {
+            id(reading.together): reading.together for reading in GatheredWeights().plan_readings(weights)
+        }.values()
+        sizes = (
+            [weight.rows.rows * weight.leaf[:1].nbytes for weight in group.weights if len(weight.leaf)]
+            for group in groups
+        )
         return 2 * max(map(sum, sizes), default=0)
 
     def read(self, reading: _Reading) -> torch.Tensor:
@@ -216,44 +223,44 @@ class GatheredWeights:
 
     def _hold(self, together: _Together) -> None:
         kind = together.weights[0].leaf.dtype
-        before = self._held[kind]() if kind in self._held else None
+        before = self._last_read[kind]() if kind in self._last_read else None
         if before is not None and before is not together:
             before.drop()
-        self._held[kind] = weakref.ref(together)
+        self._last_read[kind] = weakref.ref(together)
 
     def drop(self) -> None:
         """Frees the gathered weights."""
-        for held in self._held.values():
-            if (together := held()) is not None:
+        for reference in self._last_read.values():
+            if (together := reference()) is not None:
                 together.drop()
 
     @contextmanager
-    def kept_as_references(self) -> Iterator[None]:
+    def keep_references(self) -> Iterator[None]:
         """Context of a forward whose graph refers to gathered weights.
 
         The hooks around it get other tensors, and of a gathered weight this rank's part. So the backward gathers what
         they give it, which may be another version.
         """
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_is, _as_is)
-        with torch.autograd.graph.saved_tensors_hooks(partial(self._packed, pack), WithReferences(self, unpack)):
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_keep, _keep)
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, pack), WithReferences(self, unpack)):
             yield
 
-    def _packed(self, pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    def _pack(self, pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         local = local_part(tensor)
-        found = None if local.is_sparse or not local.numel() else self._storages.get(local.untyped_storage()._cdata)
-        if found is None:
+        entry = None if local.is_sparse or not local.numel() else self._storages.get(local.untyped_storage()._cdata)
+        if entry is None:
             return pack(tensor)
-        together = found[1].together
+        together = entry[1].together
         together.saved = together.saved or [pack(weight.leaf) for weight in together.weights]
-        return _Saved(found[1], (local.size(), local.stride(), int(local.storage_offset())), spec_of(tensor))
+        return _Saved(entry[1], (local.size(), local.stride(), int(local.storage_offset())), spec_of(tensor))
 
-    def unpacked(self, packed: _Saved, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    def unpack_saved(self, packed: _Saved, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """Returns a view of a gathered weight."""
         together, at = packed.reading.together, packed.reading.at
         if not together.wholes:
             self._hold(together)
             rows = [weight.rows for weight in together.weights]
-            together.wholes = _gathered(rows, [unpack(part).detach() for part in together.saved])
+            together.wholes = _gather_wholes(rows, [unpack(part).detach() for part in together.saved])
         size, stride, offset = packed.view
         return like_part(together.wholes[at].as_strided(size, stride, offset), packed.spec)
 
@@ -270,8 +277,8 @@ class WithReferences:
     around: Callable[[Any], torch.Tensor]
 
     def __call__(self, saved: Any) -> torch.Tensor:
-        return self.gathered.unpacked(saved, self.around) if isinstance(saved, _Saved) else self.around(saved)
+        return self.gathered.unpack_saved(saved, self.around) if isinstance(saved, _Saved) else self.around(saved)
 
 
-def _as_is(saved: Any) -> Any:
+def _keep(saved: Any) -> Any:
     return saved

@@ -45,27 +45,27 @@ class CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._over: dict[str, str] = {mesh.get_group(at).group_name: name for at, name in enumerate(names)}
         if group is not None:
             self._over.setdefault(group.group_name, "+".join(names))
-        self._found: list[Collective] = []
+        self._counted: list[Collective] = []
 
     @property
-    def found(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[Collective, ...]:
         """One of each kind and dimension."""
-        return Collective.sums(self._found)
+        return Collective.sums(self._counted)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented  # its operators on parts come here
         result = func(*args, **(kwargs or {}))
         is_exchange = func is torch.ops.pipedream.exchange.default
         if is_exchange or func in _KINDS:
-            given = tree_leaves((args, kwargs))
-            over = next((name for one in given if (name := self._over.get(_group_name(one)))), None)
+            leaves = tree_leaves((args, kwargs))
+            over = next((name for leaf in leaves if (name := self._over.get(_group_name(leaf)))), None)
             if over is not None:
-                sizes = [local_part(one).nbytes for one in (*given, *tree_leaves(result)) if torch.is_tensor(one)]
+                sizes = [local_part(leaf).nbytes for leaf in (*leaves, *tree_leaves(result)) if torch.is_tensor(leaf)]
                 kind = args[-1] if is_exchange else _KINDS[func]
-                self._found.append(Collective(kind, over, 1, max(sizes), func.namespace == "c10d"))
+                self._counted.append(Collective(kind, over, 1, max(sizes), func.namespace == "c10d"))
         return result
 
 
@@ -77,7 +77,7 @@ class FirstPasses:
 
     def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> None:
         self._mesh, self._group = mesh, group
-        self._found: dict[str, tuple[Collective, ...]] = {}
+        self._counted: dict[str, tuple[Collective, ...]] = {}
 
     @contextmanager
     def counting(self, what: str) -> Iterator[None]:
@@ -86,29 +86,29 @@ class FirstPasses:
         Args:
             what: "forward", "backward", "weights' backward", or of an update "sums", "norm" or "whole weights".
         """
-        if what in self._found:
+        if what in self._counted:
             yield
             return
         with CountCollectives(self._mesh, self._group) as count:
             yield
-        self._found[what] = count.found
+        self._counted[what] = count.collectives
 
     @property
-    def found(self) -> dict[str, tuple[Collective, ...]]:
+    def collectives(self) -> dict[str, tuple[Collective, ...]]:
         """Forward, backward and update -> one of each kind and dimension; empty until all have run."""
         passes = ("forward", "backward", "update")
-        parts = [(_PASS_OF.get(what, what), found) for what, found in self._found.items()]
+        parts = [(_PASS_OF.get(what, what), counted) for what, counted in self._counted.items()]
         if {name for name, _ in parts} != set(passes):
             return {}
         return {name: Collective.sums(row for of, rows in parts if of == name for row in rows) for name in passes}
 
 
-def _group_name(one: Any) -> str:
-    if isinstance(one, dist.ProcessGroup):
-        return one.group_name
-    if isinstance(one, torch.ScriptObject):
+def _group_name(value: Any) -> str:
+    if isinstance(value, dist.ProcessGroup):
+        return value.group_name
+    if isinstance(value, torch.ScriptObject):
         try:
-            return dist.ProcessGroup.unbox(one).group_name
+            return dist.ProcessGroup.unbox(value).group_name
         except RuntimeError:  # the reduction, another script object
             return ""
-    return one if isinstance(one, str) else ""
+    return value if isinstance(value, str) else ""

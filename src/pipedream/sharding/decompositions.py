@@ -27,44 +27,50 @@ _TORCHS = (
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Returns operator -> what it does, by simpler ones."""
-    own: dict[Any, Callable[..., Any]] = {
-        A.var_mean.correction: _var_mean,
-        A.convolution.default: _with_bias,
-        A.mean.dim: _mean,
-        A.mean.default: _mean,
-        A.var.correction: lambda *given, **named: _var_mean(*given, **named)[0],
-        A.std.correction: lambda *given, **named: _var_mean(*given, **named)[0].sqrt(),
+    by_hand: dict[Any, Callable[..., Any]] = {
+        A.var_mean.correction: _compute_var_mean,
+        A.convolution.default: _add_bias,
+        A.mean.dim: _compute_mean,
+        A.mean.default: _compute_mean,
+        A.var.correction: lambda *args, **named: _compute_var_mean(*args, **named)[0],
+        A.std.correction: lambda *args, **named: _compute_var_mean(*args, **named)[0].sqrt(),
         A.max.default: lambda x: x.amax(list(range(x.dim()))),
         A.min.default: lambda x: x.amin(list(range(x.dim()))),
         A.index_select.default: lambda x, dim, index: x[(slice(None),) * (dim % x.dim()) + (index,)],
         A.repeat.default: _repeat,
-        A.as_strided.default: _as_view,
-        A.cat.default: _without_empty,
-        A._trilinear.default: _trilinear,
+        A.as_strided.default: _reshape_like_strides,
+        A.cat.default: _join_without_empty,
+        A._trilinear.default: _multiply_three,
     }
-    torchs = {one: simpler for one, simpler in _of_torch().items() if not is_described(one)}
-    found: dict[Any, Callable[..., Any]] = {**torchs, **get_decompositions(_TORCHS), **own}
-    return {one: simpler for one, simpler in found.items() if not is_added(one)}
+    torchs = {
+        operator: simpler for operator, simpler in _load_torch_decompositions().items() if not is_described(operator)
+    }
+    table: dict[Any, Callable[..., Any]] = {**torchs, **get_decompositions(_TORCHS), **by_hand}
+    return {operator: simpler for operator, simpler in table.items() if not is_added(operator)}
 
 
 @cache
-def _of_torch() -> dict[Any, Callable[..., Any]]:
-    found: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
-    return {one: simpler for one, simpler in found.items() if torch.Tag.nondeterministic_seeded not in one.tags}
+def _load_torch_decompositions() -> dict[Any, Callable[..., Any]]:
+    table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
+    return {
+        operator: simpler
+        for operator, simpler in table.items()
+        if torch.Tag.nondeterministic_seeded not in operator.tags
+    }
 
 
-def _mean(
+def _compute_mean(
     x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dims = list(range(x.dim())) if not dim else list(dim)
-    return x.sum(dims, keepdim, dtype=dtype) / prod(x.shape[one] for one in dims)
+    return x.sum(dims, keepdim, dtype=dtype) / prod(x.shape[at] for at in dims)
 
 
-def _var_mean(
+def _compute_var_mean(
     x: torch.Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dims = list(range(x.dim())) if dim is None else list(dim)
-    count = prod(x.shape[one] for one in dims)
+    count = prod(x.shape[at] for at in dims)
     mean = x.sum(dims, True) / count
     apart = x - mean
     variance = (apart * apart).sum(dims, True) / (count - (1 if correction is None else correction))
@@ -74,19 +80,21 @@ def _var_mean(
 def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
     shape = (*[1] * (len(repeats) - x.dim()), *x.shape)
     apart = [size for pair in zip(repeats, shape, strict=True) for size in pair]
-    each = [size for one in shape for size in (1, one)]
+    each = [size for length in shape for size in (1, length)]
     return x.reshape(each).expand(apart).reshape([a * b for a, b in zip(repeats, shape, strict=True)])
 
 
-def _without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+def _join_without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     """Nothing is joined with nothing, as in the first step of a cache."""
-    filled = [one for one in tensors if one.numel()] or tensors[:1]
+    filled = [tensor for tensor in tensors if tensor.numel()] or tensors[:1]
     if len(filled) == len(tensors):
         return NotImplemented
     return A.cat(filled, dim)
 
 
-def _as_view(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+def _reshape_like_strides(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
     """Autograd asks for some views by their strides."""
     strides = torch.empty(list(size), device="meta").stride()
     if offset or not x.is_contiguous() or tuple(stride) != strides or prod(size) != x.numel():
@@ -94,24 +102,24 @@ def _as_view(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset
     return x.reshape(size)
 
 
-def _trilinear(
-    one: torch.Tensor,
-    two: torch.Tensor,
-    three: torch.Tensor,
+def _multiply_three(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    third: torch.Tensor,
     *dims: Sequence[int],
     unroll_dim: int = 1,
 ) -> torch.Tensor:
     """Multiplies three tensors, each with some dimensions added, and sums over dimensions."""
     *expanded, summed = dims
     product: Any = 1
-    for x, added in zip((one, two, three), expanded, strict=True):
+    for x, added in zip((first, second, third), expanded, strict=True):
         for dim in sorted(added):
             x = x.unsqueeze(dim)
         product = product * x
     return product.sum(list(summed)) if summed else product  # type: ignore[no-any-return]
 
 
-def _with_bias(
+def _add_bias(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any
 ) -> torch.Tensor | Any:
     """The bias is added once, not by each rank that has a part of the sum."""

@@ -52,7 +52,9 @@ def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, list | tuple):
-            yield from ((f"{name}{at}", one) for at, one in enumerate(value) if isinstance(one, torch.Tensor))
+            yield from (
+                (f"{name}{at}", element) for at, element in enumerate(value) if isinstance(element, torch.Tensor)
+            )
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,18 @@ class Part:
 
     def outside(self, tensor: str) -> list[tuple[int, int]]:
         """Returns for each dimension how many elements before and after a tensor its part would have, as padding."""
-        access = next(one for one in self.step.line.operands if one.tensor == tensor)
-        found = []
+        access = next(operand for operand in self.step.line.operands if operand.tensor == tensor)
+        padding = []
         for index, size in zip(access.indices, self.call.values[tensor].shape, strict=True):
             values = range(size) if index is None else unclipped(index, self.ranges)
-            found.append((max(0, -values.start), max(0, values.stop - size)))
-        return found
+            padding.append((max(0, -values.start), max(0, values.stop - size)))
+        return padding
 
 
 def _whole_call(part: Part) -> torch.Tensor:
     """Applies the operator itself; what it computes of its own parts is its part of the result."""
-    found = part.call.function(**part.values)
-    return found if part.call.item is None else found[part.call.item]  # type: ignore[no-any-return]
+    result = part.call.function(**part.values)
+    return result if part.call.item is None else result[part.call.item]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -158,18 +160,18 @@ def _contradiction(call: OperatorCall, description: Description) -> str:
             continue
         halves = [halve_index(ranges, index, second=second) for second in (False, True)]
         try:
-            parts = [_computed(call, description, step, random, own) for own in halves]
+            parts = [_computed(call, description, step, random, half) for half in halves]
         except RuntimeError:
             return index
-        boxes = [span(step.line.result, own, shapes[-1]) for own in halves]
+        boxes = [span(step.line.result, half, shapes[-1]) for half in halves]
         if index in step.reduced:
-            made = COMBINE[step.line.reduction](*parts)
+            joined = COMBINE[step.line.reduction](*parts)
         else:
-            made = torch.empty_like(whole)
+            joined = torch.empty_like(whole)
             for box, part in zip(boxes, parts, strict=True):
-                made[tuple(slice(one.start, one.stop) for one in box)] = part
+                joined[tuple(slice(values.start, values.stop) for values in box)] = part
         wide = torch.complex128 if whole.is_complex() else torch.float64
-        if not torch.allclose(made.to(wide), whole.to(wide), rtol=1e-4, atol=1e-5, equal_nan=True):
+        if not torch.allclose(joined.to(wide), whole.to(wide), rtol=1e-4, atol=1e-5, equal_nan=True):
             return index
     return ""
 
@@ -177,8 +179,8 @@ def _contradiction(call: OperatorCall, description: Description) -> str:
 def other_operands(call: OperatorCall, text: str) -> str:
     """Returns in words which tensors a description names that a call does not have, or the other way round."""
     (line,) = read_lines(text)
-    said, given = {one.tensor for one in line.operands}, set(call.tensors())
-    lacks, odd = (", ".join(sorted(names)) for names in (given - said, said - given))
+    named, present = {operand.tensor for operand in line.operands}, set(call.tensors())
+    lacks, odd = (", ".join(sorted(names)) for names in (present - named, named - present))
     parts = [f"it does not name {lacks}" if lacks else "", f"it names {odd}, not among its tensors" if odd else ""]
     return "; ".join(filter(None, parts))
 
@@ -193,7 +195,7 @@ COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def _shapes(call: OperatorCall) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(one.shape) for name, one in (call.tensors() | {"out": call.out}).items()}
+    return {name: tuple(tensor.shape) for name, tensor in (call.tensors() | {"out": call.out}).items()}
 
 
 def _random(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,21 +211,25 @@ def _computed(
     tensors: Mapping[str, torch.Tensor],
     ranges: Mapping[str, range],
 ) -> torch.Tensor:
-    boxes = {one.tensor: span(one, ranges, tuple(tensors[one.tensor].shape)) for one in step.line.operands}
-    parts = {name: tensors[name][tuple(slice(one.start, one.stop) for one in box)] for name, box in boxes.items()}
+    boxes = {
+        operand.tensor: span(operand, ranges, tuple(tensors[operand.tensor].shape)) for operand in step.line.operands
+    }
+    parts = {
+        name: tensors[name][tuple(slice(values.start, values.stop) for values in box)] for name, box in boxes.items()
+    }
     shape = tuple(map(len, span(step.line.result, ranges, tuple(call.out.shape))))
     return description.run(Part(call, filled(call.values, parts), shape, step, ranges))
 
 
 def filled(values: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Returns arguments with parts in place of tensors; those that a description lacks stay without data."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, list | tuple):
-            found[name] = [parts.get(f"{name}{at}", one) for at, one in enumerate(value)]
+            arguments[name] = [parts.get(f"{name}{at}", element) for at, element in enumerate(value)]
         else:
-            found[name] = parts.get(name, value)
-    return found
+            arguments[name] = parts.get(name, value)
+    return arguments
 
 
 def is_added(function: Any) -> bool:
@@ -244,10 +250,10 @@ def description_of(call: OperatorCall) -> Description | None:
     """Returns the description of a call, if there is one."""
     if torch.Tag.nondeterministic_seeded in call.function.tags:
         return None
-    known = _KNOWN.get((call.function, call.item))
-    if known is None and torch.Tag.pointwise in call.function.tags and call.item is None:
-        known = _POINTWISE
-    return known
+    description = _KNOWN.get((call.function, call.item))
+    if description is None and torch.Tag.pointwise in call.function.tags and call.item is None:
+        description = _POINTWISE
+    return description
 
 
 def is_described(function: Any) -> bool:
@@ -298,7 +304,7 @@ _CONSTANTS = {
 }
 _DRAWN = {
     A.bernoulli.p,
-    *(one for packet in (A.rand, A.rand_like, A.randn, A.randn_like) for one in _overloads(packet)),
+    *(overload for packet in (A.rand, A.rand_like, A.randn, A.randn_like) for overload in _overloads(packet)),
 }
 
 
@@ -327,20 +333,20 @@ def _letters(shape: Sequence[int], whole: Sequence[int] = ()) -> list[str]:
 
 
 def _function(out: Sequence[str], operands: Mapping[str, Sequence[str]], sign: str = "=") -> str:
-    return f"{_access('out', out)} {sign} f({', '.join(_access(*one) for one in operands.items())})"
+    return f"{_access('out', out)} {sign} f({', '.join(_access(*operand) for operand in operands.items())})"
 
 
-def _copy_of(own: Sequence[str], out: Sequence[str]) -> str:
+def _copy_of(source: Sequence[str], out: Sequence[str]) -> str:
     """Describes an operator that moves elements and computes none."""
-    return f"{_access('out', out)} = {_access('self', own)}"
+    return f"{_access('out', out)} = {_access('self', source)}"
 
 
 def _pointwise(call: OperatorCall) -> str:
     out = _letters(call.out.shape)
     operands = {}
     for name, tensor in call.tensors().items():
-        own = out[len(out) - tensor.dim() :]
-        operands[name] = ["0" if size == 1 else index for size, index in zip(tensor.shape, own, strict=True)]
+        aligned = out[len(out) - tensor.dim() :]
+        operands[name] = ["0" if size == 1 else index for size, index in zip(tensor.shape, aligned, strict=True)]
     return _function(out, operands)
 
 
@@ -366,14 +372,14 @@ _described("out[] += self[k] * tensor[k]", A.dot)(_whole_call)
 
 def _permuted(call: OperatorCall) -> str:
     x = call.values["self"]
-    own = _letters(x.shape)
+    source = _letters(x.shape)
     if "dims" in call.values:
         order = [dim % x.dim() for dim in call.values["dims"]]
     else:
         order = list(range(x.dim()))
-        one, other = call.values.get("dim0", 0) % x.dim(), call.values.get("dim1", 1) % x.dim()
-        order[one], order[other] = order[other], order[one]
-    return _copy_of(own, [own[dim] for dim in order])
+        first, second = call.values.get("dim0", 0) % x.dim(), call.values.get("dim1", 1) % x.dim()
+        order[first], order[second] = order[second], order[first]
+    return _copy_of(source, [source[dim] for dim in order])
 
 
 _described(_permuted, A.permute, A.transpose)(_whole_call)
@@ -401,10 +407,10 @@ def _reshaped(call: OperatorCall) -> str:
                 side += [":" if size > 1 else "0" for size in sizes]
             continue
         parts = max(many, key=len)
-        own = [next(letters) for _ in parts]
-        summed = " + ".join(f"{prod(parts[at + 1 :])}*{name}" for at, name in enumerate(own))
+        split = [next(letters) for _ in parts]
+        summed = " + ".join(f"{prod(parts[at + 1 :])}*{name}" for at, name in enumerate(split))
         for side, sizes, big in zip(sides, taken, many, strict=True):
-            names = iter(own if len(big) == len(parts) else [summed])
+            names = iter(split if len(big) == len(parts) else [summed])
             side += [next(names) if size > 1 else "0" for size in sizes]
     return _copy_of(*sides)
 
@@ -418,7 +424,7 @@ def _reshape(part: Part) -> torch.Tensor:
 def _expanded(call: OperatorCall) -> str:
     x, out = call.values["self"], _letters(call.out.shape)
     return _copy_of(
-        ["0" if size == 1 else one for size, one in zip(x.shape, out[len(out) - x.dim() :], strict=True)], out
+        ["0" if size == 1 else index for size, index in zip(x.shape, out[len(out) - x.dim() :], strict=True)], out
     )
 
 
@@ -434,9 +440,9 @@ def _expand(part: Part) -> torch.Tensor:
 def _selected(call: OperatorCall) -> str:
     x = call.values["self"]
     dim, index = call.values["dim"] % x.dim(), call.values["index"]
-    own = _letters(x.shape)
-    own[dim] = str(index % x.shape[dim])
-    return _copy_of(own, own[:dim] + own[dim + 1 :])
+    source = _letters(x.shape)
+    source[dim] = str(index % x.shape[dim])
+    return _copy_of(source, source[:dim] + source[dim + 1 :])
 
 
 @_described(_selected, A.select, A.select_copy)
@@ -451,9 +457,9 @@ def _sliced(call: OperatorCall) -> str:
     start, step = call.values.get("start") or 0, call.values.get("step", 1)
     start = min(max(start + x.shape[dim] if start < 0 else start, 0), x.shape[dim])
     out = _letters(call.out.shape)
-    own = list(out)
-    own[dim] = f"{step}*{out[dim]} + {start}"
-    return _copy_of(own, out) + _first(out[dim], call.out.shape[dim])
+    source = list(out)
+    source[dim] = f"{step}*{out[dim]} + {start}"
+    return _copy_of(source, out) + _first(out[dim], call.out.shape[dim])
 
 
 def _first(index: str, size: int) -> str:
@@ -474,8 +480,8 @@ def _split(item: int) -> None:
         dim = values.get("dim", 0) % x.dim()
         start = sum(values["split_sizes"][:item]) if "split_sizes" in values else item * values["split_size"]
         out = _letters(call.out.shape)
-        own = [*out[:dim], f"{out[dim]} + {start}", *out[dim + 1 :]]
-        return _copy_of(own, out) + _first(out[dim], call.out.shape[dim])
+        source = [*out[:dim], f"{out[dim]} + {start}", *out[dim + 1 :]]
+        return _copy_of(source, out) + _first(out[dim], call.out.shape[dim])
 
     functions = (A.split, A.unsafe_split, A.split_with_sizes, A.unsafe_split_with_sizes)
     _described(text, *functions, item=item)(lambda part: part.values["self"])
@@ -502,19 +508,19 @@ def _along_dim(call: OperatorCall) -> str:
     out = _letters(call.out.shape, [*dims, *(at for at in range(rank) if len({shape[at] for shape in same}) > 1)])
     operands = {}
     for name, x in tensors.items():
-        own = out if x.dim() == rank else [one for at, one in enumerate(out) if at not in dims]
+        aligned = out if x.dim() == rank else [index for at, index in enumerate(out) if at not in dims]
         operands[name] = [
-            ":" if one == ":" else "0" if size == 1 else one for one, size in zip(own, x.shape, strict=True)
+            ":" if index == ":" else "0" if size == 1 else index for index, size in zip(aligned, x.shape, strict=True)
         ]
     return _function(out, operands)
 
 
 def _dims(call: OperatorCall, rank: int) -> list[int]:
     """Returns the dimensions that a call names; all, where it names none."""
-    given = call.values.get("dim", call.values.get("dims"))
-    if given is None or given == []:
+    dims = call.values.get("dim", call.values.get("dims"))
+    if dims is None or dims == []:
         return list(range(rank))
-    return [dim % rank for dim in ([given] if isinstance(given, int) else given)]
+    return [dim % rank for dim in ([dims] if isinstance(dims, int) else dims)]
 
 
 _described(
@@ -530,10 +536,10 @@ def _without_dim(call: OperatorCall) -> str:
     """The dimensions that go are whole."""
     x = call.values["self"]
     gone = _dims(call, x.dim())
-    own = _letters(x.shape, gone)
+    source = _letters(x.shape, gone)
     keeps = call.values.get("keepdim", False)
     return _function(
-        ["0" if at in gone else one for at, one in enumerate(own) if keeps or at not in gone], {"self": own}
+        ["0" if at in gone else index for at, index in enumerate(source) if keeps or at not in gone], {"self": source}
     )
 
 
@@ -547,9 +553,11 @@ def _diagonal(call: OperatorCall) -> str:
     key = "src" if "src" in call.values else "self"
     matrices = call.out if key == "src" else call.values["self"]
     dims = [call.values.get(name, at) % matrices.dim() for at, name in enumerate(("dim1", "dim2"))]
-    own = _letters(matrices.shape, dims)
-    diagonal = [*(one for at, one in enumerate(own) if at not in dims), ":"]
-    return _function(own, {"self": own, "src": diagonal}) if key == "src" else _function(diagonal, {"self": own})
+    matrix = _letters(matrices.shape, dims)
+    diagonal = [*(index for at, index in enumerate(matrix) if at not in dims), ":"]
+    return (
+        _function(matrix, {"self": matrix, "src": diagonal}) if key == "src" else _function(diagonal, {"self": matrix})
+    )
 
 
 _described(_diagonal, A.diagonal, A.diagonal_copy, A.diagonal_scatter)(_whole_call)
@@ -559,24 +567,26 @@ _described(_diagonal, A.diagonal, A.diagonal_copy, A.diagonal_scatter)(_whole_ca
 def _triangle(part: Part) -> torch.Tensor:
     """The diagonal of a part lies where its rows and columns begin."""
     (access,) = part.step.line.operands
-    spans = [range(1) if one is None else unclipped(one, part.ranges) for one in access.indices]
+    spans = [range(1) if index is None else unclipped(index, part.ranges) for index in access.indices]
     call = part.call.values
     diagonal = call.get("diagonal", 0) + spans[-2].start - spans[-1].start
-    found: torch.Tensor = part.call.function(part.values["self"], diagonal)
-    return found
+    result: torch.Tensor = part.call.function(part.values["self"], diagonal)
+    return result
 
 
 def _summed(sign: str) -> Callable[[OperatorCall], str]:
     def text(call: OperatorCall) -> str:
         x = call.values["self"]
-        own = _letters(x.shape)
-        given = call.values.get("dim")
-        dims = range(x.dim()) if given in (None, []) else [given] if isinstance(given, int) else given
+        source = _letters(x.shape)
+        named_dims = call.values.get("dim")
+        dims = (
+            range(x.dim()) if named_dims in (None, []) else [named_dims] if isinstance(named_dims, int) else named_dims
+        )
         reduced = {dim % x.dim() for dim in dims}
         keeps = call.values.get("keepdim", False)
-        out = ["0" if at in reduced else one for at, one in enumerate(own) if keeps or at not in reduced]
+        out = ["0" if at in reduced else index for at, index in enumerate(source) if keeps or at not in reduced]
         # There is nothing to reduce over in a dimension of size 1.
-        return _function(out, {"self": own}, f"{sign}=" if any(own[dim] != "0" for dim in reduced) else "=")
+        return _function(out, {"self": source}, f"{sign}=" if any(source[dim] != "0" for dim in reduced) else "=")
 
     return text
 
@@ -588,8 +598,8 @@ _described(_summed("min"), A.amin)(_whole_call)
 
 def _embedded(call: OperatorCall) -> str:
     words, indices = _letters(call.values["weight"].shape, [0]), call.values["indices"]
-    own = [_LETTERS[2 + at] if size > 1 else "0" for at, size in enumerate(indices.shape)]
-    return _function([*own, words[1]], {"weight": words, "indices": own})
+    looked_up = [_LETTERS[2 + at] if size > 1 else "0" for at, size in enumerate(indices.shape)]
+    return _function([*looked_up, words[1]], {"weight": words, "indices": looked_up})
 
 
 _described(_embedded, A.embedding)(_whole_call)
@@ -597,8 +607,8 @@ _described(_embedded, A.embedding)(_whole_call)
 
 def _embedded_back(call: OperatorCall) -> str:
     out, indices = _letters(call.out.shape, [0]), call.values["indices"]
-    own = [_LETTERS[2 + at] if size > 1 else "0" for at, size in enumerate(indices.shape)]
-    return _function(out, {"grad_output": [*own, out[1]], "indices": own}, "+=")
+    looked_up = [_LETTERS[2 + at] if size > 1 else "0" for at, size in enumerate(indices.shape)]
+    return _function(out, {"grad_output": [*looked_up, out[1]], "indices": looked_up}, "+=")
 
 
 _described(_embedded_back, A.embedding_dense_backward)(_whole_call)
@@ -609,12 +619,12 @@ class _Picked:
 
     def __init__(self, call: OperatorCall) -> None:
         x, indices = call.values["self"], call.values["indices"]
-        dims = [at for at, one in enumerate(indices) if one is not None]
+        dims = [at for at, positions in enumerate(indices) if positions is not None]
         shape: torch.Size = torch.broadcast_shapes(*(indices[at].shape for at in dims))  # type: ignore[no-untyped-call]
-        self.own = _letters(x.shape, dims)
+        self.source = _letters(x.shape, dims)
         # Where the dimensions are not next to each other, torch puts what is picked first.
         first = dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
-        self._rest = [one for at, one in enumerate(self.own) if at not in dims]
+        self._rest = [index for at, index in enumerate(self.source) if at not in dims]
         self.picked = [_LETTERS[x.dim() + at] if size > 1 else "0" for at, size in enumerate(shape)]
         self.out = [*self._rest[:first], *self.picked, *self._rest[first:]]
         self.indices = {f"indices{at}": indices[at].shape for at in dims}
@@ -622,14 +632,14 @@ class _Picked:
     @staticmethod
     def aligned(indices: Sequence[str], shape: Sequence[int]) -> list[str]:
         """Returns the indices of a tensor that is broadcast."""
-        own = indices[len(indices) - len(shape) :]
-        return ["0" if size == 1 else one for one, size in zip(own, shape, strict=True)]
+        aligned = indices[len(indices) - len(shape) :]
+        return ["0" if size == 1 else index for index, size in zip(aligned, shape, strict=True)]
 
 
 def _indexed(call: OperatorCall) -> str:
     picked = _Picked(call)
     indices = {name: picked.aligned(picked.picked, shape) for name, shape in picked.indices.items()}
-    return _function(picked.out, {"self": picked.own, **indices})
+    return _function(picked.out, {"self": picked.source, **indices})
 
 
 _described(_indexed, A.index, A._unsafe_index)(_whole_call)
@@ -638,10 +648,10 @@ _described(_indexed, A.index, A._unsafe_index)(_whole_call)
 def _index_put(call: OperatorCall) -> str:
     """What is put where is whole, as several may be put in one place."""
     picked = _Picked(call)
-    out = [":" if one in picked.picked and one != "0" else one for one in picked.out]
+    out = [":" if index in picked.picked and index != "0" else index for index in picked.out]
     indices = {name: [":" if size > 1 else "0" for size in shape] for name, shape in picked.indices.items()}
     values = picked.aligned(out, call.values["values"].shape)
-    return _function(picked.own, {"self": picked.own, **indices, "values": values})
+    return _function(picked.source, {"self": picked.source, **indices, "values": values})
 
 
 _described(_index_put, A.index_put, A._unsafe_index_put)(_whole_call)
@@ -649,8 +659,8 @@ _described(_index_put, A.index_put, A._unsafe_index_put)(_whole_call)
 
 def _pooled(call: OperatorCall) -> str:
     """Samples and channels may be cut."""
-    own = {name: _letters(x.shape, range(2, x.dim())) for name, x in call.tensors().items()}
-    return _function(_letters(call.out.shape, range(2, call.out.dim())), own)
+    operands = {name: _letters(x.shape, range(2, x.dim())) for name, x in call.tensors().items()}
+    return _function(_letters(call.out.shape, range(2, call.out.dim())), operands)
 
 
 for _item in (0, 1):
@@ -673,15 +683,15 @@ _described(
     A.upsample_bicubic2d_backward, A.upsample_linear1d_backward,
 )  # fmt: skip
 def _resized_back(part: Part) -> torch.Tensor:
-    found: torch.Tensor = part.call.function(**{**part.values, "input_size": part.shape})
-    return found
+    result: torch.Tensor = part.call.function(**{**part.values, "input_size": part.shape})
+    return result
 
 
 def _padded(call: OperatorCall) -> str:
     """What is padded is whole."""
     pad, rank = call.values["pad"], call.out.dim()
-    own = _letters(call.out.shape, [rank - 1 - at // 2 for at, size in enumerate(pad) if size])
-    return _function(own, {"self": own})
+    padded = _letters(call.out.shape, [rank - 1 - at // 2 for at, size in enumerate(pad) if size])
+    return _function(padded, {"self": padded})
 
 
 _described(_padded, A.constant_pad_nd)(_whole_call)
@@ -705,28 +715,28 @@ def _convolution_indices(call: OperatorCall, spatial: Callable[[int], tuple[str,
         "output": "out" if call.item is None else "grad_output",
     }
     groups = call.values["groups"]
-    channels = [tensors[roles[one]].shape[1] // groups for one in ("input", "output")]
+    channels = [tensors[roles[role]].shape[1] // groups for role in ("input", "output")]
     index = (
         ["o", "c"] if groups == 1 else [_sum_of((channels[1], "g"), (1, "o")), _sum_of((channels[0], "g"), (1, "c"))]
     )
     rows = [spatial(at) for at in range(tensors[roles["output"]].dim() - 2)]
-    own = {
-        "input": ["n", index[1], *(one[0] for one in rows)],
-        "weight": [*((index[1], "o") if is_transposed else (index[0], "c")), *(one[1] for one in rows)],
-        "output": ["n", index[0], *(one[2] for one in rows)],
+    role_indices = {
+        "input": ["n", index[1], *(row[0] for row in rows)],
+        "weight": [*((index[1], "o") if is_transposed else (index[0], "c")), *(row[1] for row in rows)],
+        "output": ["n", index[0], *(row[2] for row in rows)],
     }
     for role, tensor in roles.items():  # dimensions of size 1
-        own[role] = [
+        role_indices[role] = [
             "0" if size == 1 and name not in (":",) and name.isidentifier() else name
-            for name, size in zip(own[role], tensors[tensor].shape, strict=True)
+            for name, size in zip(role_indices[role], tensors[tensor].shape, strict=True)
         ]
     out = next(role for role, tensor in roles.items() if tensor == "out")
-    operands = {roles[role]: own[role] for role in own if role != out and roles[role] in tensors}
-    text = _function(own[out], operands, "+=")
+    operands = {roles[role]: role_indices[role] for role in role_indices if role != out and roles[role] in tensors}
+    text = _function(role_indices[out], operands, "+=")
     bounds = {"g": groups, "o": channels[1], "c": channels[0]} if groups > 1 else {}
-    known = {name for row in own.values() for name in row}
-    said = [f"{name} < {size}" for name, size in bounds.items() if name not in known]
-    return text + (f" where {', '.join(said)}" if said else "")
+    listed = {name for row in role_indices.values() for name in row}
+    missing = [f"{name} < {size}" for name, size in bounds.items() if name not in listed]
+    return text + (f" where {', '.join(missing)}" if missing else "")
 
 
 def _convolved(call: OperatorCall) -> str:
@@ -752,10 +762,10 @@ def _convolve(part: Part) -> torch.Tensor:
     around = [size for pair in reversed(part.outside("input")[2:]) for size in pair]
     x = F.pad(values["input"], around) if any(around) else values["input"]
     spatial = [0] * (x.dim() - 2)
-    found: torch.Tensor = A.convolution(
+    result: torch.Tensor = A.convolution(
         x, values["weight"], None, values["stride"], spatial, values["dilation"], False, spatial, groups
     )
-    return found
+    return result
 
 
 def _back(item: int) -> None:
@@ -766,11 +776,11 @@ def _back(item: int) -> None:
         other = grad.new_empty(part.shape)
         x, weight = (other, values["weight"]) if item == 0 else (values["input"], other)
         groups = len(part.ranges["g"]) if "g" in part.ranges else 1
-        found = A.convolution_backward(
+        gradients = A.convolution_backward(
             grad, x, weight, None, values["stride"], values["padding"], values["dilation"], values["transposed"],
             values["output_padding"], groups, [item == 0, item == 1, False],
         )  # fmt: skip
-        return found[item]  # type: ignore[no-any-return]
+        return gradients[item]  # type: ignore[no-any-return]
 
     def text(call: OperatorCall) -> str:
         used = {name: value for name, value in call.values.items() if name != ("input", "weight")[item]}
@@ -785,9 +795,9 @@ _back(1)
 
 def _bias_text(call: OperatorCall) -> str:
     grad = call.values["grad_output"]
-    own = ["n" if grad.shape[0] > 1 else "0", "o" if grad.shape[1] > 1 else "0", *[":"] * (grad.dim() - 2)]
+    source = ["n" if grad.shape[0] > 1 else "0", "o" if grad.shape[1] > 1 else "0", *[":"] * (grad.dim() - 2)]
     # Not over the samples where there is one.
-    return _function([own[1]], {"grad_output": own}, "+=" if own[0] == "n" else "=")
+    return _function([source[1]], {"grad_output": source}, "+=" if source[0] == "n" else "=")
 
 
 @_described(_bias_text, A.convolution_backward, item=2)

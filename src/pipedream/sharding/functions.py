@@ -38,7 +38,7 @@ def shard(t: torch.Tensor, cuts: Mapping[int, str]) -> torch.Tensor:
     Raises:
         PlanError: the tensor has no such dimension, or two are to be cut over the same dimension of the mesh.
     """
-    wanted: dict[str, int] = {}
+    dim_over: dict[str, int] = {}
     for dim, over in cuts.items():
         if not -t.dim() <= dim < t.dim():
             raise PlanError(
@@ -46,62 +46,64 @@ def shard(t: torch.Tensor, cuts: Mapping[int, str]) -> torch.Tensor:
                 f"dimension from {-t.dim()} to {t.dim() - 1}"
             )
         at = dim % t.dim()
-        if over in wanted or at in wanted.values():
+        if over in dim_over or at in dim_over.values():
             raise PlanError(
                 f"the cuts {dict(cuts)} were asked for of a tensor of the shape {tuple(t.shape)}, which use a "
                 "dimension twice; cut each over one dimension of the mesh, and no two over the same"
             )
-        wanted[over] = at
+        dim_over[over] = at
     if not isinstance(t, DTensor):
         return t
     names = t.device_mesh.mesh_dim_names or ()
-    cut = {at for over, at in wanted.items() if over in names}
+    cut = {at for over, at in dim_over.items() if over in names}
     placed: list[Placement] = []
     for over, have in zip(names, t.placements, strict=True):
-        if over in wanted:
-            placed.append(Shard(wanted[over]))
+        if over in dim_over:
+            placed.append(Shard(dim_over[over]))
         else:
             placed.append(Replicate() if isinstance(have, Shard) and have.dim in cut else have)
-    return redistributed(t, placed)
+    return redistribute_in_steps(t, placed)
 
 
 def replicate(t: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that every rank has whole."""
-    return redistributed(t, [Replicate()] * t.device_mesh.ndim) if isinstance(t, DTensor) else t
+    return redistribute_in_steps(t, [Replicate()] * t.device_mesh.ndim) if isinstance(t, DTensor) else t
 
 
-def summed(t: DTensor) -> DTensor:
+def sum_partials(t: DTensor) -> DTensor:
     """Adds up what is a partial sum still, and its gradient too, which goes to what has been cut."""
-    if not any(isinstance(one, Partial) for one in t.placements):
+    if not any(isinstance(placement, Partial) for placement in t.placements):
         return t
-    found = t.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in t.placements])
-    if found.requires_grad:
-        found.register_hook(summed)  # type: ignore[no-untyped-call]
-    return found
+    result = t.redistribute(
+        placements=[Replicate() if isinstance(placement, Partial) else placement for placement in t.placements]
+    )
+    if result.requires_grad:
+        result.register_hook(sum_partials)  # type: ignore[no-untyped-call]
+    return result
 
 
-def redistributed(t: DTensor, wanted: list[Placement]) -> DTensor:
+def redistribute_in_steps(t: DTensor, target: list[Placement]) -> DTensor:
     """Returns a tensor with other placements.
 
     It changes one dimension of the mesh at a time, the cheapest first: slices, sums, all-to-alls, gathers.
     """
-    while list(t.placements) != wanted:
+    while list(t.placements) != target:
         placed = list(t.placements)
-        again = [at for at, one in enumerate(placed) if isinstance(one, Shard) and one in placed[:at]]
+        again = [at for at, placement in enumerate(placed) if isinstance(placement, Shard) and placement in placed[:at]]
         if again:  # several dimensions of the mesh cut one of the tensor: the inner ones first
             placed[again[-1]] = Replicate()
             t = t.redistribute(placements=placed)
             continue
         at, to = min(
-            ((at, to) for at, (have, to) in enumerate(zip(placed, wanted, strict=True)) if have != to),
-            key=lambda change: _cost(placed, *change),
+            ((at, to) for at, (have, to) in enumerate(zip(placed, target, strict=True)) if have != to),
+            key=lambda change: _rate_change(placed, *change),
         )
-        if _cost(placed, at, to) == _ALL_TO_ALL:
+        if _rate_change(placed, at, to) == _ALL_TO_ALL:
             assert isinstance(to, Shard)
-            t = _cut_along(summed(t), at, to.dim)
-            wanted = [Replicate() if isinstance(one, Partial) else one for one in wanted]
+            t = _cut_along(sum_partials(t), at, to.dim)
+            target = [Replicate() if isinstance(placement, Partial) else placement for placement in target]
         else:  # where another dimension of the mesh cuts `to` still, it is whole for a moment
-            placed[at] = Replicate() if _cost(placed, at, to) == _GATHER else to
+            placed[at] = Replicate() if _rate_change(placed, at, to) == _GATHER else to
             t = t.redistribute(placements=placed)
     return t
 
@@ -109,7 +111,7 @@ def redistributed(t: DTensor, wanted: list[Placement]) -> DTensor:
 _SLICE, _SUM, _ALL_TO_ALL, _GATHER, _LATER = range(5)
 
 
-def _cost(placed: list[Placement], at: int, to: Placement) -> int:
+def _rate_change(placed: list[Placement], at: int, to: Placement) -> int:
     have = placed[at]
     if isinstance(to, Shard) and to in placed:
         return _GATHER if isinstance(have, Shard) else _LATER
@@ -144,8 +146,8 @@ def all_to_all(part: torch.Tensor, group: dist.ProcessGroup, before: int, after:
         part: a plain tensor, this rank's part along `before` and whole along `after`.
         size: of the whole tensor along `before`.
     """
-    found: torch.Tensor = _AllToAll.apply(part, group, before, after, size)  # type: ignore[no-untyped-call]
-    return found
+    moved: torch.Tensor = _AllToAll.apply(part, group, before, after, size)  # type: ignore[no-untyped-call]
+    return moved
 
 
 class _AllToAll(torch.autograd.Function):
@@ -154,21 +156,21 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, part: torch.Tensor, group: dist.ProcessGroup, before: int, after: int, size: int
     ) -> torch.Tensor:
         ctx.back = group, after, before, part.shape[after]
-        return _exchanged(part, group, before, after, size)
+        return _exchange_parts(part, group, before, after, size)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None, None, None]:
-        return _exchanged(gradients[0], *ctx.back), None, None, None, None
+        return _exchange_parts(gradients[0], *ctx.back), None, None, None, None
 
 
-def _exchanged(part: torch.Tensor, group: dist.ProcessGroup, before: int, after: int, size: int) -> torch.Tensor:
+def _exchange_parts(part: torch.Tensor, group: dist.ProcessGroup, before: int, after: int, size: int) -> torch.Tensor:
     pieces = part.split(part_sizes(part.shape[after], group.size()), after)  # type: ignore[no-untyped-call]
     shapes = [list(pieces[group.rank()].shape) for _ in pieces]
     for shape, rows in zip(shapes, part_sizes(size, group.size()), strict=True):
         shape[before] = rows
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    found = sent.new_empty(sum(sizes))
-    exchange(found, sent, sizes, [piece.numel() for piece in pieces], group.group_name, "all-to-all")
-    arrived = found.split(sizes)  # type: ignore[no-untyped-call]
-    return torch.cat([one.view(shape) for one, shape in zip(arrived, shapes, strict=True)], before)
+    incoming = sent.new_empty(sum(sizes))
+    exchange(incoming, sent, sizes, [piece.numel() for piece in pieces], group.group_name, "all-to-all")
+    arrived = incoming.split(sizes)  # type: ignore[no-untyped-call]
+    return torch.cat([piece.view(shape) for piece, shape in zip(arrived, shapes, strict=True)], before)

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipedream.core.errors import PlanError
-from pipedream.sharding.functions import all_to_all, part_sizes
-from pipedream.sharding.functions import summed as _summed
+from pipedream.sharding.functions import all_to_all, part_sizes, sum_partials
 
 _WHOLE, _SUM = Replicate(), Partial()
 
@@ -30,7 +29,7 @@ _Table = Mapping[tuple[Placement, ...], tuple[Placed, tuple[Placement, ...]]]
 """Placements of the operands -> that of the result, or of several, and those of the operands' gradients."""
 
 
-def computed_on_parts(
+def compute_on_parts(
     name: str,
     table: _Table,
     function: Callable[..., Any],
@@ -49,38 +48,40 @@ def computed_on_parts(
     mesh, rows = operands[0].device_mesh, []
     for at, over in enumerate(mesh.mesh_dim_names or ()):
         placed = tuple(operand.placements[at] for operand in operands)
-        sizes = ", ".join(str(tuple(one.shape)) for one in operands)
+        sizes = ", ".join(str(tuple(operand.shape)) for operand in operands)
         if placed not in table:
             raise PlanError(
                 f"{name} of tensors of the sizes {sizes} cannot be computed where the dimension {over!r} of the mesh "
                 f"cuts them as {placed}; change their names in the layout, or a rule"
             )
         cuts = zip(operands, placed, strict=True)
-        if shape is None and any(isinstance(cut, Shard) and one.shape[cut.dim] % mesh.size(at) for one, cut in cuts):
+        if shape is None and any(
+            isinstance(cut, Shard) and operand.shape[cut.dim] % mesh.size(at) for operand, cut in cuts
+        ):
             raise PlanError(
                 f"{name} of tensors of the sizes {sizes} was asked for, but the dimension {over!r} of the mesh, of "
                 f"{mesh.size(at)} ranks, does not divide what it cuts, {placed}; choose other sizes, or do not cut it"
             )
         rows.append(table[placed])
-    results: Any = [found for found, _ in rows]
-    gradients = zip(*(own for _, own in rows), strict=True)
-    parts = [one.to_local(grad_placements=row) for one, row in zip(operands, gradients, strict=True)]
-    found = function(*parts)
-    if isinstance(found, torch.Tensor):
+    results: Any = [result for result, _ in rows]
+    gradients = zip(*(placements for _, placements in rows), strict=True)
+    parts = [operand.to_local(grad_placements=row) for operand, row in zip(operands, gradients, strict=True)]
+    computed = function(*parts)
+    if isinstance(computed, torch.Tensor):
         whole = None if shape is None else torch.Size(shape)
         stride = None if shape is None else torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(found, mesh, results, run_check=False, shape=whole, stride=stride)
-    several = zip(found, *results, strict=True)
-    return tuple(DTensor.from_local(one, mesh, placed, run_check=False) for one, *placed in several)
+        return DTensor.from_local(computed, mesh, results, run_check=False, shape=whole, stride=stride)
+    several = zip(computed, *results, strict=True)
+    return tuple(DTensor.from_local(part, mesh, placed, run_check=False) for part, *placed in several)
 
 
-def _dropout(
+def _apply_dropout(
     function: Callable[..., torch.Tensor], input: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     """Draws the mask of the whole tensor on every rank, so that the numbers are those of one process."""
     if not training or p == 0.0:
         return input
-    x = _summed(input)
+    x = sum_partials(input)
     # The strides decide which element gets which number.
     ones = torch.ones_like(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), device=x.device)
     mask = function(ones, p)
@@ -108,7 +109,7 @@ _GROUPED: _Table = {  # of either; where the weights are cut, each rank has whol
 }
 
 
-def _convolution(
+def _apply_convolution(
     function: Callable[..., torch.Tensor],
     input: Any,
     weight: Any,
@@ -119,10 +120,10 @@ def _convolution(
     groups: int = 1,
 ) -> Any:
     options = {"stride": stride, "padding": padding, "dilation": dilation}
-    return _convolved(function, _CONVOLUTION, input, weight, bias, groups, options)
+    return _convolve(function, _CONVOLUTION, input, weight, bias, groups, options)
 
 
-def _transposed(
+def _apply_transposed_convolution(
     function: Callable[..., torch.Tensor],
     input: Any,
     weight: Any,
@@ -134,10 +135,10 @@ def _transposed(
     dilation: Any = 1,
 ) -> Any:
     options = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
-    return _convolved(function, _TRANSPOSED, input, weight, bias, groups, options)
+    return _convolve(function, _TRANSPOSED, input, weight, bias, groups, options)
 
 
-def _convolved(
+def _convolve(
     function: Callable[..., torch.Tensor],
     table: _Table,
     x: Any,
@@ -146,9 +147,9 @@ def _convolved(
     groups: int,
     options: Mapping[str, Any],
 ) -> Any:
-    x, weight = as_dtensors(x, weight)
+    x, weight = make_dtensors(x, weight)
     if x.dim() == weight.dim() - 1:  # a sample without a batch
-        return _convolved(function, table, x.unsqueeze(0), weight, bias, groups, options).squeeze(0)
+        return _convolve(function, table, x.unsqueeze(0), weight, bias, groups, options).squeeze(0)
     name, mesh, table = function.__name__, weight.device_mesh, table if groups == 1 else _GROUPED
     ranks = prod(mesh.size(at) for at, cut in enumerate(weight.placements) if cut == Shard(0)) if groups > 1 else 1
     if groups % ranks:
@@ -157,21 +158,21 @@ def _convolved(
             f"{tuple(weight.shape)}, so that a group would be on several ranks; choose a number of groups that the "
             "ranks divide, or do not cut these channels"
         )
-    x = _summed(x)
+    x = sum_partials(x)
     placed = [
         Shard(1) if have == _WHOLE and (have, cut) not in table else have  # a slice
         for have, cut in zip(x.placements, weight.placements, strict=True)
     ]
-    found = computed_on_parts(
+    output = compute_on_parts(
         name if groups == 1 else f"{name} with {groups} groups",
         table,
         lambda x, w: function(x, w, None, groups=groups // ranks, **options),
         (x.redistribute(placements=placed), weight),
     )
-    return found if bias is None else found + bias.to(found.dtype).view(1, -1, *[1] * (found.dim() - 2))
+    return output if bias is None else output + bias.to(output.dtype).view(1, -1, *[1] * (output.dim() - 2))
 
 
-def _by_channel(
+def _apply_by_channel(
     function: Callable[..., torch.Tensor], spatial: int | None, input: DTensor, *rest: Any, **options: Any
 ) -> Any:
     """A function of each channel of each sample.
@@ -182,7 +183,7 @@ def _by_channel(
     name = getattr(function, "__name__", "a normalization")
     apart = input.dim() - spatial if spatial is not None else 2
     table: _Table = {(at,): (at, (at,)) for at in (_WHOLE, *map(Shard, range(apart)))}
-    return computed_on_parts(name, table, lambda part: function(part, *rest, **options), [_summed(input)])
+    return compute_on_parts(name, table, lambda part: function(part, *rest, **options), [sum_partials(input)])
 
 
 def attention(
@@ -204,15 +205,17 @@ def attention(
         PlanError: the ranks that cut the length, or the heads, do not divide the heads of queries, keys or values.
     """
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if not any(isinstance(one, DTensor) for one in (query, key, value)):
+    if not any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
-    query, key, value = (_summed(one) for one in as_dtensors(query, key, value))
+    query, key, value = (sum_partials(tensor) for tensor in make_dtensors(query, key, value))
     mesh, length, heads = query.device_mesh, query.dim() - 2, query.dim() - 3
     for at in range(mesh.ndim):  # slices, where only some are cut
-        cut = next((one.placements[at] for one in (query, key, value) if one.placements[at] != _WHOLE), _WHOLE)
+        cut = next((tensor.placements[at] for tensor in (query, key, value) if tensor.placements[at] != _WHOLE), _WHOLE)
         query, key, value = (
-            one if one.placements[at] != _WHOLE else one.redistribute(placements=_with(one.placements, at, cut))
-            for one in (query, key, value)
+            tensor
+            if tensor.placements[at] != _WHOLE
+            else tensor.redistribute(placements=_replace_placement(tensor.placements, at, cut))
+            for tensor in (query, key, value)
         )
     _check_heads(query, key, value, heads, enable_gqa)
     over = [at for at, placed in enumerate(query.placements) if placed == Shard(length)]
@@ -225,26 +228,26 @@ def attention(
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         for group in groups:
-            if uneven := [one.shape[heads] for one in (q, k, v) if one.shape[heads] % group.size()]:
+            if uneven := [tensor.shape[heads] for tensor in (q, k, v) if tensor.shape[heads] % group.size()]:
                 raise PlanError(
                     f"attention was asked for where {group.size()} ranks cut the length, which then cut the heads "
                     f"instead, but there are {uneven[0]} heads; choose a number of heads that they divide, or cut "
                     "'heads' or 'batch' instead of the length"
                 )
             q, k, v = (
-                all_to_all(one, group, length, heads, whole.shape[length])
-                for one, whole in ((q, query), (k, key), (v, value))
+                all_to_all(part, group, length, heads, whole.shape[length])
+                for part, whole in ((q, query), (k, key), (v, value))
             )
         if noise is None:
-            found = F.scaled_dot_product_attention(q, k, v, mask, **options)
+            attended = F.scaled_dot_product_attention(q, k, v, mask, **options)
         else:
-            found = _attention_with(noise, q, k, v, mask, **options)
+            attended = _attend_with_noise(noise, q, k, v, mask, **options)
         for group in groups:
-            found = all_to_all(found, group, heads, length, found.shape[heads] * group.size())
-        return found
+            attended = all_to_all(attended, group, heads, length, attended.shape[heads] * group.size())
+        return attended
 
     table: _Table = {(placed,) * 3: (placed, (placed,) * 3) for placed in (_WHOLE, *map(Shard, range(length + 1)))}
-    return computed_on_parts("attention", table, attend, (query, key, value), (*query.shape[:-1], value.shape[-1]))
+    return compute_on_parts("attention", table, attend, (query, key, value), (*query.shape[:-1], value.shape[-1]))
 
 
 def _check_heads(query: DTensor, key: DTensor, value: DTensor, heads: int, enable_gqa: bool) -> None:
@@ -252,7 +255,7 @@ def _check_heads(query: DTensor, key: DTensor, value: DTensor, heads: int, enabl
     if query.dim() == 3 and not enable_gqa:
         return  # these are samples, which may be cut unevenly
     ranks = prod(query.device_mesh.size(at) for at, cut in enumerate(query.placements) if cut == Shard(heads))
-    counts = tuple(one.shape[heads] for one in (query, key, value))
+    counts = tuple(tensor.shape[heads] for tensor in (query, key, value))
     if any(count % ranks for count in counts):
         raise PlanError(
             f"attention was asked for where {ranks} ranks cut the heads, but there are {counts[0]} heads of queries, "
@@ -261,7 +264,7 @@ def _check_heads(query: DTensor, key: DTensor, value: DTensor, heads: int, enabl
         )
 
 
-def _attention_with(
+def _attend_with_noise(
     noise: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -274,7 +277,7 @@ def _attention_with(
 ) -> torch.Tensor:
     """Returns `F.scaled_dot_product_attention` whose probabilities are multiplied by noise."""
     if enable_gqa:
-        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+        key, value = (tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3) for tensor in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -314,11 +317,11 @@ def _mask_part(mask: Any, query: DTensor, over: Sequence[int]) -> torch.Tensor:
     return part
 
 
-def _with(placements: Sequence[Placement], at: int, placed: Placement) -> list[Placement]:
+def _replace_placement(placements: Sequence[Placement], at: int, placed: Placement) -> list[Placement]:
     return [*placements[:at], placed, *placements[at + 1 :]]
 
 
-def _recurrent(function: Callable[..., Any], x: Any, *args: Any) -> Any:
+def _run_recurrent(function: Callable[..., Any], x: Any, *args: Any) -> Any:
     """Cut by batch; of the weights every rank has all."""
     if not isinstance(args[2], bool):
         raise PlanError(
@@ -327,12 +330,12 @@ def _recurrent(function: Callable[..., Any], x: Any, *args: Any) -> Any:
         )
     state, weights, *options = args
     states = state if isinstance(state, (tuple, list)) else (state,)
-    x, *others = as_dtensors(x, *states, *weights)
-    x, batch = _summed(x), Shard(0 if options[-1] else 1)
+    x, *others = make_dtensors(x, *states, *weights)
+    x, batch = sum_partials(x), Shard(0 if options[-1] else 1)
     if options[2] and options[3]:
         _check_whole(f"the dropout of {function.__name__}", (x,))
-    placed: list[Placement] = [Shard(1) if one == batch else _WHOLE for one in x.placements]
-    others[: len(states)] = [one.redistribute(placements=placed) for one in others[: len(states)]]  # slices
+    placed: list[Placement] = [Shard(1) if placement == batch else _WHOLE for placement in x.placements]
+    others[: len(states)] = [tensor.redistribute(placements=placed) for tensor in others[: len(states)]]  # slices
     table: _Table = {
         (cut, *[cut_state] * len(states), *[_WHOLE] * len(weights)): (
             (cut, *[cut_state] * len(states)),
@@ -342,13 +345,13 @@ def _recurrent(function: Callable[..., Any], x: Any, *args: Any) -> Any:
     }
 
     def run(x: torch.Tensor, *parts: torch.Tensor) -> Any:
-        own = parts[: len(states)]
-        return function(x, own[0] if state is not states else own, list(parts[len(states) :]), *options)
+        state_parts = parts[: len(states)]
+        return function(x, state_parts[0] if state is not states else state_parts, list(parts[len(states) :]), *options)
 
-    return computed_on_parts(function.__name__, table, run, (x, *others))
+    return compute_on_parts(function.__name__, table, run, (x, *others))
 
 
-def _batch_norm(
+def _apply_batch_norm(
     input: DTensor,
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
@@ -366,65 +369,65 @@ def _batch_norm(
     mean: Any
     variance: Any
     shape, over = [1, -1, *[1] * (input.dim() - 2)], [0, *range(2, input.dim())]
-    x: Any = _summed(input).to(torch.promote_types(input.dtype, torch.float32))
+    x: Any = sum_partials(input).to(torch.promote_types(input.dtype, torch.float32))
     if not training and running_mean is not None and running_var is not None:
         mean = running_mean.view(shape)
         variance = running_var.view(shape)
     else:
         F._verify_batch_size(list(x.shape))  # type: ignore[attr-defined]
         count = x.numel() // x.shape[1]
-        mean = _summed(x.sum(over, keepdim=True)) / count
-        variance = _summed((x - mean).square().sum(over, keepdim=True)) / count
+        mean = sum_partials(x.sum(over, keepdim=True)) / count
+        variance = sum_partials((x - mean).square().sum(over, keepdim=True)) / count
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 seen = (mean, running_mean), (variance * (count / (count - 1)), running_var)
                 for statistic, running in seen:
                     running.lerp_(statistic.full_tensor().flatten().to(running.dtype), momentum)
-    return _affine_by_channel((x - mean) * (variance + eps).rsqrt(), weight, bias).to(input.dtype)
+    return _scale_and_shift_channels((x - mean) * (variance + eps).rsqrt(), weight, bias).to(input.dtype)
 
 
-def _layer_norm(
+def _apply_layer_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
-    x, over = _with_sums(input), list(range(-len(normalized_shape), 0))
-    if _cuts_any(x, over):
-        x = x - _summed(x.mean(over, keepdim=True))
-        return _affine(x * (_summed(x.square().mean(over, keepdim=True)) + eps).rsqrt(), weight, bias)
-    if _cuts_any(weight) or _cuts_any(bias):
-        return _affine(F.layer_norm(x, normalized_shape, eps=eps), weight, bias)
+    x, over = _complete_sums(input), list(range(-len(normalized_shape), 0))
+    if _is_sharded(x, over):
+        x = x - sum_partials(x.mean(over, keepdim=True))
+        return _scale_and_shift(x * (sum_partials(x.square().mean(over, keepdim=True)) + eps).rsqrt(), weight, bias)
+    if _is_sharded(weight) or _is_sharded(bias):
+        return _scale_and_shift(F.layer_norm(x, normalized_shape, eps=eps), weight, bias)
     return F.layer_norm(x, normalized_shape, weight, bias, eps)
 
 
-def _rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
-    x, over = _with_sums(input), list(range(-len(normalized_shape), 0))
-    if _cuts_any(x, over):
+def _apply_rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    x, over = _complete_sums(input), list(range(-len(normalized_shape), 0))
+    if _is_sharded(x, over):
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        return _affine(x * (_summed(x.square().mean(over, keepdim=True)) + eps).rsqrt(), weight, None)
-    if _cuts_any(weight):
-        return _affine(F.rms_norm(x, normalized_shape, eps=eps), weight, None)
+        return _scale_and_shift(x * (sum_partials(x.square().mean(over, keepdim=True)) + eps).rsqrt(), weight, None)
+    if _is_sharded(weight):
+        return _scale_and_shift(F.rms_norm(x, normalized_shape, eps=eps), weight, None)
     return F.rms_norm(x, normalized_shape, weight, eps)
 
 
-def _affine(x: Any, weight: Any, bias: Any) -> Any:
+def _scale_and_shift(x: Any, weight: Any, bias: Any) -> Any:
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
 
-def _affine_by_channel(x: Any, weight: Any, bias: Any) -> Any:
+def _scale_and_shift_channels(x: Any, weight: Any, bias: Any) -> Any:
     shape = [1, -1, *[1] * (x.dim() - 2)]
-    return _affine(x, *(None if one is None else one.view(shape) for one in (weight, bias)))
+    return _scale_and_shift(x, *(None if parameter is None else parameter.view(shape) for parameter in (weight, bias)))
 
 
-def _cuts_any(x: Any, dims: Sequence[int] | None = None) -> bool:
+def _is_sharded(x: Any, dims: Sequence[int] | None = None) -> bool:
     """Whether one of the dimensions, counted from the end, is cut; None: whether any is."""
     return isinstance(x, DTensor) and any(
-        isinstance(one, Shard) and (dims is None or one.dim - x.dim() in dims) for one in x.placements
+        isinstance(placement, Shard) and (dims is None or placement.dim - x.dim() in dims) for placement in x.placements
     )
 
 
-def _group_norm(input: DTensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+def _apply_group_norm(input: DTensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     """Takes the statistics of each sample's groups, of which each rank has whole ones."""
-    x = _summed(input)
+    x = sum_partials(input)
     if any(placed == Shard(1) and num_groups % x.device_mesh.size(at) for at, placed in enumerate(x.placements)):
         raise PlanError(
             f"group_norm with {num_groups} groups was asked for on a tensor of {tuple(x.shape)} whose channels are "
@@ -432,11 +435,11 @@ def _group_norm(input: DTensor, num_groups: int, weight: Any = None, bias: Any =
             "ranks divide, or do not cut the channels"
         )
     channels = x.shape[1] // num_groups
-    found = _by_channel(lambda part: F.group_norm(part, part.shape[1] // channels, eps=eps), None, x)
-    return _affine_by_channel(found, weight, bias)
+    normalised = _apply_by_channel(lambda part: F.group_norm(part, part.shape[1] // channels, eps=eps), None, x)
+    return _scale_and_shift_channels(normalised, weight, bias)
 
 
-def _instance_norm(
+def _apply_instance_norm(
     input: DTensor,
     running_mean: torch.Tensor | None = None,
     running_var: torch.Tensor | None = None,
@@ -451,10 +454,10 @@ def _instance_norm(
             f"instance_norm with running statistics was asked for on a mesh, for a tensor of {tuple(input.shape)}; use "
             "track_running_stats=False"
         )
-    return _group_norm(input, input.shape[1], weight, bias, eps)
+    return _apply_group_norm(input, input.shape[1], weight, bias, eps)
 
 
-def _embedding(
+def _apply_embedding(
     input: Any,
     weight: Any,
     padding_idx: int | None = None,
@@ -468,14 +471,14 @@ def _embedding(
     Raises:
         PlanError: words or weight are cut, and an option needs all of them.
     """
-    x, weight = as_dtensors(input, weight)
-    x, (words, width) = _summed(x), weight.shape
+    x, weight = make_dtensors(input, weight)
+    x, (words, width) = sum_partials(x), weight.shape
     options = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
-    asked = [name for name, is_asked in options.items() if is_asked]
-    if asked and any(isinstance(one, Shard) for one in (*x.placements, *weight.placements)):
+    needs_all = [name for name, is_asked in options.items() if is_asked]
+    if needs_all and any(isinstance(placement, Shard) for placement in (*x.placements, *weight.placements)):
         raise PlanError(
-            f"an embedding with {asked[0]} was asked for, but the layout cuts its words, placed as {x.placements}, or "
-            f"its weight of {tuple(weight.shape)}, placed as {weight.placements}; leave the option out, or a rule"
+            f"an embedding with {needs_all[0]} was asked for, but the layout cuts its words, placed as {x.placements}, "
+            f"or its weight of {tuple(weight.shape)}, placed as {weight.placements}; leave the option out, or a rule"
         )
     padding = padding_idx + words if padding_idx is not None and padding_idx < 0 else padding_idx
     mesh, first = weight.device_mesh, 0
@@ -499,51 +502,59 @@ def _embedding(
         (_WHOLE, Shard(1)): (Shard(x.dim()), (_WHOLE, Shard(1))),
         **{(Shard(dim), _WHOLE): (Shard(dim), (Shard(dim), _SUM)) for dim in range(x.dim())},
     }
-    return computed_on_parts("an embedding", table, look_up, (x, weight), (*x.shape, width))
+    return compute_on_parts("an embedding", table, look_up, (x, weight), (*x.shape, width))
 
 
-def as_dtensors(*operands: Any) -> list[DTensor]:
+def make_dtensors(*operands: Any) -> list[DTensor]:
     """Makes plain tensors, which every rank has whole, DTensors."""
-    mesh = next(one.device_mesh for one in operands if isinstance(one, DTensor))
+    mesh = next(operand.device_mesh for operand in operands if isinstance(operand, DTensor))
     return [
-        one if isinstance(one, DTensor) else DTensor.from_local(one, mesh, [_WHOLE] * mesh.ndim, run_check=False)
-        for one in operands
+        operand
+        if isinstance(operand, DTensor)
+        else DTensor.from_local(operand, mesh, [_WHOLE] * mesh.ndim, run_check=False)
+        for operand in operands
     ]
 
 
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.batch_norm: _batch_norm,
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
-    F.group_norm: _group_norm,
-    F.instance_norm: _instance_norm,
-    F.embedding: _embedding,
+    F.batch_norm: _apply_batch_norm,
+    F.layer_norm: _apply_layer_norm,
+    F.rms_norm: _apply_rms_norm,
+    F.group_norm: _apply_group_norm,
+    F.instance_norm: _apply_instance_norm,
+    F.embedding: _apply_embedding,
     F.scaled_dot_product_attention: attention,
-    **{one: partial(_dropout, one) for one in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)},
-    **{one: partial(_convolution, one) for one in (F.conv1d, F.conv2d, F.conv3d)},
-    **{one: partial(_transposed, one) for one in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)},
-    **{one: partial(_recurrent, one) for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
-    F.interpolate: partial(_by_channel, F.interpolate, None),
+    **{function: partial(_apply_dropout, function) for function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)},
+    **{function: partial(_apply_convolution, function) for function in (F.conv1d, F.conv2d, F.conv3d)},
     **{
-        one: partial(_by_channel, one, spatial)
+        function: partial(_apply_transposed_convolution, function)
+        for function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+    },
+    **{
+        function: partial(_run_recurrent, function)
+        for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+    },
+    F.interpolate: partial(_apply_by_channel, F.interpolate, None),
+    **{
+        function: partial(_apply_by_channel, function, spatial)
         for spatial, functions in (
             (1, (F.avg_pool1d, F.max_pool1d, torch.max_pool1d, F.adaptive_avg_pool1d)),
             (2, (F.avg_pool2d, F.max_pool2d, torch.max_pool2d, F.adaptive_avg_pool2d)),
             (3, (F.avg_pool3d, F.max_pool3d, torch.max_pool3d, F.adaptive_avg_pool3d)),
         )
-        for one in functions
+        for function in functions
     },
 }
 
 
 def _check_whole(name: str, operands: Iterable[Any]) -> None:
     """Raises a `PlanError` if an operand is cut."""
-    for one in operands:
-        if isinstance(one, DTensor) and any(isinstance(placed, Shard) for placed in one.placements):
+    for operand in operands:
+        if isinstance(operand, DTensor) and any(isinstance(placed, Shard) for placed in operand.placements):
             raise PlanError(
-                f"{name} draws random numbers for a tensor of {tuple(one.shape)} that the layout cuts "
-                f"({one.placements}), where they would not be those of one process; use nn.Dropout, or a layout that "
-                "does not cut it"
+                f"{name} draws random numbers for a tensor of {tuple(operand.shape)} that the layout cuts "
+                f"({operand.placements}), where they would not be those of one process; use nn.Dropout, or a layout "
+                "that does not cut it"
             )
 
 
@@ -568,26 +579,26 @@ _KEEP_SUMS = {
 _ADD = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.sub, torch.Tensor.sub, torch.Tensor.__sub__}
 
 
-def _keeps_sums(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+def _may_keep_sums(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a function may be applied to partial sums, one by one."""
     if func in _KEEP_SUMS or getattr(func, "__name__", "") == "__get__":
         return True
-    placed = [one.placements for one in args if isinstance(one, DTensor)]
+    placed = [arg.placements for arg in args if isinstance(arg, DTensor)]
     return func in _ADD and len(placed) == 2 and placed[0] == placed[1]
 
 
-def _with_sums(value: Any) -> Any:
+def _complete_sums(value: Any) -> Any:
     """Adds up partial sums in an argument.
 
     DTensor itself may scatter such a sum over another dimension, and gather it later.
     """
     if type(value) in (tuple, list):
-        return type(value)(map(_with_sums, value))
-    return _summed(value) if isinstance(value, DTensor) else value
+        return type(value)(map(_complete_sums, value))
+    return sum_partials(value) if isinstance(value, DTensor) else value
 
 
 @cache
-def _opened(function: Any) -> Any:
+def _open_to_modes(function: Any) -> Any:
     """Returns torch's function so that modes see the functions that it calls."""
     seen = {name: lambda *operands: False for name in function.__globals__ if name.startswith("has_torch_function")}
     opened = FunctionType(
@@ -606,19 +617,19 @@ class LocalRules(TorchFunctionMode):
         if isinstance(func, torch._ops.OpOverload):  # a dispatch mode passes on what torch's functions call
             return func(*args, **(kwargs or {}))
         named, rule = kwargs or {}, _RULES.get(func)
-        if rule is not None and any(isinstance(one, DTensor) for one in (*args, *named.values())):
+        if rule is not None and any(isinstance(arg, DTensor) for arg in (*args, *named.values())):
             return rule(*args, **named)
         if func is F.multi_head_attention_forward:
             with self:
-                return _opened(func)(*args, **named)
-        if not _keeps_sums(func, args):
-            args, named = _with_sums(args), {name: _with_sums(value) for name, value in named.items()}
+                return _open_to_modes(func)(*args, **named)
+        if not _may_keep_sums(func, args):
+            args, named = _complete_sums(args), {name: _complete_sums(value) for name, value in named.items()}
         try:
             return func(*args, **named)
         except RuntimeError as error:
             if "Please redistribute the tensor" not in str(error):
                 raise
-            cut = next(one for one in args if isinstance(one, DTensor))
+            cut = next(arg for arg in args if isinstance(arg, DTensor))
             raise PlanError(
                 f"{func.__name__} was asked for of a tensor of {tuple(cut.shape)} placed as {cut.placements}, whose "
                 f"parts cannot stay apart ({str(error).partition('.')[0]}); choose sizes that the ranks divide, such "
@@ -650,15 +661,15 @@ class NoHiddenGathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if self._operator is not None and func in _GATHERS:
             operator, operands = self._operator
-            sizes = ", ".join(f"{tuple(one.shape)} placed as {one.placements}" for one in operands)
+            sizes = ", ".join(f"{tuple(operand.shape)} placed as {operand.placements}" for operand in operands)
             raise PlanError(
                 f"{operator} would have to gather tensors that the layout cuts: {sizes}; name the dimensions of the "
                 "weights so that it does not have to, or remove a rule"
             )
-        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, DTensor)]  # also in lists
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]  # also in lists
         if not operands:
             return func(*args, **(kwargs or {}))
-        if _draws(func, args, kwargs or {}):
+        if _is_random(func, args, kwargs or {}):
             _check_whole(func._schema.name.removeprefix("aten::"), operands)
         if self._operator is not None:
             return NotImplemented  # DTensor computes it, by operators on parts that come here again
@@ -670,11 +681,11 @@ class NoHiddenGathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._operator = None
 
 
-def _draws(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+def _is_random(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     """Whether an operator draws random numbers, with these arguments."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     arguments = func._schema.arguments
-    given = {one.name: one.default_value for one in arguments}
-    given |= {one.name: value for one, value in zip(arguments, args, strict=False)} | dict(named)
-    return given.get("training", True) is not False and given.get("dropout_p") != 0.0
+    values = {argument.name: argument.default_value for argument in arguments}
+    values |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(named)
+    return values.get("training", True) is not False and values.get("dropout_p") != 0.0

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._pytree import tree_map_only
 
 from pipedream.core.errors import PlanError
-from pipedream.sharding.functions import summed
+from pipedream.sharding.functions import sum_partials
 
 
 def parallelized(
@@ -30,7 +30,7 @@ def parallelized(
     Raises:
         PlanError: it does something else than cutting weights evenly.
     """
-    found: dict[nn.Parameter, tuple[int | None, ...]] = {}
+    cuts: dict[nn.Parameter, tuple[int | None, ...]] = {}
     for name, layer in layers:
         slots = {
             (path, slot): (module, parameter)
@@ -46,7 +46,7 @@ def parallelized(
                 "would not reach it; shard them by Layout(at_rest=...) instead"
             )
         used: set[str] = set()
-        given: set[tuple[str, str]] = set()
+        sharded_slots: set[tuple[str, str]] = set()
         for place, (module, parameter) in slots.items():
             slot = place[1]
             now = module._parameters.get(slot)
@@ -54,77 +54,80 @@ def parallelized(
                 continue
             if not isinstance(now, DTensor):
                 raise PlanError(f"{what} has replaced the parameter {slot!r}; let it call parallelize_module only")
-            found[parameter] = _cut(now, device_mesh, f"{what} cuts {slot!r}")
+            cuts[parameter] = _cut(now, device_mesh, f"{what} cuts {slot!r}")
             used |= set(now.device_mesh.mesh_dim_names or ())
-            given.add(place)
+            sharded_slots.add(place)
             module._parameters[slot] = parameter
         if used:
-            _run_on_parts(layer, device_mesh, sorted(used, key=(device_mesh.mesh_dim_names or ()).index), given)
-    return found
+            _run_on_parts(layer, device_mesh, sorted(used, key=(device_mesh.mesh_dim_names or ()).index), sharded_slots)
+    return cuts
 
 
 def _cut(weight: DTensor, device_mesh: DeviceMesh, what: str) -> tuple[int | None, ...]:
     """Raises a `PlanError` if the weight is not cut evenly."""
     names = weight.device_mesh.mesh_dim_names or ()
     placed = dict(zip(names, weight.placements, strict=True))
-    for over, one in placed.items():
-        even = isinstance(one, Shard) and weight.shape[one.dim] % device_mesh[over].size() == 0
-        if type(one) not in (Shard, Replicate) or not (even or one == Replicate()):
+    for over, placement in placed.items():
+        even = isinstance(placement, Shard) and weight.shape[placement.dim] % device_mesh[over].size() == 0
+        if type(placement) not in (Shard, Replicate) or not (even or placement == Replicate()):
             raise PlanError(
-                f"{what}, of {tuple(weight.shape)}, over {over!r} as {one}; cut a dimension that its "
+                f"{what}, of {tuple(weight.shape)}, over {over!r} as {placement}; cut a dimension that its "
                 f"{device_mesh[over].size()} ranks divide, or none"
             )
     cuts = [placed.get(over) for over in device_mesh.mesh_dim_names or ()]
-    return tuple(one.dim if isinstance(one, Shard) else None for one in cuts)
+    return tuple(placement.dim if isinstance(placement, Shard) else None for placement in cuts)
 
 
 def _run_on_parts(
-    layer: nn.Module, device_mesh: DeviceMesh, used: Sequence[str], given: Container[tuple[str, str]]
+    layer: nn.Module, device_mesh: DeviceMesh, used: Sequence[str], sharded_slots: Container[tuple[str, str]]
 ) -> None:
     """Gives a layer what torch's styles expect: plain tensors, and DTensors for the weights that are cut.
 
     Args:
         used: dimensions of the mesh over which styles cut.
-        given: module and name of the weights that they made DTensors.
+        sharded_slots: module and name of the weights that they made DTensors.
     """
     names = list(device_mesh.mesh_dim_names or ())
-    inner, over = device_mesh[tuple(used)], [names.index(one) for one in used]
+    inner, over = device_mesh[tuple(used)], [names.index(name) for name in used]
     kept: list[tuple[dict[str, Any], str, Any]] = []
     placed: list[Placement] = []  # of the inputs of the call that runs
 
     def part_of(tensor: DTensor) -> torch.Tensor:
-        tensor = summed(tensor)
-        wanted = [Replicate() if at in over else one for at, one in enumerate(tensor.placements)]
-        before = placed or wanted
-        if any(Replicate() not in pair and pair[0] != pair[1] for pair in zip(before, wanted, strict=True)):
+        tensor = sum_partials(tensor)
+        target = [Replicate() if at in over else placement for at, placement in enumerate(tensor.placements)]
+        before = placed or target
+        if any(Replicate() not in pair and pair[0] != pair[1] for pair in zip(before, target, strict=True)):
             raise PlanError(
-                f"a layer that parallelize cuts got tensors that the layout cuts differently, {before} and {wanted}; "
+                f"a layer that parallelize cuts got tensors that the layout cuts differently, {before} and {target}; "
                 "cut them alike"
             )
-        placed[:] = [one if one != Replicate() else other for one, other in zip(before, wanted, strict=True)]
-        return tensor.redistribute(placements=wanted).to_local(grad_placements=wanted)
+        placed[:] = [
+            placement if placement != Replicate() else other for placement, other in zip(before, target, strict=True)
+        ]
+        return tensor.redistribute(placements=target).to_local(grad_placements=target)
 
-    def weight_of(weight: DTensor, is_given: bool) -> torch.Tensor:
+    def weight_of(weight: DTensor, is_sharded: bool) -> torch.Tensor:
         # Over other dimensions its gradient is a partial sum where they cut the inputs.
         gradient = [
-            own if at in over or own != Replicate() else partial[at] for at, own in enumerate(weight.placements)
+            placement if at in over or placement != Replicate() else partial[at]
+            for at, placement in enumerate(weight.placements)
         ]
-        part, own = weight.to_local(grad_placements=gradient), [weight.placements[at] for at in over]
-        return DTensor.from_local(part, inner, own, run_check=False) if is_given else part
+        part, inner_placements = weight.to_local(grad_placements=gradient), [weight.placements[at] for at in over]
+        return DTensor.from_local(part, inner, inner_placements, run_check=False) if is_sharded else part
 
     partial: list[Placement] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         placed.clear()
-        found = tree_map_only(DTensor, part_of, (args, kwargs))
-        partial[:] = [Partial() if isinstance(one, Shard) else one for one in placed]
+        inputs = tree_map_only(DTensor, part_of, (args, kwargs))
+        partial[:] = [Partial() if isinstance(placement, Shard) else placement for placement in placed]
         for path, child in module.named_modules():
             for slot in child._parameters:
                 weight = child._parameters[slot]
                 if isinstance(weight, DTensor):
                     kept.append((child._parameters, slot, dict.__getitem__(child._parameters, slot)))
-                    child._parameters[slot] = weight_of(weight, (path, slot) in given)
-        return found
+                    child._parameters[slot] = weight_of(weight, (path, slot) in sharded_slots)
+        return inputs
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         while kept:
@@ -134,11 +137,11 @@ def _run_on_parts(
 
     def whole(tensor: torch.Tensor) -> DTensor:
         if isinstance(tensor, DTensor):
-            own = dict(zip(over, tensor.placements, strict=True))
+            by_dimension = dict(zip(over, tensor.placements, strict=True))
             tensor = tensor.to_local(grad_placements=tensor.placements)
         else:
-            own = {}
-        placements = [own.get(at, one) for at, one in enumerate(placed)]
+            by_dimension = {}
+        placements = [by_dimension.get(at, placement) for at, placement in enumerate(placed)]
         return DTensor.from_local(tensor, device_mesh, placements, run_check=False)
 
     layer.register_forward_pre_hook(enter, with_kwargs=True)

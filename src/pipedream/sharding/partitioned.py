@@ -28,11 +28,11 @@ class Ranks(Protocol):
     """The ranks of a partition that this process runs.
 
     Attributes:
-        own: their numbers.
+        local: their numbers.
         sent_bytes: what they have sent to others.
     """
 
-    own: Sequence[int]
+    local: Sequence[int]
     sent_bytes: int
 
     def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> _Arrived:
@@ -48,16 +48,16 @@ class SimulatedRanks:
     """All ranks, in this process."""
 
     def __init__(self, count: int) -> None:
-        self.own = range(count)
+        self.local = range(count)
         self.sent_bytes = 0
 
     def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> _Arrived:
-        found: _Arrived = {rank: [] for rank in self.own}
+        arrived: _Arrived = {rank: [] for rank in self.local}
         for piece in pieces:
             part = _cut_out(parts[piece.sender], boxes[piece.sender], piece.box)
             self.sent_bytes += part.nbytes * (piece.sender != piece.receiver)
-            found[piece.receiver].append((piece.box, part))
-        return found
+            arrived[piece.receiver].append((piece.box, part))
+        return arrived
 
 
 class GroupRanks:
@@ -66,7 +66,7 @@ class GroupRanks:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
-        self.own: Sequence[int] = (self._rank,)
+        self.local: Sequence[int] = (self._rank,)
         self.sent_bytes = 0
 
     def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> _Arrived:
@@ -78,29 +78,32 @@ class GroupRanks:
             due = [[piece for piece in between if piece[:2] == (other, rank)] for other in range(self._count)]
             flat = [_cut_out(mine, boxes[rank], piece.box).reshape(-1) for to in sent for piece in to]
             outgoing = torch.cat(flat) if flat else mine.new_empty(0)
-            incoming = mine.new_empty(sum(_size(piece.box) for row in due for piece in row))
-            received, given = ([sum(_size(piece.box) for piece in row) for row in rows] for rows in (due, sent))
-            self._send(incoming, outgoing, received, given)
+            incoming = mine.new_empty(sum(_count_elements(piece.box) for row in due for piece in row))
+            received_sizes, sent_sizes = (
+                [sum(_count_elements(piece.box) for piece in row) for row in rows] for rows in (due, sent)
+            )
+            self._send(incoming, outgoing, received_sizes, sent_sizes)
             self.sent_bytes += outgoing.nbytes
             boxes_due = [piece.box for row in due for piece in row]
-            parts_due = incoming.split([_size(box) for box in boxes_due])  # type: ignore[no-untyped-call]
+            parts_due = incoming.split([_count_elements(box) for box in boxes_due])  # type: ignore[no-untyped-call]
             arrived += [
-                (box, part.view([len(one) for one in box])) for box, part in zip(boxes_due, parts_due, strict=True)
+                (box, part.view([len(values) for values in box]))
+                for box, part in zip(boxes_due, parts_due, strict=True)
             ]
         return {rank: arrived}
 
-    def _send(self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int], given: list[int]) -> None:
-        exchange(incoming, outgoing, received, given, self._group.group_name, EXCHANGE)
+    def _send(self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int], sent: list[int]) -> None:
+        exchange(incoming, outgoing, received, sent, self._group.group_name, EXCHANGE)
 
 
-def _size(box: Box) -> int:
+def _count_elements(box: Box) -> int:
     return torch.Size(map(len, box)).numel()
 
 
-def _cut_out(part: torch.Tensor, have: Box | None, wanted: Box) -> torch.Tensor:
+def _cut_out(part: torch.Tensor, have: Box | None, target: Box) -> torch.Tensor:
     """Returns some of a part."""
     assert have is not None
-    return part[tuple(slice(w.start - h.start, w.stop - h.start) for w, h in zip(wanted, have, strict=True))]
+    return part[tuple(slice(w.start - h.start, w.stop - h.start) for w, h in zip(target, have, strict=True))]
 
 
 class _Exchanged(NamedTuple):
@@ -126,26 +129,26 @@ class PartitionedStep:
         self._ranks = ranks
         self.exchanges = Exchanges(step.operators, partition)
 
-    def needed(self, given: Iterable[str], keep: Iterable[str]) -> tuple[int, ...]:
+    def needed(self, available: Iterable[str], keep: Iterable[str]) -> tuple[int, ...]:
         """Returns the numbers of the operators that compute some tensors from others."""
-        wanted, found = set(keep) - set(given), []
+        missing, numbers = set(keep) - set(available), []
         for number in reversed(range(len(self._step.calls))):
             step = self._step.operators.steps[number]
-            if step.result in wanted:
-                wanted = (wanted | {access.tensor for access in step.line.operands}) - set(given)
-                found.append(number)
-        return tuple(reversed(found))
+            if step.result in missing:
+                missing = (missing | {access.tensor for access in step.line.operands}) - set(available)
+                numbers.append(number)
+        return tuple(reversed(numbers))
 
     @cached_property
     def _exchanged(self) -> list[_Exchanged]:
-        found = []
+        exchanged = []
         for number, step in enumerate(self._step.operators.steps[: len(self._step.calls)]):
             operands = [
-                (one, self.exchanges.operand(number, one), self.exchanges.used(number, one))
-                for one in step.line.operands
+                (access, self.exchanges.operand(number, access), self.exchanges.used(number, access))
+                for access in step.line.operands
             ]
-            found.append(_Exchanged(operands, self.exchanges.result(number)))
-        return found
+            exchanged.append(_Exchanged(operands, self.exchanges.result(number)))
+        return exchanged
 
     @cached_property
     def sent_bytes(self) -> int:
@@ -155,11 +158,11 @@ class PartitionedStep:
 
     def part(self, tensor: str, whole: torch.Tensor) -> Parts:
         """Returns the ranks' parts of a tensor."""
-        found: Parts = {}
-        for rank in self._ranks.own:
+        parts: Parts = {}
+        for rank in self._ranks.local:
             box = self.exchanges.rests[tensor][rank]
-            found[rank] = whole[tuple(slice(one.start, one.stop) for one in box)].clone()
-        return found
+            parts[rank] = whole[tuple(slice(values.start, values.stop) for values in box)].clone()
+        return parts
 
     def whole(self, tensor: str, parts: Parts) -> torch.Tensor:
         """Returns a tensor from the parts of all ranks, which all call it."""
@@ -175,8 +178,8 @@ class PartitionedStep:
         before = self._ranks.sent_bytes
         arrived = self._ranks.exchange(pieces, parts, rests)
         self._ranks.sent_bytes = before
-        rank = self._ranks.own[0]
-        return _assembled(everything, arrived[rank], parts[rank])
+        rank = self._ranks.local[0]
+        return _assemble(everything, arrived[rank], parts[rank])
 
     def run(self, values: Mapping[str, Parts], keep: Iterable[str]) -> dict[str, Parts]:
         """Runs the operators that compute some tensors.
@@ -190,47 +193,47 @@ class PartitionedStep:
         last_use = {
             access.tensor: number for number in numbers for access in self._step.operators.steps[number].accesses
         }
-        held = dict(values)
+        live = dict(values)
         for name, make in self._step.constants.items():
             if name in last_use or name in kept:
-                held[name] = self.part(name, make())
+                live[name] = self.part(name, make())
         for number in numbers:
             step = self._step.operators.steps[number]
-            held[step.result] = self._run(number, step, self._step.calls[number], held)
+            live[step.result] = self._run(number, step, self._step.calls[number], live)
             for name in {access.tensor for access in step.accesses} - kept:
                 if last_use[name] == number:
-                    del held[name]
-        return {name: held[name] for name in kept}
+                    del live[name]
+        return {name: live[name] for name in kept}
 
-    def _run(self, number: int, step: Operator, call: DescribedCall, held: Mapping[str, Parts]) -> Parts:
-        operands: dict[int, dict[object, torch.Tensor]] = {rank: {} for rank in self._ranks.own}
+    def _run(self, number: int, step: Operator, call: DescribedCall, live: Mapping[str, Parts]) -> Parts:
+        operands: dict[int, dict[object, torch.Tensor]] = {rank: {} for rank in self._ranks.local}
         exchanged = self._exchanged[number]
         for access, pieces, used in exchanged.operands:
-            parts = held[access.tensor]
+            parts = live[access.tensor]
             arrived = self._ranks.exchange(pieces, parts, self.exchanges.rests[access.tensor])
-            for rank in self._ranks.own:
-                operands[rank][access.tensor, access.indices] = _assembled(used[rank], arrived[rank], parts[rank])
+            for rank in self._ranks.local:
+                operands[rank][access.tensor, access.indices] = _assemble(used[rank], arrived[rank], parts[rank])
         result = exchanged.result
         computed = {
-            rank: self._computed(number, call, rank, operands[rank], result.boxes[rank]) for rank in self._ranks.own
+            rank: self._compute(number, call, rank, operands[rank], result.boxes[rank]) for rank in self._ranks.local
         }
         if result.sums:
             arrived = self._ranks.exchange(result.sums, computed, result.boxes)
-            for rank in self._ranks.own:
+            for rank in self._ranks.local:
                 share = result.shares[rank]
                 if share is not None:
-                    computed[rank] = _combined(share, arrived[rank], computed[rank], step.line.reduction)
+                    computed[rank] = _combine(share, arrived[rank], computed[rank], step.line.reduction)
         arrived = self._ranks.exchange(result.pieces, computed, result.shares)
         rests = self.exchanges.rests[step.result]
-        return {rank: _assembled(rests[rank], arrived[rank], computed[rank]) for rank in self._ranks.own}
+        return {rank: _assemble(rests[rank], arrived[rank], computed[rank]) for rank in self._ranks.local}
 
-    def _computed(
+    def _compute(
         self, number: int, call: DescribedCall, rank: int, operands: Mapping[object, torch.Tensor], box: Box
     ) -> torch.Tensor:
-        known = description_of(call.call)
-        assert known is not None
+        description = description_of(call.call)
+        assert description is not None
         needed = call.step.line.operands
-        by_name = {one.tensor: operands[call.tensors[one.tensor], one.indices] for one in needed}
+        by_name = {operand.tensor: operands[call.tensors[operand.tensor], operand.indices] for operand in needed}
         part = Part(
             call=call.call,
             values=filled(call.call.values, by_name),
@@ -238,28 +241,26 @@ class PartitionedStep:
             step=call.step,
             ranges=self.exchanges.ranges[number][rank],
         )
-        return known.run(part)
+        return description.run(part)
 
 
-def _assembled(box: Box, arrived: Sequence[tuple[Box, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
+def _assemble(box: Box, arrived: Sequence[tuple[Box, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
     """Returns a part that is made of pieces."""
     for piece, part in arrived:
         if piece == box:
             return part
-    found = like.new_empty([len(one) for one in box])
+    assembled = like.new_empty([len(values) for values in box])
     for piece, part in arrived:
-        _cut_out(found, box, piece).copy_(part)
-    return found
+        _cut_out(assembled, box, piece).copy_(part)
+    return assembled
 
 
-def _combined(
-    box: Box, arrived: Sequence[tuple[Box, torch.Tensor]], like: torch.Tensor, reduction: str
-) -> torch.Tensor:
+def _combine(box: Box, arrived: Sequence[tuple[Box, torch.Tensor]], like: torch.Tensor, reduction: str) -> torch.Tensor:
     """Returns a share of a result from partial ones."""
-    found = like.new_empty([len(one) for one in box])
+    combined = like.new_empty([len(values) for values in box])
     seen: list[Box] = []
     for piece, part in arrived:
-        into = _cut_out(found, box, piece)
+        into = _cut_out(combined, box, piece)
         into.copy_(COMBINE[reduction](into, part) if piece in seen else part)
         seen.append(piece)
-    return found
+    return combined

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipedream.core.errors import PlanError
 from pipedream.partitioner.partition import Partition, completed
-from pipedream.sharding.functions import redistributed, summed
+from pipedream.sharding.functions import redistribute_in_steps, sum_partials
 from pipedream.sharding.partitioned import GroupRanks, PartitionedStep
 from pipedream.sharding.traced import trace
 
@@ -53,33 +53,36 @@ class PartitionedLayer:
         self._layer = layer
         self._mesh = device_mesh
         self._group = group
-        self._known: dict[object, _Passes] = {}
+        self._passes: dict[object, _Passes] = {}
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         leaves, structure = tree_flatten((args, named))
-        tensors = [self._placed(one) for one in leaves if isinstance(one, torch.Tensor)]
-        parameters = {name: self._placed(one) for name, one in self._layer.named_parameters()}
-        others = tuple(one for one in leaves if not isinstance(one, torch.Tensor))
+        tensors = [self._make_dtensor(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        parameters = {name: self._make_dtensor(parameter) for name, parameter in self._layer.named_parameters()}
+        others = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
         flags = tuple(module.training for module in self._layer.modules())
         autocast = torch.is_autocast_enabled(self._mesh.device_type)
         kinds = tuple(
-            (one.shape, one.dtype, one.placements, one.requires_grad) for one in (*tensors, *parameters.values())
+            (tensor.shape, tensor.dtype, tensor.placements, tensor.requires_grad)
+            for tensor in (*tensors, *parameters.values())
         )
         key = structure, repr(others), flags, autocast, kinds
-        if key not in self._known:
-            with _apart():
-                self._known[key] = _Passes(self._layer, leaves, structure, tensors, parameters, self._mesh, self._group)
-        return self._known[key](tensors, parameters, dict(self._layer.named_buffers()))
+        if key not in self._passes:
+            with _suspend_modes():
+                self._passes[key] = _Passes(
+                    self._layer, leaves, structure, tensors, parameters, self._mesh, self._group
+                )
+        return self._passes[key](tensors, parameters, dict(self._layer.named_buffers()))
 
-    def _placed(self, tensor: torch.Tensor) -> DTensor:
+    def _make_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """Returns a DTensor without partial sums; a plain tensor is whole on every rank."""
         if isinstance(tensor, DTensor):
-            return summed(tensor)
+            return sum_partials(tensor)
         return DTensor.from_local(tensor, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def _suspend_modes() -> Iterator[None]:
     """Context of a trace within a pass: of the pass's modes and hooks none applies."""
     with ExitStack() as apart:
         apart.enter_context(_disable_current_modes())
@@ -109,9 +112,9 @@ class _Passes:
     ) -> None:
         self._mesh, self._rank = mesh, dist.get_rank(group)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            empty = iter([torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in tensors])
-            filled = [next(empty) if isinstance(one, torch.Tensor) else one for one in leaves]
-            twin = _twin(layer, parameters, mode)
+            empty = iter([torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors])
+            filled = [next(empty) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            twin = _copy_without_data(layer, parameters, mode)
             args, named = tree_unflatten(filled, structure)
             self._step = trace(twin, named or args)
             if self._step.drawn and hasattr(layer, "reseed"):
@@ -120,13 +123,13 @@ class _Passes:
                     f"is no chain of modules; {_ADVICE}"
                 )
             with torch.no_grad():
-                self._made, self._structure = tree_flatten(twin(*args, **named))
-        self._partition = self._completed(tensors, parameters)
+                self._output_leaves, self._structure = tree_flatten(twin(*args, **named))
+        self._partition = self._complete_partition(tensors, parameters)
         self._run = PartitionedStep(self._step, self._partition, GroupRanks(group))
         self._shapes = self._step.operators.tensors
         step = self._step
-        self._updated = {name: one for name, one in step.updated.items() if one != step.buffers[name]}
-        self._given = (*step.inputs, *step.parameters.values())
+        self._updated = {name: tensor for name, tensor in step.updated.items() if tensor != step.buffers[name]}
+        self._entering = (*step.inputs, *step.parameters.values())
         floating = (name for name in step.inputs if step.dtypes[name].is_floating_point)
         self._gradients = dict(zip(floating, step.input_gradients, strict=True)) | {
             step.parameters[name]: gradient for name, gradient in step.gradients.items()
@@ -136,83 +139,90 @@ class _Passes:
         steps = step.operators.steps
         # What follows from weights alone the backward computes again, so that a gathered weight is not kept.
         of_weights = {*step.parameters.values(), *step.constants.keys() - set(step.drawn)}
-        for one in steps[: len(step.calls)]:
-            of_weights |= {one.result} if {access.tensor for access in one.line.operands} <= of_weights else set()
-        known = {*(steps[number].result for number in computed), *step.drawn} - of_weights
-        known |= {*self._given, *step.buffers.values()}
-        late = self._run.needed({*known, *step.tangents}, self._gradients.values())
+        for operator in steps[: len(step.calls)]:
+            of_weights |= (
+                {operator.result} if {access.tensor for access in operator.line.operands} <= of_weights else set()
+            )
+        available = {*(steps[number].result for number in computed), *step.drawn} - of_weights
+        available |= {*self._entering, *step.buffers.values()}
+        late = self._run.needed({*available, *step.tangents}, self._gradients.values())
         read = {access.tensor for number in late for access in steps[number].line.operands}
-        kept = (read | set(self._gradients.values())) & known
+        kept = (read | set(self._gradients.values())) & available
         self._saved = tuple(sorted(kept))
         self._forward = forward | kept
 
-    def _completed(self, tensors: Sequence[DTensor], parameters: Mapping[str, DTensor]) -> Partition:
+    def _complete_partition(self, tensors: Sequence[DTensor], parameters: Mapping[str, DTensor]) -> Partition:
         step = self._step
-        rests = dict(zip(step.inputs, map(_cuts, tensors), strict=True))
-        rests |= {step.parameters[name]: _cuts(one) for name, one in parameters.items()}
+        rests = dict(zip(step.inputs, map(_read_shards, tensors), strict=True))
+        rests |= {step.parameters[name]: _read_shards(parameter) for name, parameter in parameters.items()}
         whole = (None,) * self._mesh.ndim
-        given = {step.gradients[name]: rests[step.parameters[name]] for name in step.gradients}
-        given |= dict.fromkeys((*step.buffers.values(), *step.updated.values()), whole) | rests
+        fixed = {step.gradients[name]: rests[step.parameters[name]] for name in step.gradients}
+        fixed |= dict.fromkeys((*step.buffers.values(), *step.updated.values()), whole) | rests
         alike = tuple(zip(step.outputs, step.tangents, strict=True))
-        return completed(replace(step.operators, alike=alike), self._mesh.size(), given)
+        return completed(replace(step.operators, alike=alike), self._mesh.size(), fixed)
 
     def __call__(
         self, tensors: Sequence[DTensor], parameters: Mapping[str, DTensor], buffers: Mapping[str, torch.Tensor]
     ) -> Any:
-        own = (parameters[name] for name in self._step.parameters)
-        inside = [one.to_local(grad_placements=one.placements) for one in (*tensors, *own)]
-        found = iter(_Apply.apply(self, buffers, *inside))  # type: ignore[no-untyped-call]
+        ordered = (parameters[name] for name in self._step.parameters)
+        inside = [tensor.to_local(grad_placements=tensor.placements) for tensor in (*tensors, *ordered)]
+        parts = iter(_Apply.apply(self, buffers, *inside))  # type: ignore[no-untyped-call]
         names = iter(self._step.outputs)
-        made = [self._wrapped(next(names), next(found)) if torch.is_tensor(one) else one for one in self._made]
-        return tree_unflatten(made, self._structure)
+        outputs = [
+            self._wrap(next(names), next(parts)) if torch.is_tensor(value) else value for value in self._output_leaves
+        ]
+        return tree_unflatten(outputs, self._structure)
 
     def forward(
         self, buffers: Mapping[str, torch.Tensor], parts: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns the parts of the outputs, and those that the backward needs."""
-        own = dict(zip(self._given, parts, strict=True))
-        own |= {self._step.buffers[name]: one for name, one in buffers.items()}
-        found = self._ran(own, self._forward)
+        values = dict(zip(self._entering, parts, strict=True))
+        values |= {self._step.buffers[name]: buffer for name, buffer in buffers.items()}
+        results = self._run_operators(values, self._forward)
         for name, tensor in self._updated.items():
-            buffers[name].copy_(found[tensor])
-        storages = {one.untyped_storage()._cdata for one in (*parts, *buffers.values())}
+            buffers[name].copy_(results[tensor])
+        storages = {tensor.untyped_storage()._cdata for tensor in (*parts, *buffers.values())}
         outputs = []
         for name in self._step.outputs:
-            storage = found[name].untyped_storage()._cdata
-            outputs.append(found[name].clone() if storage in storages else found[name])
+            storage = results[name].untyped_storage()._cdata
+            outputs.append(results[name].clone() if storage in storages else results[name])
             storages.add(storage)
-        return outputs, [found[name] for name in self._saved]
+        return outputs, [results[name] for name in self._saved]
 
     def backward(
-        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor], wanted: Sequence[bool]
+        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor], needs_gradient: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of what `forward` got, where they are wanted."""
-        names = {name: self._gradients[name] for name, want in zip(self._given, wanted, strict=True) if want}
-        held = dict(zip(self._saved, saved, strict=True)) | dict(zip(self._step.tangents, tangents, strict=True))
-        found = self._ran(held, names.values())
+        names = {name: self._gradients[name] for name, want in zip(self._entering, needs_gradient, strict=True) if want}
+        values = dict(zip(self._saved, saved, strict=True)) | dict(zip(self._step.tangents, tangents, strict=True))
+        results = self._run_operators(values, names.values())
         return [
-            self._returned(name, names[name], found[names[name]]) if name in names else None for name in self._given
+            self._return_gradient(name, names[name], results[names[name]]) if name in names else None
+            for name in self._entering
         ]
 
-    def _ran(self, held: Mapping[str, torch.Tensor], keep: Iterable[str]) -> dict[str, torch.Tensor]:
-        found = self._run.run({name: {self._rank: one} for name, one in held.items()}, keep)
-        return {name: parts[self._rank] for name, parts in found.items()}
+    def _run_operators(self, values: Mapping[str, torch.Tensor], keep: Iterable[str]) -> dict[str, torch.Tensor]:
+        results = self._run.run({name: {self._rank: part} for name, part in values.items()}, keep)
+        return {name: parts[self._rank] for name, parts in results.items()}
 
-    def _wrapped(self, name: str, part: torch.Tensor) -> DTensor:
+    def _wrap(self, name: str, part: torch.Tensor) -> DTensor:
         shape = torch.Size(self._shapes[name])
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(part, self._mesh, self._placements(name), run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            part, self._mesh, self._list_placements(name), run_check=False, shape=shape, stride=stride
+        )
 
-    def _placements(self, name: str) -> list[Any]:
+    def _list_placements(self, name: str) -> list[Any]:
         cuts = [cut.schemes[name] for cut in self._partition.cuts]
         return [Replicate() if cut is None else Shard(cut) for cut in cuts]
 
-    def _returned(self, name: str, gradient: str, part: torch.Tensor) -> torch.Tensor:
+    def _return_gradient(self, name: str, gradient: str, part: torch.Tensor) -> torch.Tensor:
         """Returns a gradient where its tensor rests."""
-        have, wanted = self._placements(gradient), self._placements(name)
-        if have == wanted:
+        have, target = self._list_placements(gradient), self._list_placements(name)
+        if have == target:
             return part
-        return redistributed(self._wrapped(gradient, part), wanted).to_local()
+        return redistribute_in_steps(self._wrap(gradient, part), target).to_local()
 
 
 class _Apply(torch.autograd.Function):
@@ -223,7 +233,7 @@ class _Apply(torch.autograd.Function):
         outputs, saved = passes.forward(buffers, parts)
         ctx.passes = passes
         ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point()))
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         return tuple(outputs)
 
     @staticmethod
@@ -231,23 +241,23 @@ class _Apply(torch.autograd.Function):
         return None, None, *ctx.passes.backward(ctx.saved_tensors, tangents, ctx.needs_input_grad[2:])
 
 
-def _cuts(tensor: DTensor) -> tuple[int | None, ...]:
-    return tuple(one.dim if isinstance(one, Shard) else None for one in tensor.placements)
+def _read_shards(tensor: DTensor) -> tuple[int | None, ...]:
+    return tuple(placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements)
 
 
 def _seed_nothing(*names: str) -> None:
     pass
 
 
-def _twin(layer: nn.Module, parameters: Mapping[str, DTensor], mode: FakeTensorMode) -> nn.Module:
+def _copy_without_data(layer: nn.Module, parameters: Mapping[str, DTensor], mode: FakeTensorMode) -> nn.Module:
     """Returns a copy of a layer whose parameters and buffers are whole and have no data."""
     memo: dict[int, Any] = {}
     if (reseed := getattr(layer, "reseed", None)) is not None:  # of a slice, before each of its calls
         memo[id(reseed)] = _seed_nothing
-    own = dict(layer.named_parameters())
-    for name, one in parameters.items():
-        empty = torch.empty(one.shape, dtype=one.dtype, device=one.device)
-        memo[id(own[name])] = nn.Parameter(empty, own[name].requires_grad)
+    originals = dict(layer.named_parameters())
+    for name, parameter in parameters.items():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        memo[id(originals[name])] = nn.Parameter(empty, originals[name].requires_grad)
     for buffer in layer.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
     with FakeCopyMode(mode):

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor's part, outside of autograd, or any other tensor itself, once its collective is complete."""
-    found: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return found.wait() if isinstance(found, AsyncCollectiveTensor) else found
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def spec_of(tensor: torch.Tensor) -> Any:

@@ -33,7 +33,7 @@ from pipedream.core.plan.layout import BATCH, Layout
 from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Resting, Rows
 from pipedream.sharding.count import FirstPasses
-from pipedream.sharding.functions import redistributed
+from pipedream.sharding.functions import redistribute_in_steps
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
 from pipedream.sharding.partitioned_layer import PartitionedLayer
 from pipedream.sharding.parts import like_part, local_part, runs_early
@@ -66,7 +66,7 @@ class _Part:
         self._summed_now = frozenset() if rest is None or rows is None else frozenset({rest})
         assert spec.tensor_meta is not None
         self.whole_shape = spec.tensor_meta.shape
-        cut = [one.dim if isinstance(one, Shard) else None for one in spec.placements]
+        cut = [placement.dim if isinstance(placement, Shard) else None for placement in spec.placements]
         self.box = box_of(self.whole_shape, cut, spec.mesh.shape, spec.mesh.get_coordinate() or ())
         if rows is not None:
             self.box = (self.box[0][rows.here.start : rows.here.stop], *self.box[1:])
@@ -74,35 +74,35 @@ class _Part:
         self._waits_for_update = waits_for_update
         self.summed_late: frozenset[int] | None = None if waits_for_update else frozenset()
 
-    def anew(self) -> _Part:
+    def copy_fresh(self) -> _Part:
         """Returns the same before any backward."""
-        found = copy.copy(self)
-        found.summed_late = None if self._waits_for_update else frozenset()
-        return found
+        fresh = copy.copy(self)
+        fresh.summed_late = None if self._waits_for_update else frozenset()
+        return fresh
 
-    def wrapped(self, local: torch.Tensor) -> Any:
+    def wrap(self, local: torch.Tensor) -> Any:
         spec, meta = self.spec, self.spec.tensor_meta
         assert meta is not None
         if local.dtype != meta.dtype:  # autocast's copies of the weights
             spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, local.dtype))
         return like_part(local, spec)
 
-    def gradient(self, found: DTensor) -> torch.Tensor:
+    def gradient(self, gradient: DTensor) -> torch.Tensor:
         """Returns this rank's part of a gradient."""
-        placed = list(zip(found.placements, self.spec.placements, strict=True))
+        placed = list(zip(gradient.placements, self.spec.placements, strict=True))
         unsummed = {at for at, (have, want) in enumerate(placed) if have == Partial() and want == Replicate()}
         if self.summed_late is None:
             self.summed_late = (frozenset(unsummed) | self._summed_by_batch) - self._summed_now
         summed = self.summed_late | self._summed_now
-        wanted = [Partial() if at in summed and at in unsummed else want for at, (_, want) in enumerate(placed)]
-        if wanted != list(found.placements):
-            found = found.redistribute(placements=wanted)
+        target = [Partial() if at in summed and at in unsummed else want for at, (_, want) in enumerate(placed)]
+        if target != list(gradient.placements):
+            gradient = gradient.redistribute(placements=target)
         # A sum that is whole already counts once.
         place = self.spec.mesh.get_coordinate()
         assert place is not None
         if any(place[at] for at in summed - unsummed):
-            return torch.zeros_like(local_part(found))
-        return local_part(found)
+            return torch.zeros_like(local_part(gradient))
+        return local_part(gradient)
 
 
 class _Wrap(torch.autograd.Function):
@@ -111,25 +111,25 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, part: _Part) -> DTensor:
         ctx.part = part
-        return part.wrapped(local.view_as(local))  # type: ignore[no-any-return]
+        return part.wrap(local.view_as(local))  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
         return ctx.part.gradient(gradients[0]), None
 
 
-def _wrapped(local: torch.Tensor, part: _Part) -> torch.Tensor:
-    found: torch.Tensor = _Wrap.apply(local, part)  # type: ignore[no-untyped-call]
-    return found
+def _wrap(local: torch.Tensor, part: _Part) -> torch.Tensor:
+    wrapped: torch.Tensor = _Wrap.apply(local, part)  # type: ignore[no-untyped-call]
+    return wrapped
 
 
-def _weight(local: torch.Tensor, part: _Part, look: Callable[[], None]) -> torch.Tensor:
+def _wrap_weight(local: torch.Tensor, part: _Part, look: Callable[[], None]) -> torch.Tensor:
     """Returns a weight, whose gradient goes to its leaf at once."""
-    found = _wrapped(local, part)
-    runs_early(found)
-    if found.grad_fn is not None:
-        found.grad_fn.register_prehook(lambda _: look())
-    return found
+    weight = _wrap(local, part)
+    runs_early(weight)
+    if weight.grad_fn is not None:
+        weight.grad_fn.register_prehook(lambda _: look())
+    return weight
 
 
 class StageSharding:
@@ -151,7 +151,7 @@ class StageSharding:
         self._device_mesh = device_mesh
         self._group = group
         self._place: Sequence[int] = device_mesh.get_coordinate() or []
-        self._rest = self._dimension(layout.at_rest)
+        self._rest = self._find_dimension(layout.at_rest)
         self.look: Callable[[], None] = lambda: None
         self._gathered = GatheredWeights(lambda: self.look())
         self._weights: dict[str, _Part] = {}
@@ -161,12 +161,12 @@ class StageSharding:
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer, handles: Mapping[str, torch.nn.Parameter]) -> None:
         """Lets an optimizer that may need whole weights have them in its step."""
-        is_cut = any(known.part_shape != known.whole_shape for known in self._weights.values())
+        is_cut = any(part.part_shape != part.whole_shape for part in self._weights.values())
         self.steps_whole_weights = is_cut and not steps_each_element(optimizer)
         if self.steps_whole_weights:
             step_whole_weights(optimizer, handles, self)
 
-    def _dimension(self, name: str) -> int | None:
+    def _find_dimension(self, name: str) -> int | None:
         names = list(self.mesh.dimensions)
         return names.index(name) if name in names else None
 
@@ -186,33 +186,33 @@ class StageSharding:
     def cut(
         self,
         handles: Mapping[str, torch.nn.Parameter],
-        given: Mapping[torch.nn.Parameter, Sequence[int | None]] | None = None,
+        overrides: Mapping[torch.nn.Parameter, Sequence[int | None]] | None = None,
     ) -> None:
         """Replaces each parameter's values by this rank's part.
 
         Args:
-            given: cuts that do not follow from the layout, as `Layout.placements`.
+            overrides: cuts that do not follow from the layout, as `Layout.placements`.
 
         Raises:
             PlanError: the layout is not legal for a parameter (`Layout.placements`).
         """
         for name, handle in handles.items():
-            if given and handle in given:
-                placements = given[handle]
+            if overrides and handle in overrides:
+                placements = overrides[handle]
             else:
                 placements = self._layout.parameter(name, handle.shape, self.mesh)
             meta = TensorMeta(handle.shape, handle.stride(), handle.dtype)
-            placed = tuple(_placed(placements))
+            placed = tuple(_make_placements(placements))
             spec, rows = DTensorSpec(self._device_mesh, placed, meta), None
             if self._rest is not None and handle.dim() and placed[self._rest] == Replicate():
-                parts = prod(self._device_mesh.size(at) for at, one in enumerate(placed) if one == Shard(0))
+                parts = prod(self._device_mesh.size(at) for at, placement in enumerate(placed) if placement == Shard(0))
                 rows = Rows(self._device_mesh.get_group(self._rest), -(-handle.shape[0] // parts))
             self._weights[name] = _Part(
                 spec,
                 waits_for_update=True,
                 rows=rows,
                 rest=self._rest,
-                batch=self._dimension(self._layout.over.get(BATCH, "")),
+                batch=self._find_dimension(self._layout.over.get(BATCH, "")),
             )
             handle.data = self.part([name], handle.data)
 
@@ -229,7 +229,7 @@ class StageSharding:
         resting = self._resting(leaves)
         reading = dict(zip(resting, self._gathered.readings(resting.values()), strict=True))
         return {
-            name: reading.get(name) or _weight(leaf, self._weights[name], self._gathered.look)
+            name: reading.get(name) or _wrap_weight(leaf, self._weights[name], self._gathered.look)
             for name, leaf in leaves.items()
         }
 
@@ -239,7 +239,7 @@ class StageSharding:
 
     def _resting(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, Resting]:
         return {
-            name: Resting(leaf, part.rows, partial(_weight, part=part, look=self._gathered.look))
+            name: Resting(leaf, part.rows, partial(_wrap_weight, part=part, look=self._gathered.look))
             for name, leaf in leaves.items()
             for part in [self._weights[name]]
             if part.rows is not None
@@ -247,10 +247,10 @@ class StageSharding:
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts its part of a weight in the norm: of equal parts the first does."""
-        known = self._weights[name]
-        at_rest = {self._rest} if known.rows is not None else set()
-        placed = enumerate(zip(known.spec.placements, self._place, strict=True))
-        return not any(place for at, (one, place) in placed if one.is_replicate() and at not in at_rest)
+        part = self._weights[name]
+        at_rest = {self._rest} if part.rows is not None else set()
+        placed = enumerate(zip(part.spec.placements, self._place, strict=True))
+        return not any(place for at, (placement, place) in placed if placement.is_replicate() and at not in at_rest)
 
     def saved_part(self, names: Sequence[str], part: torch.Tensor) -> tuple[Box, Sequence[int]] | None:
         """Returns which part this rank has of a weight, or of a state of its size, and the shape of the whole.
@@ -260,11 +260,11 @@ class StageSharding:
         Args:
             names: that the weight has; what has others is whole on every rank.
         """
-        known = self._known(names)
-        if known is None or part.shape != known.part_shape:
+        weight = self._find_weight(names)
+        if weight is None or part.shape != weight.part_shape:
             return (tuple(map(range, part.shape)), part.shape) if self.is_first else None
         name = next(name for name in names if name in self._weights)
-        return (known.box, known.whole_shape) if self.counts(name) else None
+        return (weight.box, weight.whole_shape) if self.counts(name) else None
 
     def box(self, names: Sequence[str], shape: Sequence[int]) -> Box:
         """Returns which part this rank has of a weight, or of a state of its size; see `saved_part`.
@@ -272,16 +272,16 @@ class StageSharding:
         Args:
             shape: of the whole.
         """
-        known = self._known(names)
-        return tuple(map(range, shape)) if known is None or known.whole_shape != tuple(shape) else known.box
+        weight = self._find_weight(names)
+        return tuple(map(range, shape)) if weight is None or weight.whole_shape != tuple(shape) else weight.box
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Raises a `CaptureError` if a weight that is to be loaded has another shape than the model's."""
         for name, shape in shapes.items():
-            known = self._weights.get(name)
-            if known is not None and tuple(shape) != tuple(known.whole_shape):
+            weight = self._weights.get(name)
+            if weight is not None and tuple(shape) != tuple(weight.whole_shape):
                 raise CaptureError(
-                    f"{name!r} has shape {tuple(shape)} in the state dict, {tuple(known.whole_shape)} in the model; "
+                    f"{name!r} has shape {tuple(shape)} in the state dict, {tuple(weight.whole_shape)} in the model; "
                     "give one of this model"
                 )
 
@@ -291,11 +291,11 @@ class StageSharding:
         Args:
             names: that the weight has; others are returned as they are.
         """
-        known = self._known(names)
-        if known is None or part.dim() == 0 or part.shape != known.part_shape:
+        weight = self._find_weight(names)
+        if weight is None or part.dim() == 0 or part.shape != weight.part_shape:
             return part
-        part = part.detach() if known.rows is None else known.rows.gather(part.detach())
-        return local_part(known.wrapped(part).redistribute(placements=self._nowhere))
+        part = part.detach() if weight.rows is None else weight.rows.gather(part.detach())
+        return local_part(weight.wrap(part).redistribute(placements=self._nowhere))
 
     def wholes(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns `whole` of several, each with one name."""
@@ -309,7 +309,7 @@ class StageSharding:
             return whole
         return whole[tuple(slice(part.start, part.stop) for part in box)].clone()
 
-    def _known(self, names: Sequence[str]) -> _Part | None:
+    def _find_weight(self, names: Sequence[str]) -> _Part | None:
         return next((self._weights[name] for name in names if name in self._weights), None)
 
     def sum_gradients(self, names: Sequence[str], sums: Sequence[torch.Tensor | None]) -> None:
@@ -346,15 +346,15 @@ class StageSharding:
     @property
     def collectives(self) -> Mapping[str, tuple[Collective, ...]]:
         """Those of the first forward, backward and update; empty until all have run."""
-        return self._first.found
+        return self._first.collectives
 
-    def anew(self) -> StageSharding:
+    def copy_fresh(self) -> StageSharding:
         """Returns the same cut of a stage that has not run yet."""
-        found = copy.copy(self)
-        found._gathered = GatheredWeights()
-        found._first = FirstPasses(self._device_mesh, self._group)
-        found._weights = {name: part.anew() for name, part in self._weights.items()}
-        return found
+        fresh = copy.copy(self)
+        fresh._gathered = GatheredWeights()
+        fresh._first = FirstPasses(self._device_mesh, self._group)
+        fresh._weights = {name: part.copy_fresh() for name, part in self._weights.items()}
+        return fresh
 
     def caller(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         """Returns what is called in place of a layer."""
@@ -387,7 +387,7 @@ class StageSharding:
     def cut_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
         """Returns the model's input, which every rank has whole, as a DTensor."""
         whole = DTensor.from_local(tensor, self._device_mesh, self._nowhere, run_check=False)
-        return whole.redistribute(placements=_placed(self.batch_cut(tensor, samples)))  # a slice
+        return whole.redistribute(placements=_make_placements(self.batch_cut(tensor, samples)))  # a slice
 
     def batch_cut(self, tensor: torch.Tensor, samples: int) -> tuple[int | None, ...]:
         """Returns how a tensor without names is cut where it enters or leaves the stage."""
@@ -396,8 +396,10 @@ class StageSharding:
     def enter(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         """Returns a received part as a DTensor."""
         meta = TensorMeta(torch.Size(cut.shape), torch.empty(cut.shape, device="meta").stride(), tensor.dtype)
-        part = _Part(DTensorSpec(self._device_mesh, tuple(_placed(cut.received)), meta), waits_for_update=False)
-        return _wrapped(tensor, part)
+        part = _Part(
+            DTensorSpec(self._device_mesh, tuple(_make_placements(cut.received)), meta), waits_for_update=False
+        )
+        return _wrap(tensor, part)
 
     @staticmethod
     def divides(tensor: torch.Tensor) -> bool:
@@ -408,13 +410,13 @@ class StageSharding:
         """Returns this rank's part of an output; by default all of it."""
         if not isinstance(tensor, DTensor):
             return tensor
-        placed = self._nowhere if cut is None else _placed(cut)
-        local = redistributed(tensor, placed).to_local(grad_placements=placed)
+        placed = self._nowhere if cut is None else _make_placements(cut)
+        local = redistribute_in_steps(tensor, placed).to_local(grad_placements=placed)
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def like(self, local: torch.Tensor, spec: Any) -> torch.Tensor:
         """Returns a part that `left` gave, as it was before."""
-        return local if spec is None else _wrapped(local, _Part(spec, waits_for_update=False))
+        return local if spec is None else _wrap(local, _Part(spec, waits_for_update=False))
 
     def left(self, tensor: torch.Tensor, *, whole: bool) -> tuple[torch.Tensor, Any]:
         """Returns this rank's part of a value between two layers of a stage, and its placement.
@@ -425,7 +427,7 @@ class StageSharding:
             return tensor, None
         if whole:
             return self.leave(tensor), None
-        placed = [Replicate() if isinstance(one, Partial) else one for one in tensor.placements]
+        placed = [Replicate() if isinstance(placement, Partial) else placement for placement in tensor.placements]
         tensor = tensor.redistribute(placements=placed)
         local = tensor.to_local(grad_placements=placed)
         return (local.wait() if isinstance(local, AsyncCollectiveTensor) else local), tensor._spec
@@ -435,5 +437,5 @@ class StageSharding:
         return [Replicate()] * len(self.mesh.dimensions)
 
 
-def _placed(cut: Sequence[int | None]) -> list[Any]:
+def _make_placements(cut: Sequence[int | None]) -> list[Any]:
     return [Replicate() if dimension is None else Shard(dimension) for dimension in cut]

@@ -116,7 +116,7 @@ def trace(
     model: nn.Module, sample: Any, *, loss: Callable[[Any], Any] | None = None, optimizer: Optimizer | None = None
 ) -> TracedStep:
     """Traces a step; see `operators`."""
-    return _Tracing(model, sample, loss).traced(optimizer)
+    return _Tracing(model, sample, loss).trace(optimizer)
 
 
 @dataclass
@@ -133,44 +133,44 @@ class _Tracing:
     _drawn: list[str] = field(default_factory=list)
     _checked: set[str] = field(default_factory=set)
 
-    def traced(self, optimizer: Optimizer | None) -> TracedStep:
-        trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
-        frozen = {name: one for name, one in self.model.named_parameters() if not one.requires_grad}
+    def trace(self, optimizer: Optimizer | None) -> TracedStep:
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        frozen = {name: parameter for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         buffers = dict(self.model.named_buffers())
-        leaves = [one for one in tree_leaves(self.sample) if isinstance(one, torch.Tensor)]
-        stepping = None if optimizer is None or not trained else _stepping(optimizer, trained)
-        graph, outputs = self._graph(trained, frozen, buffers, leaves)
-        nodes = iter(one for one in graph.graph.nodes if one.op == "placeholder")
-        parameters = {name: self._placed(next(nodes), f"p_{name}") for name in (*trained, *frozen)}
-        held = {name: self._placed(next(nodes), f"b_{name}") for name in buffers}
-        inputs = tuple(self._placed(next(nodes), f"x{at}") for at in range(len(leaves)))
-        tangents = tuple(self._placed(node, f"d{at}") for at, node in enumerate(nodes))
+        leaves = [leaf for leaf in tree_leaves(self.sample) if isinstance(leaf, torch.Tensor)]
+        stepping = None if optimizer is None or not trained else _prepare_optimizer(optimizer, trained)
+        graph, outputs = self._trace_graph(trained, frozen, buffers, leaves)
+        nodes = iter(node for node in graph.graph.nodes if node.op == "placeholder")
+        parameters = {name: self._name_node(next(nodes), f"p_{name}") for name in (*trained, *frozen)}
+        buffer_tensors = {name: self._name_node(next(nodes), f"b_{name}") for name in buffers}
+        inputs = tuple(self._name_node(next(nodes), f"x{at}") for at in range(len(leaves)))
+        tangents = tuple(self._name_node(node, f"d{at}") for at, node in enumerate(nodes))
         for node in graph.graph.nodes:
             self._add(graph, node)
-        found = iter(self._name[node] for node in tree_leaves(next(iter(reversed(graph.graph.nodes))).args[0]))
-        made = tuple(next(found) for _ in range(outputs))
-        gradients = {name: next(found) for name in trained}
-        updated = {name: next(found) for name in buffers}
+        results = iter(self._name[node] for node in tree_leaves(next(iter(reversed(graph.graph.nodes))).args[0]))
+        output_names = tuple(next(results) for _ in range(outputs))
+        gradients = {name: next(results) for name in trained}
+        updated = {name: next(results) for name in buffers}
         alike: list[tuple[str, ...]] = [(parameters[name], gradients[name]) for name in trained]
-        alike += [(held[name], updated[name]) for name in buffers if held[name] != updated[name]]
+        alike += [(buffer_tensors[name], updated[name]) for name in buffers if buffer_tensors[name] != updated[name]]
         self._add_updates(stepping, alike)
         return TracedStep(
             operators=Operators(self._shapes, "\n".join(self._lines), tuple(alike)),
             calls=tuple(self._calls),
             parameters=parameters,
-            buffers=held,
+            buffers=buffer_tensors,
             gradients=gradients,
             updated=updated,
             inputs=inputs,
-            outputs=made,
+            outputs=output_names,
             tangents=tangents,
-            input_gradients=tuple(found),
+            input_gradients=tuple(results),
             constants=self._constants,
             drawn=tuple(self._drawn),
             dtypes=self._dtypes,
         )
 
-    def _graph(
+    def _trace_graph(
         self,
         trained: Mapping[str, torch.Tensor],
         frozen: Mapping[str, torch.Tensor],
@@ -185,71 +185,76 @@ class _Tracing:
         def step(
             parameters: dict[str, torch.Tensor],
             fixed: dict[str, torch.Tensor],
-            held: dict[str, torch.Tensor],
+            buffers: dict[str, torch.Tensor],
             inputs: list[torch.Tensor],
             tangents: list[torch.Tensor],
         ) -> Any:
-            own = {name: one.detach().requires_grad_() for name, one in parameters.items()}
-            entering = [one.detach().requires_grad_(one.is_floating_point()) for one in inputs]
-            changed = {name: one.clone() for name, one in held.items()}
+            weights = {name: weight.detach().requires_grad_() for name, weight in parameters.items()}
+            entering = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+            changed = {name: buffer.clone() for name, buffer in buffers.items()}
             tensors = iter(entering)
-            filled = [next(tensors) if isinstance(one, torch.Tensor) else one for one in everything]
-            arguments, named = _arguments(tree_unflatten(filled, structure))
-            with _holding(self.model, {**own, **fixed, **changed}):
+            filled = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in everything]
+            arguments, named = _split_arguments(tree_unflatten(filled, structure))
+            with _swap_tensors(self.model, {**weights, **fixed, **changed}):
                 value = self.model(*arguments, **named)
             value = value if self.loss is None else self.loss(value)
-            made = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
-            wanted = [*own.values(), *(one for one in entering if one.requires_grad and self.loss is None)]
-            given = tangents or [torch.ones_like(one) for one in made]
-            ends = [at for at, one in enumerate(made) if one.requires_grad]
-            found = tuple(torch.zeros_like(one) for one in wanted)
-            if wanted and ends:
-                found = torch.autograd.grad(
-                    [made[at] for at in ends],
-                    wanted,
-                    [given[at] for at in ends],
+            outputs = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            sources = [
+                *weights.values(),
+                *(tensor for tensor in entering if tensor.requires_grad and self.loss is None),
+            ]
+            output_gradients = tangents or [torch.ones_like(output) for output in outputs]
+            ends = [at for at, output in enumerate(outputs) if output.requires_grad]
+            gradients = tuple(torch.zeros_like(source) for source in sources)
+            if sources and ends:
+                gradients = torch.autograd.grad(
+                    [outputs[at] for at in ends],
+                    sources,
+                    [output_gradients[at] for at in ends],
                     allow_unused=True,
                     materialize_grads=True,
                 )
             nonlocal count
-            count = len(made)
-            return made, found[: len(own)], list(changed.values()), found[len(own) :]
+            count = len(outputs)
+            return outputs, gradients[: len(weights)], list(changed.values()), gradients[len(weights) :]
 
-        tangents = [] if self.loss is not None else [torch.ones_like(one) for one in self._outputs()]
-        given = dict(trained), dict(frozen), dict(buffers), list(leaves), tangents
+        tangents = [] if self.loss is not None else [torch.ones_like(output) for output in self._run_forward()]
+        example = dict(trained), dict(frozen), dict(buffers), list(leaves), tangents
         fake: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
         try:
-            with _without_fused_operators(), self._device(), torch.enable_grad():
-                graph = make_fx(step, **fake)(*given)
+            with _disable_fused_operators(), self._choose_device(), torch.enable_grad():
+                graph = make_fx(step, **fake)(*example)
         except GuardOnDataDependentSymNode:
-            raise _depends_on_numbers("a branch") from None
+            raise _refuse_data_dependence("a branch") from None
         for node in graph.graph.nodes:
             value = node.meta.get("val")
-            if any(isinstance(one, _SYMBOLS) for one in (value.shape if isinstance(value, torch.Tensor) else [value])):
-                raise _depends_on_numbers(f"{self._where(node.target)} calls {node.target}, whose result")
+            if any(
+                isinstance(size, _SYMBOLS) for size in (value.shape if isinstance(value, torch.Tensor) else [value])
+            ):
+                raise _refuse_data_dependence(f"{self._locate(node.target)} calls {node.target}, whose result")
         # A second time, for autograd does not go with functionalize.
         pure = torch.func.functionalize(graph, remove="mutations")
-        graph = make_fx(pure, decomposition_table=decompositions(), **fake)(*given)
+        graph = make_fx(pure, decomposition_table=decompositions(), **fake)(*example)
         graph.graph.eliminate_dead_code()
         return graph, count
 
-    def _outputs(self) -> list[torch.Tensor]:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), self._device():
-            kept = {name: one.clone() for name, one in self.model.named_buffers()}
-            arguments, named = _arguments(self.sample)
-            with _holding(self.model, kept):
+    def _run_forward(self) -> list[torch.Tensor]:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), self._choose_device():
+            kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            arguments, named = _split_arguments(self.sample)
+            with _swap_tensors(self.model, kept):
                 value = self.model(*arguments, **named)
-        return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
-    def _device(self) -> AbstractContextManager[object]:
+    def _choose_device(self) -> AbstractContextManager[object]:
         """Context in which a model on the meta device makes its other tensors there."""
-        is_meta = any(one.is_meta for one in self.model.parameters())
+        is_meta = any(parameter.is_meta for parameter in self.model.parameters())
         return torch.device("meta") if is_meta else nullcontext()
 
-    def _placed(self, node: fx.Node, name: str) -> str:
-        return self._tensor(name.replace(".", "_"), node.meta["val"], node)
+    def _name_node(self, node: fx.Node, name: str) -> str:
+        return self._add_tensor(name.replace(".", "_"), node.meta["val"], node)
 
-    def _tensor(self, name: str, value: torch.Tensor, node: fx.Node | None = None) -> str:
+    def _add_tensor(self, name: str, value: torch.Tensor, node: fx.Node | None = None) -> str:
         while name in self._shapes:
             name += "_"
         self._shapes[name] = tuple(value.shape)
@@ -262,8 +267,8 @@ class _Tracing:
         """Adds a line for a call, or a tensor for a constant."""
         value = node.meta.get("val")
         if node.op == "get_attr":
-            held = getattr(graph, str(node.target))
-            self._constants[self._tensor(node.name, held, node)] = lambda: held
+            constant = getattr(graph, str(node.target))
+            self._constants[self._add_tensor(node.name, constant, node)] = lambda: constant
         if node.op != "call_function" or not isinstance(value, torch.Tensor):
             return  # several results, which are taken one by one
         called: fx.Node = node
@@ -274,77 +279,81 @@ class _Tracing:
         if function in _SAME:
             self._name[node] = self._name[cast(fx.Node, called.args[0])]
             return
-        bound = _bound(function, called.args, called.kwargs)
-        read = {one: self._name[one] for _, one in _nodes(bound)}
-        made = {one: self._constants[name] for one, name in read.items() if name in self._constants}
-        if is_constant(function) or is_drawn(function) or (made and len(made) == len(read) and not self._draws(read)):
-            name = self._tensor(node.name, value, node)
-            self._constants[name] = partial(_made, function, bound, made, item)
+        bound = _bind_arguments(function, called.args, called.kwargs)
+        read = {operand: self._name[operand] for _, operand in _yield_nodes(bound)}
+        constants = {operand: self._constants[name] for operand, name in read.items() if name in self._constants}
+        if (
+            is_constant(function)
+            or is_drawn(function)
+            or (constants and len(constants) == len(read) and not self._has_random(read))
+        ):
+            name = self._add_tensor(node.name, value, node)
+            self._constants[name] = partial(_make_constant, function, bound, constants, item)
             self._drawn += [name] if is_drawn(function) else []
             return
-        values = {key: fx.node.map_arg(one, lambda arg: arg.meta["val"]) for key, one in bound.items()}
+        values = {key: fx.node.map_arg(argument, lambda arg: arg.meta["val"]) for key, argument in bound.items()}
         call = OperatorCall(function, item, values, value)
-        text = self._text(call)
-        tensors = {key: self._name[one] for key, one in _nodes(bound)}
-        name = self._tensor(node.name, value, node)
+        text = self._describe_call(call)
+        tensors = {key: self._name[operand] for key, operand in _yield_nodes(bound)}
+        name = self._add_tensor(node.name, value, node)
         self._lines.append(renamed(text, tensors | {"out": name}))
-        shapes = {key: tuple(one.shape) for key, one in call.tensors().items()}
+        shapes = {key: tuple(tensor.shape) for key, tensor in call.tensors().items()}
         (step,) = Operators(shapes | {"out": tuple(value.shape)}, text).steps
         self._calls.append(DescribedCall(call, tensors, step))
 
-    def _draws(self, read: Mapping[fx.Node, str]) -> bool:
+    def _has_random(self, read: Mapping[fx.Node, str]) -> bool:
         return any(name in self._drawn for name in read.values())
 
-    def _text(self, call: OperatorCall) -> str:
-        known = description_of(call)
-        if known is None:
-            raise PlanError(refusal(call.function, self._where(call.function)))
+    def _describe_call(self, call: OperatorCall) -> str:
+        description = description_of(call)
+        if description is None:
+            raise PlanError(refusal(call.function, self._locate(call.function)))
         if is_added(call.function):
-            self._check(call, known)
-        return known.text(call).replace(" f(", f" {call.function._schema.name.split('::')[-1].strip('_')}(", 1)
+            self._check(call, description)
+        return description.text(call).replace(" f(", f" {call.function._schema.name.split('::')[-1].strip('_')}(", 1)
 
-    def _check(self, call: OperatorCall, known: Description) -> None:
-        text = known.text(call)
+    def _check(self, call: OperatorCall, description: Description) -> None:
+        text = description.text(call)
         if wrong := other_operands(call, text):
             raise PlanError(
                 f"{call.function} was described as {text!r}, but {wrong}; write all of its tensors, "
                 f"{', '.join(call.tensors())}, and its result as out"
             )
         others = {name: value for name, value in call.values.items() if not isinstance(value, torch.Tensor)}
-        key = f"{call.function} {text} {[(one.shape, one.dtype) for one in call.tensors().values()]} {others}"
-        if key not in self._checked and (index := contradiction(call, known)):
+        key = f"{call.function} {text} {[(tensor.shape, tensor.dtype) for tensor in call.tensors().values()]} {others}"
+        if key not in self._checked and (index := contradiction(call, description)):
             raise PlanError(
                 f"{call.function} was described as {text!r}, but on random numbers its parts along "
                 f"{index!r} do not make the whole; write : for a dimension that it needs whole"
             )
         self._checked.add(key)
 
-    def _where(self, function: Any) -> str:
+    def _locate(self, function: Any) -> str:
         """Returns which layer calls an operator, in words."""
         with _Callers(self.model, function) as callers:
-            self._outputs()
-        if callers.found is None:
+            self._run_forward()
+        if callers.innermost is None:
             return "the step, in its backward or loss,"
-        return f"the layer {callers.found!r}" if callers.found else "the model's own forward"
+        return f"the layer {callers.innermost!r}" if callers.innermost else "the model's own forward"
 
     def _add_updates(self, stepping: _Stepping | None, alike: list[tuple[str, ...]]) -> None:
         """Adds a line for each updated weight and each state of the optimizer."""
         if stepping is None:
             return
-        made, empty = stepping
-        for one in empty.values():
-            one.grad = torch.empty_like(one)
-        made.step()
-        for at, (name, one) in enumerate(empty.items()):
+        optimizer, empty = stepping
+        for parameter in empty.values():
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        for at, (name, parameter) in enumerate(empty.items()):
             weight, gradient = alike[at]
             states = [
-                self._tensor(f"s_{name}_{key}".replace(".", "_"), value)
-                for key, value in made.state.get(one, {}).items()
-                if isinstance(value, torch.Tensor) and value.shape == one.shape
+                self._add_tensor(f"s_{name}_{key}".replace(".", "_"), value)
+                for key, value in optimizer.state.get(parameter, {}).items()
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
             ]
-            letters = ", ".join("abcdefgh"[: one.dim()])
+            letters = ", ".join("abcdefgh"[: parameter.dim()])
             read = ", ".join(f"{tensor}[{letters}]" for tensor in (weight, gradient, *states))
-            results = [self._tensor(f"new_{tensor[2:]}", one) for tensor in (weight, *states)]
+            results = [self._add_tensor(f"new_{tensor[2:]}", parameter) for tensor in (weight, *states)]
             self._lines += [f"{result}[{letters}] = step({read})" for result in results]
             alike[at] = (weight, gradient, *states, *results)
 
@@ -354,7 +363,7 @@ class _Callers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, function: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: str | None = None
+        self.innermost: str | None = None
         self._model, self._function = model, function
         self._inside: list[str] = []
         self._hooks: list[Any] = []
@@ -372,33 +381,33 @@ class _Callers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _name(func) == _name(self._function) and self.found is None and self._inside:
-            self.found = self._inside[-1]
+        if _read_name(func) == _read_name(self._function) and self.innermost is None and self._inside:
+            self.innermost = self._inside[-1]
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _holding(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _swap_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Context in which a model has other parameters and buffers, also one that does not register its modules."""
-    known = {id(one): name for name, one in (*model.named_parameters(), *model.named_buffers())}
+    name_of = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     slots = [
-        (cast(dict[str, Any], own), key, one)
+        (cast(dict[str, Any], module_slots), key, tensor)
         for module in dict.fromkeys(model.modules())
-        for own in (module._parameters, module._buffers)
-        for key, one in own.items()
-        if one is not None and known.get(id(one)) in tensors
+        for module_slots in (module._parameters, module._buffers)
+        for key, tensor in module_slots.items()
+        if tensor is not None and name_of.get(id(tensor)) in tensors
     ]
     try:
-        for own, key, one in slots:
-            dict.__setitem__(own, key, tensors[known[id(one)]])
+        for module_slots, key, tensor in slots:
+            dict.__setitem__(module_slots, key, tensors[name_of[id(tensor)]])
         yield
     finally:
-        for own, key, one in slots:
-            dict.__setitem__(own, key, one)
+        for module_slots, key, tensor in slots:
+            dict.__setitem__(module_slots, key, tensor)
 
 
 @contextmanager
-def _without_fused_operators() -> Iterator[None]:
+def _disable_fused_operators() -> Iterator[None]:
     """Context in which attention and recurrent layers call simple operators."""
     mkldnn: Any = torch.backends.mkldnn  # its own context warns where TF32 is not available
     before = mkldnn.set_flags(False, _fp32_precision=None)
@@ -409,60 +418,62 @@ def _without_fused_operators() -> Iterator[None]:
         mkldnn.set_flags(before[0], _fp32_precision=None)
 
 
-def _stepping(optimizer: Optimizer, trained: Mapping[str, torch.Tensor]) -> _Stepping:
-    empty = {name: nn.Parameter(torch.empty_like(one, device="meta")) for name, one in trained.items()}
-    made = optimizer(list(empty.items()))
-    if not steps_each_element(made):
+def _prepare_optimizer(optimizer: Optimizer, trained: Mapping[str, torch.Tensor]) -> _Stepping:
+    empty = {name: nn.Parameter(torch.empty_like(weight, device="meta")) for name, weight in trained.items()}
+    built = optimizer(list(empty.items()))
+    if not steps_each_element(built):
         raise PlanError(
-            f"the optimizer {type(made).__name__} needs whole weights, so that its step has no description; use "
+            f"the optimizer {type(built).__name__} needs whole weights, so that its step has no description; use "
             "one that steps each element by itself, such as SGD or Adam, or describe the model without an optimizer"
         )
-    return made, empty
+    return built, empty
 
 
-def _depends_on_numbers(what: str) -> PlanError:
+def _refuse_data_dependence(what: str) -> PlanError:
     return PlanError(
         f"{what} depends on the numbers of a tensor, so that the operators differ from step to step and cannot be "
         "described; compute with tensors of fixed sizes, as torch.where does, or use a layout by hand"
     )
 
 
-def _name(function: Any) -> str:
+def _read_name(function: Any) -> str:
     """Returns an operator's name, that of its in-place form too."""
     return str(function._schema.name).rstrip("_")
 
 
-def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _split_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, Mapping):
         return (), dict(sample)
     return (sample if isinstance(sample, tuple) else (sample,)), {}
 
 
-def _bound(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def _bind_arguments(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call by name, defaults too."""
     schema = function._schema.arguments
-    found = {one.name: one.default_value for one in schema if one.has_default_value()}
-    return found | {one.name: value for one, value in zip(schema, arguments, strict=False)} | dict(named)
+    bound = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return bound | {argument.name: value for argument, value in zip(schema, arguments, strict=False)} | dict(named)
 
 
-def _nodes(bound: Mapping[str, Any]) -> Iterator[tuple[str, fx.Node]]:
+def _yield_nodes(bound: Mapping[str, Any]) -> Iterator[tuple[str, fx.Node]]:
     """Yields the tensors among arguments; those of a list have a number after its name."""
     for name, value in bound.items():
         if isinstance(value, fx.Node):
             yield name, value
         elif isinstance(value, list | tuple):
-            yield from ((f"{name}{at}", one) for at, one in enumerate(value) if isinstance(one, fx.Node))
+            yield from ((f"{name}{at}", element) for at, element in enumerate(value) if isinstance(element, fx.Node))
 
 
-def _made(
-    function: Any, bound: Mapping[str, Any], made: Mapping[fx.Node, Callable[[], torch.Tensor]], item: int | None
+def _make_constant(
+    function: Any, bound: Mapping[str, Any], constants: Mapping[fx.Node, Callable[[], torch.Tensor]], item: int | None
 ) -> torch.Tensor:
     """Calls what depends on sizes and other constants alone; other tensors give size, dtype and device."""
 
     def like(node: fx.Node) -> torch.Tensor:
         value: torch.Tensor = node.meta["val"]
-        return made[node]() if node in made else torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        return (
+            constants[node]() if node in constants else torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        )
 
     filled = fx.node.map_arg(dict(bound), like)
-    found = function(**filled)
-    return found if item is None else found[item]  # type: ignore[no-any-return]
+    result = function(**filled)
+    return result if item is None else result[item]  # type: ignore[no-any-return]

@@ -52,21 +52,21 @@ def step_whole_weights(optimizer: torch.optim.Optimizer, handles: Mapping[str, n
     handle_of: dict[torch.Tensor, nn.Parameter] = {}
 
     def gather(*_: Any) -> None:
-        given = [handle for group in optimizer.param_groups for handle in group["params"]]
-        kept = [dict(optimizer.state.pop(handle, {})) for handle in given]
+        stepped = [handle for group in optimizer.param_groups for handle in group["params"]]
+        kept = [dict(optimizer.state.pop(handle, {})) for handle in stepped]
         states = [(at, key) for at, state in enumerate(kept) for key, value in state.items() if torch.is_tensor(value)]
         tensors = (
-            [handle.detach() for handle in given],
-            [handle.grad for handle in given],
+            [handle.detach() for handle in stepped],
+            [handle.grad for handle in stepped],
             [kept[a][k] for a, k in states],
         )
-        owners = [names[handle] for handle in given]
-        found = parts.wholes(
-            [*owners, *owners, *(owners[at] for at, _ in states)], [one for row in tensors for one in row]
+        owners = [names[handle] for handle in stepped]
+        gathered = parts.wholes(
+            [*owners, *owners, *(owners[at] for at, _ in states)], [tensor for row in tensors for tensor in row]
         )
-        for (at, key), whole in zip(states, found[2 * len(given) :], strict=True):
+        for (at, key), whole in zip(states, gathered[2 * len(stepped) :], strict=True):
             kept[at][key] = whole
-        for handle, whole, gradient, state in zip(given, found, found[len(given) :], kept, strict=False):
+        for handle, whole, gradient, state in zip(stepped, gathered, gathered[len(stepped) :], kept, strict=False):
             assert whole is not None
             weight = nn.Parameter(whole, requires_grad=handle.requires_grad)
             weight.grad = gradient
@@ -82,7 +82,7 @@ def step_whole_weights(optimizer: torch.optim.Optimizer, handles: Mapping[str, n
             owner = [names[handle]]
             handle.data.copy_(parts.part(owner, weight.detach()))
             if state := optimizer.state.pop(weight, {}):
-                optimizer.state[handle] = {key: kept(owner, key, one, weight, handle) for key, one in state.items()}
+                optimizer.state[handle] = {key: kept(owner, key, value, weight, handle) for key, value in state.items()}
         for group in optimizer.param_groups:
             group["params"] = [handle_of[weight] for weight in group["params"]]
         handle_of.clear()

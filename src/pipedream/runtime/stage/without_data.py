@@ -54,7 +54,7 @@ def predict_collectives(
         Exception: any that the layers raise, which may need numbers, or cannot be copied.
     """
     assert module.sharding is not None
-    sharding, memo, mode = module.sharding.anew(), dict[int, Any](), FakeTensorMode(allow_non_fake_inputs=True)
+    sharding, memo, mode = module.sharding.copy_fresh(), dict[int, Any](), FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         layers = [(name, copy.deepcopy(layer, memo)) for name, layer in module.layers]
         handles = {name: copy.deepcopy(handle, memo) for name, handle in module.handles.items()}
