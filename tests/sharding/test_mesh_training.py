@@ -159,7 +159,7 @@ class Case:
     recompute: bool = False
 
     def __str__(self) -> str:
-        model = self.model if isinstance(self.model, str) else getattr(self.model, "__name__", "made").strip("_")
+        model = self.model if isinstance(self.model, str) else getattr(self.model, "__name__", "made").removeprefix("_make_")
         return f"{model} {self.mesh} {self.rules} {self.method} {len(self.stages) + 1}".replace(" ", "-")
 
     @property
