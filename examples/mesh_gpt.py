@@ -32,7 +32,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norms[0](x)
-        heads = (one(y).unflatten(2, (4, -1)).transpose(1, 2) for one in (self.query, self.key, self.value))
+        heads = (
+            projection(y).unflatten(2, (4, -1)).transpose(1, 2) for projection in (self.query, self.key, self.value)
+        )
         y = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.mixed(y.transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
@@ -40,11 +42,11 @@ class Block(nn.Module):
 
 def recipe(seed: int = 0) -> pipedream.Recipe:
     """The windows of char_gpt.py once, in larger batches, so that the ranks have something to share."""
-    given = char_gpt.recipe(seed)
-    train = torch.utils.data.DataLoader(given.train.dataset, 64, shuffle=True, generator=given.train.generator)
+    plain = char_gpt.recipe(seed)
+    train = torch.utils.data.DataLoader(plain.train.dataset, 64, shuffle=True, generator=plain.train.generator)
     embed, last = (nn.Embedding(128, WIDTH), char_gpt.Positions(CONTEXT, WIDTH)), nn.Linear(WIDTH, 128, bias=False)
     return replace(
-        given,
+        plain,
         model=nn.Sequential(*embed, Block(), Block(), nn.LayerNorm(WIDTH), last),
         layout=pipedream.Layout("batch:data, d_ff:model, heads:model, vocab:model", names=NAMES),
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import pipedream
 from pipedream.core.errors import PlanError
-from pipedream.partitioner.exchanges import Exchanges
-from pipedream.partitioner.partition import METHODS, Partition
+from pipedream.layouts import METHODS, Exchanges, Partition
 
 FLOAT_BYTES = 4
 
@@ -30,7 +29,7 @@ def options(**sizes: int) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def show(model: nn.Module, sample: Tensor, asked: argparse.Namespace) -> None:
+def show(model: nn.Module, sample: Tensor, choices: argparse.Namespace) -> None:
     """Prints a row for each method, and how the first one cuts the weights.
 
     The model gives classes; SGD with momentum trains it.
@@ -44,27 +43,28 @@ def show(model: nn.Module, sample: Tensor, asked: argparse.Namespace) -> None:
     print("| ranks | method | elements moved | bytes sent | bytes of tensors on a rank | search |")
     print("| ---: | --- | ---: | ---: | ---: | ---: |")
     first: list[Partition] = []
-    for ranks in asked.ranks:
-        for method in asked.methods:
+    for ranks in choices.ranks:
+        for method in choices.methods:
             began = time.perf_counter()
             try:
-                found = pipedream.partition(step, ranks, method, batch="x0")
+                partition = pipedream.partition(step, ranks, method, batch="x0")
             except PlanError:
                 print(f"| {ranks} | {method} | too large to search | | | |")
                 continue
-            search_s, sent = time.perf_counter() - began, Exchanges(step, found)
-            held = max(sum(prod(map(len, boxes[rank])) for boxes in sent.rests.values()) for rank in sent.ranks)
-            cells = f"{found.elements:,} | {FLOAT_BYTES * sent.elements:,} | {FLOAT_BYTES * held:,} | {search_s:.1f} s"
+            search_s, sent = time.perf_counter() - began, Exchanges(step, partition)
+            stored = max(sum(prod(map(len, boxes[rank])) for boxes in sent.stored.values()) for rank in sent.ranks)
+            moved, sent_bytes = partition.elements, FLOAT_BYTES * sent.elements
+            cells = f"{moved:,} | {sent_bytes:,} | {FLOAT_BYTES * stored:,} | {search_s:.1f} s"
             print(f"| {ranks} | {method} | {cells} |", flush=True)
-            first += [found] if method == asked.methods[0] else []
-    for found in first:
-        print(f"\n{found.method}, {found.ranks} ranks: the dimension of each weight that the cuts divide")
-        for (name, dims), count in Counter(_cuts_of_weights(model, found)).items():
+            first += [partition] if method == choices.methods[0] else []
+    for partition in first:
+        print(f"\n{partition.method}, {partition.ranks} ranks: the dimension of each weight that the cuts divide")
+        for (name, dims), count in Counter(_list_weight_cuts(model, partition)).items():
             print(f"  {', '.join(dims):8} {name}{f', {count} times' if count > 1 else ''}")
 
 
-def _cuts_of_weights(model: nn.Module, found: Partition) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _list_weight_cuts(model: nn.Module, partition: Partition) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
-            schemes = [cut.schemes[f"p_{name}".replace(".", "_")] for cut in found.cuts]
+            schemes = [cut.schemes[f"p_{name}".replace(".", "_")] for cut in partition.cuts]
             yield re.sub(r"\b\d+\b", "*", name), tuple("-" if dim is None else str(dim) for dim in schemes)

@@ -53,7 +53,7 @@ def recipe(seed: int = 0) -> pipedream.Recipe:
 
 
 if __name__ == "__main__":
-    asked = partition_table.options(layers=2, steps=4, width=64, batch=32)
+    choices = partition_table.options(layers=2, steps=4, width=64, batch=32)
     with torch.device("meta"):
-        images = torch.empty(asked.batch, 1, asked.steps, 8)
-        partition_table.show(stacked(asked.layers, asked.width), images, asked)
+        images = torch.empty(choices.batch, 1, choices.steps, 8)
+        partition_table.show(stacked(choices.layers, choices.width), images, choices)

@@ -24,12 +24,12 @@ NAMES = {"*.conv2.weight": "channels in y x", "*.norm2.*": "channels", "*.conv3.
 
 
 class Bottleneck(nn.Module):
-    def __init__(self, given: int, inner: int, stride: int) -> None:
+    def __init__(self, width: int, inner: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(given, inner, 1, bias=False), nn.BatchNorm2d(inner)
+        self.conv1, self.norm1 = nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner)
         self.conv2, self.norm2 = nn.Conv2d(inner, inner, 3, stride, 1, bias=False), nn.BatchNorm2d(inner)
         self.conv3, self.norm3 = nn.Conv2d(inner, 4 * inner, 1, bias=False), nn.BatchNorm2d(4 * inner)
-        self.short = nn.Conv2d(given, 4 * inner, 1, stride, bias=False) if given != 4 * inner else nn.Identity()
+        self.short = nn.Conv2d(width, 4 * inner, 1, stride, bias=False) if width != 4 * inner else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
@@ -38,22 +38,22 @@ class Bottleneck(nn.Module):
 
 def wide_resnet(layers: int, width: int, classes: int, *stem: nn.Module) -> nn.Sequential:
     sizes = [(width << size, 1 + (size > 0 and not at)) for size, n in enumerate(BLOCKS[layers]) for at in range(n)]
-    given = [width, *(4 * inner for inner, _ in sizes)]
-    blocks = (Bottleneck(before, *size) for before, size in zip(given, sizes, strict=False))
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(given[-1], classes))
+    widths = [width, *(4 * inner for inner, _ in sizes)]
+    blocks = (Bottleneck(before, *size) for before, size in zip(widths, sizes, strict=False))
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
 
 
 def recipe(seed: int = 0) -> pipedream.Recipe:
-    given = resnet_digits.recipe(seed)
+    plain = resnet_digits.recipe(seed)
     stem = nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
     layout = pipedream.Layout("batch:data, channels:model", names=NAMES)
-    return replace(given, model=wide_resnet(14, 16, 10, *stem), layout=layout)
+    return replace(plain, model=wide_resnet(14, 16, 10, *stem), layout=layout)
 
 
 if __name__ == "__main__":
-    asked = partition_table.options(layers=152, widen=10, batch=32)
-    width = 64 * asked.widen
+    choices = partition_table.options(layers=152, widen=10, batch=32)
+    width = 64 * choices.widen
     with torch.device("meta"):
         stem = nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
-        model, images = wide_resnet(asked.layers, width, 1000, *stem), torch.empty(asked.batch, 3, 224, 224)
-    partition_table.show(model, images, asked)
+        model, images = wide_resnet(choices.layers, width, 1000, *stem), torch.empty(choices.batch, 3, 224, 224)
+    partition_table.show(model, images, choices)

@@ -1,4 +1,4 @@
-"""Meshes beside torch's own parallel modules: seconds, bytes at rest, bytes of a stash, forms of experts.
+"""Meshes beside torch's own parallel modules: seconds, bytes, bytes of a stash, forms of experts.
 
     python benchmarks/meshes/run.py               # some minutes
     python benchmarks/meshes/run.py --only data   # one question
@@ -97,7 +97,7 @@ def _model(options: argparse.Namespace) -> Iterator[Row]:
 
 def _data(options: argparse.Namespace) -> Iterator[Row]:
     found = _times("data", options)
-    yield from _beside("`at_rest`, of `fully_shard`", found["rounds"], "torch", 1.10)
+    yield from _beside("`shard_weights`, of `fully_shard`", found["rounds"], "torch", 1.10)
     counts = found["collectives"]
     units = SHAPE["blocks"] + 1  # the root has the rest
     predicted = f"{2 * units} all-gathers, {units} reduce-scatters, if one is made for each block"
@@ -140,22 +140,28 @@ def _peaks(question: str, bound: float | None, options: argparse.Namespace) -> I
 
 
 def _stash(options: argparse.Namespace) -> Iterator[Row]:
-    def stashed(mesh: str, ranks: int, rules: str = "", at_rest: str = "") -> int:
-        asked = {"do": "stash", "mesh": mesh, "rules": rules, "at_rest": at_rest, "shape": SMALL | {"blocks": 2}}
+    def stashed(mesh: str, ranks: int, rules: str = "", shard_weights: str = "") -> int:
+        asked = {
+            "do": "stash",
+            "mesh": mesh,
+            "rules": rules,
+            "shard_weights": shard_weights,
+            "shape": SMALL | {"blocks": 2},
+        }
         return int(_launch(asked, ranks))
 
     one = stashed("-/-", 2)
-    for mesh, size, rules, at_rest in (
+    for mesh, size, rules, shard_weights in (
         ("model:2/-", 2, "heads:model, d_ff:model", ""),
         ("data:2/-", 2, "batch:data", "data"),
         ("data:4/-", 4, "batch:data", "data"),
     ):
-        bytes_ = stashed(mesh, size + 1, rules, at_rest)
-        how = f"cut by `{rules}`" if not at_rest else "at rest"
+        bytes_ = stashed(mesh, size + 1, rules, shard_weights)
+        how = f"cut by `{rules}`" if not shard_weights else "sharded"
         share = bytes_ / one
         yield Row(
             f"stash of a rank of {size}, {how}, of one rank's",
-            "weights over n (ZeRO, 5.3)" if at_rest else "weights over n (Mesh-TensorFlow, 4)",
+            "weights over n (ZeRO, 5.3)" if shard_weights else "weights over n (Mesh-TensorFlow, 4)",
             f"{1 / size:.3f}, within 10%",
             f"{share:.3f}; {bytes_:,} of {one:,} bytes",
             abs(share * size - 1) <= 0.1,

@@ -173,6 +173,6 @@ TRAINERS: dict[str, dict[str, Callable[[Shape], Ours | Torchs]]] = {
     },
     "data": {
         "torch": _fully_sharded,
-        "ours": lambda shape: Ours(shape, "data:2", pipedream.Layout("batch:data", at_rest="data")),
+        "ours": lambda shape: Ours(shape, "data:2", pipedream.Layout("batch:data", shard_weights="data")),
     },
 }

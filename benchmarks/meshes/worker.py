@@ -101,8 +101,8 @@ def _resident() -> dict[str, int]:
 def _stash(asked: dict[str, Any]) -> int:
     """The bytes of stashed weights on the fullest rank of the first stage, which keeps two versions."""
     shape = Shape(**asked["shape"])
-    rules, at_rest = asked["rules"], asked["at_rest"]
-    layout = pipedream.Layout(rules, at_rest=at_rest, names=NAMES if "model" in rules else {})
+    rules, shard_weights = asked["rules"], asked["shard_weights"]
+    layout = pipedream.Layout(rules, shard_weights=shard_weights, names=NAMES if "model" in rules else {})
     trainer = Ours(shape, asked["mesh"], layout, "pipedream")
     trainer.train(shape.batches(4))
     found = max(_gathered(_stashed_bytes(trainer.pipeline)))

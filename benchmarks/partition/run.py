@@ -24,8 +24,7 @@ from models import COUNTED, PUBLISHED, SCALE, SQUARE, TIMED, Model
 
 from pipedream import partition
 from pipedream.core.errors import PlanError
-from pipedream.partitioner.partition import METHODS
-from pipedream.sharding.partitioned import PartitionedStep, SimulatedRanks
+from pipedream.layouts import METHODS, PartitionedStep, SimulatedRanks
 from pipedream.slow_links import slow_network, why_not
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -26,9 +26,8 @@ from torch import nn
 
 from pipedream import partition
 from pipedream.core.model.collective import EXCHANGE
+from pipedream.layouts import GroupRanks, PartitionedStep, TracedStep
 from pipedream.sharding.exchange import exchange
-from pipedream.sharding.partitioned import GroupRanks, PartitionedStep
-from pipedream.sharding.traced import TracedStep
 
 
 class AloneRank(GroupRanks):

@@ -20,21 +20,17 @@ if TYPE_CHECKING:
     from pipedream.core.errors import PipelineError
     from pipedream.core.hardware.cluster import Cluster
     from pipedream.core.model.profile import Profile
-    from pipedream.core.operators.operators import Operators
     from pipedream.core.plan.layout import Layout
     from pipedream.core.plan.mesh import Mesh
     from pipedream.core.plan.plan import Plan
     from pipedream.core.schedule.phase import Phase
     from pipedream.core.schedule.schedule import Schedule
     from pipedream.core.schedule.timeline import Timeline
-    from pipedream.partitioner.lay_out import lay_out
-    from pipedream.partitioner.partition import partition
+    from pipedream.layouts import Operators, lay_out, operators, partition, register_operator
     from pipedream.pipeline import Pipeline
     from pipedream.recipe import Recipe
     from pipedream.runtime.results.results import Done
-    from pipedream.runtime.stage.auxiliary import auxiliary, auxiliary_scale
-    from pipedream.sharding.descriptions import describe
-    from pipedream.sharding.traced import operators
+    from pipedream.runtime.stage.auxiliary import add_auxiliary_loss, auxiliary_loss_scale
     from pipedream.training.emulate import emulate
     from pipedream.training.train import run
     from pipedream.workflows.plan import plan
@@ -56,11 +52,10 @@ __all__ = [
     "Schedule",
     "Timeline",
     "__version__",
-    "auxiliary",
-    "auxiliary_scale",
+    "add_auxiliary_loss",
+    "auxiliary_loss_scale",
     "callbacks",
     "capture",
-    "describe",
     "emulate",
     "experts",
     "lay_out",
@@ -70,6 +65,7 @@ __all__ = [
     "partition",
     "plan",
     "profile",
+    "register_operator",
     "run",
     "schedules",
     "simulate",
@@ -80,7 +76,7 @@ _HOMES = {
     "Done": "runtime.results.results",
     "Layout": "core.plan.layout",
     "Mesh": "core.plan.mesh",
-    "Operators": "core.operators.operators",
+    "Operators": "layouts",
     "Phase": "core.schedule.phase",
     "Pipeline": "pipeline",
     "PipelineError": "core.errors",
@@ -89,15 +85,15 @@ _HOMES = {
     "Recipe": "recipe",
     "Schedule": "core.schedule.schedule",
     "Timeline": "core.schedule.timeline",
-    "auxiliary": "runtime.stage.auxiliary",
-    "auxiliary_scale": "runtime.stage.auxiliary",
-    "describe": "sharding.descriptions",
+    "add_auxiliary_loss": "runtime.stage.auxiliary",
+    "auxiliary_loss_scale": "runtime.stage.auxiliary",
     "emulate": "training.emulate",
-    "lay_out": "partitioner.lay_out",
-    "operators": "sharding.traced",
-    "partition": "partitioner.partition",
+    "lay_out": "layouts",
+    "operators": "layouts",
+    "partition": "layouts",
     "plan": "workflows.plan",
     "profile": "workflows.profile",
+    "register_operator": "layouts",
     "run": "training.train",
     "simulate": "workflows.simulate",
 }

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from pipedream.core.errors import PipelineError, PlanError
-from pipedream.runtime.stage.auxiliary import auxiliary
+from pipedream.runtime.stage.auxiliary import add_auxiliary_loss
 from pipedream.sharding.functions import all_to_all, sum_partials
 from pipedream.sharding.local_rules import compute_on_parts, make_dtensors
 
@@ -214,8 +214,8 @@ class MixtureOfExperts(nn.Module):
 
     The tokens are divided into `groups` of equal size, in their order, and each group into the places of the experts. A
     token that finds no place gets 0, so a residual connection belongs around the layer. In training it adds the balance
-    loss and the z-loss to the objective (`pipedream.auxiliary`). Random routing draws from torch's generator; in
-    evaluation mode nothing is drawn and every second choice is sent.
+    loss and the z-loss to the objective (`pipedream.add_auxiliary_loss`). Random routing draws from torch's generator;
+    in evaluation mode nothing is drawn and every second choice is sent.
 
     Args:
         top, second, threshold, normalise: see `gate`.
@@ -372,7 +372,8 @@ class MixtureOfExperts(nn.Module):
         if part.batch:
             self.last_balance_loss = part.sum(routes.loss) * (len(part.groups) / self.groups)
         if self.training:
-            output = auxiliary(output, part.share * self._compute_losses(part, logits, routes.loss, importance))
+            losses = self._compute_losses(part, logits, routes.loss, importance)
+            output = add_auxiliary_loss(output, part.share * losses)
         return output.reshape(x.shape)
 
     def _draw_uniform(self, part: _RankPart, logits: torch.Tensor) -> torch.Tensor:

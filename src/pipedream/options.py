@@ -278,7 +278,7 @@ class TrainingOptions(MethodOptions):
         unset="the recipe's",
         panel=Panel.MESH,
     )
-    at_rest: str | None = option(
+    shard_weights: str | None = option(
         None,
         "Dimension of the mesh over which weights, gradients and optimizer state are sharded (ZeRO-3).",
         metavar="MESH",

@@ -15,8 +15,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Level
 from pipedream.core.plan.boundary import Boundary, Cut, boundary_bytes, cuts_of, with_cuts
 from pipedream.core.plan.mesh import Box, box_of, meshes_of, pieces, ranks_of
-from pipedream.partitioner.exchanges import Exchanges
-from pipedream.partitioner.partition import completed
+from pipedream.layouts import Exchanges, complete_partition
 
 
 @st.composite
@@ -87,9 +86,9 @@ def test_cuts_into_halves_may_cut_a_dimension_again(shape: list[int], data: st.D
     cuts = data.draw(st.lists(st.sampled_from([None, *range(len(shape))]), min_size=1, max_size=3))
     letters = ", ".join("abc"[: len(shape)])
     ops = Operators({"x": shape, "y": shape}, f"y[{letters}] = f(x[{letters}])")
-    layout = completed(ops, 2 ** len(cuts), {"x": cuts})
+    layout = complete_partition(ops, 2 ** len(cuts), {"x": cuts})
     mesh = Mesh(",".join(f"cut{at + 1}:2" for at in range(len(cuts))))
-    for place, box in zip(mesh.coordinates(), Exchanges(ops, layout).rests["x"], strict=True):
+    for place, box in zip(mesh.coordinates(), Exchanges(ops, layout).stored["x"], strict=True):
         assert list(map(list, box_of(shape, cuts, [2] * len(cuts), place))) == list(map(list, box))
 
 
@@ -120,10 +119,10 @@ def test_a_layout_that_was_found() -> None:
 @pytest.mark.parametrize(
     ("layout", "mesh", "words"),
     [
-        (Layout.of(FOUND), "cut1:4", "has meshes such as cut1:2,cut2:2, without at_rest; found cut1:4"),
+        (Layout.of(FOUND), "cut1:4", "has meshes such as cut1:2,cut2:2, without shard_weights; found cut1:4"),
         (Layout.of(FOUND), "data:2,cut1:2", "found data:2,cut1:2; use such a mesh, and replicas"),
         (Layout.of(FOUND), "cut2:2", "found cut2:2"),
-        (Layout(at_rest="cut1", cuts=Layout.of(FOUND).cuts), "cut1:2", "found cut1:2 and at_rest='cut1'"),
+        (Layout(shard_weights="cut1", cuts=Layout.of(FOUND).cuts), "cut1:2", "found cut1:2 and shard_weights='cut1'"),
         (Layout(cuts={"w": (0,)}), "cut1:2", "was found for the tensors w, none of which is a parameter"),
     ],
 )
@@ -170,7 +169,7 @@ def test_names_are_found_by_name_and_by_pattern() -> None:
             r"'\*.upp.weight', which matches no parameter .* did you mean '0.up.weight'",
         ),
         (lambda: Layout("d_fff:m", names={"up": "d_ff"}).check(["up"], [], []), "d_fff:m, but .* did you mean 'd_ff'"),
-        (lambda: Layout("a:data", at_rest="dta").check([], [], [Mesh("data:2")]), "did you mean 'data'"),
+        (lambda: Layout("a:data", shard_weights="dta").check([], [], [Mesh("data:2")]), "did you mean 'data'"),
         (lambda: Layout("a:m").check([], [], [Mesh("m:2,n:2")]), "the dimension 'n', which no rule uses"),
     ],
 )

@@ -23,37 +23,37 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.down(F.relu(self.up(x)))
-        return found
+        output: torch.Tensor = x + self.down(F.relu(self.up(x)))
+        return output
 
 
 NAMES = {"*.up.weight": "d_ff d_model", "*.up.bias": "d_ff", "*.down.weight": "d_model d_ff"}
 
 
-def profiled(rules: str, mesh: str, at_rest: str = "") -> pipedream.Profile:
+def profiled(rules: str, mesh: str, shard_weights: str = "") -> pipedream.Profile:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = pipedream.profile(
+    profile = pipedream.profile(
         model,
         torch.randn(BATCH, D),
         loss=lambda output: output.sum(),
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         warmup=0,
         runs=1,
-        layout=pipedream.Layout(rules, NAMES, at_rest),
+        layout=pipedream.Layout(rules, NAMES, shard_weights),
         meshes=(mesh,),
     )
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert not dist.is_initialized()
-    return found
+    return profile
 
 
 WEIGHTS, UP_DOWN = 4 * (2 * 4 * D * D + 5 * D), 4 * (2 * 4 * D * D + 4 * D)
 
 
 @pytest.mark.parametrize(
-    ("rules", "mesh", "at_rest", "weights", "sent", "passes"),
+    ("rules", "mesh", "shard_weights", "weights", "sent", "passes"),
     [
         ("d_ff:model", "model:2", "", WEIGHTS - UP_DOWN // 2, BATCH * D * 4, (BATCH * D * 4, BATCH * D * 4)),
         ("d_ff:model", "model:4", "", WEIGHTS - UP_DOWN * 3 // 4, BATCH * D * 4, (BATCH * D * 4, BATCH * D * 4)),
@@ -63,23 +63,23 @@ WEIGHTS, UP_DOWN = 4 * (2 * 4 * D * D + 5 * D), 4 * (2 * 4 * D * D + 4 * D)
     ids=("model", "model-4", "data", "rest"),
 )
 def test_a_rank_has_its_parts(
-    rules: str, mesh: str, at_rest: str, weights: int, sent: int, passes: tuple[int, int]
+    rules: str, mesh: str, shard_weights: str, weights: int, sent: int, passes: tuple[int, int]
 ) -> None:
-    found = profiled(rules, mesh, at_rest)
-    (rank,) = found.ranks
-    assert (rank.mesh, "at rest" in rank.layout) == (mesh, bool(at_rest))
-    rows = zip(found.layers, rank.layers, rank.forward, rank.backward, strict=True)
+    profile = profiled(rules, mesh, shard_weights)
+    (rank,) = profile.ranks
+    assert (rank.mesh, "at rest" in rank.layout) == (mesh, bool(shard_weights))
+    rows = zip(profile.layers, rank.layers, rank.forward, rank.backward, strict=True)
     for index, (whole, part, forward, backward) in enumerate(rows):
         assert (whole.parameter_bytes, part.parameter_bytes) == (WEIGHTS, weights)
         assert part.output_bytes == sent
         assert 0 < part.activation_bytes < whole.activation_bytes
         reduced = [
-            sum(one.size_bytes for one in rows if one.kind == "all-reduce" and not one.of_weights)
+            sum(row.size_bytes for row in rows if row.kind == "all-reduce" and not row.of_weights)
             for rows in (forward, backward)
         ]
         assert reduced == [passes[0], passes[1] if index else 0]  # the model's input has no gradient
     assert rank.optimizer_bytes == 2 * weights
-    assert pipedream.Profile.from_json(found.to_json()) == found
+    assert pipedream.Profile.from_json(profile.to_json()) == profile
 
 
 def test_what_the_ranks_of_data_exchange() -> None:
@@ -95,27 +95,27 @@ def test_what_the_ranks_of_data_exchange() -> None:
 
 def test_a_plan_counts_what_a_rank_needs() -> None:
     """Seconds of the collectives over the cluster's link: 2 (n - 1) (l + b / (n B)) for a sum."""
-    found = profiled("d_ff:model", "model:2")
-    (rank,) = found.ranks
+    profile = profiled("d_ff:model", "model:2")
+    (rank,) = profile.ranks
     slow, bytes_per_s = 1.0, 100.0
     cluster = pipedream.Cluster.flat(4, bytes_per_s, slow)
-    plan = pipedream.plan(found, cluster, shape="1-1", mesh="model:2")
+    plan = pipedream.plan(profile, cluster, shape="1-1", mesh="model:2")
     assert (plan.config, plan.ranks, plan.workers) == ("1x2-1x2", 4, 2)
     sum_s = 2 * (slow + BATCH * D * 4 / (2 * bytes_per_s))
     for stage, layer in zip(plan.stages, rank.layers, strict=True):
         assert stage.forward_s == pytest.approx(layer.forward_s + sum_s)
         assert stage.parameter_bytes == layer.parameter_bytes
         assert stage.forward_fixed_s == pytest.approx(layer.forward_fixed_s + 2 * slow)
-    halves = pipedream.plan(found, cluster, shape="1-1", mesh="model:2", schedule="1f1b", microbatches=4)
+    halves = pipedream.plan(profile, cluster, shape="1-1", mesh="model:2", schedule="1f1b", microbatches=4)
     assert halves.stages[0].split_s(4)[0] >= 2 * slow
-    whole = pipedream.plan(found, pipedream.Cluster.flat(2, bytes_per_s, slow), shape="1-1")
+    whole = pipedream.plan(profile, pipedream.Cluster.flat(2, bytes_per_s, slow), shape="1-1")
     assert whole.stages[0].peak_bytes > plan.stages[0].peak_bytes
 
 
 def test_a_mesh_that_was_not_profiled() -> None:
-    found = profiled("d_ff:model", "model:2")
+    profile = profiled("d_ff:model", "model:2")
     with pytest.raises(PlanError, match=r"mesh model:4 was asked for.*\(meshes that it has: model:2\); profile with"):
-        pipedream.plan(found, pipedream.Cluster.flat(8), mesh="model:4")
+        pipedream.plan(profile, pipedream.Cluster.flat(8), mesh="model:4")
 
 
 def test_a_mesh_is_measured() -> None:

@@ -97,9 +97,9 @@ def _count_written(folder: str) -> Mapping[str, int]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_checkpoint_belongs_to_no_mesh(tmp_path: Path) -> None:
-    """Four epochs, each on another mesh; a tied weight of uneven rows at rest, AdamW's state and averages."""
+    """Four epochs, each on another mesh; a tied weight of uneven shards, AdamW's state and averages."""
     adamw = {"optimizer": _make_adamw, "ema": 0.9}
-    case = Case("tied", "", "batch:data, d_ff:model", stages=(), at_rest="data", options=adamw)
+    case = Case("tied", "", "batch:data, d_ff:model", stages=(), shard_weights="data", options=adamw)
     before, there = "", str(tmp_path / "there")
     for mesh in ("data:2,model:2", "model:4", "", "data:2,model:2"):
         after = str(tmp_path / f"after {mesh}")
@@ -143,7 +143,7 @@ def test_what_a_method_keeps_is_saved_in_pieces(case: Case, tmp_path: Path) -> N
 @pytest.mark.processes
 @pytest.mark.slow
 def test_stages_with_different_meshes_are_saved_in_pieces(tmp_path: Path) -> None:
-    case = Case("mlp", "", "batch:data, d_ff:model", at_rest="data", options={"ema": 0.9})
+    case = Case("mlp", "", "batch:data, d_ff:model", shard_weights="data", options={"ema": 0.9})
     single, saved = str(tmp_path / "single"), str(tmp_path / "saved")
     _check(_train_epochs(case, "model:2/-", "", saved)[0], _train_epoch(case, "", "", single))
     _count_written(saved)

@@ -32,11 +32,11 @@ CASES = {
     "halves of backwards": Case("mlp", "model:2", "d_ff:model", "zb_h1", 2, options=CLIPPED),
     "data": Case("mlp", "data:2", "batch:data"),
     "whole weights": Case("mlp", "model:2", "d_ff:model", options={"optimizer": torch.optim.Adafactor}),
-    "at rest": Case(
-        "mlp", "data:2", "batch:data", "pipedream", None, at_rest="data", options=CLIPPED | {"clip": "local"}
+    "sharded": Case(
+        "mlp", "data:2", "batch:data", "pipedream", None, shard_weights="data", options=CLIPPED | {"clip": "local"}
     ),
-    "recomputed": Case("mlp", "data:2", "batch:data", at_rest="data", recompute=True),
-    "bfloat16": Case("mlp", "data:2", "batch:data", options={"autocast": torch.bfloat16}, at_rest="data"),
+    "recomputed": Case("mlp", "data:2", "batch:data", shard_weights="data", recompute=True),
+    "bfloat16": Case("mlp", "data:2", "batch:data", options={"autocast": torch.bfloat16}, shard_weights="data"),
     "two dimensions": Case("attention", "data:2,model:2", BOTH, "gpipe", stages=()),
     "convolution": Case("convolution", "data:2", "batch:data"),
     "found": Case("mlp", "cut1:2", "", "pipedream", None),
@@ -64,7 +64,7 @@ def _count_bytes() -> dict[str, tuple[StageCollectives | None, ...]]:
 WORDS = {
     "model": ("2 all-reduce over model, 2.05 kB", "2 all-reduce over model, 2.05 kB", ""),
     "data": ("", "", "12 all-reduce over data, 34.6 kB"),
-    "at rest": (
+    "sharded": (
         "2 all-gather over data, 34.6 kB",
         "2 all-gather over data, 34.6 kB; 2 all-reduce over data, 34.6 kB",
         "1 all-reduce over data, 8.00 B",

@@ -80,7 +80,7 @@ def test_meshes_that_do_not_fit(
 def test_methods_are_compared_on_meshes(tmp_path: Path) -> None:
     """Workers are ranks, also of what torch offers."""
     (tmp_path / "recipe.py").write_text(RECIPE)
-    mesh = "--mesh data:2 --layout batch:data --at-rest data --workers 2"
+    mesh = "--mesh data:2 --layout batch:data --shard-weights data --workers 2"
     options = f"{mesh} --schedule data-parallel --minibatches 2 --out run --json".split()
     ended = commands.run("-m", "pipedream", "compare", "recipe.py", *options, folder=tmp_path, timeout_s=200.0)
     assert ended.status == 0, ended.err
@@ -95,7 +95,7 @@ def test_methods_are_compared_on_meshes(tmp_path: Path) -> None:
     summary = json.loads(file.read_text())
     assert [stage["mesh"] for stage in summary["stages"]] == ["data:2"]
     kinds = {row["kind"] for row in summary["stages"][0]["collectives"]["measured"]["forward"]}
-    assert "all-gather" in kinds, "at rest"
+    assert "all-gather" in kinds, "sharded weights"
 
 
 def test_each_method_of_a_comparison_is_planned_for_meshes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_each_method_of_a_comparison_is_planned_for_meshes(monkeypatch: pytest.M
         raise comparing._Failed(2, "enough")
 
     monkeypatch.setattr(comparing._Runs, "run", run)
-    options = TrainingOptions(workers=4, mesh="model:2", layout="d_ff:model", at_rest="model")
+    options = TrainingOptions(workers=4, mesh="model:2", layout="d_ff:model", shard_weights="model")
     runs = comparing._Runs("recipe.py", options, tmp_path, None)
     for method in ("data-parallel", "1f1b", "pipedream", "auto"):
         over = comparing._OverLink(runs, profile, pipedream.Cluster.flat(4), 4, (method,), lambda line: None)
@@ -121,7 +121,7 @@ def test_each_method_of_a_comparison_is_planned_for_meshes(monkeypatch: pytest.M
             list(over.variants([Variant(ONE_WORKER, 1)]))
     assert [ranks for ranks, _, _ in ran[:3]] == [4] * 3
     assert [config for _, config, _ in ran[:3]] == ["2x2", "1x2-1x2", "1x2-1x2"]
-    assert {layout_text for *_, layout_text in ran} == {"d_ff:model --at-rest model"}
+    assert {layout_text for *_, layout_text in ran} == {"d_ff:model --shard-weights model"}
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ CASES = {
     "experts": _make_case("model:2", "experts:model", "pipedream", None),
     "newest-weights": _make_case("model:2", "experts:model", "paci", 2, form="dense"),
     "two-dimensions": replace(_make_case("data:2,model:2", "experts:data, batch:data, d_ff:model"), stages=()),
-    "at-rest": replace(_make_case("data:2", "experts:data, batch:data", second="all"), at_rest="data"),
+    "sharded-weights": replace(_make_case("data:2", "experts:data, batch:data", second="all"), shard_weights="data"),
 }
 
 Trained = tuple[list[float], dict[str, torch.Tensor], dict[str, float]]
@@ -155,8 +155,8 @@ def test_names_of_modules_yield_to_those_of_the_user() -> None:
 def _compare_auxiliary() -> tuple[float, ...]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
-    with pipedream.auxiliary_scale(0.5), LocalRules(), implicit_replication():
-        pipedream.auxiliary(2 * x, (x * x).sum()).sum().backward()
+    with pipedream.auxiliary_loss_scale(0.5), LocalRules(), implicit_replication():
+        pipedream.add_auxiliary_loss(2 * x, (x * x).sum()).sum().backward()
     return tuple(x.grad.full_tensor().tolist())
 
 

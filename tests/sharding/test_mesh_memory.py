@@ -23,11 +23,11 @@ WIDTH, BATCH = 768, 256
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 NAMES = {"*.up.weight": "d_ff d_model", "*.up.bias": "d_ff", "*.down.weight": "d_model d_ff"}
 CUT = pipedream.Layout("batch:data, d_ff:model", names=NAMES)
-AT_REST = pipedream.Layout("batch:data", at_rest="data")
+SHARDED = pipedream.Layout("batch:data", shard_weights="data")
 CASES: dict[str, tuple[pipedream.Layout, str, dict[str, Any]]] = {
     "weights that are cut": (CUT, "model:2", {"schedule": "pipedream"}),
     "sums of microbatches": (CUT, "data:2", {"schedule": "1f1b", "microbatches": 4}),
-    "at rest": (AT_REST, "data:2", {"schedule": "pipedream"}),
+    "sharded": (SHARDED, "data:2", {"schedule": "pipedream"}),
 }
 Case = tuple[pipedream.Layout, pipedream.Plan, dict[str, Any]]
 
@@ -114,7 +114,7 @@ def _measure_peaks(cases: list[Case]) -> list[tuple[int, int, int]]:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_peaks_are_as_predicted() -> None:
-    planned = [*_plan(CUT), *_plan(AT_REST)]
+    planned = [*_plan(CUT), *_plan(SHARDED)]
     for peaks in processes.results(_measure_peaks, 4, planned):
         for name, (predicted, seen, reported) in zip(CASES, peaks, strict=True):
             assert predicted == pytest.approx(seen, rel=0.1), name

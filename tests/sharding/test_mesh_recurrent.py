@@ -45,7 +45,7 @@ CASES = {
     "lstm": _make_case(nn.LSTM, "pipedream", None),
     "gru": _make_case(nn.GRU),
     "rnn": _make_case(nn.RNN, nonlinearity="relu"),
-    "at-rest": replace(_make_case(nn.LSTM, "pipedream", None), at_rest="data"),
+    "sharded-weights": replace(_make_case(nn.LSTM, "pipedream", None), shard_weights="data"),
 }
 
 

@@ -153,13 +153,17 @@ class Case:
     stages: tuple[int, ...] = (2,)
     replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
-    at_rest: str = ""
+    shard_weights: str = ""
     names: dict[str, str] = field(default_factory=dict)
     sizes: tuple[int, ...] = (8, 8, 8, 5)
     recompute: bool = False
 
     def __str__(self) -> str:
-        model = self.model if isinstance(self.model, str) else getattr(self.model, "__name__", "made").removeprefix("_make_")
+        model = (
+            self.model
+            if isinstance(self.model, str)
+            else getattr(self.model, "__name__", "made").removeprefix("_make_")
+        )
         return f"{model} {self.mesh} {self.rules} {self.method} {len(self.stages) + 1}".replace(" ", "-")
 
     @property
@@ -196,7 +200,7 @@ def _make_pipeline(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
     parameter_names = {name for name, _ in model.named_parameters()}
     layout = pipedream.Layout(
         case.rules,
-        at_rest=case.at_rest,
+        shard_weights=case.shard_weights,
         names={
             name: words
             for name, words in names.items()
@@ -250,7 +254,7 @@ CASES = (
         "batch:data",
         "pipedream",
         None,
-        at_rest="data",
+        shard_weights="data",
         options={"clip_grad_norm": 0.1, "clip": "local"},
     ),
     Case(
@@ -259,11 +263,11 @@ CASES = (
         "batch:data, heads:model, d_ff:model, vocab:model",
         "gpipe",
         stages=(),
-        at_rest="data",
+        shard_weights="data",
         names=EMBEDDING,
     ),
-    Case("mlp", "data:2", "batch:data", "pipelined_backprop", None, at_rest="data"),
-    Case("attention", "data:2", "batch:data", "timeprest", 2, at_rest="data"),
+    Case("mlp", "data:2", "batch:data", "pipelined_backprop", None, shard_weights="data"),
+    Case("attention", "data:2", "batch:data", "timeprest", 2, shard_weights="data"),
     Case("mlp", "model:2", "d_ff:model", "1f1b", options={"optimizer": partial(torch.optim.Adafactor, lr=0.1)}),
     Case(
         _make_matrices,
@@ -272,7 +276,7 @@ CASES = (
         "pipedream_2bw",
         None,
         stages=(),
-        at_rest="data",
+        shard_weights="data",
         names={"0.weight": "d_ff d_model", "2.weight": "d_model d_ff"},
         options={"optimizer": partial(torch.optim.Muon, lr=0.1), "ema": 0.9},
     ),
@@ -305,7 +309,7 @@ MORE_FOUND = (
 # In every run of the tests; the others, on four ranks, take longer.
 TWO_RANKS = (
     Case("mlp", "model:2", "d_ff:model", "pipedream", None, stages=(), options=CLIPPED | {"clip": "local"}),
-    Case("mlp", "data:2", "batch:data", stages=(), at_rest="data", options=CLIPPED),
+    Case("mlp", "data:2", "batch:data", stages=(), shard_weights="data", options=CLIPPED),
     Case("mlp", "data:2", "batch:data", "gpipe", stages=(), options=CLIPPED),
     Case("mlp", "cut1:2", "", "pipedream", None, stages=(), options=CLIPPED),
 )

@@ -51,7 +51,9 @@ CASES = (
     _make_case(_apply_styles, "model:2", "", "pipedream", None),
     _make_case(_apply_styles, "model:2", "", "zb_h1", 4, options=CLIPPED),
     _make_case(_apply_styles, "data:2,model:2", "batch:data", stages=()),
-    _make_case(_apply_styles, "data:2,model:2", "batch:data", "gpipe", stages=(), at_rest="data", options={"ema": 0.9}),
+    _make_case(
+        _apply_styles, "data:2,model:2", "batch:data", "gpipe", stages=(), shard_weights="data", options={"ema": 0.9}
+    ),
 )
 
 
@@ -72,7 +74,10 @@ def test_layers_cut_by_torchs_styles_train_as_single_ranks_do(case: Case) -> Non
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (_call_fully_shard, r"parallelize\('0', ...\) has called fully_shard, .* shard them by Layout\(at_rest=...\)"),
+        (
+            _call_fully_shard,
+            r"parallelize\('0', ...\) has called fully_shard, .* shard them by Layout\(shard_weights=...\)",
+        ),
         (_replace_parameter, r"parallelize\('0', ...\) has replaced the parameter 'weight'"),
     ],
 )

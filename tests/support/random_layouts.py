@@ -150,7 +150,7 @@ class LaidOut:
     mesh: str
     rules: str
     names: dict[str, str]
-    at_rest: str
+    shard_weights: str
     method: str
     microbatches: int | None
     ends: tuple[int, ...]
@@ -220,7 +220,7 @@ def trained(case: LaidOut, mesh: str) -> tuple[list[float], dict[str, torch.Tens
         sample=batches[0][0],
         seed=7,
         check=False,
-        layout=pipedream.Layout(case.rules, names=case.names, at_rest=case.at_rest),
+        layout=pipedream.Layout(case.rules, names=case.names, shard_weights=case.shard_weights),
         **case.options,
     )
     with pipeline:
@@ -335,7 +335,7 @@ def laid_out(draw: st.DrawFn, processes: int) -> LaidOut:
     replicas = rest if not chunked and rest == 2 and draw(st.integers(0, 3)) == 0 else 1
     count = 4 if chunked else rest - replicas + 1
     cuts = sorted(draw(st.sets(st.integers(1, len(model) - 1), min_size=count - 1, max_size=count - 1)))
-    rules, at_rest = draw(_rules(kind, dimensions))
+    rules, shard_weights = draw(_rules(kind, dimensions))
     known = [name for name, _ in model.named_parameters()]
     table = IMAGES if kind == "images" else DIMENSIONS
     modules = sorted({name.rpartition(".")[0] for name in known})
@@ -368,7 +368,7 @@ def laid_out(draw: st.DrawFn, processes: int) -> LaidOut:
         mesh,
         rules,
         names,
-        at_rest,
+        shard_weights,
         method,
         draw(st.sampled_from(METHODS[method])),
         (*cuts, len(model)),
@@ -389,14 +389,14 @@ def _meshes(processes: int) -> list[tuple[str, int]]:
 
 @st.composite
 def _rules(draw: st.DrawFn, kind: str, dimensions: dict[str, int]) -> tuple[str, str]:
-    """Draws rules that use every dimension of the mesh, and where weights are at rest."""
-    rules, at_rest = [], ""
+    """Draws rules that use every dimension of the mesh, and which of them shards weights."""
+    rules, shard_weights = [], ""
     for over in dimensions:
         if over == "data":
             cut = draw(st.sampled_from(["batch", "batch", "batch", "rest", "both"]))
             rules += [f"batch:{over}"] if cut != "rest" else []
             rules += [f"experts:{over}"] if kind in ("words", "points") and draw(st.booleans()) else []
-            at_rest = over if cut != "batch" else at_rest
+            shard_weights = over if cut != "batch" else shard_weights
         else:
             pool = {"images": ["d_ff"], "rows": ["d_ff"]}.get(kind, ["d_ff", "heads", "vocab"])
             cut = draw(st.sets(st.sampled_from([*pool, "classes"]), min_size=1, max_size=3))
@@ -406,5 +406,5 @@ def _rules(draw: st.DrawFn, kind: str, dimensions: dict[str, int]) -> tuple[str,
                 }
             rules += [f"{one}:{over}" for one in sorted(cut)]
             if draw(st.integers(0, 7)) == 0:
-                at_rest = over
-    return ",".join(rules), at_rest
+                shard_weights = over
+    return ",".join(rules), shard_weights

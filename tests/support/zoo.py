@@ -198,7 +198,7 @@ class _Regularised(nn.Module):
         if self.carries:
             return torch.cat([made, before + sum(losses)], 1)
         for loss in losses:
-            made = pipedream.auxiliary(made, loss)
+            made = pipedream.add_auxiliary_loss(made, loss)
         return made
 
 

@@ -88,7 +88,7 @@ def test_plain_loop_trains_as_the_pipeline_does(tmp_path: Path) -> None:
 class _Penalised(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         value = super().forward(x)
-        return pipedream.auxiliary(value, value.square().mean())
+        return pipedream.add_auxiliary_loss(value, value.square().mean())
 
 
 def test_auxiliary_losses_count_alike_in_parts() -> None:

@@ -70,8 +70,8 @@ def test_meshes_that_are_not_legal_are_left_out(layout: str, most: int, legal: l
     assert any(why in problem for problem in candidates.values()) or not why
 
 
-def test_at_rest_is_a_dimension_too() -> None:
-    candidates = Layout("batch:data", at_rest="shard").candidates({"weight": (4, 4)}, 8, 4)
+def test_the_dimension_of_sharded_weights_counts_too() -> None:
+    candidates = Layout("batch:data", shard_weights="shard").candidates({"weight": (4, 4)}, 8, 4)
     assert [mesh.text for mesh, why in candidates.items() if not why] == [
         "data:2", "shard:2", "data:4", "shard:4", "data:2,shard:2",
     ]  # fmt: skip

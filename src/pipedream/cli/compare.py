@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from pipedream.cli.options import AT_REST, DEVICE, JSON, LAYOUT, MICROBATCHES, RECIPE, SEED, print_json
+from pipedream.cli.options import DEVICE, JSON, LAYOUT, MICROBATCHES, RECIPE, SEED, SHARD_WEIGHTS, print_json
 from pipedream.core.artifact import encode
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import Panel, option
@@ -49,7 +49,7 @@ def compare(
         panel=Panel.MESH,
     ),
     layout: str | None = LAYOUT,
-    at_rest: str | None = AT_REST,
+    shard_weights: str | None = SHARD_WEIGHTS,
     epochs: int = option(1, "Epochs of each variant.", metavar="N", least=1),
     minibatches: int | None = option(
         None, "Stop each variant after this many minibatches.", metavar="N", least=1, unset="no limit"
@@ -90,7 +90,7 @@ def compare(
             out=out,
             mesh=mesh,
             layout=layout,
-            at_rest=at_rest,
+            shard_weights=shard_weights,
         ),
         links=links,
         widths=widths,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pipedream.cli.options import JSON, SEED, print_json, read_memory
-from pipedream.cli.shared.steps import ELEMENT_BYTES, STEP, step_of
+from pipedream.cli.shared.steps import ELEMENT_BYTES, STEP, load_step
 from pipedream.core import units
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import option
 from pipedream.core.plan.mesh import Mesh
-from pipedream.report.partition import layout_table
-from pipedream.workflows.partition import laid_out
+from pipedream.layouts import compare_layouts, format_layouts
 
 _RATES = "Rates, for --objective time"
 
@@ -46,8 +45,8 @@ def layout(
     rates = _parse_rates(ranks, [word for text in bandwidth or [] for word in text.split(",")])
     _check_rates(objective, operations_per_s, rates)
     limit = read_memory(memory)
-    report = laid_out(
-        step_of(step, element_bytes, seed),
+    report = compare_layouts(
+        load_step(step, element_bytes, seed),
         ranks,
         objective,
         [name.strip() for name in (fixed or "").split(",") if name.strip()],
@@ -55,7 +54,7 @@ def layout(
         operations_per_s=operations_per_s,
         bytes_per_s=rates,
     )
-    print_json(report) if as_json else print(layout_table(report))
+    print_json(report) if as_json else print(format_layouts(report))
 
 
 def _check_rates(objective: str, operations_per_s: float | None, rates: dict[str, float] | None) -> None:

@@ -97,7 +97,7 @@ class ClusterFlags:
 
 
 LATENCY, MEMORY = (option_of(ClusterFlags, name) for name in ("latency", "memory"))
-DEVICE, LAYOUT, AT_REST = (option_of(TrainingOptions, name) for name in ("device", "layout", "at_rest"))
+DEVICE, LAYOUT, SHARD_WEIGHTS = (option_of(TrainingOptions, name) for name in ("device", "layout", "shard_weights"))
 MICROBATCHES, CHUNKS, IN_FLIGHT, ALLOW_ASYNCHRONOUS = (
     option_of(PlanRequest, name) for name in ("microbatches", "chunks", "in_flight", "allow_asynchronous")
 )

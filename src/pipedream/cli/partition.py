@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pipedream.cli.options import JSON, SEED, print_json
-from pipedream.cli.shared.steps import ELEMENT_BYTES, STEP, step_of
+from pipedream.cli.shared.steps import ELEMENT_BYTES, STEP, load_step
 from pipedream.core.flags import option
-from pipedream.partitioner.partition import check_request
-from pipedream.report.partition import partition_table
-from pipedream.workflows.partition import partitioned
+from pipedream.layouts import check_request, compare_partitions, format_partitions
 
 
 def partition(
@@ -36,6 +34,6 @@ def partition(
       pipedream partition examples/resnet_digits.py --ranks 4
     """
     check_request(ranks, method)  # before a recipe is loaded
-    described = step_of(step, element_bytes, seed)
-    comparison = partitioned(described, ranks, method, batch=batch or "", replicate=not no_replicate)
-    print_json(comparison) if as_json else print(partition_table(comparison))
+    described = load_step(step, element_bytes, seed)
+    comparison = compare_partitions(described, ranks, method, batch=batch or "", replicate=not no_replicate)
+    print_json(comparison) if as_json else print(format_partitions(comparison))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipedream.cli.options import AT_REST, FINEST, JSON, LAYOUT, OUTPUT, RECIPE, SEED, check_flags
+from pipedream.cli.options import FINEST, JSON, LAYOUT, OUTPUT, RECIPE, SEED, SHARD_WEIGHTS, check_flags
 from pipedream.core.errors import ProfileError
 from pipedream.core.flags import Panel, option
 
@@ -51,7 +51,7 @@ def profile(
         panel=Panel.MESH,
     ),
     layout: str | None = LAYOUT,
-    at_rest: str | None = AT_REST,
+    shard_weights: str | None = SHARD_WEIGHTS,
     seed: int = SEED,
     output: Path | None = OUTPUT,
     as_json: bool = JSON,
@@ -70,7 +70,7 @@ def profile(
     check_flags(device=device, as_device=as_device, dtype=dtype, microbatches=microbatches)
     measured = _read_meshes(meshes or [])
     profile = profile_recipe(
-        with_layout(load_recipe(recipe, seed=seed), layout, at_rest),
+        with_layout(load_recipe(recipe, seed=seed), layout, shard_weights),
         device=device,
         as_device=as_device,
         dtype=dtype,

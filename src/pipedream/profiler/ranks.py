@@ -21,6 +21,7 @@ from pipedream.core.model.collective import Collective
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
+from pipedream.layouts import partition_layer
 from pipedream.profiler.passes import Sample
 from pipedream.profiler.update import named_parameters
 from pipedream.sharding.count import CountCollectives
@@ -82,7 +83,7 @@ class OneRank:
             for slot, parameter in module._parameters.items()
             if id(parameter) in name_of
         ]
-        self._callers = {id(layer): sharding.caller(layer) for layer in layers}
+        self._callers = {id(layer): partition_layer(layer, sharding) for layer in layers}
         self._names = {
             id(layer): [name_of[id(parameter)] for parameter in layer.parameters() if id(parameter) in name_of]
             for layer in layers

@@ -27,7 +27,7 @@ from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
 from pipedream.runtime.results.losses import Loss
-from pipedream.runtime.stage.auxiliary import auxiliary_scale
+from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators
 from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.sharding.stage import StageSharding
@@ -239,7 +239,7 @@ class ReferenceRun:
             if weight:
                 total += float(part_loss.detach()) * factor
                 if backward and part_loss.requires_grad:
-                    with auxiliary_scale(weight):
+                    with auxiliary_loss_scale(weight):
                         part_loss.backward(torch.full_like(part_loss, factor))  # type: ignore[no-untyped-call]
             losses.append(float(part_loss.detach()))
             if not backward:

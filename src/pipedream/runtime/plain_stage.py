@@ -14,7 +14,7 @@ import torch
 
 from pipedream.runtime.comm.values import map_tensors, tensors_in
 from pipedream.runtime.first_minibatch import ReferenceRun, StageCheck
-from pipedream.runtime.stage.auxiliary import auxiliary_scale
+from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
 
 
@@ -63,7 +63,7 @@ class PlainStage(StageCheck):
         layer_gradients: Sequence[torch.Tensor | None] = [None] * (len(handles) + len(self._inputs))
         if pairs:
             ends, arrived = zip(*pairs, strict=True)
-            with auxiliary_scale(saved.auxiliary_scale):
+            with auxiliary_loss_scale(saved.auxiliary_scale):
                 layer_gradients = torch.autograd.grad(ends, [*handles, *self._inputs], arrived, allow_unused=True)
         self._check.refer_to(dict(zip(self._names, layer_gradients, strict=False)))
         self._input_gradients = list(layer_gradients[len(handles) :])

@@ -30,7 +30,7 @@ from pipedream.runtime.data.sharded_loader import ShardedLoader, ShardedReader, 
 from pipedream.runtime.results.losses import Loss, is_torch_loss, metric_scores
 from pipedream.runtime.results.memory import MemoryMeter, keep_freed_memory, tensor_bytes
 from pipedream.runtime.results.results import Score
-from pipedream.runtime.stage.auxiliary import auxiliary_scale
+from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 
 _UPDATES = 16  # that are timed without and with messages
 _MOST_BYTES, _FILLED = 2e6, 0.4  # of a message: at most, and as a share of what the link carries during an update
@@ -215,7 +215,7 @@ class PlainLoop(Baseline):
         for inputs, targets, size in parts:
             loss = self._loss.value(self._forward(self._module, inputs), targets)
             self._meter.sample(is_forward=True)
-            with auxiliary_scale(size / samples):
+            with auxiliary_loss_scale(size / samples):
                 torch.autograd.backward(loss * (size / samples) if size != samples else loss)
             self._meter.sample(is_forward=False)
 

@@ -18,7 +18,7 @@ from pipedream.sharding.parts import local_part
 
 _DTENSOR, _DIRECT = torch.ops._c10d_functional, torch.ops.c10d
 
-# Those of `_DIRECT` are of weights (`at_rest`) and their gradients.
+# Those of `_DIRECT` are of weights (`shard_weights`) and their gradients.
 _KINDS: Mapping[Any, str] = {
     _DTENSOR.all_reduce.default: "all-reduce",
     _DTENSOR.all_reduce_.default: "all-reduce",

@@ -43,7 +43,7 @@ def parallelized(
         if any(isinstance(module, FSDPModule) for module in layer.modules()):
             raise PlanError(
                 f"{what} has called fully_shard, which keeps parameters of its own, so that versions of the weights "
-                "would not reach it; shard them by Layout(at_rest=...) instead"
+                "would not reach it; shard them by Layout(shard_weights=...) instead"
             )
         used: set[str] = set()
         sharded_slots: set[tuple[str, str]] = set()

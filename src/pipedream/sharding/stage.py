@@ -31,12 +31,11 @@ from pipedream.core.model.collective import Collective
 from pipedream.core.plan.boundary import Cut
 from pipedream.core.plan.layout import BATCH, Layout
 from pipedream.core.plan.mesh import Box, Mesh, box_of
-from pipedream.sharding.at_rest import GatheredWeights, LazyParameters, Resting, Rows
 from pipedream.sharding.count import FirstPasses
 from pipedream.sharding.functions import redistribute_in_steps
 from pipedream.sharding.local_rules import LocalRules, NoHiddenGathers
-from pipedream.sharding.partitioned_layer import PartitionedLayer
 from pipedream.sharding.parts import like_part, local_part, runs_early
+from pipedream.sharding.sharded_weights import GatheredWeights, LazyParameters, Rows, ShardedWeight
 from pipedream.sharding.whole_weights import step_whole_weights, steps_each_element
 
 
@@ -44,7 +43,7 @@ class _Part:
     """A tensor's placements, and what becomes of its gradient.
 
     Attributes:
-        rows: those that this rank has at rest; None: all.
+        rows: the shard of a sharded weight; None where the rank keeps all rows of its part.
         summed_late: mesh dimensions over which the gradient is a partial sum until the update: that of the batch, and
             those found in the first backward; None before.
     """
@@ -55,7 +54,7 @@ class _Part:
         *,
         waits_for_update: bool,
         rows: Rows | None = None,
-        rest: int | None = None,
+        shard_dim: int | None = None,
         batch: int | None = None,
     ) -> None:
         self.spec = spec
@@ -63,7 +62,7 @@ class _Part:
         # Replicas must agree, and the first microbatch of one may be too small to be cut.
         is_whole = batch is not None and spec.placements[batch] == Replicate()
         self._summed_by_batch = frozenset({batch} if is_whole and batch is not None else ())
-        self._summed_now = frozenset() if rest is None or rows is None else frozenset({rest})
+        self._summed_now = frozenset() if shard_dim is None or rows is None else frozenset({shard_dim})
         assert spec.tensor_meta is not None
         self.whole_shape = spec.tensor_meta.shape
         cut = [placement.dim if isinstance(placement, Shard) else None for placement in spec.placements]
@@ -148,10 +147,10 @@ class StageSharding:
         names = device_mesh.mesh_dim_names or ()
         self.mesh = Mesh(",".join(f"{name}:{device_mesh.size(at)}" for at, name in enumerate(names)))
         self._layout = layout
-        self._device_mesh = device_mesh
-        self._group = group
+        self.device_mesh = device_mesh
+        self.group = group
         self._place: Sequence[int] = device_mesh.get_coordinate() or []
-        self._rest = self._find_dimension(layout.at_rest)
+        self._shard_dim = self._find_dimension(layout.shard_weights)
         self.look: Callable[[], None] = lambda: None
         self._gathered = GatheredWeights(lambda: self.look())
         self._weights: dict[str, _Part] = {}
@@ -181,7 +180,7 @@ class StageSharding:
         """Copies the values of the worker's first rank to the others."""
         for tensor in tensors:
             for at in range(len(self.mesh.dimensions)):
-                dist.broadcast(tensor.data, group=self._device_mesh.get_group(at), group_src=0)
+                dist.broadcast(tensor.data, group=self.device_mesh.get_group(at), group_src=0)
 
     def cut(
         self,
@@ -203,43 +202,43 @@ class StageSharding:
                 placements = self._layout.parameter(name, handle.shape, self.mesh)
             meta = TensorMeta(handle.shape, handle.stride(), handle.dtype)
             placed = tuple(_make_placements(placements))
-            spec, rows = DTensorSpec(self._device_mesh, placed, meta), None
-            if self._rest is not None and handle.dim() and placed[self._rest] == Replicate():
-                parts = prod(self._device_mesh.size(at) for at, placement in enumerate(placed) if placement == Shard(0))
-                rows = Rows(self._device_mesh.get_group(self._rest), -(-handle.shape[0] // parts))
+            spec, rows = DTensorSpec(self.device_mesh, placed, meta), None
+            if self._shard_dim is not None and handle.dim() and placed[self._shard_dim] == Replicate():
+                parts = prod(self.device_mesh.size(at) for at, placement in enumerate(placed) if placement == Shard(0))
+                rows = Rows(self.device_mesh.get_group(self._shard_dim), -(-handle.shape[0] // parts))
             self._weights[name] = _Part(
                 spec,
                 waits_for_update=True,
                 rows=rows,
-                rest=self._rest,
+                shard_dim=self._shard_dim,
                 batch=self._find_dimension(self._layout.over.get(BATCH, "")),
             )
             handle.data = self.part([name], handle.data)
 
     def prepare(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Lets modules gather the weights that are at rest."""
-        for module in modules if self._rest is not None else ():
+        """Lets modules gather sharded weights."""
+        for module in modules if self._shard_dim is not None else ():
             module._parameters = LazyParameters(module._parameters)
 
     def weights(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Returns DTensors around a layer's parts, whose gradients go to the leaves.
 
-        Of weights at rest it returns what gathers them, together with others of the layer.
+        Of sharded weights it returns what gathers them, together with others of the layer.
         """
-        resting = self._resting(leaves)
-        reading = dict(zip(resting, self._gathered.readings(resting.values()), strict=True))
+        sharded = self._list_sharded(leaves)
+        reading = dict(zip(sharded, self._gathered.plan_readings(sharded.values()), strict=True))
         return {
             name: reading.get(name) or _wrap_weight(leaf, self._weights[name], self._gathered.look)
             for name, leaf in leaves.items()
         }
 
     def gathered_bytes(self, leaves: Mapping[str, torch.Tensor]) -> int:
-        """Returns the most bytes that the weights at rest of a layer need in a pass, with any number of samples."""
-        return GatheredWeights.needed_bytes(self._resting(leaves).values())
+        """Returns the most bytes that the sharded weights of a layer need in a pass, with any number of samples."""
+        return GatheredWeights.needed_bytes(self._list_sharded(leaves).values())
 
-    def _resting(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, Resting]:
+    def _list_sharded(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, ShardedWeight]:
         return {
-            name: Resting(leaf, part.rows, partial(_wrap_weight, part=part, look=self._gathered.look))
+            name: ShardedWeight(leaf, part.rows, partial(_wrap_weight, part=part, look=self._gathered.look))
             for name, leaf in leaves.items()
             for part in [self._weights[name]]
             if part.rows is not None
@@ -248,9 +247,9 @@ class StageSharding:
     def counts(self, name: str) -> bool:
         """Whether this rank counts its part of a weight in the norm: of equal parts the first does."""
         part = self._weights[name]
-        at_rest = {self._rest} if part.rows is not None else set()
+        sharded = {self._shard_dim} if part.rows is not None else set()
         placed = enumerate(zip(part.spec.placements, self._place, strict=True))
-        return not any(place for at, (placement, place) in placed if placement.is_replicate() and at not in at_rest)
+        return not any(place for at, (placement, place) in placed if placement.is_replicate() and at not in sharded)
 
     def saved_part(self, names: Sequence[str], part: torch.Tensor) -> tuple[Box, Sequence[int]] | None:
         """Returns which part this rank has of a weight, or of a state of its size, and the shape of the whole.
@@ -297,7 +296,7 @@ class StageSharding:
         part = part.detach() if weight.rows is None else weight.rows.gather(part.detach())
         return local_part(weight.wrap(part).redistribute(placements=self._nowhere))
 
-    def wholes(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def gather_all(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns `whole` of several, each with one name."""
         with self.counting("whole weights"):
             return [None if part is None else self.whole([name], part) for name, part in zip(names, parts, strict=True)]
@@ -319,7 +318,7 @@ class StageSharding:
 
     def _sum_gradients(self, names: Sequence[str], sums: Sequence[torch.Tensor | None]) -> None:
         for at in range(len(self.mesh.dimensions)):
-            group = self._device_mesh.get_group(at)
+            group = self.device_mesh.get_group(at)
             late = [
                 total
                 for name, total in zip(names, sums, strict=True)
@@ -334,7 +333,7 @@ class StageSharding:
         """Returns the sum over all ranks of the worker."""
         with self.counting("norm"):
             for at in range(len(self.mesh.dimensions)):
-                dist.all_reduce(number, group=self._device_mesh.get_group(at))
+                dist.all_reduce(number, group=self.device_mesh.get_group(at))
         return number
 
     # -- collectives ----------------------------------------------------------------------------------
@@ -352,17 +351,14 @@ class StageSharding:
         """Returns the same cut of a stage that has not run yet."""
         fresh = copy.copy(self)
         fresh._gathered = GatheredWeights()
-        fresh._first = FirstPasses(self._device_mesh, self._group)
+        fresh._first = FirstPasses(self.device_mesh, self.group)
         fresh._weights = {name: part.copy_fresh() for name, part in self._weights.items()}
         return fresh
 
-    def caller(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what is called in place of a layer."""
-        if not self._layout.is_cut(self.mesh):
-            return layer
-        assert isinstance(layer, torch.nn.Module)
-        assert self._group is not None
-        return PartitionedLayer(layer, self._device_mesh, self._group)
+    @property
+    def runs_operators(self) -> bool:
+        """Whether layers run as operators, along the cuts of a partition (`pipedream.layouts.partition_layer`)."""
+        return self._layout.is_cut(self.mesh)
 
     # -- activations ----------------------------------------------------------------------------------
 
@@ -373,8 +369,8 @@ class StageSharding:
         Args:
             what: "forward", "backward" or "weights' backward"; the first of each is checked for hidden gathers.
         """
-        keeps = what == "forward" and self._rest is not None
-        references = self._gathered.kept_as_references() if keeps else nullcontext()
+        keeps = what == "forward" and self._shard_dim is not None
+        references = self._gathered.keep_references() if keeps else nullcontext()
         kind = what, torch.is_grad_enabled()  # an evaluation may run other operators
         check = nullcontext() if kind in self._checked else NoHiddenGathers()
         with implicit_replication(), LocalRules(), check, references:
@@ -386,7 +382,7 @@ class StageSharding:
 
     def cut_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
         """Returns the model's input, which every rank has whole, as a DTensor."""
-        whole = DTensor.from_local(tensor, self._device_mesh, self._nowhere, run_check=False)
+        whole = DTensor.from_local(tensor, self.device_mesh, self._nowhere, run_check=False)
         return whole.redistribute(placements=_make_placements(self.batch_cut(tensor, samples)))  # a slice
 
     def batch_cut(self, tensor: torch.Tensor, samples: int) -> tuple[int | None, ...]:
@@ -396,9 +392,7 @@ class StageSharding:
     def enter(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         """Returns a received part as a DTensor."""
         meta = TensorMeta(torch.Size(cut.shape), torch.empty(cut.shape, device="meta").stride(), tensor.dtype)
-        part = _Part(
-            DTensorSpec(self._device_mesh, tuple(_make_placements(cut.received)), meta), waits_for_update=False
-        )
+        part = _Part(DTensorSpec(self.device_mesh, tuple(_make_placements(cut.received)), meta), waits_for_update=False)
         return _wrap(tensor, part)
 
     @staticmethod

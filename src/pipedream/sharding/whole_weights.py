@@ -36,7 +36,7 @@ _ELEMENTWISE = {
 class _Parts(Protocol):
     """The part of each weight that a rank has, see `sharding.stage.StageSharding`."""
 
-    def wholes(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]: ...
+    def gather_all(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]: ...
 
     def part(self, names: list[str], whole: torch.Tensor) -> torch.Tensor: ...
 
@@ -61,7 +61,7 @@ def step_whole_weights(optimizer: torch.optim.Optimizer, handles: Mapping[str, n
             [kept[a][k] for a, k in states],
         )
         owners = [names[handle] for handle in stepped]
-        gathered = parts.wholes(
+        gathered = parts.gather_all(
             [*owners, *owners, *(owners[at] for at, _ in states)], [tensor for row in tensors for tensor in row]
         )
         for (at, key), whole in zip(states, gathered[2 * len(stepped) :], strict=True):

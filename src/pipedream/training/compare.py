@@ -66,8 +66,9 @@ def compare_recipe(
     Args:
         recipe: a recipe's file.
         schedules: methods besides what torch offers; 'data-parallel' is this library's, 'auto' the planner's choice.
-        options: workers, microbatches, epochs, minibatches, seed, device, out (the folder), mesh, layout and at_rest
-            are used. With a mesh workers are ranks: so many for torch's own ways, and for a method's meshes together.
+        options: workers, microbatches, epochs, minibatches, seed, device, out (the folder), mesh, layout and
+            shard_weights are used. With a mesh workers are ranks: so many for torch's own ways, and for a method's
+            meshes together.
         links: for each the bytes/s of the levels of a slow network, innermost first; without any, this machine's own.
         widths: of the levels; by default all workers on one.
         progress: is called with a line before and after each variant.
@@ -244,7 +245,7 @@ class _Runs:
         options = self.options
         job |= {"recipe": self.recipe, "kind": kind, "seed": options.seed or 0, "device": options.device}
         job |= {"epochs": options.epochs, "minibatches": options.minibatches, "out": str(out)}
-        job |= {"mesh": options.mesh, "layout": options.layout, "at_rest": options.at_rest}
+        job |= {"mesh": options.mesh, "layout": options.layout, "shard_weights": options.shard_weights}
         sent = self.run(workers, ["-m", "pipedream.training.compare_worker", json.dumps(job)], out.with_suffix(BEGUN))
         return out, sent
 
@@ -255,7 +256,7 @@ class _Runs:
         plan.save(plan_file)
         flags = ["--plan", str(plan_file), "--workers", str(plan.ranks)]
         flags += [] if options.layout is None else ["--layout", options.layout]
-        flags += [] if options.at_rest is None else ["--at-rest", options.at_rest]
+        flags += [] if options.shard_weights is None else ["--shard-weights", options.shard_weights]
         flags += ["--seed", str(options.seed or 0), "--device", options.device, "--checkpoint-every", "0", "--json"]
         for flag, count in (("--epochs", options.epochs), ("--minibatches", options.minibatches)):
             flags += [] if count is None else [flag, str(count)]

@@ -1,9 +1,9 @@
 """A worker of `pipedream compare` for what is not `pipedream train`: ``python -m ...training.compare_worker JSON``.
 
-The JSON has recipe, kind, seed, device, mesh, layout, at_rest and out, the file that rank 0 writes. A 'profile' is
-measured on all workers at the same time, with so many `runs`, of minibatches and of one of their `microbatches`, also
-for a rank of the mesh; 'messages' is what a byte of a message takes from compute on a link of `bytes_per_s`. What torch
-itself offers is trained by 'plain', 'ddp' or '1f1b', with parts, bounds (the layers of the stages), epochs and
+The JSON has recipe, kind, seed, device, mesh, layout, shard_weights and out, the file that rank 0 writes. A 'profile'
+is measured on all workers at the same time, with so many `runs`, of minibatches and of one of their `microbatches`,
+also for a rank of the mesh; 'messages' is what a byte of a message takes from compute on a link of `bytes_per_s`. What
+torch itself offers is trained by 'plain', 'ddp' or '1f1b', with parts, bounds (the layers of the stages), epochs and
 minibatches; the file has its figures, or why this recipe is not trained so.
 """
 
@@ -36,7 +36,7 @@ def run_asked(job: dict[str, Any]) -> None:
     figures: dict[str, Any]
     if job["kind"] == "profile":
         profile = profile_recipe(
-            with_layout(recipe, job["layout"], job["at_rest"]),
+            with_layout(recipe, job["layout"], job["shard_weights"]),
             device=str(device),
             seed=job["seed"],
             runs=job["runs"],

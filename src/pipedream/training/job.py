@@ -31,13 +31,11 @@ from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import loggers_of
-from pipedream.runtime.results.losses import Loss, is_torch_loss, loss_of_output
+from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
-from pipedream.sharding.traced import trace
 from pipedream.training.resume import ResumePoint, resume_point
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
-from pipedream.workflows.partition import DescribedStep
 from pipedream.workflows.plan import make_plan
 from pipedream.workflows.prepare import (
     add_compensation,
@@ -147,7 +145,7 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     seed = options.seed if options.seed is not None else resumed.manifest.seed if resumed is not None else 0
     workers = _count_workers(options, resumed, process.count)
     recipe = make(seed)
-    recipe = with_layout(recipe, options.layout, options.at_rest)
+    recipe = with_layout(recipe, options.layout, options.shard_weights)
     phases = _choose_phases(options, resumed, recipe)
     if phases:
         planned = choose_phase_to_plan(phases)
@@ -182,13 +180,13 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
     )
 
 
-def with_layout(recipe: Recipe, rules: str | None, at_rest: str | None) -> Recipe:
+def with_layout(recipe: Recipe, rules: str | None, shard_weights: str | None) -> Recipe:
     """Returns the recipe with other rules for its names of dimensions, where they are given."""
-    if rules is None and at_rest is None:
+    if rules is None and shard_weights is None:
         return recipe
     layout = recipe.layout or Layout()
     chosen = layout.rules if rules is None else rules
-    return replace(recipe, layout=replace(layout, rules=chosen, at_rest=at_rest or layout.at_rest))
+    return replace(recipe, layout=replace(layout, rules=chosen, shard_weights=shard_weights or layout.shard_weights))
 
 
 def plan_job(job: Job, process: Process) -> PlannedJob:
@@ -312,33 +310,6 @@ def capture_recipe(recipe: Recipe, *, device: str = "cpu", finest: bool = False)
         if not any(parameter.is_meta for parameter in recipe.model.parameters()):
             recipe.model.to(process_group.process_device(device))
         return capture_with_values(recipe.model, inputs, finest=finest)
-
-
-def describe_recipe(recipe: Recipe) -> DescribedStep:
-    """Describes the step of a recipe's first training batch, with loss and optimizer, in the dtypes of its model.
-
-    The names of indices are shared by all operators. The batch goes to the model's device, which may be 'meta'.
-    """
-    device = next((parameter.device for parameter in recipe.model.parameters()), None)
-
-    def moved(value: Any) -> Any:
-        return value if device is None else to_device(value, device)
-
-    batch = moved(recipe.first_batch())
-    loss = Loss(recipe.loss, recipe.weight)
-    adapt = BatchAdapter(recipe.inputs, recipe.targets, is_torch_loss(recipe.loss), recipe.loss is None)
-    _, targets = adapt(batch)
-
-    def value(output: Any) -> Any:
-        return loss_of_output(output) if recipe.loss is None else loss.value(output, targets)
-
-    with blaming("while its step was described on its first batch"):
-        step = trace(recipe.model, moved(model_input(recipe, batch)), loss=value, optimizer=recipe.optimizer)
-    ops = step.operators.with_shared_names()
-    sizes = {name: dtype.itemsize for name, dtype in step.dtypes.items()}
-    first = ops.named.at_rest[step.inputs[0]] if step.inputs else ()
-    at = recipe.batch_dim if isinstance(recipe.batch_dim, int) else 0
-    return DescribedStep(ops, sizes, (first[at] if at < len(first) else None) or "")
 
 
 def model_input(recipe: Recipe, batch: Any) -> Any:

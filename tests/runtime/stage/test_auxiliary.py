@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pipedream
-from pipedream import auxiliary, auxiliary_scale
+from pipedream import add_auxiliary_loss, auxiliary_loss_scale
 from pipedream.runtime.session import Session
 
 DATA = batches()
@@ -53,7 +53,7 @@ class Penalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.adds: Callable[[Tensor, Tensor], Tensor] = auxiliary
+        self.adds: Callable[[Tensor, Tensor], Tensor] = add_auxiliary_loss
 
     def forward(self, x: Tensor) -> Tensor:
         output = self.linear(x)
@@ -66,7 +66,7 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.adds: Callable[[Tensor, Tensor], Tensor] = auxiliary
+        self.adds: Callable[[Tensor, Tensor], Tensor] = add_auxiliary_loss
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)
@@ -134,7 +134,7 @@ def test_a_plain_loop_that_accumulates_scales_them() -> None:
     mse(whole(x), (x, y)).backward()
     for xs, ys in zip(x.split(parts), y.split(parts), strict=True):
         share = len(xs) / len(x)
-        with auxiliary_scale(share):
+        with auxiliary_loss_scale(share):
             (mse(other(xs), (xs, ys)) * share).backward()
     for a, b in zip(whole.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
@@ -143,13 +143,13 @@ def test_a_plain_loop_that_accumulates_scales_them() -> None:
 def test_the_scale_is_that_of_the_backward_and_is_restored() -> None:
     w = torch.ones(3, requires_grad=True)
     for scale in (0.5, 0.0, 1.0):
-        value = auxiliary(w * 2, w.sum())
-        with auxiliary_scale(3.0), auxiliary_scale(scale):
+        value = add_auxiliary_loss(w * 2, w.sum())
+        with auxiliary_loss_scale(3.0), auxiliary_loss_scale(scale):
             (gradient,) = torch.autograd.grad(value.sum(), w)
         assert gradient.tolist() == [2.0 + scale] * 3
-    with pytest.raises(ZeroDivisionError), auxiliary_scale(2.0):
+    with pytest.raises(ZeroDivisionError), auxiliary_loss_scale(2.0):
         1 / 0  # noqa: B018
-    (gradient,) = torch.autograd.grad(auxiliary(w * 2, w.sum()).sum(), w)
+    (gradient,) = torch.autograd.grad(add_auxiliary_loss(w * 2, w.sum()).sum(), w)
     assert gradient.tolist() == [3.0] * 3
 
 
@@ -167,28 +167,28 @@ def test_checkpointed_layers(reentrant: bool) -> None:
 def test_the_value_is_unchanged_and_may_be_written_in_place() -> None:
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
     product = x * w
-    value = auxiliary(product, w.square().sum())
+    value = add_auxiliary_loss(product, w.square().sum())
     assert torch.equal(value, product)
     value.add_(1).relu_().sum().backward()
     (expected,) = torch.autograd.grad((x * w + 1).relu().sum() + w.square().sum(), w)
     torch.testing.assert_close(w.grad, expected)
     saved = (x * w).tanh()
-    auxiliary(saved, w.sum()).mul_(2)
+    add_auxiliary_loss(saved, w.sum()).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
 
 
 def test_what_is_not_read_does_not_count() -> None:
     w = torch.ones(2, requires_grad=True)
-    auxiliary(w * 2, w.sum())
+    add_auxiliary_loss(w * 2, w.sum())
     assert torch.autograd.grad((w * 3).sum(), w)[0].tolist() == [3.0, 3.0]
     with torch.no_grad():
-        assert not auxiliary(w * 2, w.sum()).requires_grad
+        assert not add_auxiliary_loss(w * 2, w.sum()).requires_grad
 
 
 def test_a_loss_alone_may_require_a_gradient() -> None:
     w = torch.ones((), requires_grad=True, dtype=torch.float64)
-    value = auxiliary(torch.zeros(2, dtype=torch.float32), w * 4)
+    value = add_auxiliary_loss(torch.zeros(2, dtype=torch.float32), w * 4)
     assert value.requires_grad
     value.sum().backward()
     assert float(w.grad) == 4.0
@@ -205,7 +205,7 @@ def test_a_loss_alone_may_require_a_gradient() -> None:
 )
 def test_other_arguments_are_refused(value: Any, loss: Any, what: str) -> None:
     with pytest.raises(TypeError, match=what):
-        auxiliary(value, loss)
+        add_auxiliary_loss(value, loss)
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_a_compiled_backward_reads_the_scale_each_time() -> None:
         gradients = []
         for called in (model, compiled):
             output = called(x).sum()
-            with auxiliary_scale(scale):
+            with auxiliary_loss_scale(scale):
                 gradients.append(torch.autograd.grad(output, list(model.parameters())))
         for a, b in zip(*gradients, strict=True):
             torch.testing.assert_close(a, b)
@@ -231,8 +231,8 @@ def test_a_compiled_backward_reads_the_scale_each_time() -> None:
 def test_scales_on_other_threads() -> None:
     """Autograd runs the backwards of a GPU on threads of its own."""
     w = torch.ones(2, requires_grad=True)
-    value = auxiliary(w * 2, w.sum()).sum()
-    with ThreadPoolExecutor(1) as threads, auxiliary_scale(0.5):
+    value = add_auxiliary_loss(w * 2, w.sum()).sum()
+    with ThreadPoolExecutor(1) as threads, auxiliary_loss_scale(0.5):
         gradients = threads.submit(partial(torch.autograd.grad, value, w)).result()
     assert gradients[0].tolist() == [2.5, 2.5]
 

@@ -34,7 +34,7 @@ class LayerProfile:
             until its backward.
         working_bytes: the most that a pass needs beyond what is kept (by it and earlier layers) and its parameters'
             gradients; with its input and the gradients that pass through.
-        gathered_bytes: of `working_bytes`, that weights at rest need (docs/meshes.md), with any number of samples.
+        gathered_bytes: of `working_bytes`, that sharded weights need (docs/meshes.md), with any number of samples.
         backward_bytes: the most that its backward adds to what is kept when it begins, with its parameters' gradients
             and without what it has released.
         largest_parameter_bytes: whose gradient is computed before it is accumulated.
@@ -95,7 +95,7 @@ class RankProfile:
     """What the first rank of a mesh needs, with its parts of all tensors; see `Profile`.
 
     Attributes:
-        layout: its rules, and what it shards at rest.
+        layout: its rules, and the dimension that shards weights.
         layers: without the seconds of collectives.
         forward, backward: collectives of each layer.
         update: collectives of an update.

@@ -43,7 +43,8 @@ class Layout:
         names: a parameter, or a pattern of parameters as in `fnmatch`, -> the names of its dimensions, such as
             ``{"*.up.weight": "d_ff d_model"}``; ``"blocks.3:out"`` is the output of that layer. The first that matches
             counts. A tensor without names is not cut.
-        at_rest: mesh dimension over which weights, gradients and optimizer state are sharded while no layer uses them.
+        shard_weights: mesh dimension over which weights, gradients and optimizer state are sharded while no layer uses
+            them.
         cuts: tensor of a described step (`tensor_of` for parameters) -> the dimension that each cut into halves
             divides, or None. They count on meshes such as ``cut1:2,cut2:2``, where rules do not.
 
@@ -53,7 +54,7 @@ class Layout:
 
     rules: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
-    at_rest: str = ""
+    shard_weights: str = ""
     cuts: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class Layout:
         """Returns the layout of a `Partition`, for a mesh with a dimension for each of its cuts: ``cut1:2,cut2:2``.
 
         Weights rest as they were found to, together with their versions, gradients and optimizer states. Each layer
-        runs by operators whose indices are chosen for that (`pipedream.sharding.partitioned_layer`).
+        runs by operators whose indices are chosen for that (`pipedream.layouts`).
         """
         tensors = partition.cuts[0].schemes if partition.cuts else {}
         return cls(cuts={name: tuple(cut.schemes[name] for cut in partition.cuts) for name in tensors})
@@ -84,10 +85,11 @@ class Layout:
         expected = {f"{_CUT}{at + 1}": 2 for at in range(count)}
         if not expected or not mesh.dimensions.keys() & expected.keys():
             return False
-        if list(mesh.dimensions.items()) != list(expected.items())[: len(mesh.dimensions)] or self.at_rest:
+        if list(mesh.dimensions.items()) != list(expected.items())[: len(mesh.dimensions)] or self.shard_weights:
+            sharded = f"shard_weights={self.shard_weights!r}"
             raise PlanError(
-                f"a layout with {count} cuts into halves has meshes such as {_format_halves(count)}, without at_rest; "
-                f"found {mesh}{f' and at_rest={self.at_rest!r}' if self.at_rest else ''}; use such a mesh, and "
+                f"a layout with {count} cuts into halves has meshes such as {_format_halves(count)}, without "
+                f"shard_weights; found {mesh}{f' and {sharded}' if self.shard_weights else ''}; use such a mesh, and "
                 "replicas of the stage in place of other dimensions"
             )
         return True
@@ -129,7 +131,7 @@ class Layout:
     def __str__(self) -> str:
         parts = [
             self.rules,
-            self.at_rest and f"at rest over {self.at_rest}",
+            self.shard_weights and f"at rest over {self.shard_weights}",  # profiles hold this text
             "cuts that were found" if self.cuts else "",
         ]
         return "; ".join(filter(None, parts)) or "no rules"
@@ -221,14 +223,14 @@ class Layout:
             shapes: of the model's parameters.
             samples: in a minibatch; None if unknown.
         """
-        dimensions = list(dict.fromkeys([*self.over.values(), *([self.at_rest] if self.at_rest else [])]))
+        dimensions = list(dict.fromkeys([*self.over.values(), *([self.shard_weights] if self.shard_weights else [])]))
         cuts = range(1, max(map(len, self.cuts.values()), default=0) + 1)
         meshes = [*every_mesh(dimensions, most), *(Mesh(_format_halves(count)) for count in cuts if 2**count <= most)]
         return {mesh: self._find_problem(mesh, shapes, samples) for mesh in meshes}
 
     def _find_problem(self, mesh: Mesh, shapes: Mapping[str, Sequence[int]], samples: int | None) -> str:
         batch = self.over.get(BATCH)
-        used = {self.at_rest, batch}
+        used = {self.shard_weights, batch}
         for name, shape in shapes.items():
             try:
                 placed = self.parameter(name, shape, mesh)
@@ -286,17 +288,20 @@ class Layout:
                     f"{near[0]!r}?"
                 )
         dimensions = [over for mesh in meshes for over in mesh.dimensions]
-        if self.at_rest not in dimensions and (near := get_close_matches(self.at_rest, dimensions, n=1, cutoff=0.75)):
+        if self.shard_weights not in dimensions and (
+            near := get_close_matches(self.shard_weights, dimensions, n=1, cutoff=0.75)
+        ):
             raise PlanError(
-                f"the layout is at rest over {self.at_rest!r}, which no mesh has; did you mean {near[0]!r}?"
+                f"the layout has shard_weights={self.shard_weights!r}, which no mesh has; did you mean {near[0]!r}?"
             )
-        used = {*self.over.values(), *([self.at_rest] if self.at_rest else [])}
+        used = {*self.over.values(), *([self.shard_weights] if self.shard_weights else [])}
         for mesh in meshes:
             for over in () if self.is_cut(mesh) else mesh.dimensions:
                 if over not in used:
                     raise PlanError(
                         f"the mesh {mesh} has the dimension {over!r}, which no rule uses, so that its ranks would all "
-                        f"do the same; add a rule such as batch:{over}, or at_rest={over!r}, or remove the dimension"
+                        f"do the same; add a rule such as batch:{over}, or shard_weights={over!r}, or remove the "
+                        "dimension"
                     )
 
 

@@ -27,7 +27,7 @@ class Stage:
         forward_fixed_s, backward_fixed_s: the part that each microbatch takes, however small.
         forward_launch_s, backward_launch_s: that the host needs to launch a pass on a GPU (`LayerProfile`).
         recompute: only its input is kept, and the backward repeats the forward.
-        gathered_bytes: of them, for weights at rest, whatever the number of samples.
+        gathered_bytes: of them, for sharded weights, whatever the number of samples.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the parts of its peak.
         mesh: the ranks of each worker (`core.plan.mesh.Mesh`); '' for one.

@@ -130,7 +130,7 @@ class StagePeaks:
         return np.where(self._is_run(first, last), run, part)
 
     def gathered_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns how much of it is for weights at rest, whatever the number of samples."""
+        """Returns how much of it is for sharded weights, whatever the number of samples."""
         return np.minimum(self.gathered.over(self.lowest[first], self.highest[last]), self.working_bytes(first, last))
 
     def relief_bytes(self, first: Place, last: Place) -> Bytes:

@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 _scale = 1.0  # not a context variable: autograd runs a GPU's backwards on threads of its own, which would not see it
 
 
-def auxiliary(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+def add_auxiliary_loss(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     """Returns `value`, and adds a loss to the objective of every backward that runs through it.
 
     The loss counts like the loss of the microbatch: in a pipeline a minibatch's objective is the mean of (loss +
@@ -25,7 +25,7 @@ def auxiliary(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     losses do not include it, and evaluations ignore it. Where nothing that is trained reads `value`, it does not count.
 
     In a plain loop ``loss.backward()`` adds each auxiliary loss once. Where the loop scales its loss, as for the
-    accumulation of gradients or with a `torch.amp.GradScaler`, it scales these with `auxiliary_scale`.
+    accumulation of gradients or with a `torch.amp.GradScaler`, it scales these with `auxiliary_loss_scale`.
 
     Args:
         value: any shape; of floating-point numbers.
@@ -35,25 +35,25 @@ def auxiliary(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         TypeError: an argument is not such a tensor.
     """
     if has_torch_function((value, loss)):
-        return handle_torch_function(auxiliary, (value, loss), value, loss)
+        return handle_torch_function(add_auxiliary_loss, (value, loss), value, loss)
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
         raise TypeError(
-            f"auxiliary(value, loss) was given {_describe(value)} as its value, through which no gradient flows; give "
-            "a tensor of floating-point numbers that the model computes with afterwards"
+            f"add_auxiliary_loss(value, loss) was given {_describe(value)} as its value, through which no gradient "
+            "flows; give a tensor of floating-point numbers that the model computes with afterwards"
         )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise TypeError(
-            f"auxiliary(value, loss) was given {_describe(loss)} as its loss; give a tensor with one "
+            f"add_auxiliary_loss(value, loss) was given {_describe(loss)} as its loss; give a tensor with one "
             "floating-point number"
         )
     return _Auxiliary.apply(value, loss)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @contextmanager
-def auxiliary_scale(scale: float) -> Iterator[None]:
+def auxiliary_loss_scale(scale: float) -> Iterator[None]:
     """A context whose backwards multiply auxiliary losses by `scale`, as a plain loop multiplies its loss.
 
-    with pipedream.auxiliary_scale(1 / parts):
+    with pipedream.auxiliary_loss_scale(1 / parts):
         (loss / parts).backward()
     """
     global _scale

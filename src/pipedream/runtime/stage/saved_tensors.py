@@ -30,8 +30,8 @@ from pipedream.core.errors import ScheduleError
 from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.stage.split_backward import saved_by
 from pipedream.runtime.stage.versions import WeightSet
-from pipedream.sharding.at_rest import WithReferences
 from pipedream.sharding.parts import like_part, local_part, spec_of
+from pipedream.sharding.sharded_weights import WithReferences
 
 _PACKING = {"aten::_cudnn_rnn": -1}
 """Operations that copy their weights internally: name -> index of the output that is the copy."""

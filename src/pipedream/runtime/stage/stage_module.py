@@ -29,9 +29,10 @@ from torch.nn.utils.rnn import PackedSequence
 from pipedream.core.errors import CaptureError
 from pipedream.core.plan.boundary import Boundary, cuts_of, with_cuts
 from pipedream.core.user_code import note_module
+from pipedream.layouts import partition_layer
 from pipedream.runtime.comm.message import Message
 from pipedream.runtime.comm.values import flatten, map_tensors, unflatten
-from pipedream.runtime.stage.auxiliary import auxiliary_scale
+from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators, never_draws
 from pipedream.runtime.stage.split_backward import Deferred, split_backward
 from pipedream.runtime.stage.versions import WeightSet
@@ -155,7 +156,7 @@ class StageModule:
             (
                 name,
                 layer,
-                _compile(layer, compile) if compile is not None else sharding.caller(layer) if sharding else layer,
+                _compile(layer, compile) if compile is not None else partition_layer(layer, sharding),
                 hasattr(layer, "reseed"),
                 never_draws(layer),
             )
@@ -330,7 +331,7 @@ class StageModule:
             if outputs:
                 weights.ready = ready
                 # As torch.autograd.backward, which takes 8 us for checks: the next stage's messages have their shapes.
-                with auxiliary_scale(saved.auxiliary_scale), self._enter_run("backward"):
+                with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_run("backward"):
                     _engine_run_backward(
                         outputs, arrived, False, False, (), allow_unreachable=True, accumulate_grad=True
                     )
@@ -345,7 +346,7 @@ class StageModule:
         """Returns the gradients of the received tensors only; frees what `backward_weights` does not need."""
         outputs, arrived = _select_with_gradients(saved, gradients)
         entries = [GradientEdge(node, 0) for node in saved.graph_inputs]
-        with auxiliary_scale(saved.auxiliary_scale), self._enter_run("backward"):
+        with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_run("backward"):
             back, saved.deferred = split_backward(outputs, arrived, entries)
         saved.graph_inputs = ()
         saved.outputs = ()
@@ -366,7 +367,7 @@ class StageModule:
         leaves = self._begin_backward(weights, accumulators)
         try:
             numbers = {leaf: number for number, leaf in enumerate(leaves)}
-            with auxiliary_scale(saved.auxiliary_scale), self._enter_run("weights' backward"):
+            with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_run("weights' backward"):
                 for leaf in saved.deferred.run():
                     if ready is not None and leaf in numbers and leaf.grad is not None:
                         gradient, leaf.grad = leaf.grad, None
@@ -408,7 +409,7 @@ class StageModule:
             parameters[slot] = leaves[name]
         for module, weights in self._recurrent:
             flat = [getattr(module, slot, None) if name is None else leaves[name] for slot, name in weights]
-            flat = [w() if callable(w) else w for w in flat]  # at rest: gathered now
+            flat = [w() if callable(w) else w for w in flat]  # a sharded weight, gathered now
             module._flat_weights = flat
             module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in flat]
         for attributes in self._flattening:

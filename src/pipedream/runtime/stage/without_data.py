@@ -101,7 +101,7 @@ def predict_collectives(
         sums = [None if gradient is None else torch.empty_like(gradient, dtype=as_.dtype) for gradient, as_ in kinds]
         sharding.sum_gradients(list(handles), sums)
         if sharding.steps_whole_weights:
-            sharding.wholes([*handles, *handles], [*weights.leaves.values(), *sums])
+            sharding.gather_all([*handles, *handles], [*weights.leaves.values(), *sums])
         if needs_norms:
             sharding.sum(torch.empty((), dtype=torch.float64, device=fake_module.device))
     return sharding.collectives

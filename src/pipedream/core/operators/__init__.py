@@ -1,1 +1,0 @@
-"""The operators of a training step, described by text."""

@@ -1,0 +1,1 @@
+"""Runs a step as a partition has divided it."""

@@ -1,1 +1,0 @@
-"""Finds how the ranks of one worker divide a step's tensors and operators: Tofu, and layouts by name."""

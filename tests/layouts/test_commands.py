@@ -1,0 +1,325 @@
+"""`pipedream partition` and `pipedream layout`: from operators and from recipes, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipedream import Layout, Mesh, Operators, cli, lay_out, partition
+from pipedream.layouts import METHODS, Exchanges
+
+PRODUCT = Operators({"x": (10, 5), "y": (5, 20), "z": (10, 20)}, "z[a, c] += x[a, b] * y[b, c]")
+LAYER = Operators(
+    {"x0": (64, 128), "w": (128, 128), "x1": (64, 128), "d1": (64, 128), "d0": (64, 128), "g": (128, 128)},
+    """x1[b, o] += x0[b, i] * w[i, o]
+       g[i, o] += x0[b, i] * d1[b, o]
+       d0[b, i] += d1[b, o] * w[i, o]""",
+    (("w", "g"),),
+)
+RECIPE = """
+import torch
+from torch import nn
+import pipedream
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return {"loss": (self.inner(x) ** 2).mean()}
+
+def recipe():
+    batch = (torch.randn(256, 16), torch.randint(0, 4, (256,)))
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    loss = nn.CrossEntropyLoss()
+    return pipedream.Recipe(model, loss, lambda named: torch.optim.SGD([p for _, p in named], momentum=0.9), [batch])
+"""
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    PRODUCT.save("product.json")
+    LAYER.save("layer.json")
+    Path("mine.py").write_text(RECIPE, encoding="utf-8")
+    Path("double.py").write_text(RECIPE.replace("nn.Linear(32, 4))", "nn.Linear(32, 4)).double()"), encoding="utf-8")
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], text: str) -> str:
+    assert cli.main(text.split()) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return shown.out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], text: str) -> Any:
+    return json.loads(run(capsys, f"{text} --json"))
+
+
+def test_partition_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "partition layer.json --ranks 4 --batch b").splitlines() == [
+        "recursive over 4 ranks: 12,288 elements a step (lower bound 12,288), 12,288 on the wire, 49.2 kB",
+        "",
+        "cut  pairs  elements of a pair",
+        "  1      1               8,192",
+        "  2      2               2,048",
+        "",
+        "tensor         shape      dimension of each cut",
+        "w and 1 more   128 x 128  0, 0",
+        "x0 and 1 more  64 x 128   whole, whole",
+        "x1 and 1 more  64 x 128   1, 1",
+        "",
+        "method        elements  on the wire    bytes",
+        "recursive       12,288       12,288  49.2 kB",
+        "joint           12,288       12,288  49.2 kB",
+        "all-row         92,160       92,160   369 kB",
+        "spartan         16,384       16,384  65.5 kB",
+        "equal           12,288       12,288  49.2 kB",
+        "no-reduction    12,288       12,288  49.2 kB",
+        "data            98,304       98,304   393 kB",
+        "model           73,728       73,728   295 kB",
+    ]
+
+
+@pytest.mark.parametrize("how", ["", "--method joint", "--no-replicate", "--method spartan", "--ranks 1"])
+def test_partition_is_that_of_the_library(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, f"partition layer.json --ranks 4 {how} --batch b --element-bytes 2")
+    ranks, replicate = report["ranks"], "no-rep" not in how
+    assert ranks == (1 if "--ranks" in how else 4)
+    assert report["method"] == (how.split()[1] if "--method" in how else "recursive")
+    assert set(report["refused"]) == (set() if replicate else {"data"})
+    for name, row in report["methods"].items():
+        direct = partition(LAYER, ranks, name, batch="b", replicate=replicate)
+        sent = Exchanges(LAYER, direct).elements
+        assert row == {
+            "elements": direct.elements,
+            "at_least": direct.at_least,
+            "sent_elements": sent,
+            "sent_bytes": 2 * sent,
+        }
+        if name == report["method"]:
+            assert report.items() >= row.items()
+            assert [cut["elements"] for cut in report["cuts"]] == [cut.elements for cut in direct.cuts]
+            assert report["elements"] == sum(cut["pairs"] * cut["elements"] for cut in report["cuts"])
+            for tensor, described in report["tensors"].items():
+                assert described["cuts"] == [cut.schemes[tensor] for cut in direct.cuts]
+                assert (tuple(described["shape"]), described["element_bytes"]) == (LAYER.tensors[tensor], 2)
+            for number, described in enumerate(report["operators"]):
+                assert described["text"] == str(LAYER.steps[number])
+                assert described["indices"] == [cut.indices[number] for cut in direct.cuts]
+    assert [*report["methods"]] == [name for name in METHODS if replicate or name != "data"]
+    assert report["tensors"]["g"]["alike"] == "w"
+
+
+def test_methods_that_do_not_run_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, "partition layer.json --ranks 2")
+    assert list(report["refused"]) == ["data"]
+    assert "give the index of the samples" in report["refused"]["data"]
+    assert set(report["methods"]) == {*METHODS} - {"data"}
+    assert run(capsys, "partition layer.json --ranks 2").endswith("\nleft out: data (--json says why)\n")
+
+
+def test_partition_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, "partition mine.py --ranks 2")
+    data = report["methods"]["data"]
+    weights = 16 * 32 + 32 + 32 * 4 + 4
+    assert data["elements"] >= 2 * weights
+    assert data["elements"] == pytest.approx(2 * weights, abs=20)  # and a few scalars of the loss
+    assert data["sent_bytes"] == 4 * data["sent_elements"]
+    assert report["elements"] < report["methods"]["all-row"]["elements"]
+    tensors = report["tensors"]
+    assert tensors["p_0_weight"]["shape"] == [32, 16]
+    # A weight, its gradient, its momentum and the updated ones rest alike.
+    group = {name for name, tensor in tensors.items() if tensor["alike"] == tensors["p_0_weight"]["alike"]}
+    assert group >= {"p_0_weight", "s_0_weight_momentum_buffer", "new_0_weight"}
+    assert len({tuple(tensors[name]["cuts"]) for name in group}) == 1
+    wide = run_json(capsys, "partition double.py --ranks 2")
+    assert wide["sent_bytes"] > 1.9 * report["sent_bytes"]
+    assert {tensor["element_bytes"] for tensor in tensors.values()} >= {4}
+    narrow = run_json(capsys, "partition double.py --ranks 2 --element-bytes 2")
+    assert narrow["sent_bytes"] == 2 * narrow["sent_elements"]
+
+
+def test_the_published_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "layout product.json --mesh m1:4,m2:2").splitlines() == [
+        "a:m2,c:m1 on the mesh m1:4,m2:2, least peak memory",
+        "",
+        "                          layout  no layout",
+        "peak of a rank, elements      75        350",
+        "  in bytes                 300 B    1.40 kB",
+        "operations of all ranks    1,000      8,000",
+        "  without duplicates       1,000      1,000",
+        "",
+        "not cut: b",
+    ]
+    assert run_json(capsys, "layout product.json --mesh m1:4,m2:2") == {
+        "mesh": "m1:4,m2:2",
+        "objective": "memory",
+        "rules": "a:m2,c:m1",
+        "element_bytes": 4,
+        "layout": {
+            "peak_elements": 75,
+            "peak_bytes": 300,
+            "done": 1000,
+            "unique": 1000,
+            "moved": [],
+            "seconds": None,
+        },
+        "none": {
+            "peak_elements": 350,
+            "peak_bytes": 1400,
+            "done": 8000,
+            "unique": 1000,
+            "moved": [],
+            "seconds": None,
+        },
+        "fixed": [],
+        "names": {"a": [10], "b": [5], "c": [20]},
+        "whole": {},
+    }
+    assert run_json(capsys, "layout product.json --mesh m1:4,m2:2,m3:1")["rules"] == "a:m2,b:m3,c:m1"
+    fixed = run_json(capsys, "layout product.json --mesh m1:4,m2:2 --fixed a,c")
+    assert (fixed["rules"], fixed["fixed"], fixed["layout"]) == ("", ["a", "c"], fixed["none"])
+    assert run(capsys, "layout product.json --mesh m1:4,m2:2 --fixed a,c").startswith("no name is cut on the mesh m1:4")
+
+
+def test_layout_by_time_is_that_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"data": 8e9 / 8 / 2, "model": 1e6 / 2}
+    text = "layout layer.json --mesh data:4,model:2 --objective time --operations-per-s 1e9 --element-bytes 2"
+    by_time = run_json(capsys, f"{text} --bandwidth 8Gbit/s 1MB/s --memory 300kB")
+    mesh = Mesh("data:4,model:2")
+    direct = lay_out(LAYER, mesh, "time", memory_elements=150_000, operations_per_s=1e9, elements_per_s=rates)
+    report = LAYER.report(direct, mesh)
+    assert by_time["rules"] == direct.rules
+    assert by_time["layout"]["seconds"] == report.seconds(1e9, rates)
+    assert by_time["none"]["seconds"] == LAYER.report(Layout(), mesh).seconds(1e9, rates)
+    moved = {(row["kind"], row["over"]): row["elements"] for row in by_time["layout"]["moved"]}
+    assert moved == dict(report.moved)
+    assert by_time["layout"]["peak_bytes"] == 2 * report.peak <= 300_000
+    shown = run(capsys, f"{text} --bandwidth 1e9")
+    assert "\ntime  " in shown
+    assert ", least time\n" in shown
+    assert f"all-reduce over {'data'}" in shown
+
+
+def test_layout_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """Index names are shared by the layers: the samples have one, and what connects two layers has one."""
+    report = run_json(capsys, "layout mine.py --mesh data:2,model:2")
+    assert report["names"]["x0_0"] == [256]
+    assert report["names"]["p_0_weight_0"] == [32]  # and the input of the second layer
+    assert "p_2_weight_1" not in report["names"]
+    assert "x0_0:" in report["rules"]
+    assert report["layout"]["peak_bytes"] < 0.4 * report["none"]["peak_bytes"]
+    rates = "--objective time --operations-per-s 1e9 --bandwidth 1e9"
+    by_time = run_json(capsys, f"layout mine.py --mesh data:8 {rates}")
+    assert by_time["rules"].split(",")[-1] == "x0_0:data"
+    assert by_time["layout"]["seconds"] < 0.2 * by_time["none"]["seconds"]
+    assert by_time["element_bytes"] == 4
+
+
+def test_a_model_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = RECIPE.replace(
+        "model = ", "return pipedream.Recipe(Own(), None, torch.optim.SGD, [{'x': torch.randn(8, 4)}])\n    #"
+    )
+    Path("own.py").write_text(
+        recipe.replace("torch.optim.SGD,", "lambda named: torch.optim.SGD([p for _, p in named]),"), encoding="utf-8"
+    )
+    report = run_json(capsys, "partition own.py --ranks 2")
+    assert {"p_inner_weight", "new_inner_weight", "x0"} <= set(report["tensors"])
+    assert report["refused"] == {}
+
+
+def test_a_recipe_on_meta_is_described_as_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    on_meta = RECIPE.replace("    model = ", "    with torch.device('meta'):\n        model = ")
+    Path("meta.py").write_text(on_meta, encoding="utf-8")
+    assert run_json(capsys, "partition meta.py --ranks 2") == run_json(capsys, "partition mine.py --ranks 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("partition layer.json", "Missing option '--ranks'"),
+        ("partition layer.json --ranks 3", "over 3 ranks was asked for, but each cut makes two halves; give a power"),
+        ("partition layer.json --ranks 0", "over 0 ranks was asked for"),
+        ("partition layer.json --ranks 2 --method spartam", "did you mean 'spartan'?"),
+        ("partition layer.json --ranks 2 --method data", "the batch index '', which no operator has; give the index"),
+        ("partition layer.json --ranks 2 --method data --batch n", "the batch index 'n', which no operator has"),
+        ("partition none.json --ranks 2", "none.json does not exist; give the file of Operators"),
+        ("partition none.py --ranks 2", "the recipe none.py does not exist; give the path of a Python file"),
+        (
+            "partition bad.json --ranks 2",
+            "bad.json: Operators: line 1, column 13 of the operators has the tensor 'u', whose sizes",
+        ),
+        ("partition two.json --ranks 2", "two.json: Operators: line 1, column 8 of the operators: the index 'i' of"),
+        ("partition text.json --ranks 2", "text.json is not JSON"),
+        ("layout bad.json --mesh m:2", "has the tensor 'u', whose sizes are not given; add it to tensors"),
+        ("partition drawing.py --ranks 2", "the layer '1' calls aten.bernoulli.default, which draws random numbers"),
+        (
+            "partition odd.py --ranks 2",
+            "the layer '1' calls aten._fft_r2c.default, which has no description; write one",
+        ),
+        ("layout failing.py --mesh m:2", "the recipe failed while its step was described on its first batch: "),
+        ("layout product.json", "Missing option '--mesh'"),
+        ("layout product.json --mesh m1", "the mesh 'm1' has 'm1', which is not a name and a size; write a mesh as"),
+        ("layout product.json --mesh m1:4,m1:2", "has the dimension 'm1' twice; give each a name of its own"),
+        ("layout product.json --mesh m:2 --objective speed", "'speed' was asked for; there are memory and time"),
+        ("layout product.json --mesh m:2 --objective time", "without --operations-per-s and --bandwidth; give both"),
+        ("layout product.json --mesh m:2 --objective time --bandwidth 1e9", "without --operations-per-s; give both"),
+        ("layout product.json --mesh m:2 --bandwidth 1e9", "--bandwidth was given, but has no effect on the"),
+        (
+            "layout product.json --mesh m:2 --objective time --operations-per-s 1 --bandwidth 1,2",
+            "--bandwidth has 2 values, but the mesh m:2 has 1 dimensions; give one value, or one for each",
+        ),
+        (
+            "layout product.json --mesh m:2 --objective time --operations-per-s 0 --bandwidth 1",
+            "operations_per_s is 0.0; give a positive number",
+        ),
+        ("layout product.json --mesh m:2 --objective time --operations-per-s 1 --bandwidth 1Gbps", "not a bandwidth"),
+        ("layout product.json --mesh m:2 --fixed aa", "fixed has 'aa', which is an index of no operator; did"),
+        ("layout product.json --mesh m:2 --memory much", "'much' is not a size"),
+        ("layout product.json --mesh m:2 --memory 3B", "memory of 3 bytes was given, but an element has 4; give"),
+        (
+            "layout product.json --mesh m1:4,m2:2 --memory 296",
+            "no layout on the mesh m1:4,m2:2 fits 74 elements on a rank: the least is 75, by a:m2,c:m1, 1 too many; "
+            "give each rank 75 (a memory of 296 bytes is 74 elements)",
+        ),
+        (
+            "layout layer.json --mesh m:2 --memory 120kB",
+            "2768 too many; give each rank 32768, or take a mesh such as m:4 (",
+        ),
+        ("layout product.json --mesh m1:4,m2:2 --memory 400 --fixed a", "or let a be cut (a:m2,c:m1 fits)"),
+    ],
+)
+def test_wrong_calls(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = json.loads(PRODUCT.to_json()) | {"tensors": {"x": [4], "y": [4]}, "text": "y[i] = x[i]+u[i]"}
+    Path("bad.json").write_text(json.dumps(bad), encoding="utf-8")
+    Path("two.json").write_text(
+        json.dumps(bad | {"tensors": {"x": [4], "y": [6]}, "text": "y[i] = x[i]"}), encoding="utf-8"
+    )
+    Path("text.json").write_text("y[i] = x[i]", encoding="utf-8")
+    recipe = (
+        RECIPE.replace("nn.ReLU()", "Own()") + "\nclass Own(nn.Module):\n    def forward(self, x):\n        return "
+    )
+    results = {
+        "drawing": "x * torch.bernoulli(x.sigmoid())",
+        "odd": "torch.fft.fft(x).abs()",
+        "failing": "x.view(3, 3)",
+    }
+    for name, result in results.items():
+        Path(f"{name}.py").write_text(f"{recipe}{result}\n", encoding="utf-8")
+    assert cli.main(text.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert message in shown.err
+
+
+def test_a_step_of_one_rank_moves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "partition product.json --ranks 1").startswith("recursive over 1 rank: 0 elements a step")
+    assert run(capsys, "layout product.json --mesh -").startswith("no name is cut on the mesh -, least peak memory\n")
+    assert prod(PRODUCT.tensors["z"]) == 200

@@ -1,0 +1,302 @@
+"""Layers and functions of torch are described, and their parts make the whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import pipedream
+from pipedream.core.errors import PlanError
+from pipedream.layouts.execution.step import PartitionedStep, SimulatedRanks
+from pipedream.layouts.search.partition import partition
+from pipedream.layouts.tracing import descriptions
+from pipedream.layouts.tracing.descriptions import contradiction, description_of
+from pipedream.layouts.tracing.trace import trace
+
+
+class Calls(nn.Module):
+    """A function as a layer, of something that has a gradient."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self._function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(x * self.scale)
+
+
+class First(nn.Module):
+    """The first result of a layer that has several."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(x)[0]
+        return output
+
+
+_ROWS = torch.tensor([[0, 2, 1], [3, 0, 0]])
+_COLUMNS = torch.tensor([1, 0, 2])
+_WORDS = torch.arange(32).reshape(8, 4) % 12
+
+PICTURES: dict[str, nn.Module] = {
+    "conv": nn.Conv2d(4, 8, 3, padding=1),
+    "conv, dilated": nn.Conv2d(4, 8, 3, dilation=2),
+    "conv, strided, in groups": nn.Conv2d(4, 8, 3, 2, groups=2),
+    "conv, depthwise": nn.Conv2d(4, 4, 3, padding=1, groups=4),
+    "conv of the whole picture": nn.Conv2d(4, 8, 6),
+    "conv of one place": nn.Conv2d(4, 8, 1, 6),
+    "conv of the padding alone": nn.Conv2d(4, 8, 1, 8, padding=1),
+    "transposed conv": nn.ConvTranspose2d(4, 6, 3, 2, padding=1, output_padding=1),
+    "transposed conv, in groups": nn.ConvTranspose2d(4, 6, 3, 2, groups=2),
+    "batch norm": nn.BatchNorm2d(4),
+    "group norm": nn.GroupNorm(2, 4),
+    "instance norm": nn.InstanceNorm2d(4, affine=True),
+    "local response norm": nn.LocalResponseNorm(2),
+    "max pool": nn.MaxPool2d(3, 2, 1),
+    "average pool": nn.AvgPool2d(2),
+    "adaptive max pool": nn.AdaptiveMaxPool2d(2),
+    "adaptive average pool": nn.AdaptiveAvgPool2d(2),
+    "nearest": nn.Upsample(scale_factor=2),
+    "bilinear": nn.Upsample(scale_factor=2, mode="bilinear"),
+    "bicubic": nn.Upsample(size=(5, 7), mode="bicubic"),
+    "zero padding": nn.ZeroPad2d(1),
+    "reflected padding": nn.ReflectionPad2d((1, 0, 2, 1)),
+    "replicated padding": nn.ReplicationPad2d(2),
+    "circular padding": nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+    "pixel shuffle": nn.PixelShuffle(2),
+    "channels shuffled": nn.ChannelShuffle(2),
+    "prelu": nn.PReLU(4),
+    "unfold": nn.Unfold(2, stride=2),
+    "dropout of channels": nn.Dropout2d(0.5),
+}
+SEQUENCES: dict[str, nn.Module] = {
+    "linear": nn.Linear(8, 6),
+    "bilinear": Calls(lambda x: F.bilinear(x, x.flip(-1), torch.ones(4, 8, 8, dtype=x.dtype))),
+    "conv1d": nn.Conv1d(4, 6, 3, padding=1),
+    "layer norm": nn.LayerNorm(8),
+    "rms norm": nn.RMSNorm(8),
+    "lstm": First(nn.LSTM(8, 4, batch_first=True)),
+    "lstm, both ways": First(nn.LSTM(8, 4, bidirectional=True, batch_first=True)),
+    "gru": First(nn.GRU(8, 4, batch_first=True)),
+    "rnn": First(nn.RNN(8, 4, batch_first=True)),
+    "encoder": nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    "attention, causal": Calls(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)),
+    "glu": nn.GLU(),
+    "activations": nn.Sequential(nn.GELU(), nn.SiLU(), nn.ELU(), nn.Mish(), nn.Softplus(), nn.Hardswish(), nn.SELU()),
+    "more activations": nn.Sequential(nn.LeakyReLU(), nn.ReLU6(), nn.Softsign(), nn.LogSigmoid(), nn.Hardtanh()),
+    "softmax": nn.Softmax(-1),
+    "log softmax": nn.LogSoftmax(1),
+    "tril": Calls(lambda x: x.tril(1)),
+    "triu": Calls(lambda x: x.triu(-1)),
+    "index": Calls(lambda x: x[_ROWS]),
+    "index, columns": Calls(lambda x: x[:, :, _COLUMNS]),
+    "index, apart": Calls(lambda x: x[_COLUMNS, :, _COLUMNS]),
+    "index, together": Calls(lambda x: x[:, _COLUMNS, _ROWS]),
+    "index put": Calls(lambda x: torch.zeros_like(x).index_put((_COLUMNS,), x[:3])),
+    "gather": Calls(lambda x: x.gather(1, _WORDS[:, :3, None].expand(8, 3, 5) % 4)),
+    "scatter": Calls(lambda x: torch.zeros_like(x).scatter_add(1, _WORDS[:, :, None].expand(8, 4, 8) % 4, x)),
+    "index select": Calls(lambda x: x.index_select(1, _COLUMNS)),
+    "roll": Calls(lambda x: x.roll(1, 1) + x.flip(0, 2)),
+    "cumulative sum": Calls(lambda x: x.cumsum(1) + x.logcumsumexp(1)),
+    "sorted": Calls(lambda x: x.sort(-1).values),
+    "largest": Calls(lambda x: x.topk(3).values),
+    "greatest": Calls(lambda x: x.max(1).values + x.amin(1) + x.max()),
+    "argmax": Calls(lambda x: x * (x.argmax(-1, keepdim=True) + x.argmin())),
+    "any": Calls(lambda x: torch.where((x > 0).any(1, keepdim=True), x, x.abs())),
+    "statistics": Calls(lambda x: x.std(1) + x.var(1, correction=0) + x.norm(dim=1) + x.logsumexp(1)),
+    "einsum": Calls(lambda x: torch.einsum("btc,bsc->bts", x, x)),
+    "outer": Calls(lambda x: x[:, 0, :, None] @ x[:, 1, None]),
+    "chunks": Calls(lambda x: torch.cat(x.chunk(2, -1)[::-1], -1)),
+    "joined with nothing": Calls(lambda x: torch.cat([torch.tensor([]).to(x), x], 1)),
+    "stacked": Calls(lambda x: torch.stack(x.unbind(1), 0)),
+    "repeated": Calls(lambda x: x.repeat(1, 2, 1) + x.repeat_interleave(2, 1)),
+    "parts replaced": Calls(lambda x: x.masked_fill(x > 1, 0.0).clamp(-1, 1)),
+    "diagonal": Calls(lambda x: x.diagonal(0, 1, 2)),
+    "cosine similarity": Calls(lambda x: F.cosine_similarity(x, x.flip(0), -1)),
+    "normalised": Calls(lambda x: F.normalize(x, dim=-1)),
+}
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cross entropy": lambda y: F.cross_entropy(y, _WORDS[:, 0] % 6, label_smoothing=0.1),
+    "cross entropy of pictures": lambda y: F.cross_entropy(y[:, :, None].expand(8, 6, 4), _WORDS % 6, ignore_index=1),
+    "weighted cross entropy": lambda y: F.cross_entropy(y, _WORDS[:, 0] % 6, torch.arange(6, dtype=y.dtype) + 1),
+    "binary": lambda y: F.binary_cross_entropy_with_logits(y, (_WORDS[:, :1] % 2).expand(8, 6).to(y.dtype)),
+    "huber": lambda y: F.huber_loss(y, torch.zeros_like(y)),
+    "smooth l1": lambda y: F.smooth_l1_loss(y, torch.zeros_like(y)),
+    "kl": lambda y: F.kl_div(y.log_softmax(1), torch.full_like(y, 1 / 6), reduction="batchmean"),
+    "l1": lambda y: F.l1_loss(y, torch.ones_like(y)),
+}
+CASES: dict[str, tuple[nn.Module, tuple[int, ...], Callable[[torch.Tensor], torch.Tensor] | None]] = {
+    **{f"pictures: {name}": (layer, (8, 4, 6, 6), None) for name, layer in PICTURES.items()},
+    **{f"sequences: {name}": (layer, (8, 4, 8), None) for name, layer in SEQUENCES.items()},
+    **{f"losses: {name}": (nn.Linear(4, 6), (8, 4), loss) for name, loss in LOSSES.items()},
+}
+
+
+SLOW = (
+    "sequences: encoder", "sequences: gru", "sequences: lstm, both ways", "sequences: rnn", "sequences: bilinear",
+    "pictures: circular padding", "pictures: instance norm", "losses: cross entropy of pictures",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
+def test_layers_are_described_and_compute_the_same(name: str) -> None:
+    layer, shape, loss = CASES[name]
+    torch.manual_seed(1)
+    model, sample = copy.deepcopy(layer).double(), torch.randn(shape).double()
+    step = trace(model, sample, loss=loss)
+    for described in step.calls:
+        description = description_of(described.call)
+        assert description is not None
+        assert contradiction(described.call, description) == "", (described.call.function, described.step)
+    values = {step.parameters[key]: parameter.detach() for key, parameter in model.named_parameters()}
+    values |= {step.buffers[key]: buffer.clone() for key, buffer in model.named_buffers()}
+    values |= {step.inputs[0]: sample}
+    random = torch.Generator().manual_seed(2)
+    for tensor in step.tangents:
+        values[tensor] = torch.randn(step.operators.tensors[tensor], generator=random, dtype=sample.dtype)
+    names = [*step.outputs, *step.gradients.values(), *step.input_gradients, *step.updated.values()]
+    torch.manual_seed(0)
+    expected = _run_alone(model, sample, loss, [values[tensor] for tensor in step.tangents])
+    for how in ({}, {"replicate": False}):
+        ranks = SimulatedRanks(2)
+        run = PartitionedStep(step, partition(step.operators, 2, **how), ranks)
+        torch.manual_seed(0)
+        parts = run.run({tensor: run.part(tensor, tensor_value) for tensor, tensor_value in values.items()}, names)
+        assert ranks.sent_bytes == run.sent_bytes
+        for tensor, value in zip(names, expected, strict=True):
+            torch.testing.assert_close(run.whole(tensor, parts[tensor]), value, atol=1e-10, rtol=1e-10, msg=tensor)
+
+
+def _run_alone(model: nn.Module, sample: torch.Tensor, loss: Any, tangents: list[torch.Tensor]) -> list[torch.Tensor]:
+    entering = sample.clone().requires_grad_()
+    value = model(entering) if loss is None else loss(model(entering))
+    sources = [*model.parameters(), *([entering] if loss is None else [])]
+    gradients = torch.autograd.grad([value], sources, tangents or None)
+    return [value.detach(), *gradients, *model.buffers()]
+
+
+@pytest.mark.usefixtures("_forget_added_operators")
+def test_a_description_of_ones_own_goes_before_a_decomposition() -> None:
+    layer, sample = Calls(lambda x: x.index_select(1, _COLUMNS)), torch.randn(4, 4)
+    assert "index_select" not in pipedream.operators(layer, sample).text
+    pipedream.register_operator(torch.ops.aten.index_select, "out[a, :] = self[a, :] + index[:]")
+    assert "index_select" in pipedream.operators(layer, sample).text
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda x: x[x > 0], r"the model's own forward calls aten\.index.*, whose result"),
+        (lambda x: x if x.sum() > 0 else -x, "a branch"),
+        (lambda x: x * x.sum().item(), r"calls aten\._local_scalar_dense.*, whose result"),
+        (lambda x: x.nonzero() * x.sum(), r"calls aten\.nonzero.*, whose result"),
+    ],
+)
+def test_what_depends_on_numbers_is_refused(function: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
+    with pytest.raises(PlanError, match=rf"{what}.* depends on the numbers of a tensor"):
+        pipedream.operators(Calls(function), torch.randn(4, 4))
+
+
+@torch.library.custom_op("house::scaled", mutates_args=())
+def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A sum over the middle dimension goes into each element."""
+    return x * w + x.sum(1, keepdim=True)
+
+
+@scaled.register_fake
+def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("house::rotated", mutates_args=())
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    return torch.complex(x, x.cumsum(1))
+
+
+@rotated.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, dtype=torch.complex64)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = scaled(x.detach(), self.w)
+        return output
+
+
+@pytest.fixture
+def _forget_added_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptions, "_KNOWN", dict(descriptions._KNOWN))
+    monkeypatch.setattr(descriptions, "_USERS", set())
+
+
+@pytest.mark.usefixtures("_forget_added_operators")
+def test_an_operator_of_ones_own_is_checked_in_each_trace() -> None:
+    layer, x = Scaled(), torch.randn(4, 6, 8)
+    with pytest.raises(PlanError, match=r"the model's own forward calls house\.scaled.*has no description"):
+        pipedream.operators(layer, x)
+    pipedream.register_operator(scaled, "out[a, :, c] = f(x[a, :, c], w[c])")
+    text = pipedream.operators(layer, x).text
+    assert "scaled(x0[a, :, c], p_w[c])" in text
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():  # as a layer of a stage is traced
+        assert trace(layer, mode.from_tensor(x)).operators.text == text
+    pipedream.register_operator(scaled, "out[a, b, c] = f(x[a, b, c], w[c])")
+    with pytest.raises(PlanError, match=r"its parts along 'b' do not make the whole"):
+        pipedream.operators(layer, x)
+    pipedream.register_operator(scaled, "out[a, :, c] = f(x[a, :, c], y[c])")
+    with pytest.raises(PlanError, match=r"it does not name w; it names y, not among its tensors; write .* x, w"):
+        pipedream.operators(layer, x)
+
+
+@pytest.mark.usefixtures("_forget_added_operators")
+def test_the_imaginary_part_is_checked_too() -> None:
+    pipedream.register_operator(rotated, "out[a, b] = f(x[a, b])")
+    with pytest.raises(PlanError, match=r"its parts along 'b' do not make the whole"):
+        pipedream.operators(Calls(lambda x: rotated(x.detach()).real), torch.randn(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("operator", "text", "message"),
+    [
+        (scaled, "", r"give one line, whose result is out"),
+        (scaled, "out[a] = x[a]\nout[b] = x[b]", r"give one line, whose result is out"),
+        (scaled, "y[a] = x[a]", r"give one line, whose result is out"),
+        ("scaled", "out[a] = x[a]", r"'scaled' was described, but is not a torch operator; give one such as"),
+        (torch.fft.fft, "out[a] = x[a]", r"is not a torch operator"),
+        (torch.ops.aten.native_layer_norm, "out[a] = x[a]", r"has 3 results, and only operators with one can be"),
+    ],
+)
+def test_what_is_no_description(operator: Any, text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        pipedream.register_operator(operator, text)
+
+
+def test_an_output_without_gradient_and_a_context_without_any() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.inner(x)
+            return y, y.argmax(1)
+
+    with torch.no_grad():
+        step = trace(Both(), torch.randn(8, 4))
+    assert len(step.outputs) == 2
+    assert partition(step.operators, 2).elements > 0

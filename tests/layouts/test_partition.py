@@ -1,0 +1,357 @@
+"""Tofu's partition: its published costs, each cut against exhaustive search, its baselines and its refusals."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedream import Operators, partition
+from pipedream.core.errors import PlanError
+from pipedream.layouts.search.cost import Halves, count_moved, halve_access, halve_box, halve_index, halve_tensor
+from pipedream.layouts.search.partition import METHODS, complete_partition
+from pipedream.layouts.search.search import Choice, Search, State, all_choices
+
+
+def square_layers(layers: int, batch: int, width: int) -> Operators:
+    """Returns one step of a multilayer perceptron."""
+    sizes = {f"d{layers}": (batch, width), "x0": (batch, width)}
+    text = []
+    for at in range(1, layers + 1):
+        sizes |= {f"x{at}": (batch, width), f"d{at - 1}": (batch, width), f"w{at}": (width, width)}
+        sizes[f"g{at}"] = sizes[f"w{at}"]
+        text.append(f"x{at}[b, o] += x{at - 1}[b, i] * w{at}[i, o]")
+    for at in range(layers, 0, -1):
+        text.append(f"g{at}[i, o] += x{at - 1}[b, i] * d{at}[b, o]")
+        text.append(f"d{at - 1}[b, i] += d{at}[b, o] * w{at}[i, o]")
+    return Operators(sizes, "\n".join(text), tuple((f"w{at}", f"g{at}") for at in range(1, layers + 1)))
+
+
+def recurrent(layers: int, steps: int, batch: int, width: int) -> Operators:
+    """Returns the forward and backward of simple recurrent layers, whose gradients add up over the steps."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    text, alike = [], []
+    for layer in range(layers):
+        for weight in ("w", "u"):
+            sizes[f"{weight}{layer}"] = (width, width)
+        for step in range(steps):
+            name = f"{layer}_{step}"
+            sizes |= dict.fromkeys((f"a{name}", f"c{name}", f"h{name}", f"s{name}"), (batch, width))
+            below = f"x{step}" if not layer else f"h{layer - 1}_{step}"
+            sizes.setdefault(below, (batch, width))
+            before = f"h{layer}_{step - 1}" if step else f"start{layer}"
+            sizes.setdefault(before, (batch, width))
+            text += [
+                f"a{name}[b, o] += {below}[b, i] * w{layer}[i, o]",
+                f"c{name}[b, o] += {before}[b, i] * u{layer}[i, o]",
+            ]
+            text += [f"s{name}[b, o] = a{name}[b, o] + c{name}[b, o]", f"h{name}[b, o] = tanh(s{name}[b, o])"]
+    for layer in reversed(range(layers)):
+        for step in reversed(range(steps)):
+            name, has_above, has_next = f"{layer}_{step}", layer + 1 < layers, step + 1 < steps
+            above = f"p{layer + 1}_{step}" if has_above else f"e{step}"
+            sizes.setdefault(above, (batch, width))
+            parts = [f"{above}[b, o]"] + [f"q{layer}_{step + 1}[b, o]"] * has_next
+            sizes |= dict.fromkeys((f"d{name}", f"p{name}", f"q{name}"), (batch, width))
+            sizes |= dict.fromkeys((f"g{name}", f"v{name}"), (width, width))
+            below = f"x{step}" if not layer else f"h{layer - 1}_{step}"
+            before = f"h{layer}_{step - 1}" if step else f"start{layer}"
+            text += [
+                f"d{name}[b, o] = back({' + '.join(parts)}, h{name}[b, o])",
+                f"p{name}[b, i] += d{name}[b, o] * w{layer}[i, o]",
+                f"q{name}[b, i] += d{name}[b, o] * u{layer}[i, o]",
+                f"g{name}[i, o] += {below}[b, i] * d{name}[b, o]",
+                f"v{name}[i, o] += {before}[b, i] * d{name}[b, o]",
+            ]
+            alike += [(f"w{layer}", f"g{name}"), (f"u{layer}", f"v{name}")]
+    return Operators(sizes, "\n".join(text), tuple(alike))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first", "four", "eight", "joint"),
+    [
+        ((4, 512, 8192), 25_165_824, 58_720_256, 109_051_904, 109_051_904),
+        ((4, 4096, 4096), 100_663_296, 218_103_808, 360_710_144, 343_932_928),
+        ((4, 8192, 1024), 8_388_608, 25_165_824, 58_720_256, 54_525_952),
+    ],
+)
+def test_square_layers(sizes: tuple[int, int, int], first: int, four: int, eight: int, joint: int) -> None:
+    ops = square_layers(*sizes)
+    result = partition(ops, 8)
+    assert (result.cuts[0].elements, result.elements, result.at_least) == (first, eight, joint)
+    assert partition(ops, 8, "joint").elements == joint
+    weights = sizes[0] * sizes[2] ** 2
+    for ranks, least in ((2, first), (4, four), (8, eight)):
+        assert partition(ops, ranks).elements == least
+        assert partition(ops, ranks, "data", batch="b").elements == 2 * (ranks - 1) * weights
+        others = METHODS.keys() - {"joint", "recursive", "data"}
+        assert all(partition(ops, ranks, method).elements >= least for method in others)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_cheapest"), [((4, 512, 8192), True), ((4, 4096, 4096), True), ((4, 8192, 1024), False)]
+)
+def test_megatrons_split_is_one_of_the_cheapest_first_cuts(sizes: tuple[int, int, int], is_cheapest: bool) -> None:
+    ops = square_layers(*sizes)
+    megatron = {"w1": 1, "w2": 0, "w3": 1, "w4": 0}
+    _, choices = Search(ops).cheapest(State.uncut(ops), most=10_000)
+    assert any(megatron.items() <= choice.schemes.items() for (choice,) in choices) == is_cheapest
+
+
+def test_equally_cheap_first_cuts_lead_to_different_ends() -> None:
+    """The recursion is not determined by its costs: of 16 cheapest first cuts of the weights some lead to more."""
+    ops = square_layers(4, 4096, 4096)
+    start = State.uncut(ops)
+    first, choices = Search(ops).cheapest(start, most=10_000)
+    ends, weights = set(), set()
+    for (choice,) in choices:
+        second, _ = Search(ops).cheapest(start.after(choice))
+        ends.add(first + 2 * second)
+        weights.add(tuple(choice.schemes[f"{kind}{at}"] for kind in "xdw" for at in range(1, 4)))
+    assert {218_103_808, 226_492_416, 234_881_024} <= ends
+    assert min(ends) == 218_103_808
+
+
+BOX = (range(8), range(6))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "elements"),
+    [
+        (Halves(BOX, BOX, BOX, is_pending=True), halve_tensor(BOX, 0), 48),
+        (Halves(BOX, BOX, BOX, is_pending=True), halve_tensor(BOX, None), 96),
+        (halve_tensor(BOX, None), halve_tensor(BOX, 1), 0),
+        (halve_tensor(BOX, None), halve_tensor(BOX, None), 0),
+        (halve_tensor(BOX, 0), halve_tensor(BOX, 0), 0),
+        (halve_tensor(BOX, 0), halve_tensor(BOX, 1), 24),
+        (halve_tensor(BOX[:1], 0), halve_tensor(BOX[:1], 0), 0),
+        (halve_tensor(BOX, 0), halve_tensor(BOX, None), 48),
+        (halve_tensor((range(4), range(6)), 0), halve_tensor(BOX, None), 48),
+        (halve_tensor((range(4), range(6)), None), halve_tensor(BOX, None), 24),
+        (halve_tensor((range(7), range(6)), 0), halve_tensor((range(7), range(6)), None), 8400),
+    ],
+)
+def test_published_costs(source: Halves, target: Halves, elements: int) -> None:
+    assert count_moved(source, target) == elements
+
+
+def test_a_halo_is_fetched() -> None:
+    ops = Operators({"x": (8, 64), "k": (3,), "y": (8, 64)}, "y[n, h] += x[n, h + r - 1] * k[r]")
+    only = Choice({"x": 1, "k": None, "y": 1}, ("h",))
+    assert Search(ops).elements(State.uncut(ops), only) == 2 * 8  # a column from each side
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Operators:
+    """Random operators on at most eight tensors, some of which have halos and functions of whole dimensions."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    sizes: dict[str, tuple[int, ...]] = {}
+    letters = {letter: rng.choice((2, 4, 6, 8, 3)) for letter in "abcd"}
+    names = [f"t{at}" for at in range(rng.randint(3, 8))]
+    text: list[str] = []
+    for at, name in enumerate(names):
+        result_indices = rng.sample(sorted(letters), rng.randint(0 if at else 1, 3))
+        sizes[name] = tuple(letters[letter] for letter in result_indices)
+        read = rng.sample(names[:at], min(at, rng.randint(0, 2)))
+        if not read:
+            continue
+        pool = {size: letter for letter, size in letters.items()}
+        accesses, used = [], set(result_indices)
+        for other in read:
+            indices = []
+            for size in sizes[other]:
+                match = [
+                    letter
+                    for letter in letters
+                    if letters[letter] == size and (letter in result_indices or rng.random() < 0.7)
+                ]
+                letter = rng.choice(match) if match else pool[size]
+                kind = rng.random()
+                indices.append(
+                    ":" if kind < 0.1 else f"{letter} + 1" if kind < 0.2 and letter in result_indices else letter
+                )
+                used |= set() if indices[-1] == ":" else {letter}
+            accesses.append(f"{other}[{', '.join(indices)}]")
+        sign = "+=" if used - set(result_indices) else "="
+        text.append(f"{name}[{', '.join(result_indices)}] {sign} {' * '.join(accesses)}")
+    alike = [(name, other) for name, other in product(names, names) if name < other and sizes[name] == sizes[other]]
+    return Operators(sizes, "\n".join(text), tuple(alike[:1]) if draw(st.booleans()) else ())
+
+
+def exhaustive(ops: Operators, state: State) -> float:
+    """Returns the least cost of one cut, from all schemes of the tensors; each operator takes its cheapest index."""
+
+    def of_step(number: int, schemes: dict[str, Any]) -> float:
+        step, ranges = ops.steps[number], state.ranges[number]
+        choices = []
+        for index in all_choices(ops, number, ranges):
+            total = 0
+            for access in step.accesses:
+                rest = halve_tensor(state.boxes[access.tensor], schemes[access.tensor])
+                is_result = access is step.line.result
+                use = halve_access(access, ops.tensors[access.tensor], ranges, index, is_result=is_result)
+                total += count_moved(use, rest) if is_result else count_moved(rest, use)
+            choices.append(total)
+        return min(choices)
+
+    group = {name: at for at, names in enumerate(ops.groups) for name in names}
+    each = [[None, *range(len(ops.tensors[names[0]]))] for names in ops.groups]
+    return min(
+        sum(of_step(number, {name: taken[at] for name, at in group.items()}) for number in range(len(ops.steps)))
+        for taken in product(*each)
+    )
+
+
+def _check_exact(ops: Operators) -> None:
+    state = State.uncut(ops)
+    for _ in range(2):
+        least, choices = Search(ops).cheapest(state)
+        assert least == exhaustive(ops, state)
+        (choice,) = next(choices)
+        assert Search(ops).elements(state, choice) == least
+        state = state.after(choice)
+
+
+@settings(max_examples=25)
+@given(graphs().filter(lambda ops: len(ops.tensors) <= 5))
+def test_each_cut_equals_exhaustive_search(ops: Operators) -> None:
+    _check_exact(ops)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@given(graphs())
+def test_each_cut_of_larger_graphs_equals_exhaustive_search(ops: Operators) -> None:
+    _check_exact(ops)
+
+
+def test_samples_in_a_merged_dimension_are_not_cut() -> None:
+    ops = Operators(
+        {"m": (16, 2), "v": (4, 4, 2), "x": (4, 2), "y": (4, 4, 2)},
+        """v[a, b, c] = m[4*a + b, c]
+           y[a, b, c] = f(v[a, b, c], x[b, c])""",
+    )
+    for batch in ("x", "b"):
+        (cut,) = partition(ops, 2, "data", batch=batch).cuts
+        assert cut.indices == (None, "b"), "halves of b would need more of m in common than of their own"
+
+
+@settings(max_examples=25)
+@given(graphs(), st.data())
+def test_a_partition_is_completed_around_given_schemes(ops: Operators, data: st.DataObject) -> None:
+    original = partition(ops, 4)
+    schemes = {name: tuple(cut.schemes[name] for cut in original.cuts) for name in ops.tensors}
+    given_some = {name: schemes[name] for name in data.draw(st.sets(st.sampled_from(sorted(ops.tensors))))}
+    again = complete_partition(ops, 4, given_some)
+    assert again.cuts[0].elements == original.cuts[0].elements, (
+        "the first cut is the cheapest of all with these schemes"
+    )
+    assert all(again.cuts[at].schemes[name] == schemes[at] for name, schemes in given_some.items() for at in range(2))
+    whole = complete_partition(ops, 4, dict.fromkeys(ops.tensors, (None, None)))
+    assert all(scheme is None for cut in whole.cuts for scheme in cut.schemes.values())
+    assert whole.cuts[0].elements >= original.cuts[0].elements
+
+
+@settings(max_examples=15)
+@given(graphs())
+def test_all_cuts_at_once_are_never_worse(ops: Operators) -> None:
+    joint = partition(ops, 4, "joint")
+    for method in METHODS:
+        if method != "data":
+            result = partition(ops, 4, method)
+            assert result.elements >= joint.elements
+            assert result.at_least <= result.elements
+
+
+def _yield_cut_pairs(ops: Operators) -> int:
+    """Returns the least of the first cut and the second, from all first ones."""
+    start, least = State.uncut(ops), 10**18
+    each = [[None, *range(len(ops.tensors[names[0]]))] for names in ops.groups]
+    for indices in product(*(all_choices(ops, number, ranges) for number, ranges in enumerate(start.ranges))):
+        for taken in product(*each):
+            schemes = {name: cut for names, cut in zip(ops.groups, taken, strict=True) for name in names}
+            choice = Choice(schemes, indices)
+            first = Search(ops).elements(start, choice)
+            if first < least:
+                least = min(least, first + 2 * Search(ops).cheapest(start.after(choice))[0])
+    return least
+
+
+def _are_few_cuts(ops: Operators) -> bool:
+    dimensions = prod(1 + len(ops.tensors[names[0]]) for names in ops.groups)
+    return len(ops.steps) > 0 and dimensions * prod(len(step.sizes) or 1 for step in ops.steps) <= 300
+
+
+@settings(max_examples=15)
+@given(graphs().filter(_are_few_cuts))
+def test_all_cuts_at_once_equal_exhaustive_search(ops: Operators) -> None:
+    assert partition(ops, 4, "joint").elements == _yield_cut_pairs(ops)
+
+
+@settings(max_examples=20)
+@given(graphs())
+def test_a_cut_is_never_worse_than_a_baselines(ops: Operators) -> None:
+    best = partition(ops, 2)
+    for method in METHODS:
+        if method != "data":
+            assert best.elements <= partition(ops, 2, method).elements
+
+
+def test_regions_follow_the_cuts() -> None:
+    ops = square_layers(2, 8, 4)
+    result = partition(ops, 8)
+    state = State.uncut(ops)
+    for cut in result.cuts:
+        for name, box in state.boxes.items():
+            assert halve_box(box, cut.schemes[name]) == state.after(cut).boxes[name]
+        for ranges, index in zip(state.ranges, cut.indices, strict=True):
+            assert halve_index(ranges, index) in state.after(cut).ranges
+        state = state.after(cut)
+    assert result.cuts[0].schemes["w1"] == result.cuts[0].schemes["g1"]
+
+
+def test_without_replicas_each_rank_has_a_part_of_everything() -> None:
+    ops = square_layers(4, 512, 8192)
+    result = partition(ops, 8, replicate=False)
+    assert all(scheme is not None for cut in result.cuts for scheme in cut.schemes.values())
+    assert result.elements >= partition(ops, 8).elements
+
+
+def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
+    ops = recurrent(2, 6, 64, 64)
+    plain, merged = Search(ops, most_cells=10**9), Search(ops, most_cells=100)
+    assert len(merged.sizes) < len(plain.sizes) / 3
+    start = State.uncut(ops)
+    fewest, choices = merged.cheapest(start)
+    (choice,) = next(choices)
+    assert plain.elements(start, choice) == fewest
+    assert plain.cheapest(start)[0] <= fewest <= 1.2 * plain.cheapest(start)[0]
+    inner = [choice.indices[number] for number, step in enumerate(ops.steps) if step.result.startswith("a1_")]
+    assert len(set(inner)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 6}, r"over 6 ranks was asked for.*power of two"),
+        ({"ranks": 0}, r"power of two"),
+        ({"ranks": 2, "method": "recursiv"}, r"did you mean 'recursive'"),
+        ({"ranks": 2, "method": "data"}, r"no operator has; give the index of the samples"),
+        ({"ranks": 2, "batch": "n"}, r"method 'recursive' was asked for with the batch index 'n', which no operator"),
+        ({"ranks": 2, "method": "data", "batch": "b", "replicate": False}, r"without replicas, but it keeps weights"),
+        ({"ranks": 2**14, "method": "joint"}, r"all 14 cuts .* use 'recursive'"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        partition(square_layers(1, 4, 4), **arguments)
+
+
+def test_one_rank_moves_nothing() -> None:
+    result = partition(square_layers(1, 4, 4), 1)
+    assert (result.cuts, result.elements, result.at_least) == ((), 0, 0)

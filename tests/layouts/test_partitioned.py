@@ -1,0 +1,469 @@
+"""Steps that are partitioned operator by operator compute what one process computes, and send what was predicted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import Any
+
+import processes
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipedream
+from pipedream import Layout, Mesh, Operators, lay_out
+from pipedream.core.errors import PlanError
+from pipedream.core.plan.mesh import Box, Piece
+from pipedream.layouts.execution.step import GroupRanks, PartitionedStep, Parts, Ranks, SimulatedRanks
+from pipedream.layouts.search.exchanges import Exchanges
+from pipedream.layouts.search.partition import Halving, Partition, partition
+from pipedream.layouts.search.search import Search
+from pipedream.layouts.tracing.descriptions import contradiction, description_of
+from pipedream.layouts.tracing.trace import TracedStep, trace
+
+
+class Unrolled(nn.Module):
+    def __init__(self, cell: Callable[..., nn.Module], steps: int, width: int) -> None:
+        super().__init__()
+        self.cell = cell(width, width)
+        self.steps = steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.zeros_like(x[:, 0])
+        state: Any = (first, first) if isinstance(self.cell, nn.LSTMCell) else first
+        outputs = []
+        for step in range(self.steps):
+            state = self.cell(x[:, step], state)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(outputs, 1)
+
+
+class Block(nn.Module):
+    """A block of a wide residual network that halves the picture."""
+
+    def __init__(self, channels: int, wide: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(channels, wide, 3, 2, 1, bias=False), nn.BatchNorm2d(wide)
+        self.second, self.end = nn.Conv2d(wide, wide, 3, padding=1), nn.BatchNorm2d(wide)
+        self.short = nn.Conv2d(channels, wide, 1, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.end(self.second(torch.relu(self.norm(self.first(x))))) + self.short(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), nn.MultiheadAttention(width, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        output: torch.Tensor = x + self.inner(y, y, y, need_weights=False)[0]
+        return output
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.out = nn.Embedding(12, 8), nn.Linear(8, 16), nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.out(F.gelu(self.up(self.table(x)))).flatten(0, 1)
+        return output
+
+
+def _make_pooled() -> nn.Module:
+    features = nn.Conv2d(4, 8, 3, groups=2, padding=1), nn.AvgPool2d(2), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(*features, nn.Flatten(), nn.Linear(8, 8))
+
+
+def _sum_squares(value: torch.Tensor) -> torch.Tensor:
+    return (value * value).mean()
+
+
+def _compute_entropy(value: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(value, torch.arange(len(value)) % value.shape[1])
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Callable[[], nn.Module]
+    sample: Callable[[], torch.Tensor]
+    loss: Callable[[torch.Tensor], torch.Tensor] | None = _sum_squares
+
+
+CASES = {
+    "mlp": Case(
+        lambda: nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 8)),
+        lambda: torch.randn(8, 16),
+        None,
+    ),
+    "lstm": Case(partial(Unrolled, nn.LSTMCell, 3, 8), lambda: torch.randn(8, 3, 8), None),
+    "gru": Case(partial(Unrolled, nn.GRUCell, 2, 8), lambda: torch.randn(8, 2, 8)),
+    "wide_resnet": Case(partial(Block, 8, 16), lambda: torch.randn(8, 8, 8, 8), None),
+    "attention": Case(partial(Attention, 16), lambda: torch.randn(8, 6, 16)),
+    "words": Case(Words, lambda: torch.randint(0, 12, (4, 4)), _compute_entropy),
+    "pooled": Case(_make_pooled, lambda: torch.randn(8, 4, 8, 8)),
+    "uneven": Case(lambda: nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)), lambda: torch.randn(6, 6)),
+}
+WAYS: tuple[dict[str, Any], ...] = ({}, {"replicate": False}, {"method": "spartan"}, {"method": "model"})
+
+
+@cache
+def _make_step(name: str) -> tuple[nn.Module, torch.Tensor, TracedStep]:
+    torch.manual_seed(0)
+    case = CASES[name]
+    model, sample = case.model().double(), case.sample()
+    sample = sample.double() if sample.is_floating_point() else sample
+    return model, sample, trace(model, sample, loss=case.loss)
+
+
+@cache
+def _run_alone(name: str) -> dict[str, torch.Tensor]:
+    """Returns what one process computes: tensor of the traced step -> value."""
+    model, sample, step = _make_step(name)
+    model, loss = copy.deepcopy(model), CASES[name].loss
+    entering = sample.clone().requires_grad_() if sample.is_floating_point() else sample
+    value = model(entering)
+    value = value if loss is None else loss(value)
+    sources = [*model.parameters()] + ([entering] if step.input_gradients else [])
+    gradients = torch.autograd.grad([value], sources, [torch.ones_like(value)])
+    names = [*step.gradients.values(), *step.input_gradients]
+    return {
+        step.outputs[0]: value.detach(),
+        **dict(zip(names, gradients, strict=True)),
+        **{step.updated[key]: buffer for key, buffer in model.named_buffers()},
+    }
+
+
+def _check(name: str, ranks: Ranks, count: int, **how: Any) -> None:
+    _check_partition(name, ranks, partition(_make_step(name)[2].operators, count, **how))
+
+
+def _check_partition(name: str, ranks: Ranks, found_partition: Partition) -> None:
+    """Compares a partitioned step with one process; each rank checks all tensors."""
+    model, sample, step = _make_step(name)
+    run = PartitionedStep(step, found_partition, ranks)
+    values = {step.parameters[key]: parameter.detach() for key, parameter in model.named_parameters()}
+    values |= {step.buffers[key]: buffer for key, buffer in model.named_buffers()}
+    values |= dict(zip(step.inputs, [sample], strict=True))
+    values |= {tensor: torch.ones_like(_run_alone(name)[step.outputs[0]]) for tensor in step.tangents}
+    parts = run.run(
+        {tensor: run.part(tensor, tensor_value) for tensor, tensor_value in values.items()}, _run_alone(name)
+    )
+    sent = ranks.sent_bytes
+    for tensor, expected in _run_alone(name).items():
+        torch.testing.assert_close(run.whole(tensor, parts[tensor]), expected, atol=1e-10, rtol=1e-10, msg=tensor)
+    if isinstance(ranks, GroupRanks):
+        total = torch.tensor(sent)
+        torch.distributed.all_reduce(total)
+        sent = int(total)
+    assert sent == run.sent_bytes
+
+
+@pytest.mark.parametrize("how", WAYS[1:2], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "lstm", "wide_resnet"])
+def test_eight_simulated_ranks_equal_one_process(name: str, how: dict[str, Any]) -> None:
+    _check(name, SimulatedRanks(8), 8, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [4, *(pytest.param(count, marks=pytest.mark.long) for count in (2, 8))])
+@pytest.mark.parametrize("how", WAYS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_simulated_ranks_equal_one_process(name: str, how: dict[str, Any], count: int) -> None:
+    _check(name, SimulatedRanks(count), count, **how)
+
+
+def _run_in_process(names: tuple[str, ...]) -> None:
+    for name in names:
+        for how in WAYS[:2]:
+            _check(name, GroupRanks(), torch.distributed.get_world_size(), **how)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_equal_one(count: int) -> None:
+    processes.kept(count).results(_run_in_process, ("mlp", "lstm", "wide_resnet"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bytes_of_two_ranks_are_the_published_cost(name: str) -> None:
+    if name == "uneven":
+        pytest.skip("the published cost of halves that do not divide is a penalty")
+    operators = _make_step(name)[2].operators
+    result = partition(operators, 2)
+    assert Exchanges(operators, result).elements == result.elements
+
+
+def _convert_layout(operators: Operators, layout: Layout, mesh: Mesh) -> Partition:
+    """Returns the same as cuts into halves: on a mesh of powers of two, of operators with names of their own."""
+    shared = operators.with_shared_names()
+    over, cuts = shared.named.over(layout, mesh), []
+    for dimension, size in mesh.dimensions.items():
+        cut_names = [name for name in over if over[name] == dimension]
+        schemes = {
+            tensor: next((at for at, name in enumerate(names) if name in cut_names), None)
+            for tensor, names in shared.named.stored_names.items()
+        }
+        indices = tuple(
+            next((index for index, name in zip(step.sizes, other.sizes, strict=True) if name in cut_names), None)
+            for step, other in zip(operators.steps, shared.steps, strict=True)
+        )
+        cuts += [Halving(schemes, indices)] * (size.bit_length() - 1)
+    return Partition("layout", mesh.size, tuple(cuts), 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
+    operators = _make_step(name)[2].operators
+    shared, mesh = operators.with_shared_names(), Mesh("m:2")
+    layouts = [
+        Layout(f"{name}:m") for name, sizes in shared.named.sizes.items() if all(size % 2 == 0 for size in sizes)
+    ]
+    layouts += [lay_out(shared, mesh)]
+    for layout in layouts:
+        result = _convert_layout(operators, layout, mesh)
+        _check_partition(name, SimulatedRanks(2), result)
+        # Two ranks send half of what they gather, and all of what they reduce. An operator that reads a part of a
+        # tensor may need less, and so does a partial sum that is cut afterwards.
+        moved = shared.report(layout, mesh).moved
+        expected = sum(elements if kind == "all-reduce" else elements // 2 for (kind, _), elements in moved.items())
+        sent = Exchanges(operators, result).elements
+        assert sent == expected if name in ("mlp", "attention", "pooled") else sent <= expected
+    mesh = Mesh("m:2,n:4")
+    _check_partition(name, SimulatedRanks(8), _convert_layout(operators, lay_out(shared, mesh), mesh))
+
+
+class _Recording(SimulatedRanks):
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.busiest: list[int] = []
+
+    def exchange(self, pieces: Sequence[Piece], parts: Parts, boxes: Sequence[Box | None]) -> Any:
+        between = [piece for piece in pieces if piece.sender != piece.receiver]
+        if between:
+            sizes = [prod(map(len, piece.box)) * parts[piece.sender].itemsize for piece in between]
+            ways = [[piece.sender for piece in between], [piece.receiver for piece in between]]
+            self.busiest.append(
+                max(
+                    sum(size for end, size in zip(way, sizes, strict=True) if end == rank)
+                    for way in ways
+                    for rank in way
+                )
+            )
+        return super().exchange(pieces, parts, boxes)
+
+
+@pytest.mark.parametrize("how", WAYS[2:], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "words"])
+def test_seconds_are_those_of_the_busiest_rank_of_each_exchange(name: str, how: dict[str, Any]) -> None:
+    step, ranks = _make_step(name)[2], _Recording(4)
+    _check(name, ranks, 4, **how)
+    exchanges = Exchanges(step.operators, partition(step.operators, 4, **how))
+    sizes = {tensor: dtype.itemsize for tensor, dtype in step.dtypes.items()}
+    busiest = ranks.busiest[: len(exchanges.bytes_of_busiest(sizes, len(step.calls)))]
+    assert exchanges.bytes_of_busiest(sizes, len(step.calls)) == busiest
+    assert exchanges.seconds(sizes, 1e6, 0.0, len(step.calls)) == pytest.approx(sum(busiest) / 1e6)
+    assert exchanges.seconds(sizes, 1e30, 0.5, len(step.calls)) == pytest.approx(len(busiest) / 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_parts_along_each_index_make_the_whole(name: str) -> None:
+    seen = set()
+    for traced in _make_step(name)[2].calls:
+        key = (traced.call.function, traced.step.line.text)
+        description = description_of(traced.call)
+        assert description is not None
+        if key not in seen and "embedding" not in str(key[0]):
+            assert contradiction(traced.call, description) == "", key
+        seen.add(key)
+
+
+def test_without_replicas_a_rank_has_its_share_of_all_tensors() -> None:
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Tanh(), nn.Linear(128, 64, bias=False))
+    step = trace(
+        model, torch.randn(32, 64), loss=_sum_squares, optimizer=lambda named: torch.optim.Adam([p for _, p in named])
+    )
+    run = PartitionedStep(step, partition(step.operators, 8, replicate=False), SimulatedRanks(8))
+    whole = sum(map(prod, step.operators.tensors.values()))
+    for rank in range(8):
+        part = sum(prod(map(len, boxes[rank])) for boxes in run.exchanges.stored.values())
+        assert whole / 8 <= part <= 1.1 * whole / 8
+
+
+def test_parts_of_weights_train_as_whole_ones() -> None:
+    model, sample, step = _make_step("mlp")
+    alone, step = copy.deepcopy(model), trace(model, sample, loss=_sum_squares)
+    ranks = SimulatedRanks(4)
+    run = PartitionedStep(step, partition(step.operators, 4), ranks)
+    names = {key: step.parameters[key] for key, _ in model.named_parameters()}
+    parts = {name: run.part(names[name], parameter.detach()) for name, parameter in model.named_parameters()}
+    weights = {(name, rank): nn.Parameter(parts[name][rank]) for name in names for rank in ranks.local}
+    several, single = torch.optim.Adam(weights.values(), 0.01), torch.optim.Adam(alone.parameters(), 0.01)
+    for _ in range(3):
+        values = {names[name]: {rank: weights[name, rank].detach() for rank in ranks.local} for name in names}
+        values[step.inputs[0]] = run.part(step.inputs[0], sample)
+        results = run.run(values, [*step.gradients.values(), *step.outputs])
+        for name, rank in weights:
+            weights[name, rank].grad = results[step.gradients[name]][rank]
+        several.step()
+        single.zero_grad()
+        loss = _sum_squares(alone(sample))
+        loss.backward()
+        single.step()
+        torch.testing.assert_close(
+            run.whole(step.outputs[0], results[step.outputs[0]]), loss.detach(), atol=1e-10, rtol=1e-10
+        )
+    for name, parameter in alone.named_parameters():
+        whole = run.whole(names[name], {rank: weights[name, rank].detach() for rank in ranks.local})
+        torch.testing.assert_close(whole, parameter.detach(), atol=1e-10, rtol=1e-10)
+
+
+@torch.library.custom_op("pipedream_tests::halved_sum", mutates_args=())
+def halved_sum(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(1) / 2
+
+
+@halved_sum.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0])
+
+
+class Own(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = torch.ops.pipedream_tests.halved_sum(x)
+        return output
+
+
+def test_an_operator_of_the_users() -> None:
+    mine = torch.ops.pipedream_tests.halved_sum
+    halved_sum.register_autograd(lambda ctx, grad: (grad[:, None] / 2).expand(-1, 4))
+    model, sample = nn.Sequential(nn.Linear(4, 4), Own()), torch.randn(8, 4)
+    with pytest.raises(PlanError, match=r"the layer '1' calls .*halved_sum.*has no description; write one"):
+        pipedream.operators(model, sample)
+    pipedream.register_operator(mine, "out[i] = x[i, j]")
+    with pytest.raises(PlanError, match=r"only on the right"):
+        pipedream.operators(model, sample)
+    pipedream.register_operator(mine, "out[i] max= x[i, j]")
+    with pytest.raises(PlanError, match=r"parts along 'j' do not make the whole; write :"):
+        pipedream.operators(model, sample)
+    pipedream.register_operator(mine, "out[i] += x[i, j]")
+    assert (
+        "halved_sum[i] += addmm" in (text := pipedream.operators(model, sample).text) or "halved_sum[i] += add" in text
+    )
+
+
+def test_the_mask_of_a_dropout_is_computed_by_no_operator() -> None:
+    step = trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double(), torch.randn(8, 4).double())
+    (mask,) = step.drawn
+    assert mask in step.operators.inputs
+    torch.manual_seed(0)
+    whole = step.constants[mask]()
+    torch.manual_seed(0)
+    assert torch.equal(whole, torch.empty(8, 4).double().bernoulli_(0.5))
+
+
+class Drawn(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.bernoulli(x.sigmoid())
+
+
+def test_what_cannot_be_described() -> None:
+    drawing = nn.Sequential(nn.Linear(4, 4), Drawn())
+    with pytest.raises(PlanError, match=r"the layer '1' calls .*draws random numbers"):
+        pipedream.operators(drawing, torch.randn(2, 4))
+    with pytest.raises(PlanError, match=r"the optimizer LBFGS needs whole weights"):
+        pipedream.operators(
+            nn.Linear(4, 4), torch.randn(2, 4), optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])
+        )
+
+
+@pytest.mark.parametrize("name", ["mlp", "words", "wide_resnet"])
+def test_data_parallelism_of_a_model_sums_its_gradients(name: str) -> None:
+    model, _, step = _make_step(name)
+    result = partition(step.operators, 4, "data", batch="x0")
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    channels = sum(buffer.numel() for buffer in model.buffers())
+    # The loss, the statistics of BatchNorm, and their gradients are sums over the batch too.
+    assert 2 * 3 * weights <= result.elements <= 2 * 3 * (weights + 4 * channels + 4)
+    assert all(cut.schemes[step.inputs[0]] == 0 for cut in result.cuts)
+    stored = Exchanges(step.operators, result).stored
+    assert all(len(set(stored[step.parameters[key]])) == 1 for key, _ in model.named_parameters())
+    _check(name, SimulatedRanks(4), 4, method="data", batch="x0")
+
+
+@pytest.mark.parametrize(
+    ("batch", "width", "elements"),
+    [
+        (64, 1024, [393_216, 917_504, 1_703_936]),
+        (512, 512, [1_572_864, 3_407_872, 5_636_096]),
+        (1024, 128, [131_072, 393_216, 917_504]),
+    ],
+)
+def test_transposed_weights_cost_nothing(batch: int, width: int, elements: list[int]) -> None:
+    """A perceptron costs the same as in `tests/layouts/test_partition.py`, whose text has no transposes."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
+        described = pipedream.operators(model, torch.empty(batch, width))
+    assert any(step.line.is_copy for step in described.steps)
+    assert [partition(described, count).elements for count in (2, 4, 8)] == elements
+
+
+class Rotated(nn.Module):
+    """Makes a tensor of its own, on the default device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(x) * torch.arange(8).cos()
+        return output
+
+
+def test_a_model_on_meta_makes_its_own_tensors_there() -> None:
+    with torch.device("meta"):
+        model, sample = Rotated(), torch.empty(4, 8)
+    assert pipedream.operators(model, sample).text == pipedream.operators(Rotated(), torch.empty(4, 8)).text
+
+
+class Stacked(nn.Module):
+    """Layers of LSTM cells, each of which gives the next its states as they are."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = list(x.unbind(1))
+        for cell in self.cells:
+            h = c = torch.zeros_like(states[0])
+            for at, tensor in enumerate(states):
+                h, c = cell(tensor, (h, c))
+                states[at] = h
+        return states[-1]
+
+
+def test_time_steps_of_a_model_are_found_alike() -> None:
+    """Autograd's `detach` of each weight once stood between it and the steps that use it: tables had 1e8 entries."""
+    sizes = []
+    for steps in (4, 8):
+        described = pipedream.operators(Stacked(2, 8), torch.randn(4, steps, 8), loss=_sum_squares)
+        assert "detach" not in described.text
+        sizes.append(Search(described, most_cells=1000))
+    assert sizes[0].cells == sizes[1].cells <= 1000
+    assert len(sizes[1].sizes) < 1.1 * len(sizes[0].sizes)
+
+
+def test_a_model_without_memory_is_described() -> None:
+    with torch.device("meta"):
+        model, sample = nn.Sequential(nn.Linear(8192, 32768), nn.ReLU(), nn.Linear(32768, 8192)), torch.empty(64, 8192)
+    result = partition(pipedream.operators(model, sample, loss=_sum_squares), 8)
+    assert result.elements > 0

@@ -1,0 +1,127 @@
+"""Names of indices that all lines share: what they change, and what they do not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedream import Layout, Mesh, Operators, partition
+from pipedream.core.errors import PlanError
+from pipedream.layouts.description.text import read_lines, with_indices
+from tests.layouts.steps import steps, transformer
+
+
+@given(steps)
+def test_only_names_change(ops: Operators) -> None:
+    shared = ops.with_shared_names()
+    assert (shared.tensors, shared.alike) == (ops.tensors, ops.alike)
+    for step, other in zip(ops.steps, shared.steps, strict=True):
+        assert list(step.sizes.values()) == list(other.sizes.values())
+        names = dict(zip(other.sizes, step.sizes, strict=True))  # as many: no two have become one
+        assert with_indices(other.line, names) == step.line.text
+    mesh = Mesh("m:2")
+    without, before = shared.report(Layout(), mesh), ops.report(Layout(), mesh)
+    assert (without.done, without.unique, without.moved) == (before.done, before.unique, before.moved)
+    assert without.peak == before.peak
+
+
+@settings(max_examples=30)
+@given(steps)
+def test_partitions_do_not_depend_on_names(ops: Operators) -> None:
+    first, other = partition(ops, 4), partition(ops.with_shared_names(), 4)
+    assert [cut.elements for cut in first.cuts] == [cut.elements for cut in other.cuts]
+
+
+@given(steps)
+def test_names_differ_only_where_they_must(ops: Operators) -> None:
+    """An index and a dimension that it runs over have two names only if something would have one of them twice."""
+    shared = ops.with_shared_names()
+    owners = [{*step.sizes} for step in shared.steps]
+    owners += [{name for name in names if name} for names in shared.named.stored_names.values()]
+    used: dict[tuple[str, int], set[str]] = {}  # the names of each dimension
+    first = {name: group[0] for group in shared.groups for name in group}
+    for step in shared.steps:
+        for access in step.accesses:
+            shape = shared.tensors[access.tensor]
+            for at, (index, size) in enumerate(zip(access.indices, shape, strict=True)):
+                if name := step.outermost(index, size):
+                    used.setdefault((first[access.tensor], at), set()).add(name)
+    for (tensor, at), names in used.items():
+        if names & shared.named.whole.keys():
+            continue  # the dimension is named by another one while no operator uses it
+        own_name = shared.named.stored_names[tensor][at]
+        for name in names - {own_name} if own_name else ():
+            assert any({name, own_name} <= owner for owner in owners)
+
+
+def test_a_transformer_is_cut_as_by_names_given_by_hand() -> None:
+    ops = transformer(2, batch=8, d_ff=64, heads=4, length=32, d_model=16, d_kv=8, vocab=64)
+    shared, mesh = ops.with_shared_names(), Mesh("m:2,n:2")
+    for rules, other in (
+        ("batch:m", "x0_0:m"),
+        ("batch:m,d_ff:n,heads:n,vocab:n", "x0_0:m,words_0:n,h0_2:n,h1_2:n,q0_2:n,q1_2:n"),
+    ):
+        first, two = ops.report(Layout(rules), mesh), shared.report(Layout(other), mesh)
+        assert first == two
+
+
+def test_an_operator_keeps_its_indices_apart() -> None:
+    sizes = {"x": (8, 6), "s": (8, 8), "y": (8, 6)}
+    shared = Operators(sizes, "s[a, b] += x[a, c] * x[b, c]\ny[b, c] += s[b, a] * x[a, c]").with_shared_names()
+    assert shared.text.splitlines() == [
+        "s[x_0, s_1] += x[x_0, x_1] * x[s_1, x_1]",
+        "y[x_0, x_1] += s[x_0, s_1] * x[s_1, x_1]",
+    ]
+
+
+SIZES = {"x": (4, 6, 8), "rows": (24, 8), "w": (8, 6), "y": (24, 6), "back": (4, 6, 6)}
+TEXT = """rows[6*a + 1*b, c] = view(x[a, b, c])
+y[i, j] += rows[i, k] * w[k, j]
+back[a, b, c] = view(y[6*a + b, c])"""
+
+
+def test_merged_dimensions_are_cut_by_their_outermost_index() -> None:
+    shared = Operators(SIZES, TEXT).with_shared_names()
+    assert shared.text.splitlines()[0] == "rows[6*x_0 + 1*x_1, x_2] = view(x[x_0, x_1, x_2])"
+    assert shared.text.splitlines()[1] == "y[x_0, w_1] += rows[x_0, x_2] * w[x_2, w_1]"
+    assert shared.named.sizes["x_0"] == [4, 24]
+    report = shared.report(Layout("x_0:m"), Mesh("m:4"))
+    assert (report.moved, report.done) == ({}, report.unique)
+    assert report.peak == 8 * 6 + (24 * 8 + 24 * 8) // 4  # at the first line
+    with pytest.raises(PlanError, match=r"cuts 'x_1', but line 1, .* has it in an expression"):
+        shared.report(Layout("x_1:m"), Mesh("m:2"))
+    with pytest.raises(PlanError, match=r"cuts 'x_0', which has size 4 .* does not divide it"):
+        shared.report(Layout("x_0:m"), Mesh("m:8"))
+
+
+@given(st.lists(st.integers(2, 4), min_size=2, max_size=3), st.integers(1, 3), st.integers(0, 2), st.booleans())
+def test_only_blocks_of_rows_are_parts_of_a_merged_dimension(
+    sizes: list[int], wrong: int, offset: int, is_short: bool
+) -> None:
+    """The outermost index is the one whose parts are parts of the dimension; counted element by element."""
+    letters, times = "abc"[: len(sizes)], [1] * len(sizes)
+    for at in range(len(sizes) - 2, -1, -1):
+        times[at] = times[at + 1] * sizes[at + 1]
+    times[0] = times[0] * wrong
+    text = " + ".join(f"{factor}*{name}" for factor, name in zip(times, letters, strict=True)) + f" + {offset}"
+    whole = times[0] * sizes[0] + offset + is_short
+    ops = Operators({"x": tuple(sizes), "y": (whole,)}, f"x[{', '.join(letters)}] = f(y[{text}])")
+    (step,) = ops.steps
+    reads: dict[int, set[int]] = {}
+    for at in range(sizes[0]):
+        inner = {0}
+        for factor, size in zip(times[1:], sizes[1:], strict=True):
+            inner = {had + factor * value for had in inner for value in range(size)}
+        reads[at] = {times[0] * at + value + offset for value in inner}
+    block = whole // sizes[0]
+    is_cut = whole % sizes[0] == 0 and all(reads[at] == {*range(at * block, (at + 1) * block)} for at in reads)
+    (access,) = step.line.operands
+    assert step.outermost(access.indices[0], whole) == ("a" if is_cut else None)
+
+
+def test_names_in_brackets_and_bounds_change_alone() -> None:
+    (line,) = read_lines("a[a, b] max= b[2*a + r - 1, b] + where[a] where r < 3, a < 4")
+    names = {"a": "b", "b": "where", "r": "a_0"}
+    expected = "a[b, where] max= b[2*b + a_0 - 1, where] + where[b] where a_0 < 3, b < 4"
+    assert with_indices(line, names) == expected
