@@ -226,8 +226,7 @@ def test_a_copy_to_a_gpu_is_pinned_and_made_beside_the_computation(monkeypatch: 
         Logged.log.append(f"off {stream}")
 
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(values, "_copy_streams", {})
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: NamedStream("copies"))
+    monkeypatch.setattr(values, "_make_copy_stream", lambda device: NamedStream("copies"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: NamedStream("compute"))
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(Logged, "log", [])

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from pipedream.core.artifact import decode
-from pipedream.core.checkpoint import Checkpoint, Stored
+from pipedream.core.checkpoint import Checkpoint, ParameterGroup, SavedStage, Stored
 from pipedream.core.errors import ArtifactError
 from pipedream.core.plan.mesh import Box, box_of
+from pipedream.core.plan.plan import Plan
 from pipedream.runtime.checkpoint import folders, pieces
 from tests.runtime.checkpoint import saving
 from tests.runtime.checkpoint.saving import load, save
@@ -47,14 +48,23 @@ def boxes(shape: tuple[int, ...], placements: list[int | None], sizes: list[int]
 
 def written(folder: Path, tensors: dict[str, torch.Tensor], parts: dict[str, list[Box]]) -> Checkpoint:
     """Writes parts of tensors, the n-th part of each as rank n; returns the manifest."""
-    template = next(Path(__file__).parents[2].glob("training/files_of_0_1/checkpoint"))
     rows = []
     for rank in range(max(map(len, parts.values()))):
         tensors_here = {name: tensors[name][_slices(of[rank])] for name, of in parts.items() if rank < len(of)}
         places = {name: (parts[name][rank], tensors[name].shape) for name in tensors_here}
         rows.append(pieces.write_tensors(folder / f"__{rank}_0.distcp", tensors_here, places))
-    manifest = folders.read_manifest(template)
-    return Checkpoint(**{**vars(manifest), **pieces.merge_rows(rows)})
+    return Checkpoint(
+        seed=0,
+        plan=Plan.uniform(1, 1.0, 1.0, 0.0),
+        minibatches=0,
+        epoch=0,
+        epoch_batches=0,
+        drains=(0,),
+        schedule="pipedream",
+        microbatches=1,
+        stages=(SavedStage((ParameterGroup((), {}),)),),
+        **pieces.merge_rows(rows),
+    )
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -60,10 +60,10 @@ def minibatches_of(name: str) -> int | None:
 
 def complete_checkpoints(folder: AnyPath) -> list[AnyPath]:
     """Returns a folder's complete checkpoints, the oldest first."""
-    return list_checkpoints(folder)
+    return _list_checkpoints(folder)
 
 
-def list_checkpoints(folder: AnyPath, *, parts: bool = False) -> list[AnyPath]:
+def _list_checkpoints(folder: AnyPath, *, parts: bool = False) -> list[AnyPath]:
     minibatches = {
         path: number
         for path in folder.glob(f"{_PREFIX}*")
@@ -233,12 +233,13 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
     for name in manifest.files:
         if name not in whole:
             raise ArtifactError(f"none of {', '.join(map(str, parts))} has a whole {name}; give the folder that does")
-        copy_file(whole[name], scratch / name)
+        _copy_file(whole[name], scratch / name)
     commit(scratch, path, manifest)
     return path
 
 
 def commit(scratch: AnyPath, path: AnyPath, manifest: Checkpoint) -> None:
+    """Adds manifest and metadata to a written folder, and gives it its name."""
     (scratch / ".metadata").write_bytes(pickle.dumps(_make_metadata(manifest)))
     page = scratch / MANIFEST
     with page.open("wb") as file:
@@ -250,6 +251,7 @@ def commit(scratch: AnyPath, path: AnyPath, manifest: Checkpoint) -> None:
 
 
 def flush(path: AnyPath, file: Any) -> None:
+    """Waits until a written file is on disk; of an object store, it is when it is closed."""
     if isinstance(path, Path):
         file.flush()
         os.fsync(file.fileno())
@@ -274,13 +276,14 @@ def remove_leftovers(folder: AnyPath, but: AnyPath | None = None) -> None:
     if isinstance(folder, Path):
         left: Iterable[AnyPath] = folder.glob(f".{_PREFIX}*")
     else:
-        left = set(list_checkpoints(folder, parts=True)) - set(list_checkpoints(folder))
+        left = set(_list_checkpoints(folder, parts=True)) - set(_list_checkpoints(folder))
     for leftover in left:
         if leftover != but:
             remove_tree(leftover)
 
 
 def remove_tree(path: AnyPath) -> None:
+    """Removes a folder, of a checkpoint in an object store its manifest first."""
     if isinstance(path, Path):
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -296,16 +299,17 @@ def move(source: AnyPath, target: AnyPath) -> None:
         source.rename(str(target))
         return
     for file in source.glob("*"):
-        copy_file(file, target / file.name)
+        _copy_file(file, target / file.name)
     remove_tree(source)
 
 
-def copy_file(source: AnyPath, target: AnyPath) -> None:
+def _copy_file(source: AnyPath, target: AnyPath) -> None:
     with source.open("rb") as reader, target.open("wb") as taken:
         shutil.copyfileobj(reader, taken, _COPIED_BYTES)
 
 
 def set_aside(path: AnyPath) -> None:
+    """Renames a checkpoint so that it is not resumed from."""
     replaced = path.with_name(f"{path.name}.replaced")
     remove_tree(replaced)
     move(path, replaced)
@@ -313,7 +317,7 @@ def set_aside(path: AnyPath) -> None:
 
 def prune(folder: AnyPath, keep: int | None, *, parts: bool = False) -> None:
     """Removes the oldest; with `parts` also folders without a manifest."""
-    for old in list_checkpoints(folder, parts=parts)[: -keep if keep else 0]:
+    for old in _list_checkpoints(folder, parts=parts)[: -keep if keep else 0]:
         doomed = name_scratch(old)
         move(old, doomed)
         remove_tree(doomed)
@@ -339,6 +343,7 @@ def _make_metadata(manifest: Checkpoint) -> Metadata:
 
 
 def summarise_error(error: BaseException) -> str:
+    """Returns an error in one line."""
     text = (str(error).strip().splitlines() or [repr(error)])[0]
     return f"{type(error).__name__}: {text}"
 

@@ -41,7 +41,7 @@ class FolderLock:
         except OSError as error:
             raise ArtifactError(f"cannot write into the folder {folder}: {error}; choose another one") from None
         self._closed = weakref.finalize(self, os.close, descriptor)
-        _live_locks.add(self)
+        os.register_at_fork(after_in_child=self._closed)  # or a loader's process would hold it, too
 
     def _open_locked(self) -> int:
         while True:
@@ -118,15 +118,3 @@ class RemoteLock:
 
 def _name_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-_live_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for lock in list(_live_locks):
-        lock._closed()
-
-
-# A loader's process must not hold the lock when its parent is killed.
-os.register_at_fork(after_in_child=_close_all)

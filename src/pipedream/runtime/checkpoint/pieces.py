@@ -160,7 +160,7 @@ def _read_piece(data: memoryview, name: str, stored: Stored, piece: StoredPiece)
     tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):
         raise ArtifactError(f"{what} is no tensor")
-    actual = (name_dtype(tensor), tuple(tensor.shape))
+    actual = (_name_dtype(tensor), tuple(tensor.shape))
     if actual != (stored.dtype, piece.shape):
         raise ArtifactError(f"{what} has dtype and shape {actual}, and had {(stored.dtype, piece.shape)}")
     if piece.crc32 is not None and _compute_crc32(tensor) != piece.crc32:
@@ -172,7 +172,7 @@ def _slice_within(box: Box, within: Box) -> tuple[slice, ...]:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, within, strict=True))
 
 
-def name_dtype(tensor: torch.Tensor) -> str:
+def _name_dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -205,7 +205,7 @@ def write_tensors(
                 torch.save(values, file)
                 length = file.tell() - offset
                 place = start, tuple(values.shape), path.name, offset, length, _compute_crc32(values)
-                rows.append((name, name_dtype(part), tuple(shape), *place))
+                rows.append((name, _name_dtype(part), tuple(shape), *place))
         flush(path, file)
     return rows
 

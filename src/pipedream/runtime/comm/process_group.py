@@ -22,10 +22,11 @@ from pipedream.runtime.comm.launcher import LOCAL_RANKS, launcher, read_launcher
 JOIN_TIMEOUT_S = 300.0
 """How long the ranks wait for each other; the slowest one may still import torch."""
 
+_TEXTS = "texts of pipedream"
+"""What torch calls the group that carries them, where the user's own is of NCCL."""
+
 _END_FIRST_S = 1.0
 """For the launcher, the first worker that ends is the one that failed."""
-
-_texts: dist.ProcessGroup | None = None
 
 
 def is_distributed() -> bool:
@@ -102,15 +103,15 @@ def machine_address() -> str:
 
 def world_group() -> dist.ProcessGroup | None:
     """Returns a gloo group of all ranks, for small CPU tensors; None in a single process. Every rank calls it."""
-    global _texts
     if not dist.is_initialized():
         return None
     if dist.get_backend() == "gloo" or "cpu:gloo" in dist.get_backend():
         return dist.group.WORLD
-    # The user's own group, of NCCL. What was made for an earlier one is gone from torch's table.
-    if _texts not in distributed_c10d._world.pg_map:
-        _texts = dist.new_group(backend="gloo")
-    return _texts
+    # The user's own group, of NCCL; torch's table has the other one from the first call on.
+    for group in distributed_c10d._world.pg_map:
+        if group.group_desc == _TEXTS:
+            return group
+    return dist.new_group(backend="gloo", group_desc=_TEXTS)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import itemgetter
 from types import EllipsisType
 from typing import Any
@@ -169,17 +169,12 @@ def _move_leaf(leaf: Any, device: torch.device) -> Any:
     return leaf.to(device, non_blocking=True)
 
 
-_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
 def _copy_to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy from pageable memory would make the host wait for all that the stream has to do.
 
     The host runs ahead of the GPU, so that a stream of its own copies while earlier microbatches are computed.
     """
-    if device not in _copy_streams:
-        _copy_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream, compute = _copy_streams[device], torch.cuda.current_stream(device)
+    stream, compute = _make_copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):
         copy = tensor.pin_memory().to(device, non_blocking=True)
     compute.wait_stream(stream)
@@ -187,23 +182,25 @@ def _copy_to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copy
 
 
+@cache
+def _make_copy_stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
 # -- containers of other classes --------------------------------------------------------------------
 
 
-_fields_of: dict[type, tuple[str, ...] | None] = {}
-
-
-def _list_fields(kind: type) -> tuple[str, ...] | None:
+def _read_fields(kind: type) -> tuple[str, ...] | None:
     """Returns the fields of a dataclass, () for another container, None for other types."""
-    if kind not in _fields_of:
-        if kind in _ATOMS or issubclass(kind, nn.Module):
-            names = None
-        elif is_dataclass(kind):
-            names = tuple(field.name for field in fields(kind))
-        else:
-            names = () if issubclass(kind, _CONTAINERS) else None
-        _fields_of[kind] = names
-    return _fields_of[kind]
+    if kind in _ATOMS or issubclass(kind, nn.Module):
+        return None
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    return () if issubclass(kind, _CONTAINERS) else None
+
+
+_list_fields: Callable[[type], tuple[str, ...] | None] = cache(_read_fields)
 
 
 def _split_container(item: Any) -> tuple[Any, dict[str, Any]]:
@@ -251,26 +248,28 @@ def _assemble_container(kind: type, content: Any, attributes: Mapping[str, Any])
     return container
 
 
-_names: dict[type, str] = {}
-_classes: dict[str, type] = {}
+@cache
+def _sent_classes() -> dict[str, type]:
+    """Returns the classes that this process has sent, by name: what a function has made is found nowhere else."""
+    return {}
 
 
-def _name_of(kind: type) -> str:
+def _name_class(kind: type) -> str:
     """Returns "module:qualname", by which the receiver finds a class.
 
     A class that cannot be found by its name, because a function has made it, gets a number, and is found only where it
     has been sent from.
     """
-    name = _names.get(kind)
-    if name is None:
-        name = f"{kind.__module__}:{kind.__qualname__}"
-        if _import_item(name) is not kind:
-            name += f"#{sum(other.split('#')[0] == name for other in _classes)}"
-        elif name in _classes:  # defined again, as in a notebook
-            _build_cached.cache_clear()
-        _names[kind] = name
-        _classes[name] = kind
+    name, classes = f"{kind.__module__}:{kind.__qualname__}", _sent_classes()
+    if _import_item(name) is not kind:
+        name += f"#{sum(other.split('#')[0] == name for other in classes)}"
+    elif name in classes:  # defined again, as in a notebook
+        _build_cached.cache_clear()
+    classes[name] = kind
     return name
+
+
+_name_of: Callable[[type], str] = cache(_name_class)
 
 
 def _import_item(name: str) -> Any:
@@ -287,7 +286,7 @@ def _import_item(name: str) -> Any:
 
 
 def _find_class(name: str, is_allowed: Callable[[type], bool]) -> type:
-    kind = _classes.get(name) or _import_item(name)
+    kind = _sent_classes().get(name) or _import_item(name)
     if not isinstance(kind, type):
         raise TypeError(
             f"a value of class {name} was received, which this process does not find by that name; define the class at "

@@ -19,6 +19,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +49,7 @@ _ANSWER = timedelta(seconds=2)
 _REPORT = "failure"
 _CALLS = 8  # more than are made from beat to beat where it matters: most of them wait for the others
 
-_of_job: Guard | None = None
+_job_guard: ContextVar[Guard | None] = ContextVar("job_guard", default=None)
 
 
 class Heartbeat:
@@ -198,13 +199,14 @@ class Guard:
     @classmethod
     def of_session(cls, rank: int, ranks: int, activity: Activity, stuck_after_s: float) -> Guard:
         """Returns the job's guard, which watches this activity until `end`, or a new one."""
-        if _of_job is None:
+        guard = _job_guard.get()
+        if guard is None:
             return cls(rank, ranks, activity, stuck_after_s=stuck_after_s)
-        _of_job._sessions += 1
-        activity.session = _of_job._sessions
-        _of_job._before.append(_of_job._activity)
-        _of_job._watch_activity(activity, stuck_after_s)
-        return _of_job
+        guard._sessions += 1
+        activity.session = guard._sessions
+        guard._before.append(guard._activity)
+        guard._watch_activity(activity, stuck_after_s)
+        return guard
 
     def _watch_activity(self, activity: Activity, stuck_after_s: float = STUCK_AFTER_S) -> None:
         self._activity = activity
@@ -339,12 +341,12 @@ def guarded(rank: int, ranks: int) -> Iterator[Activity]:
     A failure at any of the ranks is raised as a `WorkerError` or `PeerError`. What all ranks find wrong with a call
     is raised as it is.
     """
-    global _of_job
     activity = Activity()
-    if ranks == 1 or _of_job is not None:
+    if ranks == 1 or _job_guard.get() is not None:
         yield activity
         return
-    guard = _of_job = Guard(rank, ranks, activity)
+    guard = Guard(rank, ranks, activity)
+    token = _job_guard.set(guard)
     try:
         yield activity
     except (KeyboardInterrupt, PeerError):
@@ -356,7 +358,7 @@ def guarded(rank: int, ranks: int) -> Iterator[Activity]:
             raise
         raise first from error
     finally:
-        _of_job = None
+        _job_guard.reset(token)
         guard._before.clear()  # a session may have failed
         guard.end()
 
