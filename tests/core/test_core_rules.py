@@ -24,7 +24,7 @@ from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import DoubleBuffer, Flush, Latest, Stash, VerticalSync
 from pipedream.schedules import build
-from pipedream.schedules.idioms import SPLIT, latest_weights, steady_1f1b
+from pipedream.schedules.kit.idioms import SPLIT, latest_weights, steady_1f1b
 
 replica_counts = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(tuple)
 

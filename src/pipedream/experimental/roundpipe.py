@@ -20,22 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipedream.core.plan.dispatched import Dispatched
-from pipedream.schedules.kit import (
-    Claims,
-    Kind,
-    Method,
-    MethodProperties,
-    Op,
-    Picture,
-    Plan,
-    Schedule,
-    ScheduleError,
-    StageOrder,
-    backward,
-    flushing,
-    forward,
-    minibatch_by_minibatch,
-)
+from pipedream.schedules import kit
 
 
 def homes(workers: int, stages: int) -> tuple[int, ...]:
@@ -43,13 +28,13 @@ def homes(workers: int, stages: int) -> tuple[int, ...]:
     return tuple((stages - 1 - s) % workers for s in range(stages))
 
 
-dispatched = StageOrder(
+dispatched = kit.StageOrder(
     "the stages in round robin from the last one on, which is on the first worker",
     lambda workers, chunks: homes(workers, workers * chunks),
 )
 
 
-def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1) -> Schedule:
+def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int = 1) -> kit.Schedule:
     """Returns RoundPipe, synchronous; by default 4 microbatches per worker.
 
     Args:
@@ -60,37 +45,39 @@ def roundpipe(plan: Plan, microbatches: int | None = None, *, forwards: int = 1)
     p, last = plan.workers, len(plan.stages) - 1
     taken = plan.order or tuple(range(sum(plan.replicas)))
     if set(plan.replicas) != {1} or taken != homes(p, last + 1):
-        raise ScheduleError(
+        raise kit.ScheduleError(
             f"schedule 'roundpipe' needs {dispatched.words}, without replicas; found plan {plan.config} on workers "
             f"{taken}; plan for this method, or name the workers {homes(p, last + 1)} in the plan's order"
         )
     if forwards < 1:
-        raise ScheduleError(f"schedule 'roundpipe': a slot has the forwards of at least 1 stage, found {forwards}")
+        raise kit.ScheduleError(f"schedule 'roundpipe': a slot has the forwards of at least 1 stage, found {forwards}")
     m = microbatches or 4 * p
     slots = [range(first, min(first + forwards, last)) for first in range(0, last, forwards)]
     # Counted back from the last stage's slot on worker 0; the backwards after it are on workers 1, 2, ...
     worker = {stage: (number - len(slots)) % p for number, slot in enumerate(slots) for stage in slot}
     placement = Dispatched(plan.placement.ranks, (*worker.values(), 0))
 
-    def ops(rank: int, mine: range) -> Iterator[Op]:
+    def ops(rank: int, mine: range) -> Iterator[kit.Op]:
         for slot in (slot for slot in slots if worker[slot[0]] == rank):
             for k in mine:
                 for stage in slot:
                     if k == mine[0] and placement.is_remote(stage):
-                        yield Op(Kind.FETCH, stage, k)
-                    yield forward((stage, 0), k)
+                        yield kit.Op(kit.Kind.FETCH, stage, k)
+                    yield kit.forward((stage, 0), k)
         for stage in range(last - rank, -1, -p):
             for k in mine:
                 if stage == last:
-                    yield forward((stage, 0), k)
-                yield backward((stage, 0), k)
+                    yield kit.forward((stage, 0), k)
+                yield kit.backward((stage, 0), k)
 
     again = tuple(replace(stage, recompute=stage.recompute or s < last) for s, stage in enumerate(plan.stages))
-    flushed = flushing("roundpipe", replace(plan, stages=again), m, minibatch_by_minibatch(m, ops), _make_claims(last))
-    return replace(flushed, placement=placement, claims=flushed.claims if forwards == 1 else Claims())
+    flushed = kit.flushing(
+        "roundpipe", replace(plan, stages=again), m, kit.minibatch_by_minibatch(m, ops), _make_claims(last)
+    )
+    return replace(flushed, placement=placement, claims=flushed.claims if forwards == 1 else kit.Claims())
 
 
-def _make_claims(last: int) -> Claims:
+def _make_claims(last: int) -> kit.Claims:
     """Returns the closed forms for S = last + 1 equal stages, each forward a slot.
 
     A forward takes f, a backward f + b with the forward that it repeats. Slot j + 1 starts as soon as it has its first
@@ -108,7 +95,7 @@ def _make_claims(last: int) -> Claims:
     def away(p: int, s: int) -> int:
         return len(range((-s) % p or p, last + 1, p))
 
-    return Claims(
+    return kit.Claims(
         assumption="S >= p equal stages, b = 2 f and the forward done again, messages cost nothing",
         ratio=2.0,
         bubble=lambda p, m: 1 - m * (4 * last + 3) / (p * makespan_s(p, m, 1, 1.0, 1.0, 1.0)),
@@ -119,12 +106,12 @@ def _make_claims(last: int) -> Claims:
 
 
 METHODS = (
-    Method(
+    kit.Method(
         roundpipe,
         since=2026,
         layout=dispatched,
-        properties=MethodProperties(replicates_stages=False, recomputes=True),
-        picture=Picture("RoundPipe: forwards and backwards dispatched in round robin; s is the stage; m = 4", 4, 8),
+        properties=kit.MethodProperties(replicates_stages=False, recomputes=True),
+        picture=kit.Picture("RoundPipe: forwards and backwards dispatched in round robin; s is the stage; m = 4", 4, 8),
         choose="When the stages do not come out even on the workers, or their weights and what belongs to them take "
         "more memory than activations: any number of stages from p on, and a worker computes on one set of weights "
         "besides its own. Its bubble is that of as many slots as there are forwards and backwards together. It runs "

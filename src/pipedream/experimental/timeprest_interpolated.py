@@ -19,8 +19,8 @@ from math import exp
 from typing import Any, ClassVar
 
 from pipedream.core.schedule.weights import NewerBackward
+from pipedream.schedules import kit
 from pipedream.schedules.asynchronous.timeprest import nf1b
-from pipedream.schedules.kit import Kind, Method, MethodProperties, Picture, Plan, Schedule
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Interpolated(NewerBackward):
         return int(self.staleness(stage) > 0)
 
     @property
-    def held_until(self) -> Kind:
-        return Kind.BACKWARD
+    def held_until(self) -> kit.Kind:
+        return kit.Kind.BACKWARD
 
     def backward_reader(self, versions: Any) -> Callable[[Any], Any]:
         storage: list[Any] = []
@@ -84,8 +84,8 @@ class Interpolated(NewerBackward):
 
 
 def timeprest_interpolated(
-    plan: Plan, microbatches: int | None = None, *, share: float = exp(-1), backward_rule: str = "graph"
-) -> Schedule:
+    plan: kit.Plan, microbatches: int | None = None, *, share: float = exp(-1), backward_rule: str = "graph"
+) -> kit.Schedule:
     """Returns nF1B with interpolated backwards; by default 3 microbatches per minibatch.
 
     Args:
@@ -105,12 +105,12 @@ def timeprest_interpolated(
 
 
 METHODS = (
-    Method(
+    kit.Method(
         timeprest_interpolated,
         since=2025,
         aliases=("i_timeprest",),
-        properties=MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False),
-        picture=Picture("nF1B, backwards between the version of the forward and the newest (v); m = 3", 3, 15),
+        properties=kit.MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False),
+        picture=kit.Picture("nF1B, backwards between the version of the forward and the newest (v); m = 3", 3, 15),
         choose="To study backwards between the weights of the forward and the newest: one number, share, leads from "
         "v_timeprest (0) to stashing (1).",
     ),

@@ -11,7 +11,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import Flush
-from pipedream.schedules.idioms import forward
+from pipedream.schedules.kit.idioms import forward
 
 
 def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:

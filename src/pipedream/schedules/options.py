@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.method_text import name_and_options
-from pipedream.schedules.method import Method
+from pipedream.schedules.kit.method import Method
 
 _SCALARS: dict[Any, Callable[[str], Any]] = {
     str: str,

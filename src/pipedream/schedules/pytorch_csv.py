@@ -34,7 +34,7 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Claims, Schedule
 from pipedream.core.schedule.weights import Flush
-from pipedream.schedules.idioms import SPLIT, B, F, flushing
+from pipedream.schedules.kit.idioms import SPLIT, B, F, flushing
 
 _LETTERS = ("F", "B", "I", "W")
 _MESSAGES = {"SEND_F": +1, "RECV_F": -1, "SEND_B": -1, "RECV_B": +1}

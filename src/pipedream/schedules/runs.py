@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.schedules.idioms import max_in_flight
+from pipedream.schedules.kit.idioms import max_in_flight
 from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
 from pipedream.schedules.registry import build, check_chunks, layout_of
 

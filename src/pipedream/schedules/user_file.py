@@ -1,8 +1,8 @@
 """Methods in users' files: the path of such a file can be given wherever a method's name can.
 
-from pipedream.schedules import Method, Plan, Schedule, ...
+from pipedream.schedules import kit
 ...
-METHODS = (Method(two_by_two),)
+METHODS = (kit.Method(two_by_two),)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.schedules.method import Method
+from pipedream.schedules.kit.method import Method
 
 
 def is_method_file(name: str) -> bool:

@@ -12,16 +12,16 @@ from pipedream.core.schedule.compensation import (
     Nesterov,
     SpikeCompensation,
 )
+from pipedream.schedules import kit
 from pipedream.schedules.asynchronous.pb_lwp import predicting
 from pipedream.schedules.asynchronous.pipedream import STASHING, stashing
 from pipedream.schedules.asynchronous.two_bw import double_buffered
-from pipedream.schedules.kit import VELOCITY, Method, MethodProperties, Plan, Schedule
 
 RESCHEDULED_FOR = 7_000
 """K of `pipedream_lr`, in updates: 7 times 1,000 in the code released with Nesterov-async."""
 
 
-def nesterov_async(plan: Plan, microbatches: int | None = None) -> Schedule:
+def nesterov_async(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns PipeDream with asynchronous Nesterov momentum, for SGD.
 
     Ajanthan et al., Nesterov Method for Asynchronous Pipeline Parallel Optimization, ICML 2025. The paper's runs are
@@ -31,7 +31,7 @@ def nesterov_async(plan: Plan, microbatches: int | None = None) -> Schedule:
     return stashing("nesterov_async", plan, microbatches).compensated(Nesterov())
 
 
-def ftpipe_msnag(plan: Plan, microbatches: int | None = None) -> Schedule:
+def ftpipe_msnag(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns PipeDream whose forwards and backwards read weights predicted by multi-step Nesterov, for SGD.
 
     FTPipe (Eliad et al., ATC 2021), ``msnag`` with weight stashing, at each stage's own delay; the same as spike
@@ -40,7 +40,7 @@ def ftpipe_msnag(plan: Plan, microbatches: int | None = None) -> Schedule:
     return stashing("ftpipe_msnag", plan, microbatches).compensated(SpikeCompensation())
 
 
-def ftpipe_ga(plan: Plan, microbatches: int | None = None) -> Schedule:
+def ftpipe_ga(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns PipeDream with gap-aware gradients, for any optimizer.
 
     Barkai et al., ICLR 2020, as FTPipe (ATC 2021) uses it with weight stashing.
@@ -48,7 +48,7 @@ def ftpipe_ga(plan: Plan, microbatches: int | None = None) -> Schedule:
     return stashing("ftpipe_ga", plan, microbatches).compensated(GapAware())
 
 
-def pipedream_lr(plan: Plan, microbatches: int | None = None) -> Schedule:
+def pipedream_lr(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns PipeDream with PipeMare's rescheduled learning rate T1, for any optimizer.
 
     Yang et al., PipeMare, MLSys 2021; later comparisons use this name. K is 7,000 updates, or that of
@@ -57,7 +57,7 @@ def pipedream_lr(plan: Plan, microbatches: int | None = None) -> Schedule:
     return stashing("pipedream_lr", plan, microbatches).compensated(LearningRateRescheduling(RESCHEDULED_FOR))
 
 
-def one_step_ef(plan: Plan, microbatches: int | None = None) -> Schedule:
+def one_step_ef(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns PipeDream-2BW with error feedback of strength 1, for any optimizer.
 
     One-Step Gradient Delay, arXiv 2606.30634, ICML 2026.
@@ -66,13 +66,13 @@ def one_step_ef(plan: Plan, microbatches: int | None = None) -> Schedule:
 
 
 def pb_lwp_sc(
-    plan: Plan,
+    plan: kit.Plan,
     microbatches: int | None = None,
     *,
-    by: str = VELOCITY,
+    by: str = kit.VELOCITY,
     scale: float = 1.0,
     backward_rule: str = "graph",
-) -> Schedule:
+) -> kit.Schedule:
     """Returns pipelined backpropagation with linear weight prediction and spike compensation, for SGD.
 
     Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021, section 3.3: LWP^v_D + SC_D, the paper's best.
@@ -81,7 +81,7 @@ def pb_lwp_sc(
 
 
 METHODS = (
-    Method(
+    kit.Method(
         nesterov_async,
         since=2025,
         compensates=True,
@@ -90,14 +90,14 @@ METHODS = (
         "one update ahead at every stage and costs no memory. Give the paper's rate times 1 - m. With Adam, "
         "plain `pipedream` and NAdam with a long momentum, as in the paper's runs.",
     ),
-    Method(
+    kit.Method(
         ftpipe_msnag,
         since=2021,
         compensates=True,
         properties=STASHING,
         choose="With SGD with momentum: each stage looks ahead by its own delay, at no cost in memory.",
     ),
-    Method(
+    kit.Method(
         ftpipe_ga,
         since=2021,
         compensates=True,
@@ -105,7 +105,7 @@ METHODS = (
         choose="When weights move by very different amounts within the delay: the gradients of those that moved far "
         "count less. One more tensor for each weight, the moving average of squared steps.",
     ),
-    Method(
+    kit.Method(
         pipedream_lr,
         since=2025,
         compensates=True,
@@ -113,19 +113,19 @@ METHODS = (
         choose="When a run diverges in its first phase at the rate that is right for one worker: late stages begin "
         "at a share of it. K is about the length of the warm-up or of the first decay.",
     ),
-    Method(
+    kit.Method(
         one_step_ef,
         since=2026,
         compensates=True,
-        properties=MethodProperties(flushes=False, uses_depth=True),
+        properties=kit.MethodProperties(flushes=False, uses_depth=True),
         choose="With AdamW or Muon on the two weight sets of 2BW: it recovers most of what one update of delay "
         "costs. One more tensor for each weight, the last update.",
     ),
-    Method(
+    kit.Method(
         pb_lwp_sc,
         since=2021,
         compensates=True,
-        properties=MethodProperties(
+        properties=kit.MethodProperties(
             flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False
         ),
         choose="With pipelined_backprop and SGD with momentum: its paper's best. The prediction helps the forward, "

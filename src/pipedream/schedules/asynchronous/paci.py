@@ -12,49 +12,34 @@ of FTPipe (Eliad et al., ATC 2021): as late, with true gradients and ceil((p-1-s
 
 from __future__ import annotations
 
-from pipedream.schedules.kit import (
-    BACKWARD_RULES,
-    Claims,
-    Method,
-    MethodProperties,
-    Picture,
-    Plan,
-    Schedule,
-    check_input_replicas,
-    choose_microbatches,
-    latest_weights,
-    max_in_flight,
-    refuse_update_delay,
-    unflushed,
-    with_backward_rule,
-)
+from pipedream.schedules import kit
 
 
-def paci(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
+def paci(plan: kit.Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> kit.Schedule:
     """Returns PACI, at the plan's depth.
 
     Args:
         microbatches: in an update; by default as many as the input stage holds in flight, so at most one update late.
-        backward_rule: see `idioms`; also 'stash'.
+        backward_rule: see `kit.idioms`; also 'stash'.
     """
-    refuse_update_delay("paci", plan)
-    plan = with_backward_rule(plan, backward_rule, BACKWARD_RULES)
-    m = choose_microbatches("paci", plan, microbatches, max_in_flight(plan))
-    check_input_replicas("paci", plan, m)
-    claims = Claims(
+    kit.refuse_update_delay("paci", plan)
+    plan = kit.with_backward_rule(plan, backward_rule, kit.BACKWARD_RULES)
+    m = kit.choose_microbatches("paci", plan, microbatches, kit.max_in_flight(plan))
+    kit.check_input_replicas("paci", plan, m)
+    claims = kit.Claims(
         in_flight=lambda p, total, s: min(p - s, total),
         staleness=lambda p, total, s: -(-(p - 1 - s) // m),
         versions=lambda p, total, s: -(-(p - 1 - s) // m) + 1 if backward_rule == "stash" else 1,
     )
-    return unflushed("paci", plan, latest_weights(plan, m, backward_rule=backward_rule), claims, m=m)
+    return kit.unflushed("paci", plan, kit.latest_weights(plan, m, backward_rule=backward_rule), claims, m=m)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         paci,
         since=2026,
-        properties=MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False, uses_depth=True),
-        picture=Picture("PACI: each op reads the newest version (v); m = 4", 4, 12),
+        properties=kit.MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False, uses_depth=True),
+        picture=kit.Picture("PACI: each op reads the newest version (v); m = 4", 4, 12),
         choose="When the weights are large and a little delay does no harm: no bubble, one set of weights, and, with "
         "m >= p - 1 microbatches, a staleness of one update at most. `paci[backward_rule=stash]`, PipeDream with "
         "accumulation, keeps sets of weights for true gradients: at most two where m >= p - 1, one at the last stage.",

@@ -11,55 +11,49 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pipedream.schedules import kit
 from pipedream.schedules.asynchronous.pipelined_backprop import one_set
-from pipedream.schedules.kit import (
-    VELOCITY,
-    Method,
-    MethodProperties,
-    Picture,
-    Plan,
-    Schedule,
-    ScheduleError,
-    WeightPrediction,
-    latest_weights,
-)
 
 
 def pb_lwp(
-    plan: Plan,
+    plan: kit.Plan,
     microbatches: int | None = None,
     *,
-    by: str = VELOCITY,
+    by: str = kit.VELOCITY,
     scale: float = 1.0,
     backward_rule: str = "graph",
-) -> Schedule:
+) -> kit.Schedule:
     """Returns pipelined backpropagation whose forwards read predicted weights.
 
     Args:
-        by, backward_rule: see `idioms`.
+        by, backward_rule: see `kit.idioms`.
         scale: T over D, at least 0; the paper also studies 2.
     """
     return predicting("pb_lwp", plan, microbatches, by, scale, backward_rule)
 
 
-def predicting(name: str, plan: Plan, microbatches: int | None, by: str, scale: float, backward_rule: str) -> Schedule:
+def predicting(
+    name: str, plan: kit.Plan, microbatches: int | None, by: str, scale: float, backward_rule: str
+) -> kit.Schedule:
     """Returns `pb_lwp` under another name."""
     if not scale >= 0:
-        raise ScheduleError(f"schedule {name!r} predicts future weights; give a scale of at least 0, not {scale}")
+        raise kit.ScheduleError(f"schedule {name!r} predicts future weights; give a scale of at least 0, not {scale}")
     bare = one_set(name, plan, microbatches, backward_rule)
     horizons = tuple(scale * bare.weights.staleness(stage) for stage in range(len(plan.stages)))
-    weights = latest_weights(bare.plan, backward_rule=backward_rule, forward_prediction=WeightPrediction(by, horizons))
+    weights = kit.latest_weights(
+        bare.plan, backward_rule=backward_rule, forward_prediction=kit.WeightPrediction(by, horizons)
+    )
     return replace(bare, weights=weights)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         pb_lwp,
         since=2021,
-        properties=MethodProperties(
+        properties=kit.MethodProperties(
             flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False
         ),
-        picture=Picture("Pipelined backpropagation, forwards at weights predicted from version v", None, 12),
+        picture=kit.Picture("Pipelined backpropagation, forwards at weights predicted from version v", None, 12),
         choose="With pipelined_backprop, where its delay hurts: SGD with momentum, Adam or AdamW. The prediction is "
         "as good as the velocity is steady, so long horizons need long momentum.",
     ),

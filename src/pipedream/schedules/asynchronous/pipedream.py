@@ -10,70 +10,58 @@ A plan of one stage is plain data parallelism: each round of its replicas is one
 
 from __future__ import annotations
 
-from pipedream.schedules.kit import (
-    Claims,
-    Method,
-    MethodProperties,
-    Picture,
-    Plan,
-    Schedule,
-    Stash,
-    VerticalSync,
-    refuse_microbatches,
-    unflushed,
-    warmup_forwards,
-)
+from pipedream.schedules import kit
 
-STASHING = MethodProperties(
+STASHING = kit.MethodProperties(
     flushes=False, same_updates=False, splits_minibatch=False, uses_depth=True, delays_updates=True
 )
 
 
-def pipedream(plan: Plan, microbatches: int | None = None) -> Schedule:
+def pipedream(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns PipeDream with weight stashing: stage s, with W_s warm-up forwards, is W_s updates late and keeps W_s +
     1 versions.
     """
     return stashing("pipedream", plan, microbatches)
 
 
-def stashing(name: str, plan: Plan, microbatches: int | None) -> Schedule:
+def stashing(name: str, plan: kit.Plan, microbatches: int | None) -> kit.Schedule:
     """Returns `pipedream` under another name."""
-    refuse_microbatches(name, microbatches)
-    claims = Claims(
+    kit.refuse_microbatches(name, microbatches)
+    claims = kit.Claims(
         in_flight=lambda p, m, s: min(p - s, m),
         staleness=lambda p, m, s: p - 1 - s,
         versions=lambda p, m, s: p - s,
     )
-    return unflushed(name, plan, Stash(warmup_forwards(plan), plan.replicas, plan.update_delay), claims)
+    return kit.unflushed(name, plan, kit.Stash(kit.warmup_forwards(plan), plan.replicas, plan.update_delay), claims)
 
 
-def pipedream_vertical_sync(plan: Plan, microbatches: int | None = None) -> Schedule:
+def pipedream_vertical_sync(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns PipeDream with vertical sync: all stages are W_0 updates late and keep W_0 + 1 versions."""
-    refuse_microbatches("pipedream_vertical_sync", microbatches)
-    weights = VerticalSync(warmup_forwards(plan), plan.replicas, plan.update_delay)
-    claims = Claims(
+    kit.refuse_microbatches("pipedream_vertical_sync", microbatches)
+    weights = kit.VerticalSync(kit.warmup_forwards(plan), plan.replicas, plan.update_delay)
+    claims = kit.Claims(
         in_flight=lambda p, m, s: min(p - s, m),
         staleness=lambda p, m, s: p - 1,
         versions=lambda p, m, s: p,
     )
-    return unflushed("pipedream_vertical_sync", plan, weights, claims)
+    return kit.unflushed("pipedream_vertical_sync", plan, weights, claims)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         pipedream,
         since=2019,
         properties=STASHING,
-        picture=Picture("PipeDream: 1F1B, no flush; v is the version of the weights that an op reads", None, 12),
+        picture=kit.Picture("PipeDream: 1F1B, no flush; v is the version of the weights that an op reads", None, 12),
         choose="When the minibatch cannot be split or the bubble of a flush costs too much: no worker waits in steady "
         "state, at the price of stale gradients and of a set of weights for each minibatch in flight. The "
         "plan may replicate stages.",
     ),
-    Method(
+    kit.Method(
         pipedream_vertical_sync,
         since=2019,
         aliases=("vertical_sync",),
-        properties=MethodProperties(
+        properties=kit.MethodProperties(
             flushes=False,
             same_updates=False,
             splits_minibatch=False,
@@ -81,7 +69,7 @@ METHODS = (
             delays_updates=True,
             versions_grow_with_stages=True,
         ),
-        picture=Picture("PipeDream with vertical sync: one version (v) for a minibatch at all stages", None, 12),
+        picture=kit.Picture("PipeDream with vertical sync: one version (v) for a minibatch at all stages", None, 12),
         choose="When all stages must see one version of the whole model for a minibatch, so that the update rule is "
         "exactly delayed SGD. Costs more staleness and more weight sets than pipedream.",
     ),

@@ -13,60 +13,51 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipedream.core.plan.depth import noam, raise_to_legal
-from pipedream.schedules.kit import (
-    Claims,
-    Method,
-    MethodProperties,
-    Picture,
-    Plan,
-    Schedule,
-    latest_weights,
-    refuse_microbatches,
-    unflushed,
-    with_backward_rule,
-)
+from pipedream.core.plan.depth import noam
+from pipedream.schedules import kit
 
 
-def pipelined_backprop(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
+def pipelined_backprop(
+    plan: kit.Plan, microbatches: int | None = None, *, backward_rule: str = "graph"
+) -> kit.Schedule:
     """Returns pipelined backpropagation: stage s is 2(p-1-s) updates late.
 
     Args:
         plan: of any depth; stages hold at least as much as this order needs.
-        backward_rule: see `idioms`.
+        backward_rule: see `kit.idioms`.
     """
     return one_set("pipelined_backprop", plan, microbatches, backward_rule)
 
 
-def one_set(name: str, plan: Plan, microbatches: int | None, backward_rule: str) -> Schedule:
+def one_set(name: str, plan: kit.Plan, microbatches: int | None, backward_rule: str) -> kit.Schedule:
     """Returns `pipelined_backprop` under another name."""
-    refuse_microbatches(name, microbatches)
-    plan = concurrent(with_backward_rule(plan, backward_rule))
-    claims = Claims(
+    kit.refuse_microbatches(name, microbatches)
+    plan = concurrent(kit.with_backward_rule(plan, backward_rule))
+    claims = kit.Claims(
         in_flight=lambda p, m, s: min(2 * (p - 1 - s) + 1, m),
         staleness=lambda p, m, s: 2 * (p - 1 - s),
         versions=lambda p, m, s: 1,
     )
-    return unflushed(name, plan, latest_weights(plan, backward_rule=backward_rule), claims)
+    return kit.unflushed(name, plan, kit.latest_weights(plan, backward_rule=backward_rule), claims)
 
 
-def concurrent(plan: Plan) -> Plan:
+def concurrent(plan: kit.Plan) -> kit.Plan:
     """Returns the plan with at least twice the warm-up of the paper's depth."""
     twice = tuple(2 * count - 1 for count in noam(plan.replicas, plan.update_delay))
     deep = tuple(max(pair) for pair in zip(twice, plan.in_flight, strict=True))
-    deep = raise_to_legal(deep, plan.replicas, plan.update_delay)
+    deep = kit.raise_to_legal(deep, plan.replicas, plan.update_delay)
     return plan if deep == plan.in_flight else replace(plan, in_flight=deep, depth_mode="hand")
 
 
 METHODS = (
-    Method(
+    kit.Method(
         pipelined_backprop,
         since=2021,
         aliases=("pb",),
-        properties=MethodProperties(
+        properties=kit.MethodProperties(
             flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False
         ),
-        picture=Picture(
+        picture=kit.Picture(
             "Pipelined backpropagation: 1F1B at twice the depth; each op reads the newest version (v)", None, 12
         ),
         choose="To study training with delay in its plainest form: one set of weights, no flush, and twice pipedream's "

@@ -14,33 +14,18 @@ from __future__ import annotations
 
 from math import exp
 
+from pipedream.schedules import kit
 from pipedream.schedules.asynchronous.pipelined_backprop import concurrent
-from pipedream.schedules.kit import (
-    AVERAGE,
-    Claims,
-    Method,
-    MethodProperties,
-    Picture,
-    Plan,
-    Schedule,
-    WeightPrediction,
-    check_input_replicas,
-    choose_microbatches,
-    latest_weights,
-    refuse_update_delay,
-    unflushed,
-    with_backward_rule,
-)
 
 
 def pipemare(
-    plan: Plan,
+    plan: kit.Plan,
     microbatches: int | None = None,
     *,
     decay: float = exp(-2),
     horizons: tuple[float, ...] | None = None,
     backward_rule: str = "graph",
-) -> Schedule:
+) -> kit.Schedule:
     """Returns PipeMare with its discrepancy correction.
 
     Args:
@@ -48,32 +33,32 @@ def pipemare(
         microbatches: by default one per stage, or as many as the replicas of the input stage need.
         decay: the paper's D; exp(-2) is what its theory asks for.
         horizons: updates that each stage's backward goes back; None for its mean delay.
-        backward_rule: see `idioms`.
+        backward_rule: see `kit.idioms`.
     """
-    refuse_update_delay("pipemare", plan)
-    plan = concurrent(with_backward_rule(plan, backward_rule))
+    kit.refuse_update_delay("pipemare", plan)
+    plan = concurrent(kit.with_backward_rule(plan, backward_rule))
     first = plan.replicas[0]
     default = max(len(plan.stages), (plan.in_flight[0] - 1) * first if first > 1 else 0)
-    m = choose_microbatches("pipemare", plan, microbatches, default)
-    check_input_replicas("pipemare", plan, m)
-    stages, bare = range(len(plan.stages)), latest_weights(plan, m)
+    m = kit.choose_microbatches("pipemare", plan, microbatches, default)
+    kit.check_input_replicas("pipemare", plan, m)
+    stages, bare = range(len(plan.stages)), kit.latest_weights(plan, m)
     back = horizons or tuple(bare.mean_staleness(stage) for stage in stages)
-    prediction = WeightPrediction(AVERAGE, tuple(-horizon for horizon in back), decay)
-    claims = Claims(
+    prediction = kit.WeightPrediction(kit.AVERAGE, tuple(-horizon for horizon in back), decay)
+    claims = kit.Claims(
         in_flight=lambda p, total, s: min(2 * (p - 1 - s) + 1, total),
         staleness=lambda p, total, s: -(-2 * (p - 1 - s) // m),
         versions=lambda p, total, s: 1,
     )
-    weights = latest_weights(plan, m, backward_rule=backward_rule, backward_prediction=prediction)
-    return unflushed("pipemare", plan, weights, claims, m=m)
+    weights = kit.latest_weights(plan, m, backward_rule=backward_rule, backward_prediction=prediction)
+    return kit.unflushed("pipemare", plan, weights, claims, m=m)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         pipemare,
         since=2021,
-        properties=MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False),
-        picture=Picture("PipeMare: backwards at weights corrected back from version v; m = 4", 4, 12),
+        properties=kit.MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False),
+        picture=kit.Picture("PipeMare: backwards at weights corrected back from version v; m = 4", 4, 12),
         choose="To study one set of weights with a correction of the backward, at the concurrent clock of its paper, "
         "which adds rates by stage and a synchronous start.",
     ),

@@ -9,50 +9,37 @@ momentum, Adam's and AdamW's corrected m / (sqrt(v) + eps)), T = p - 1 - s updat
 
 from __future__ import annotations
 
-from pipedream.schedules.kit import (
-    VELOCITY,
-    Claims,
-    Method,
-    MethodProperties,
-    Picture,
-    Plan,
-    Schedule,
-    WeightPrediction,
-    latest_weights,
-    refuse_microbatches,
-    unflushed,
-    with_backward_rule,
-)
+from pipedream.schedules import kit
 
 
 def pipeoptim(
-    plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph"
-) -> Schedule:
+    plan: kit.Plan, microbatches: int | None = None, *, by: str = kit.VELOCITY, backward_rule: str = "graph"
+) -> kit.Schedule:
     """Returns PipeOptim, at the plan's depth.
 
-    For the options see `idioms`.
+    For the options see `kit.idioms`.
     """
-    refuse_microbatches("pipeoptim", microbatches)
-    plan = with_backward_rule(plan, backward_rule)
-    stages, bare = range(len(plan.stages)), latest_weights(plan)
-    ahead = WeightPrediction(by, tuple(bare.staleness(s) for s in stages))
-    claims = Claims(
+    kit.refuse_microbatches("pipeoptim", microbatches)
+    plan = kit.with_backward_rule(plan, backward_rule)
+    stages, bare = range(len(plan.stages)), kit.latest_weights(plan)
+    ahead = kit.WeightPrediction(by, tuple(bare.staleness(s) for s in stages))
+    claims = kit.Claims(
         in_flight=lambda p, m, s: min(p - s, m),
         staleness=lambda p, m, s: p - 1 - s,
         versions=lambda p, m, s: 1,
     )
-    weights = latest_weights(plan, backward_rule=backward_rule, forward_prediction=ahead)
-    return unflushed("pipeoptim", plan, weights, claims)
+    weights = kit.latest_weights(plan, backward_rule=backward_rule, forward_prediction=ahead)
+    return kit.unflushed("pipeoptim", plan, weights, claims)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         pipeoptim,
         since=2023,
-        properties=MethodProperties(
+        properties=kit.MethodProperties(
             flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False, uses_depth=True
         ),
-        picture=Picture("PipeOptim: forwards at weights predicted from version v", None, 12),
+        picture=kit.Picture("PipeOptim: forwards at weights predicted from version v", None, 12),
         choose="With Adam or AdamW where pipedream's sets of weights do not fit: the forward is predicted, one set "
         "of weights, and a copy of it during a forward.",
     ),

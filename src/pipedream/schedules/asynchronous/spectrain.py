@@ -10,76 +10,63 @@ From its backward at stage s to its end, at stage 0, a minibatch takes the time 
 
 from __future__ import annotations
 
-from pipedream.schedules.kit import (
-    VELOCITY,
-    Claims,
-    Method,
-    MethodProperties,
-    Picture,
-    Plan,
-    Schedule,
-    WeightPrediction,
-    latest_weights,
-    refuse_microbatches,
-    unflushed,
-    with_backward_rule,
-)
+from pipedream.schedules import kit
 
-_PROPERTIES = MethodProperties(
+_PROPERTIES = kit.MethodProperties(
     flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False, uses_depth=True
 )
 
 
 def spectrain(
-    plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph"
-) -> Schedule:
+    plan: kit.Plan, microbatches: int | None = None, *, by: str = kit.VELOCITY, backward_rule: str = "graph"
+) -> kit.Schedule:
     """Returns SpecTrain with one set of weights and predictions for both passes: T = floor(s/2) for the backward, and
     p - s - 1 more for the forward.
 
-    For the options see `idioms`.
+    For the options see `kit.idioms`.
     """
-    refuse_microbatches("spectrain", microbatches)
-    plan = with_backward_rule(plan, backward_rule)
-    stages, bare = range(len(plan.stages)), latest_weights(plan)
-    ahead = WeightPrediction(by, tuple(s // 2 + bare.staleness(s) for s in stages))
-    back = WeightPrediction(by, tuple(s // 2 for s in stages))
-    claims = Claims(
+    kit.refuse_microbatches("spectrain", microbatches)
+    plan = kit.with_backward_rule(plan, backward_rule)
+    stages, bare = range(len(plan.stages)), kit.latest_weights(plan)
+    ahead = kit.WeightPrediction(by, tuple(s // 2 + bare.staleness(s) for s in stages))
+    back = kit.WeightPrediction(by, tuple(s // 2 for s in stages))
+    claims = kit.Claims(
         in_flight=lambda p, m, s: min(p - s, m),
         staleness=lambda p, m, s: p - 1 - s,
         versions=lambda p, m, s: 1,
     )
-    weights = latest_weights(plan, backward_rule=backward_rule, forward_prediction=ahead, backward_prediction=back)
-    return unflushed("spectrain", plan, weights, claims)
+    weights = kit.latest_weights(plan, backward_rule=backward_rule, forward_prediction=ahead, backward_prediction=back)
+    return kit.unflushed("spectrain", plan, weights, claims)
 
 
-def spectrain_v2(plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY) -> Schedule:
+def spectrain_v2(plan: kit.Plan, microbatches: int | None = None, *, by: str = kit.VELOCITY) -> kit.Schedule:
     """Returns SpecTrain with a stash of predictions: a backward reads what its forward predicted, T = p - s."""
-    refuse_microbatches("spectrain_v2", microbatches)
-    bare = latest_weights(plan)
-    ahead = WeightPrediction(by, tuple(bare.staleness(s) + 1 for s in range(len(plan.stages))))
-    claims = Claims(
+    kit.refuse_microbatches("spectrain_v2", microbatches)
+    bare = kit.latest_weights(plan)
+    ahead = kit.WeightPrediction(by, tuple(bare.staleness(s) + 1 for s in range(len(plan.stages))))
+    claims = kit.Claims(
         in_flight=lambda p, m, s: min(p - s, m),
         staleness=lambda p, m, s: p - 1 - s,
         versions=lambda p, m, s: p - s + 1,
     )
-    weights = latest_weights(plan, backward_rule="stash", forward_prediction=ahead)
-    return unflushed("spectrain_v2", plan, weights, claims)
+    weights = kit.latest_weights(plan, backward_rule="stash", forward_prediction=ahead)
+    return kit.unflushed("spectrain_v2", plan, weights, claims)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         spectrain,
         since=2018,
         properties=_PROPERTIES,
-        picture=Picture("SpecTrain: both passes at weights predicted from version v", None, 12),
+        picture=kit.Picture("SpecTrain: both passes at weights predicted from version v", None, 12),
         choose="With momentum and few stages, in one set of weights. The backward is predicted too, towards the same "
         "weights as the forward.",
     ),
-    Method(
+    kit.Method(
         spectrain_v2,
         since=2018,
         properties=_PROPERTIES,
-        picture=Picture("SpecTrain, second version: predicted from version v, kept for the backward", None, 12),
+        picture=kit.Picture("SpecTrain, second version: predicted from version v, kept for the backward", None, 12),
         choose="As pipedream, with true gradients, but at predicted weights; one more set of weights.",
     ),
 )

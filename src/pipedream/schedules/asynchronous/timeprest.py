@@ -23,29 +23,10 @@ from dataclasses import replace
 from itertools import count
 
 from pipedream.core.schedule.weights import Stamped
-from pipedream.schedules.kit import (
-    Claims,
-    Latest,
-    Method,
-    MethodProperties,
-    Op,
-    Picture,
-    Plan,
-    Schedule,
-    StageReplica,
-    UpdateRule,
-    WeightRule,
-    all_microbatches,
-    backward,
-    choose_microbatches,
-    forward,
-    one_stage_per_rank,
-    update,
-    with_backward_rule,
-)
+from pipedream.schedules import kit
 
 
-def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
+def timeprest(plan: kit.Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> kit.Schedule:
     """Returns TiMePReSt, with vertical sync but no horizontal stash: a microbatch's forwards read the version that it
     met at the input stage, a backward the newest of its stage, ceil(2(p-1)/m) updates later at every stage. By
     default m = 3.
@@ -63,65 +44,65 @@ def timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str
     )
 
 
-def v_timeprest(plan: Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> Schedule:
+def v_timeprest(plan: kit.Plan, microbatches: int | None = None, *, backward_rule: str = "graph") -> kit.Schedule:
     """Returns V-TiMePReSt, with neither a stash nor a version per microbatch: ceil(2(p-1-s)/m) updates late; by
     default m = 3.
     """
 
-    def rule(waits: tuple[int, ...], replicas: tuple[int, ...], m: int) -> Latest:
-        return Latest(waits, replicas, (0,) * len(waits), (m,) * len(waits), backward_rule=backward_rule)
+    def rule(waits: tuple[int, ...], replicas: tuple[int, ...], m: int) -> kit.Latest:
+        return kit.Latest(waits, replicas, (0,) * len(waits), (m,) * len(waits), backward_rule=backward_rule)
 
     return nf1b("v_timeprest", plan, microbatches, backward_rule, rule)
 
 
 def nf1b(
     name: str,
-    plan: Plan,
+    plan: kit.Plan,
     microbatches: int | None,
     backward_rule: str,
-    rule: Callable[[tuple[int, ...], tuple[int, ...], int], WeightRule],
+    rule: Callable[[tuple[int, ...], tuple[int, ...], int], kit.WeightRule],
     *,
     staleness: Callable[[int, int, int], int] = lambda p, s, m: -(-min(2, m) * (p - 1 - s) // m),
     versions: Callable[[int, int, int], int] = lambda p, s, m: 1,
-) -> Schedule:
+) -> kit.Schedule:
     """Returns a method of the order nF1B.
 
     Args:
         rule: (warm-up forwards of each stage's replicas, replicas, m) -> weight rule.
         staleness, versions: (p, s, m) -> the claims for a straight pipeline.
     """
-    m = choose_microbatches(name, plan, microbatches, 3)
+    m = kit.choose_microbatches(name, plan, microbatches, 3)
     waits = _count_warmup(plan, m)
     depth = tuple(wait - (-m // count) for wait, count in zip(waits, plan.replicas, strict=True))
     update_delay = (0,) * len(plan.stages)
     if (plan.in_flight, plan.update_delay) != (depth, update_delay):
         plan = replace(plan, in_flight=depth, update_delay=update_delay, depth_mode="hand")
-    plan = with_backward_rule(plan, backward_rule)
+    plan = kit.with_backward_rule(plan, backward_rule)
 
-    def ops(stage_replica: StageReplica) -> Iterator[Op]:
+    def ops(stage_replica: kit.StageReplica) -> Iterator[kit.Op]:
         stage, replicas = stage_replica.stage, plan.replicas[stage_replica.stage]
         ahead = waits[stage] * replicas
-        forwards = iter(all_microbatches(stage_replica, replicas))
-        backwards = iter(all_microbatches(stage_replica, replicas))
+        forwards = iter(kit.all_microbatches(stage_replica, replicas))
+        backwards = iter(kit.all_microbatches(stage_replica, replicas))
         k, back = next(forwards), next(backwards)
         for number in count():
             while k < ahead + (number + 1) * m:
-                yield forward(stage_replica, k)
+                yield kit.forward(stage_replica, k)
                 k = next(forwards)
             while back < (number + 1) * m:
-                yield backward(stage_replica, back)
+                yield kit.backward(stage_replica, back)
                 back = next(backwards)
-            yield update(stage_replica, number + 1)
+            yield kit.update(stage_replica, number + 1)
 
-    return Schedule(
+    return kit.Schedule(
         name=name,
         plan=plan,
         placement=plan.placement,
-        order=one_stage_per_rank(plan.placement, ops),
+        order=kit.one_stage_per_rank(plan.placement, ops),
         weights=rule(waits, plan.replicas, m),
-        updates=UpdateRule((m,) * len(plan.stages)),
+        updates=kit.UpdateRule((m,) * len(plan.stages)),
         microbatches=m,
-        claims=Claims(
+        claims=kit.Claims(
             in_flight=lambda p, total, s: min(min(2, m) * (p - 1 - s) + m, total),
             staleness=lambda p, total, s: staleness(p, s, m),
             versions=lambda p, total, s: versions(p, s, m),
@@ -129,7 +110,7 @@ def nf1b(
     )
 
 
-def _count_warmup(plan: Plan, m: int) -> tuple[int, ...]:
+def _count_warmup(plan: kit.Plan, m: int) -> tuple[int, ...]:
     """Returns the warm-up forwards of a replica of each stage: its part of min(2, m) (p - 1 - s), rounded up.
 
     No stage has fewer than the next one, or that one would wait for a forward that waits for its backward; nor does it
@@ -152,23 +133,25 @@ def _count_warmup(plan: Plan, m: int) -> tuple[int, ...]:
 
 
 METHODS = (
-    Method(
+    kit.Method(
         timeprest,
         since=2024,
-        properties=MethodProperties(
+        properties=kit.MethodProperties(
             flushes=False, same_updates=False, reads_stored_weights=False, versions_grow_with_stages=True
         ),
-        picture=Picture("TiMePReSt: forwards read the version (v) of their tag, backwards the newest; m = 3", 3, 15),
+        picture=kit.Picture(
+            "TiMePReSt: forwards read the version (v) of their tag, backwards the newest; m = 3", 3, 15
+        ),
         choose="To study backwards at the newest weights with forwards of one version of the whole model. The last "
         "stage keeps the most versions, and all stages are as late as the first. Take "
         "`timeprest[backward_rule=recompute]` at high rates: old activations with newer weights diverged first where "
         "this was tried.",
     ),
-    Method(
+    kit.Method(
         v_timeprest,
         since=2025,
-        properties=MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False),
-        picture=Picture(
+        properties=kit.MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False),
+        picture=kit.Picture(
             "V-TiMePReSt: m forwards, then m backwards; each op reads the newest version (v); m = 3", 3, 15
         ),
         choose="To study the order nF1B: paci's weights and updates, with the backwards of a minibatch together. "

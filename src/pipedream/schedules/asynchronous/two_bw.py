@@ -8,23 +8,10 @@ Narayanan et al., ICML 2021, section 3.1: w(t+1) = w(t) - lr grad f(w(t-1)), at 
 
 from __future__ import annotations
 
-from pipedream.schedules.kit import (
-    Claims,
-    DoubleBuffer,
-    Method,
-    MethodProperties,
-    Picture,
-    Plan,
-    Schedule,
-    ScheduleError,
-    max_in_flight,
-    refuse_update_delay,
-    unflushed,
-    warmup_forwards,
-)
+from pipedream.schedules import kit
 
 
-def pipedream_2bw(plan: Plan, microbatches: int | None = None) -> Schedule:
+def pipedream_2bw(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns PipeDream-2BW; by default as many microbatches as the input stage holds in flight.
 
     Raises:
@@ -35,32 +22,32 @@ def pipedream_2bw(plan: Plan, microbatches: int | None = None) -> Schedule:
     return double_buffered("pipedream_2bw", plan, microbatches)
 
 
-def double_buffered(name: str, plan: Plan, microbatches: int | None) -> Schedule:
+def double_buffered(name: str, plan: kit.Plan, microbatches: int | None) -> kit.Schedule:
     """Returns `pipedream_2bw` under another name."""
-    refuse_update_delay(name, plan)
-    m = microbatches or max_in_flight(plan)
-    for stage, (wait, replicas) in enumerate(zip(warmup_forwards(plan), plan.replicas, strict=True)):
+    kit.refuse_update_delay(name, plan)
+    m = microbatches or kit.max_in_flight(plan)
+    for stage, (wait, replicas) in enumerate(zip(kit.warmup_forwards(plan), plan.replicas, strict=True)):
         if m // replicas < max(wait, 1):
-            raise ScheduleError(
+            raise kit.ScheduleError(
                 f"schedule {name!r} with {m} microbatches a minibatch: stage {stage} has {wait} warm-up "
                 f"forwards and {replicas} replicas, so it needs at least {max(wait, 1) * replicas}; split the "
                 "minibatch further or take a smaller depth"
             )
-    claims = Claims(
+    claims = kit.Claims(
         in_flight=lambda p, m, s: min(p - s, m),
         staleness=lambda p, m, s: 1,
         versions=lambda p, m, s: 2,
     )
-    return unflushed(name, plan, DoubleBuffer(m), claims, m=m)
+    return kit.unflushed(name, plan, kit.DoubleBuffer(m), claims, m=m)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         pipedream_2bw,
         since=2021,
         aliases=("2bw",),
-        properties=MethodProperties(flushes=False, uses_depth=True),
-        picture=Picture("PipeDream-2BW: 1F1B, no flush, two versions (v) of the weights; m = 4", 4, 12),
+        properties=kit.MethodProperties(flushes=False, uses_depth=True),
+        picture=kit.Picture("PipeDream-2BW: 1F1B, no flush, two versions (v) of the weights; m = 4", 4, 12),
         choose="When the weights are large: no bubble in steady state with two sets of weights at any depth, and a "
         "staleness of one update everywhere. Needs m >= p - 1 microbatches in a minibatch.",
     ),

@@ -10,52 +10,38 @@ reads the newest weights.
 
 from __future__ import annotations
 
-from pipedream.schedules.kit import (
-    VELOCITY,
-    Claims,
-    Method,
-    MethodProperties,
-    Picture,
-    Plan,
-    Schedule,
-    WeightPrediction,
-    check_input_replicas,
-    choose_microbatches,
-    latest_weights,
-    max_in_flight,
-    refuse_update_delay,
-    unflushed,
-    with_backward_rule,
-)
+from pipedream.schedules import kit
 
 
-def xpipe(plan: Plan, microbatches: int | None = None, *, by: str = VELOCITY, backward_rule: str = "graph") -> Schedule:
+def xpipe(
+    plan: kit.Plan, microbatches: int | None = None, *, by: str = kit.VELOCITY, backward_rule: str = "graph"
+) -> kit.Schedule:
     """Returns XPipe, at the plan's depth; by default as many microbatches as the input stage holds in flight.
 
-    For the options see `idioms`.
+    For the options see `kit.idioms`.
     """
-    refuse_update_delay("xpipe", plan)
-    plan = with_backward_rule(plan, backward_rule)
-    m = choose_microbatches("xpipe", plan, microbatches, max_in_flight(plan))
-    check_input_replicas("xpipe", plan, m)
-    stages, bare = range(len(plan.stages)), latest_weights(plan, m)
-    ahead = WeightPrediction(by, tuple(bare.staleness(s) for s in stages))
-    claims = Claims(
+    kit.refuse_update_delay("xpipe", plan)
+    plan = kit.with_backward_rule(plan, backward_rule)
+    m = kit.choose_microbatches("xpipe", plan, microbatches, kit.max_in_flight(plan))
+    kit.check_input_replicas("xpipe", plan, m)
+    stages, bare = range(len(plan.stages)), kit.latest_weights(plan, m)
+    ahead = kit.WeightPrediction(by, tuple(bare.staleness(s) for s in stages))
+    claims = kit.Claims(
         in_flight=lambda p, total, s: min(p - s, total),
         staleness=lambda p, total, s: -(-(p - 1 - s) // m),
         # The prediction that the microbatches of a minibatch share is a set of its own.
         versions=lambda p, total, s: 2 if m > 1 and s < p - 1 else 1,
     )
-    weights = latest_weights(plan, m, backward_rule=backward_rule, forward_prediction=ahead, shares_prediction=m)
-    return unflushed("xpipe", plan, weights, claims, m=m)
+    weights = kit.latest_weights(plan, m, backward_rule=backward_rule, forward_prediction=ahead, shares_prediction=m)
+    return kit.unflushed("xpipe", plan, weights, claims, m=m)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         xpipe,
         since=2019,
-        properties=MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False, uses_depth=True),
-        picture=Picture("XPipe: a minibatch's forwards share one prediction from version v; m = 4", 4, 12),
+        properties=kit.MethodProperties(flushes=False, same_updates=False, reads_stored_weights=False, uses_depth=True),
+        picture=kit.Picture("XPipe: a minibatch's forwards share one prediction from version v; m = 4", 4, 12),
         choose="As pipeoptim, with minibatches that are split: one update per minibatch, one prediction for all of "
         "its microbatches.",
     ),

@@ -11,49 +11,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.schedules.kit import (
-    Claims,
-    Method,
-    MethodProperties,
-    Op,
-    Picture,
-    Plan,
-    Schedule,
-    backward,
-    flushing,
-    forward,
-    looped,
-    minibatch_by_minibatch,
-)
+from pipedream.schedules import kit
 
 
-def breadth_first(plan: Plan, microbatches: int | None = None) -> Schedule:
+def breadth_first(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns the breadth-first order, on a `looped` plan; by default m = 4 p, and with m < p workers wait."""
-    p, chunks = plan.workers, looped.check("breadth_first", plan)
+    p, chunks = plan.workers, kit.looped.check("breadth_first", plan)
     m = microbatches or 4 * p
 
-    def ops(rank: int, mine: range) -> Iterator[Op]:
+    def ops(rank: int, mine: range) -> Iterator[kit.Op]:
         for lap in range(chunks):
-            yield from (forward((rank + p * lap, 0), k) for k in mine)
+            yield from (kit.forward((rank + p * lap, 0), k) for k in mine)
         for lap in reversed(range(chunks)):
-            yield from (backward((rank + p * lap, 0), k) for k in mine)
+            yield from (kit.backward((rank + p * lap, 0), k) for k in mine)
 
-    claims = Claims(
+    claims = kit.Claims(
         assumption="p workers with v equal stages each, messages cost nothing",
         bubble=lambda p, m: 1 - chunks * m / ((chunks - 1) * max(m, p) + m + p - 1),
         in_flight=lambda p, m, s: chunks * m,
     )
-    return flushing("breadth_first", plan, m, minibatch_by_minibatch(m, ops), claims)
+    return kit.flushing("breadth_first", plan, m, kit.minibatch_by_minibatch(m, ops), claims)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         breadth_first,
         since=2022,
         aliases=("looped_bfs",),
-        layout=looped,
-        properties=MethodProperties(replicates_stages=False),
-        picture=Picture("Breadth-first: two stages (s) a worker, m = 4", 4, 8),
+        layout=kit.looped,
+        properties=kit.MethodProperties(replicates_stages=False),
+        picture=kit.Picture("Breadth-first: two stages (s) a worker, m = 4", 4, 8),
         choose="Where messages are slow compared with a microbatch's compute and memory is plentiful: the bubble of "
         "interleaved_1f1b, but a stage's microbatches follow each other, so that a message has the longest time.",
     ),

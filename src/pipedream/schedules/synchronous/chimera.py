@@ -14,36 +14,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from pipedream.schedules.kit import (
-    Claims,
-    Method,
-    MethodProperties,
-    Op,
-    Order,
-    Picture,
-    Plan,
-    Schedule,
-    ScheduleError,
-    backward,
-    flushing,
-    forward,
-    mirrored,
-    update,
-)
+from pipedream.schedules import kit
 
 
-def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
+def chimera(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns Chimera, on a `mirrored` plan; m is a multiple of p, by default p."""
-    mirrored.check("chimera", plan)
+    kit.mirrored.check("chimera", plan)
     p = plan.workers
     m = microbatches or p
     if m % p:
-        raise ScheduleError(
+        raise kit.ScheduleError(
             f"schedule 'chimera' on {p} workers with {m} microbatches a minibatch: it takes them in units of {p}; "
             "split the minibatch into a multiple of that"
         )
 
-    def unit(rank: int, first: int) -> list[tuple[int, Op]]:
+    def unit(rank: int, first: int) -> list[tuple[int, kit.Op]]:
         """Ops of p microbatches with the slots in which they start, a forward being as long as a backward."""
         slots = []
         for up, stage in enumerate((rank, p - 1 - rank)):
@@ -51,17 +36,17 @@ def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
             for i in range(p // 2):
                 k = first + 2 * i + up
                 slots += [
-                    (2 * i + stage, forward(stage_replica, k)),
-                    (2 * p - 1 - stage + 2 * i, backward(stage_replica, k)),
+                    (2 * i + stage, kit.forward(stage_replica, k)),
+                    (2 * p - 1 - stage + 2 * i, kit.backward(stage_replica, k)),
                 ]
         return slots
 
-    def order(rank: int) -> Iterator[Op]:
+    def order(rank: int) -> Iterator[kit.Op]:
         for number in count():
             slots = [(2 * p * u + slot, op) for u in range(m // p) for slot, op in unit(rank, number * m + u * p)]
             yield from (op for _, op in sorted(slots))
 
-    claims = Claims(
+    claims = kit.Claims(
         assumption="p equal stages, two holders each, backward as long as forward, messages and sums cost nothing",
         ratio=1.0,
         bubble=lambda p, m: (p - 2) / (2 * m + p - 2),
@@ -70,10 +55,10 @@ def chimera(plan: Plan, microbatches: int | None = None) -> Schedule:
     return both_directions("chimera", plan, m, order, claims)
 
 
-def both_directions(name: str, plan: Plan, m: int, order: Order, claims: Claims) -> Schedule:
+def both_directions(name: str, plan: kit.Plan, m: int, order: kit.Order, claims: kit.Claims) -> kit.Schedule:
     """Returns the schedule of two pipelines on a `mirrored` plan; adds the updates of both holders of each stage."""
 
-    def with_updates(rank: int) -> Iterator[Op]:
+    def with_updates(rank: int) -> Iterator[kit.Op]:
         p = plan.workers
         left = 2 * m  # passes of a minibatch at the rank's two stages
         number = 0
@@ -85,18 +70,18 @@ def both_directions(name: str, plan: Plan, m: int, order: Order, claims: Claims)
                 # After all backwards, so that one stage's sum can overlap with the other stage; in the same order on
                 # both holders.
                 for stage in sorted((rank, p - 1 - rank), reverse=True):
-                    yield update((stage, int(stage != rank)), number)
+                    yield kit.update((stage, int(stage != rank)), number)
 
-    return flushing(name, plan, m, with_updates, claims)
+    return kit.flushing(name, plan, m, with_updates, claims)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         chimera,
         since=2021,
-        layout=mirrored,
-        properties=MethodProperties(replicates_stages=False),
-        picture=Picture("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
+        layout=kit.mirrored,
+        properties=kit.MethodProperties(replicates_stages=False),
+        picture=kit.Picture("Chimera: one pipeline down, one up; s is the stage; m = 4", 4, 8),
         choose="When a minibatch has few microbatches, about as many as workers, and the weights are small compared "
         "with the activations: about half of 1f1b's bubble, for two sets of weights per worker and a sum over two "
         "holders at each update. The number of workers must be even.",

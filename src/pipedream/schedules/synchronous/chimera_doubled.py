@@ -13,40 +13,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from pipedream.schedules.kit import (
-    Claims,
-    Method,
-    MethodProperties,
-    Op,
-    Picture,
-    Plan,
-    Schedule,
-    ScheduleError,
-    backward,
-    forward,
-    mirrored,
-)
+from pipedream.schedules import kit
 from pipedream.schedules.synchronous.chimera import both_directions
 
 
-def chimera_doubled(plan: Plan, microbatches: int | None = None) -> Schedule:
+def chimera_doubled(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns Chimera with forward doubling, on a `mirrored` plan; m is a multiple of 2p, by default 2p."""
-    mirrored.check("chimera_doubled", plan)
+    kit.mirrored.check("chimera_doubled", plan)
     p = plan.workers
     m = microbatches or 2 * p
     if m % (2 * p):
-        raise ScheduleError(
+        raise kit.ScheduleError(
             f"schedule 'chimera_doubled' on {p} workers with {m} microbatches a minibatch: it takes them in units of "
             f"{2 * p}; split the minibatch into a multiple of that"
         )
     rows = _order_in_pairs(p, m)
 
-    def order(rank: int) -> Iterator[Op]:
+    def order(rank: int) -> Iterator[kit.Op]:
         for number in count():
             for kind, stage, k, replica in rows[rank]:
-                yield Op(kind, stage, number * m + k, replica)
+                yield kit.Op(kind, stage, number * m + k, replica)
 
-    claims = Claims(
+    claims = kit.Claims(
         assumption="p equal stages, two holders each, backward twice a forward, messages and sums cost nothing",
         ratio=2.0,
         least=lambda p: 4 * p,
@@ -56,12 +44,12 @@ def chimera_doubled(plan: Plan, microbatches: int | None = None) -> Schedule:
     return both_directions("chimera_doubled", plan, m, order, claims)
 
 
-def _order_in_pairs(p: int, m: int) -> list[list[Op]]:
+def _order_in_pairs(p: int, m: int) -> list[list[kit.Op]]:
     """Returns the ops of each worker in a minibatch: in each slot a backward, if one can start, else two forwards.
 
     Of two that can start it takes the one at the later stage; never more than 2p are in flight.
     """
-    rows: list[list[Op]] = [[] for _ in range(p)]
+    rows: list[list[kit.Op]] = [[] for _ in range(p)]
     taken = dict.fromkeys(((kind, s, up) for kind in "FB" for s in range(p) for up in (0, 1)), 0)
 
     def choose_next(rank: int) -> tuple[str, int, int] | None:
@@ -85,19 +73,19 @@ def _order_in_pairs(p: int, m: int) -> list[list[Op]]:
                 kind, s, up = step
                 first = taken[step]
                 taken[step] += 1 if kind == "B" else 2
-                make = backward if kind == "B" else forward
+                make = kit.backward if kind == "B" else kit.forward
                 row += [make((s, up), 2 * i + up) for i in range(first, taken[step])]
     return rows
 
 
 METHODS = (
-    Method(
+    kit.Method(
         chimera_doubled,
         since=2021,
         aliases=("chimera_forward_doubling", "chimera_backward_halving"),
-        layout=mirrored,
-        properties=MethodProperties(replicates_stages=False),
-        picture=Picture("Chimera with forward doubling; s is the stage; m = 8", 8, 16),
+        layout=kit.mirrored,
+        properties=kit.MethodProperties(replicates_stages=False),
+        picture=kit.Picture("Chimera with forward doubling; s is the stage; m = 8", 8, 16),
         choose="As chimera, with many microbatches, and backwards that take twice as long as forwards, as they "
         "usually do; holds twice as many microbatches.",
     ),

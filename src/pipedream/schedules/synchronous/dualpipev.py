@@ -14,37 +14,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from pipedream.schedules.kit import (
-    SPLIT,
-    Claims,
-    F,
-    I,
-    Method,
-    MethodProperties,
-    MicrobatchProgress,
-    Op,
-    Picture,
-    Plan,
-    Schedule,
-    ScheduleError,
-    W,
-    flushing,
-    minibatch_by_minibatch,
-    wave,
-)
+from pipedream.schedules import kit
+
+F, I, W = kit.SPLIT  # noqa: E741  # the field's letters
 
 
-def dualpipev(plan: Plan, microbatches: int | None = None) -> Schedule:
+def dualpipev(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns DualPipeV, on a `wave` of 2p stages; m is at least 2p, by default 4 p."""
-    wave.check("dualpipev", plan, 2)
+    kit.wave.check("dualpipev", plan, 2)
     p = plan.workers
     m = microbatches or 4 * p
     if m < 2 * p:
-        raise ScheduleError(
+        raise kit.ScheduleError(
             f"schedule 'dualpipev' on {p} workers with {m} microbatches a minibatch: it fills both directions with {p} "
             f"each; split the minibatch into at least {2 * p}"
         )
-    claims = Claims(
+    claims = kit.Claims(
         assumption="p workers with two equal stages each, messages cost nothing; m at least 2p, f = i = w (the "
         "makespan: w <= i <= f)",
         least=lambda p: 2 * p,
@@ -52,23 +37,23 @@ def dualpipev(plan: Plan, microbatches: int | None = None) -> Schedule:
         in_flight=lambda p, m, s: 2 * p + 1,
         makespan_s=lambda p, m, n, f, i, w: n * (2 * m * (f + i + w) + (p - 1) * (f + i - w)),
     )
-    order = minibatch_by_minibatch(m, lambda rank, mine: _order_minibatch(rank, p, mine))
-    return flushing("dualpipev", plan, m, order, claims, kinds=SPLIT)
+    order = kit.minibatch_by_minibatch(m, lambda rank, mine: _order_minibatch(rank, p, mine))
+    return kit.flushing("dualpipev", plan, m, order, claims, kinds=kit.SPLIT)
 
 
-def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
+def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[kit.Op]:
     """Yields the ops of a worker on one minibatch; numbers are the steps of the released code."""
     there, back = (rank, 0), (2 * p - 1 - rank, 0)
-    progress = MicrobatchProgress(mine)
+    progress = kit.MicrobatchProgress(mine)
     deferred: deque[tuple[int, int]] = deque()
 
-    def backward(stage_replica: tuple[int, int], later: bool) -> Iterator[Op]:
+    def backward(stage_replica: tuple[int, int], later: bool) -> Iterator[kit.Op]:
         yield from progress.take((I, stage_replica))
         deferred.append(stage_replica)
         if not later:
             yield from weight_gradient()
 
-    def weight_gradient() -> Iterator[Op]:
+    def weight_gradient() -> Iterator[kit.Op]:
         yield from progress.take((W, deferred.popleft()))
 
     yield from progress.take((F, there), times=2 * (p - rank - 1))  # 1
@@ -87,12 +72,12 @@ def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
 
 
 METHODS = (
-    Method(
+    kit.Method(
         dualpipev,
         since=2025,
-        layout=wave,
-        properties=MethodProperties(splits_backward=True, replicates_stages=False),
-        picture=Picture("DualPipeV: two stages (s) a worker, m = 8", 8, 8),
+        layout=kit.wave,
+        properties=kit.MethodProperties(splits_backward=True, replicates_stages=False),
+        picture=kit.Picture("DualPipeV: two stages (s) a worker, m = 8", 8, 8),
         choose="Where messages can hide under the computation of the other direction, as with experts on many "
         "devices: each forward has a backward next to it. Otherwise zbv has less bubble and holds less.",
     ),

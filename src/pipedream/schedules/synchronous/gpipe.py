@@ -10,45 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.schedules.kit import (
-    Claims,
-    Method,
-    MethodProperties,
-    Op,
-    Picture,
-    Plan,
-    Schedule,
-    StageReplica,
-    backward,
-    choose_microbatches,
-    each_minibatch,
-    flushing,
-    forward,
-    one_stage_per_rank,
-)
+from pipedream.schedules import kit
 
 
-def gpipe(plan: Plan, microbatches: int | None = None) -> Schedule:
+def gpipe(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns GPipe; by default 4 microbatches per stage (m >= 4 p makes the bubble negligible)."""
-    m = choose_microbatches("gpipe", plan, microbatches, 4 * len(plan.stages))
+    m = kit.choose_microbatches("gpipe", plan, microbatches, 4 * len(plan.stages))
 
-    def ops(stage_replica: StageReplica) -> Iterator[Op]:
-        def all_forward_all_backward(mine: range) -> Iterator[Op]:
-            yield from (forward(stage_replica, k) for k in mine)
-            yield from (backward(stage_replica, k) for k in mine)
+    def ops(stage_replica: kit.StageReplica) -> Iterator[kit.Op]:
+        def all_forward_all_backward(mine: range) -> Iterator[kit.Op]:
+            yield from (kit.forward(stage_replica, k) for k in mine)
+            yield from (kit.backward(stage_replica, k) for k in mine)
 
-        return each_minibatch(plan, stage_replica, m, all_forward_all_backward)
+        return kit.each_minibatch(plan, stage_replica, m, all_forward_all_backward)
 
-    claims = Claims(bubble=lambda p, m: (p - 1) / (m + p - 1), in_flight=lambda p, m, s: m)
-    return flushing("gpipe", plan, m, one_stage_per_rank(plan.placement, ops), claims)
+    claims = kit.Claims(bubble=lambda p, m: (p - 1) / (m + p - 1), in_flight=lambda p, m, s: m)
+    return kit.flushing("gpipe", plan, m, kit.one_stage_per_rank(plan.placement, ops), claims)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         gpipe,
         since=2018,
-        properties=MethodProperties(),
-        picture=Picture("GPipe: all forwards, then all backwards, flush; m = 4", 4, 8),
+        properties=kit.MethodProperties(),
+        picture=kit.Picture("GPipe: all forwards, then all backwards, flush; m = 4", 4, 8),
         choose="When a minibatch splits into many microbatches (m at least 4 p) and memory is plentiful, or when an "
         "order is wanted that is easy to follow. The result is that of one process; 1f1b gives it too, in the "
         "same time, with less memory.",

@@ -10,40 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.schedules.kit import (
-    Claims,
-    Method,
-    MethodProperties,
-    Op,
-    Picture,
-    Plan,
-    Schedule,
-    ScheduleError,
-    backward,
-    flushing,
-    forward,
-    looped,
-    minibatch_by_minibatch,
-)
+from pipedream.schedules import kit
 
 
-def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
+def interleaved_1f1b(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns interleaved 1F1B, on a `looped` plan; m is a multiple of p, by default 4 p."""
-    p, chunks = plan.workers, looped.check("interleaved_1f1b", plan)
+    p, chunks = plan.workers, kit.looped.check("interleaved_1f1b", plan)
     m = microbatches or 4 * p
     if m % p:
-        raise ScheduleError(
+        raise kit.ScheduleError(
             f"schedule 'interleaved_1f1b' on {p} workers with {m} microbatches a minibatch: it takes them in groups of "
             f"{p}; split the minibatch into a multiple of that"
         )
 
-    def ops(rank: int, mine: range) -> Iterator[Op]:
-        def nth(i: int, *, back: bool) -> Op:
+    def ops(rank: int, mine: range) -> Iterator[kit.Op]:
+        def nth(i: int, *, back: bool) -> kit.Op:
             """The i-th forward or backward: p microbatches at one stage, then at the next."""
             group, i = divmod(i, p * chunks)
             lap, k = divmod(i, p)
             stage = rank + p * (chunks - 1 - lap if back else lap)
-            return (backward if back else forward)((stage, 0), mine[group * p + k])
+            return (kit.backward if back else kit.forward)((stage, 0), mine[group * p + k])
 
         total = m * chunks
         warmup = min(2 * (p - 1 - rank) + (chunks - 1) * p, total)
@@ -53,22 +39,22 @@ def interleaved_1f1b(plan: Plan, microbatches: int | None = None) -> Schedule:
             if i >= warmup:
                 yield nth(i - warmup, back=True)
 
-    claims = Claims(
+    claims = kit.Claims(
         assumption="p workers with v equal stages each, messages cost nothing, m a multiple of p",
         bubble=lambda p, m: (p - 1) / (chunks * m + p - 1),
         in_flight=lambda p, m, s: min(2 * (p - 1 - s) + (chunks - 1) * p + 1, chunks * m),
     )
-    return flushing("interleaved_1f1b", plan, m, minibatch_by_minibatch(m, ops), claims)
+    return kit.flushing("interleaved_1f1b", plan, m, kit.minibatch_by_minibatch(m, ops), claims)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         interleaved_1f1b,
         since=2021,
         aliases=("interleaved",),
-        layout=looped,
-        properties=MethodProperties(replicates_stages=False),
-        picture=Picture("Interleaved 1F1B: two stages (s) a worker, m = 4", 4, 8),
+        layout=kit.looped,
+        properties=kit.MethodProperties(replicates_stages=False),
+        picture=kit.Picture("Interleaved 1F1B: two stages (s) a worker, m = 4", 4, 8),
         choose="When the bubble of 1f1b is too long and the minibatch cannot be split further: v stages per worker "
         "make it nearly v times shorter, for v times the messages. On slow links these cost more than the "
         "bubble saves: simulate both.",

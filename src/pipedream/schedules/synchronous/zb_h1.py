@@ -12,39 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.schedules.kit import (
-    SPLIT,
-    Claims,
-    Method,
-    MethodProperties,
-    Op,
-    Picture,
-    Plan,
-    Schedule,
-    StageReplica,
-    choose_microbatches,
-    each_minibatch,
-    flushing,
-    one_forward_one_input_gradient,
-    one_stage_per_rank,
-)
+from pipedream.schedules import kit
 
 
-def zb_h1(plan: Plan, microbatches: int | None = None) -> Schedule:
+def zb_h1(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns ZB-H1, at the plan's depth; by default 4 microbatches per stage."""
-    m = choose_microbatches("zb_h1", plan, microbatches, 4 * len(plan.stages))
+    m = kit.choose_microbatches("zb_h1", plan, microbatches, 4 * len(plan.stages))
 
-    def ops(stage_replica: StageReplica) -> Iterator[Op]:
+    def ops(stage_replica: kit.StageReplica) -> Iterator[kit.Op]:
         count = plan.in_flight[stage_replica.stage]
         deferred = max(plan.in_flight) - count  # so that all stages hold as many as the fullest
 
-        def in_turn(mine: range) -> Iterator[Op]:
+        def in_turn(mine: range) -> Iterator[kit.Op]:
             warmup = min(count, len(mine)) - 1
-            return one_forward_one_input_gradient(stage_replica, mine=mine, warmup=warmup, deferred=deferred)
+            return kit.one_forward_one_input_gradient(stage_replica, mine=mine, warmup=warmup, deferred=deferred)
 
-        return each_minibatch(plan, stage_replica, m, in_turn)
+        return kit.each_minibatch(plan, stage_replica, m, in_turn)
 
-    claims = Claims(
+    claims = kit.Claims(
         assumption="straight pipeline, paper's depth, equal stages, messages cost nothing; "
         "m at least p, f = i = w (the makespan: w at most f and i)",
         least=lambda p: p,
@@ -52,16 +37,16 @@ def zb_h1(plan: Plan, microbatches: int | None = None) -> Schedule:
         in_flight=lambda p, m, s: min(p, m),
         makespan_s=lambda p, m, n, f, i, w: n * (m * (f + i + w) + (p - 1) * (f + i - w)),
     )
-    return flushing("zb_h1", plan, m, one_stage_per_rank(plan.placement, ops), claims, kinds=SPLIT)
+    return kit.flushing("zb_h1", plan, m, kit.one_stage_per_rank(plan.placement, ops), claims, kinds=kit.SPLIT)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         zb_h1,
         since=2024,
         aliases=("zb1p",),
-        properties=MethodProperties(splits_backward=True, uses_depth=True),
-        picture=Picture("ZB-H1: 1F1B with split backwards, flush; m = 4", 4, 4),
+        properties=kit.MethodProperties(splits_backward=True, uses_depth=True),
+        picture=kit.Picture("ZB-H1: 1F1B with split backwards, flush; m = 4", 4, 4),
         choose="Where 1f1b is right, messages are fast, and a stage's time is in weights: layers whose backward is "
         "two products, one for the input and one for the weight. A third of 1f1b's bubble; every stage holds as much "
         "as 1f1b's first. It gains nothing where the halves cannot be separated (compiled modules, fused recurrent "

@@ -15,42 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.schedules.kit import (
-    SPLIT,
-    Claims,
-    Method,
-    MethodProperties,
-    Op,
-    Picture,
-    Plan,
-    Schedule,
-    StageReplica,
-    choose_microbatches,
-    each_minibatch,
-    flushing,
-    one_forward_one_input_gradient,
-    one_stage_per_rank,
-    raise_to_legal,
-)
+from pipedream.schedules import kit
 
 
-def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
+def zb_h2(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns ZB-H2, with twice the warm-up of the plan's depth; by default 4 microbatches per stage."""
-    m = choose_microbatches("zb_h2", plan, microbatches, 4 * len(plan.stages))
+    m = kit.choose_microbatches("zb_h2", plan, microbatches, 4 * len(plan.stages))
     # A flush has no update delay, and in-flight counts that need one may not be legal once they are doubled.
-    warmups = [count - 1 for count in raise_to_legal(tuple(2 * count - 1 for count in plan.in_flight), plan.replicas)]
+    warmups = [
+        count - 1 for count in kit.raise_to_legal(tuple(2 * count - 1 for count in plan.in_flight), plan.replicas)
+    ]
 
-    def ops(stage_replica: StageReplica) -> Iterator[Op]:
+    def ops(stage_replica: kit.StageReplica) -> Iterator[kit.Op]:
         warmup = warmups[stage_replica.stage]
         deferred = max(warmups) - warmup  # so that all stages hold as many as the fullest
 
-        def in_turn(mine: range) -> Iterator[Op]:
+        def in_turn(mine: range) -> Iterator[kit.Op]:
             first = min(warmup, len(mine) - 1)
-            return one_forward_one_input_gradient(stage_replica, mine=mine, warmup=first, deferred=deferred)
+            return kit.one_forward_one_input_gradient(stage_replica, mine=mine, warmup=first, deferred=deferred)
 
-        return each_minibatch(plan, stage_replica, m, in_turn)
+        return kit.each_minibatch(plan, stage_replica, m, in_turn)
 
-    claims = Claims(
+    claims = kit.Claims(
         assumption="straight pipeline, paper's depth, equal stages, messages cost nothing; "
         "m at least 2p - 1, f = i = w (the makespan: i <= f <= w)",
         least=lambda p: 2 * p - 1,
@@ -58,16 +44,16 @@ def zb_h2(plan: Plan, microbatches: int | None = None) -> Schedule:
         in_flight=lambda p, m, s: min(2 * p - 1, m),
         makespan_s=lambda p, m, n, f, i, w: n * m * (f + i + w) + (p - 1) * f,
     )
-    return flushing("zb_h2", plan, m, one_stage_per_rank(plan.placement, ops), claims, kinds=SPLIT)
+    return kit.flushing("zb_h2", plan, m, kit.one_stage_per_rank(plan.placement, ops), claims, kinds=kit.SPLIT)
 
 
 METHODS = (
-    Method(
+    kit.Method(
         zb_h2,
         since=2024,
         aliases=("zb2p",),
-        properties=MethodProperties(splits_backward=True, uses_depth=True),
-        picture=Picture("ZB-H2: twice the depth, two minibatches; m = 7", 7, 14),
+        properties=kit.MethodProperties(splits_backward=True, uses_depth=True),
+        picture=kit.Picture("ZB-H2: twice the depth, two minibatches; m = 7", 7, 14),
         choose="When there is memory for twice as many microbatches. Over one minibatch its bubble is that of zb_h1, "
         "but its workers start and end one after the other and continue with the next minibatch without waiting: in "
         "a run of many the bubble is gone. Not with clipping by the global norm, for which all stages wait at each "

@@ -14,44 +14,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.schedules.kit import (
-    SPLIT,
-    Claims,
-    F,
-    I,
-    Method,
-    MethodProperties,
-    MicrobatchProgress,
-    Op,
-    Picture,
-    Plan,
-    Schedule,
-    W,
-    flushing,
-    minibatch_by_minibatch,
-    wave,
-)
+from pipedream.schedules import kit
+
+F, I, W = kit.SPLIT  # noqa: E741  # the field's letters
 
 
-def zbv(plan: Plan, microbatches: int | None = None) -> Schedule:
+def zbv(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
     """Returns ZB-V, on a `wave` of 2p stages; by default m = 4 p, and with m < 2p workers wait."""
-    wave.check("zbv", plan, 2)
+    kit.wave.check("zbv", plan, 2)
     p = plan.workers
     m = microbatches or 4 * p
-    claims = Claims(
+    claims = kit.Claims(
         assumption="p workers with two equal stages each, messages cost nothing; m at least 2p, f = i = w",
         least=lambda p: 2 * p,
         bubble=lambda p, m: (p - 1) / (6 * m + p - 1),
         in_flight=lambda p, m, s: 2 * p,
         makespan_s=lambda p, m, n, f, i, w: 2 * n * m * (f + i + w) + (p - 1) * f,
     )
-    order = minibatch_by_minibatch(m, lambda rank, mine: _order_minibatch(rank, p, mine))
-    return flushing("zbv", plan, m, order, claims, kinds=SPLIT)
+    order = kit.minibatch_by_minibatch(m, lambda rank, mine: _order_minibatch(rank, p, mine))
+    return kit.flushing("zbv", plan, m, order, claims, kinds=kit.SPLIT)
 
 
-def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
+def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[kit.Op]:
     there, back = (rank, 0), (2 * p - 1 - rank, 0)
-    progress = MicrobatchProgress(mine)
+    progress = kit.MicrobatchProgress(mine)
     yield from progress.take((F, there), times=2 * (p - rank) - 1)
     yield from progress.take((F, back), (F, there), times=rank)
     yield from progress.take((F, back), (I, back), (W, back), times=p - rank)
@@ -64,12 +50,12 @@ def _order_minibatch(rank: int, p: int, mine: range) -> Iterator[Op]:
 
 
 METHODS = (
-    Method(
+    kit.Method(
         zbv,
         since=2024,
-        layout=wave,
-        properties=MethodProperties(splits_backward=True, replicates_stages=False),
-        picture=Picture("ZB-V: two stages (s) a worker, m = 8", 8, 8),
+        layout=kit.wave,
+        properties=kit.MethodProperties(splits_backward=True, replicates_stages=False),
+        picture=kit.Picture("ZB-V: two stages (s) a worker, m = 8", 8, 8),
         choose="When two stages per worker and the messages that they cause are cheap: no bubble in a run of many "
         "minibatches, with the activations of 1f1b. Needs m >= 2p, and about equal times for forwards and for both "
         "halves of backwards.",

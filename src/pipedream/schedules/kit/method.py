@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.schedules.layouts import StageOrder
+from pipedream.schedules.kit.layouts import StageOrder
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a method's file imports: here for the methods of this library; a user's file uses `pipedream.schedules`.
+"""All that a method's file needs.
 
 In the grids of these files, ``F3`` is the forward of microbatch 3, ``B3`` its backward, and ``B3'`` a backward that the
 stage's update follows; a dot is an idle slot.
@@ -16,7 +16,7 @@ from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Claims, Order, Schedule
 from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import BACKWARD_RULES, DoubleBuffer, Flush, Latest, Stash, VerticalSync, WeightRule
-from pipedream.schedules.idioms import (
+from pipedream.schedules.kit.idioms import (
     SPLIT,
     B,
     F,
@@ -47,8 +47,8 @@ from pipedream.schedules.idioms import (
     with_backward_rule,
     with_updates,
 )
-from pipedream.schedules.layouts import StageOrder, looped, mirrored, wave
-from pipedream.schedules.method import Method, Picture
+from pipedream.schedules.kit.layouts import StageOrder, looped, mirrored, wave
+from pipedream.schedules.kit.method import Method, Picture
 
 __all__ = [
     "AVERAGE",
