@@ -13,7 +13,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 from pipedream._version import __version__
-from pipedream.core.display import draw_with as _draw_with
+from pipedream.core.display import Tabular as _Tabular
 
 if TYPE_CHECKING:
     from pipedream import callbacks, capture, experts, loggers, metrics, schedules
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pipedream.core.schedule.timeline import Timeline
     from pipedream.layouts import Operators, lay_out, operators, partition, register_operator
     from pipedream.pipeline import Pipeline
+    from pipedream.probe.machine import probe_gpus
     from pipedream.recipe import Recipe
     from pipedream.runtime.results.results import Done
     from pipedream.runtime.stage.auxiliary import add_auxiliary_loss, auxiliary_loss_scale
@@ -64,6 +65,7 @@ __all__ = [
     "operators",
     "partition",
     "plan",
+    "probe_gpus",
     "profile",
     "register_operator",
     "run",
@@ -92,6 +94,7 @@ _HOMES = {
     "operators": "layouts",
     "partition": "layouts",
     "plan": "workflows.plan",
+    "probe_gpus": "probe.machine",
     "profile": "workflows.profile",
     "register_operator": "layouts",
     "run": "training.train",
@@ -101,7 +104,7 @@ _HOMES = {
 
 _MODULES = ("callbacks", "capture", "experts", "loggers", "metrics", "schedules")
 
-_draw_with(lambda: _import_module("pipedream.report.notebook"))
+_Tabular.drawing = staticmethod(lambda: _import_module("pipedream.report.notebook"))
 
 
 def __getattr__(name: str) -> object:

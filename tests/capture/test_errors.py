@@ -59,7 +59,7 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 def make_plan(model: nn.Module, sample: Any, cuts: Sequence[str]) -> pd.Plan:
     profile = pd.profile(model, sample, warmup=0, runs=1)
-    return pd.plan(profile, pd.Cluster.here(len(cuts) + 1), schedule="gpipe", microbatches=2, cuts=tuple(cuts))
+    return pd.plan(profile, pd.Cluster.local(len(cuts) + 1), schedule="gpipe", microbatches=2, cuts=tuple(cuts))
 
 
 def train(
@@ -715,7 +715,7 @@ def test_a_module_that_the_sample_did_not_call_is_not_left_untrained() -> None:
 
     def moved(cut: str) -> bool:
         model = Extra()
-        plan = pd.plan(profile, pd.Cluster.here(2), schedule="1f1b", microbatches=1, cuts=(cut,))
+        plan = pd.plan(profile, pd.Cluster.local(2), schedule="1f1b", microbatches=1, cuts=(cut,))
         with pd.Pipeline(
             model,
             plan,

@@ -29,11 +29,11 @@ def test_a_chain_of_blocks_is_cut_inside_a_block() -> None:
     x, y = torch.randn(6, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2])
     assert [layer.name for layer in pd.profile(model, x, runs=1).graph.layers] == ["0", "1", "2"]
     with pytest.raises(PlanError, match="finest=True"):
-        pd.plan(pd.profile(model, x, runs=1), pd.Cluster.here(2), cuts=("1.down",))
+        pd.plan(pd.profile(model, x, runs=1), pd.Cluster.local(2), cuts=("1.down",))
 
     profile = pd.profile(model, x, runs=1, finest=True)
     assert [layer.name for layer in profile.graph.layers] == ["0.up", "0.down", "1.up", "1.down", "2"]
-    plan = pd.plan(profile, pd.Cluster.here(2), schedule="1f1b", microbatches=2, cuts=("1.down",))
+    plan = pd.plan(profile, pd.Cluster.local(2), schedule="1f1b", microbatches=2, cuts=("1.down",))
     loss = [F.cross_entropy(plain(x), y).item()]
     with pd.Pipeline(
         model,

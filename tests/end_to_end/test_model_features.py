@@ -135,7 +135,7 @@ def test_late_gradients_equal_the_papers(name: str, schedule: str, stages: int, 
     version = {"pipedream": whole_model.of_pipedream, "pipedream_2bw": whole_model.of_2bw}[schedule](stages)
     losses, state = whole_model.train(case, batches, _held(name, cuts), version, microbatches)
     model = model_of(case)
-    plan = pd.plan(_profile(name), pd.Cluster.here(stages), schedule=schedule, microbatches=microbatches, cuts=cuts)
+    plan = pd.plan(_profile(name), pd.Cluster.local(stages), schedule=schedule, microbatches=microbatches, cuts=cuts)
     with pd.Pipeline(model, plan, loss=case.loss, optimizer=make_optimizer) as pipeline:
         found = [done.loss for done in pipeline.train(batches)]
         check_same(Trained(losses, state), Trained(found, pipeline.state_dict()), 1e-12 if not case.needs_hf else 1e-6)
@@ -185,7 +185,7 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
         torch.manual_seed(1)
         model = _OneDropout()
         profile = pd.profile(model, batches[0][0], warmup=0, runs=1)
-        plan = pd.plan(profile, pd.Cluster.here(len(cuts) + 1), schedule="1f1b", microbatches=2, cuts=cuts)
+        plan = pd.plan(profile, pd.Cluster.local(len(cuts) + 1), schedule="1f1b", microbatches=2, cuts=cuts)
         with pd.Pipeline(model, plan, loss=nn.MSELoss(), optimizer=optimizer) as pipeline:
             losses = [done.loss for done in pipeline.train(batches)]
             losses.append(pipeline.evaluate(batches)["loss"])
@@ -230,7 +230,7 @@ def test_compiled_are_the_outermost_modules_within_a_stage_and_once_for_all_vers
     batches = [batches_of(case)[0]] * 6
     model, profile = model_of(case), _profile("tied_gpt")
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    plan = pd.plan(profile, pd.Cluster.here(2), schedule="pipedream_2bw", microbatches=2, cuts=("transformer.h.1",))
+    plan = pd.plan(profile, pd.Cluster.local(2), schedule="pipedream_2bw", microbatches=2, cuts=("transformer.h.1",))
     options = {"loss": case.loss, "optimizer": make_optimizer, "compile": {"backend": backend, "dynamic": True}}
     with pd.Pipeline(model, plan, **options) as pipeline:
         for done in pipeline.train(batches):
@@ -254,7 +254,7 @@ def test_layers_of_a_chain_are_compiled() -> None:
         torch.manual_seed(2)
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
         profile = pd.profile(model, batches[0][0], warmup=0, runs=1)
-        plan = pd.plan(profile, pd.Cluster.here(2), schedule="pipedream", cuts=(2,))
+        plan = pd.plan(profile, pd.Cluster.local(2), schedule="pipedream", cuts=(2,))
         options = {"loss": nn.CrossEntropyLoss(), "optimizer": make_optimizer, "compile": compiles}
         with pd.Pipeline(model, plan, **options) as pipeline:
             losses.append([done.loss for done in pipeline.train(batches)])

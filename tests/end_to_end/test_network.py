@@ -78,7 +78,7 @@ from functools import partial
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
 batch = torch.randn(8, 64)
 profile = pipedream.profile(model, batch, runs=1)
-clusters = [] if sys.argv[1] == "measured" else [pipedream.Cluster.here(2)]
+clusters = [] if sys.argv[1] == "measured" else [pipedream.Cluster.local(2)]
 plan = pipedream.plan(profile, *clusters, shape="pipeline")
 options = dict(loss=torch.nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1))
 with pipedream.Pipeline(model, plan, **options) as pipeline:

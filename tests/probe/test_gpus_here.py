@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipedream import Cluster
+from pipedream import probe_gpus
 from pipedream.core.errors import PlanError
 from pipedream.probe import machine
 
@@ -35,29 +35,29 @@ def _fake_gpus(monkeypatch: pytest.MonkeyPatch, *names: str, free: int = 150 * G
 
 def test_gpus_with_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch, *[H200] * 8)
-    cluster = Cluster.here(4, device="cuda")
+    cluster = probe_gpus(4)
     assert (cluster.workers, cluster.is_flat, cluster.device) == (4, True, "cuda: NVIDIA H200")
     assert cluster.bandwidth_bytes_per_s == pytest.approx(0.8 * 450e9)
     assert cluster.latency_s == 15e-6
     assert cluster.memory_bytes == 148 * GB, "without CUDA's context and NCCL's buffers"
-    assert Cluster.here(device="cuda").workers == 8
-    assert Cluster.here(4, 5 * GB, "cuda").memory_bytes == 5 * GB
+    assert probe_gpus().workers == 8
+    assert probe_gpus(4, 5 * GB).memory_bytes == 5 * GB
 
 
 @pytest.mark.parametrize(("name", "rate"), [(A100, 31.5e9), (OTHER, 15.75e9)])
 def test_gpus_over_pcie(monkeypatch: pytest.MonkeyPatch, name: str, rate: float) -> None:
     _fake_gpus(monkeypatch, name, name, peers=name == OTHER)
-    assert Cluster.here(2, device="cuda").bandwidth_bytes_per_s == pytest.approx(0.8 * rate)
+    assert probe_gpus(2).bandwidth_bytes_per_s == pytest.approx(0.8 * rate)
 
 
 def test_memory_that_others_use_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch, H200, H200, free=100 * GB)
-    assert Cluster.here(2, device="cuda").memory_bytes == 98 * GB
+    assert probe_gpus(2).memory_bytes == 98 * GB
 
 
 def test_workers_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch, H200)
-    cluster = Cluster.here(4, device="cuda:0")
+    cluster = probe_gpus(4, device="cuda:0")
     assert cluster.memory_bytes == (150 * GB - 1_500_000_000) // 4
     assert (cluster.workers, cluster.latency_s) == (4, 0.0)
     assert cluster.bandwidth_bytes_per_s > 1e12
@@ -69,7 +69,7 @@ def test_more_workers_than_gpus_are_on_machines_like_this(
 ) -> None:
     _fake_gpus(monkeypatch, *[H200] * 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    cluster = Cluster.here(workers, device="cuda")
+    cluster = probe_gpus(workers)
     assert cluster.workers == workers
     assert [level.width for level in cluster.levels] == [local, -(-workers // local)]
     assert cluster.levels[0].sizes == sizes
@@ -78,14 +78,14 @@ def test_more_workers_than_gpus_are_on_machines_like_this(
 
 def test_one_gpu_in_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch, H200)
-    cluster = Cluster.here(3, device="cuda")
+    cluster = probe_gpus(3)
     assert [level.width for level in cluster.levels] == [3]
     assert cluster.bandwidth_bytes_per_s == 1.25e9
 
 
 def test_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch, H200, H200, A100)
-    cluster = Cluster.here(3, device="cuda")
+    cluster = probe_gpus(3)
     assert cluster.devices == ("cuda: NVIDIA H200",) * 2 + ("cuda: NVIDIA A100-SXM4-80GB",)
     assert cluster.speeds == pytest.approx((1.0, 1.0, 19.5 * 0.75 / 67 / 0.7))
     assert cluster.bandwidth_bytes_per_s == pytest.approx(0.8 * 300e9), "the slower one's"
@@ -94,10 +94,10 @@ def test_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_such_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpus(monkeypatch, H200)
     with pytest.raises(PlanError, match=r"cuda:1.*but 1 GPUs were found"):
-        Cluster.here(2, device="cuda:1")
+        probe_gpus(2, device="cuda:1")
     _fake_gpus(monkeypatch)
     with pytest.raises(PlanError, match=r"'cuda'.*but 0 GPUs were found; use the cpu"):
-        Cluster.here(2, device="cuda")
+        probe_gpus(2)
 
 
 def test_probe_leaves_room_for_communicators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def plan_of(profile: pd.Profile, feature: Feature, shift: int = 0) -> pd.Plan:
     cuts = tuple(i * count // stages + shift for i in range(1, stages)) if feature.chunks == 1 else None
     plan = pd.plan(
         profile,
-        pd.Cluster.here(feature.workers),
+        pd.Cluster.local(feature.workers),
         schedule=feature.schedule,
         microbatches=feature.microbatches if feature.microbatches > 1 else None,
         cuts=cuts,

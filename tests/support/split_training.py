@@ -140,7 +140,7 @@ def pipelined(
     model = model_of(case, dropout=dropout)
     profile = profile or profile_of(case, batches[0], dropout=dropout)
     chosen = draw_cuts(profile.graph, stages, seed) if cuts is None else tuple(cuts)
-    cluster = pd.Cluster.here(len(chosen) + 1)
+    cluster = pd.Cluster.local(len(chosen) + 1)
     plan = pd.plan(profile, cluster, schedule=schedule, microbatches=microbatches, cuts=chosen)
     begins = tuple(stage.names[0] for stage in plan.stages[1:])
     with pd.Pipeline(model, plan, loss=case.loss, optimizer=make_optimizer, **options) as pipeline:

@@ -1,8 +1,4 @@
-"""How nouns show themselves: as a line, as a table, and with a picture in a notebook.
-
-The pictures are drawn by a package far above core. `pipedream/__init__.py`, which is above all packages, gives its
-name here, so that core imports nothing from above; it is imported when the first picture is drawn.
-"""
+"""How nouns show themselves: as a line, as a table, and with a picture in a notebook."""
 
 from __future__ import annotations
 
@@ -10,23 +6,11 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 from pipedream.core.errors import PipelineError
 
 _FEWEST_FOLDED = 3
-
-_load: list[Callable[[], Any]] = []
-
-
-def draw_with(load: Callable[[], Any]) -> None:
-    """Sets the function that imports the module of the pictures."""
-    _load[:] = [load]
-
-
-def drawing() -> Any:
-    """Returns the module of the pictures."""
-    return _load[0]()
 
 
 def fold(rows: Iterable[Sequence[str]]) -> list[list[str]]:
@@ -46,7 +30,14 @@ def fold(rows: Iterable[Sequence[str]]) -> list[list[str]]:
 
 
 class Tabular:
-    """A noun with a table of its parts. Its text begins with a line that describes all of it."""
+    """A noun with a table of its parts. Its text begins with a line that describes all of it.
+
+    Attributes:
+        drawing: imports the module of the pictures, which is far above core; `pipedream/__init__.py`, which is above
+            all packages, sets it.
+    """
+
+    drawing: ClassVar[Callable[[], Any]]
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the table: for each row, name of a column -> value; None where it has none."""
@@ -79,5 +70,5 @@ class Tabular:
         return f"<{str(self).partition(chr(10))[0]}>"
 
     def _repr_html_(self) -> str:
-        text: str = drawing().html(self)
+        text: str = type(self).drawing().html(self)
         return text

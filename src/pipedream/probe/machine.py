@@ -49,8 +49,19 @@ def available_bytes(device: torch.device, sharing: int) -> int:
     return free // sharing
 
 
-def gpu_cluster(workers: int | None, memory_bytes: int | None, device: str) -> Cluster:
-    """Returns this machine's GPUs; see `Cluster.here`."""
+def probe_gpus(workers: int | None = None, memory_bytes: int | None = None, device: str = "cuda") -> Cluster:
+    """Returns the cluster of this machine's GPUs, by default a worker for each.
+
+    Their links are assumed to be as `GPU_LINKS` says.
+
+    Args:
+        memory_bytes: of each worker; by default what is free, or an equal share of it.
+        device: 'cuda:N': the workers share this GPU, in one process; 'cuda': each has a GPU, and those for whom there
+            is none are on further machines like this one, over 10 Gbit/s Ethernet.
+
+    Raises:
+        PlanError: this machine has no such GPU.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     shared = torch.device(device).index
     if count <= (shared or 0):

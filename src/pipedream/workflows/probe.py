@@ -91,7 +91,8 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
 def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster, str]:
     """Returns the cluster of these processes, and at rank 0 in one line what was measured. Every rank calls it.
 
-    On one machine it is `Cluster.here`, on a CPU with the link that messages see, and the line is empty.
+    On one machine it is that of `probe_gpus` or `Cluster.local`, the latter with the link that messages see, and the
+    line is empty.
 
     Args:
         workers: of a single process; by default one for each core or GPU.
@@ -113,16 +114,16 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
         measured = f"{machines} machines, measured in {survey.seconds:.1f} s: {cluster}" if rank == 0 else ""
         return cluster, measured
     if place.type == "cpu":
-        return measure_runtime("cpu").on_links(Cluster.here(count)), ""
+        return measure_runtime("cpu").on_links(Cluster.local(count)), ""
     # As rank 0 sees it: all must make the same plan.
     text = process_group.from_rank_0(
-        lambda: Cluster.here(count, device="cuda" if processes > 1 else device).to_json(), rank
+        lambda: probe_gpus(count, device="cuda" if processes > 1 else device).to_json(), rank
     )
     return Cluster.from_json(text, "rank 0's cluster"), ""
 
 
 def warn_of_loopback(plan: Plan, rank: int) -> None:
-    """Warns at rank 0 if a plan assumes one machine (`Cluster.here`) and its workers are on several.
+    """Warns at rank 0 if a plan assumes one machine (`Cluster.local`) and its workers are on several.
 
     Every rank calls it.
     """

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from itertools import accumulate, pairwise
 
 from pipedream.core.artifact import Artifact
@@ -141,23 +140,15 @@ class Cluster(Artifact):
         return cls((Level(workers, bandwidth_bytes_per_s, latency_s),), memory_bytes, device)
 
     @classmethod
-    def here(cls, workers: int | None = None, memory_bytes: int | None = None, device: str = "cpu") -> Cluster:
-        """Returns this machine: by default a worker for each core or GPU, with equal shares of the memory.
+    def local(cls, workers: int | None = None, memory_bytes: int | None = None) -> Cluster:
+        """Returns this machine, with workers on its CPU; `pipedream.probe_gpus` returns its GPUs.
 
-        Loopback is assumed to have what `LOOPBACK` says, and the links of GPUs what `devices.GPU_LINKS` says.
+        Loopback is assumed to have what `LOOPBACK` says.
 
         Args:
-            memory_bytes: of each worker; by default a share of what is there.
-            device: 'cpu'; 'cuda:N': the workers share this GPU, in one process; 'cuda': each has a GPU, and those for
-                whom there is none are on further machines like this one, over 10 Gbit/s Ethernet.
-
-        Raises:
-            PlanError: this machine has no such GPU.
+            workers: by default one for each core.
+            memory_bytes: of each worker; by default an equal share of the machine's.
         """
-        if device != "cpu":
-            gpus = import_module("pipedream.probe.machine")  # loads torch
-            found: Cluster = gpus.gpu_cluster(workers, memory_bytes, device)
-            return found
         count = workers or os.cpu_count() or 1
         if memory_bytes is None:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pipedream.core.artifact import Artifact
-from pipedream.core.display import Tabular, drawing
+from pipedream.core.display import Tabular
 from pipedream.core.units import format_seconds
 
 WORK = ("F", "B", "I", "W", "U")
@@ -141,8 +141,10 @@ class Timeline(Tabular, Artifact):
             start_s, end_s: the part to show; None: from the start, to the end.
             versions: show the weight versions that passes read, if they are known.
         """
-        text: str = drawing().timeline_svg(
-            self, title=title, width_px=width_px, start_s=start_s, end_s=end_s, versions=versions
+        text: str = (
+            type(self)
+            .drawing()
+            .timeline_svg(self, title=title, width_px=width_px, start_s=start_s, end_s=end_s, versions=versions)
         )
         return text
 
