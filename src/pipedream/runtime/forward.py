@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pipedream.core.plan.boundary import cuts_of, with_cuts
+from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, to_device, unflatten
@@ -76,7 +77,7 @@ class ForwardRunner:
         # The version read is recorded, to be compared with the requested one.
         weights, version = stage_state.read(self._program.weights.forward_version(stage, index))
         saved = SavedForward(weights, (), (), message.gradients, index, version)
-        targets = self._mailbox.take("input", stage, index) if stage == self._last else None
+        targets = self._mailbox.take(Carries.INPUT, stage, index) if stage == self._last else None
 
         def run(message: Message, again: bool = False) -> Message:
             if stage == 0:
@@ -148,7 +149,7 @@ class ForwardRunner:
                 self._results.send_output(index, message.with_tensors(*flatten(output, opaque_as_none=True)))
             else:
                 with stage_state.module.casting():
-                    targets = self._unpack_targets(self._mailbox.take("input", stage, index))
+                    targets = self._unpack_targets(self._mailbox.take(Carries.INPUT, stage, index))
                     self._scorer.score_evaluation(message, output, targets)
         return message
 

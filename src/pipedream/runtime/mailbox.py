@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule.program import Channel
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender
 from pipedream.runtime.comm.message import Content, Message, StopReason
 
-_FORWARD = ("activation", "input", "weights", "stage_input")
+_FORWARD = (Carries.ACTIVATION, Carries.INPUT, Carries.WEIGHTS, Carries.STAGE_INPUT)
 """Channels that serve forwards: they carry the end of a stream."""
 _NEVER = 2**62  # more microbatches than a stream has
 
@@ -64,14 +64,14 @@ class Mailbox:
         self._inbox[channel.carries, channel.target, index] = message
         return None
 
-    def take(self, carries: str, stage: int, index: int) -> Message:
+    def take(self, carries: Carries, stage: int, index: int) -> Message:
         return self._inbox.pop((carries, stage, index))
 
-    def drop(self, carries: str, stage: int, index: int) -> None:
+    def drop(self, carries: Carries, stage: int, index: int) -> None:
         """Drops an unread message, if it has arrived."""
         self._inbox.pop((carries, stage, index), None)
 
-    def put(self, carries: str, target: int, message: Message) -> None:
+    def put(self, carries: Carries, target: int, message: Message) -> None:
         """Takes an op's result, to be sent or read by another stage of this rank."""
         index = message.microbatch
         route = carries, target, index % self._placement.cycle
@@ -80,7 +80,7 @@ class Mailbox:
             stays = self._stays[route] = self._placement.ends(carries, target, target, index)[1] == self._rank
         if stays:
             # What an op has made is copied, as over a network: the receiving stage may write into it.
-            self._inbox[carries, target, index] = message if carries == "input" else message.copy_as_received()
+            self._inbox[carries, target, index] = message if carries == Carries.INPUT else message.copy_as_received()
         else:
             self._outbox[carries, target, index] = message
 
@@ -112,9 +112,9 @@ class Mailbox:
         assert self._last is not None
         total, stop_reason = self._last
         begin = self._sent.get(number, -1) + 1
-        step = (self._per_fetch or _NEVER) if channel.carries == "weights" else 1
+        step = (self._per_fetch or _NEVER) if channel.carries == Carries.WEIGHTS else 1
         upcoming = range(-(-begin // step) * step, total, step)[: placement.cycle]
-        if channel.carries == "stage_input" and not self._per_fetch:
+        if channel.carries == Carries.STAGE_INPUT and not self._per_fetch:
             upcoming = range(0)
         routes = (placement.ends(channel.carries, channel.source, channel.target, k) for k in upcoming)
         if (channel.sender, channel.receiver) not in routes:

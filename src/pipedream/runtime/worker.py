@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
+from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, advanced
 from pipedream.core.user_code import with_place
@@ -314,10 +315,10 @@ class Worker:
     # -- forward ------------------------------------------------------------------------------------
 
     def _fetch(self, stage: int, index: int) -> None:
-        self.remote_forwards[stage].fetch(self._mailbox.take("weights", stage, index))
+        self.remote_forwards[stage].fetch(self._mailbox.take(Carries.WEIGHTS, stage, index))
 
     def _forward(self, stage: int, index: int) -> Waiting[Any] | None:
-        message = self._mailbox.take("activation", stage, index) if stage else self._admit(index)
+        message = self._mailbox.take(Carries.ACTIVATION, stage, index) if stage else self._admit(index)
         if message is None:
             return None
         start = self.recorder.mark()
@@ -333,9 +334,9 @@ class Worker:
         else:
             result = self._run_remote_forward(stage, index, remote_forward, message)
         if stage < self._last:
-            self._mailbox.put("activation", stage + 1, result)
+            self._mailbox.put(Carries.ACTIVATION, stage + 1, result)
         else:
-            self._mailbox.drop("input", stage, index)
+            self._mailbox.drop(Carries.INPUT, stage, index)
         self.activity.end()
         stage_state.next_forward = index + self._replicas[stage]
         self.recorder.note("F", stage, self._stream.number(index), start)
@@ -377,7 +378,7 @@ class Worker:
             saved, run = self._forwards.for_training(stage, index, remote_forward, message)
             with remote_forward.forward_context():
                 result = remote_forward.recomputation.forward(saved, message, run)
-        self._mailbox.put("stage_input", stage, message)
+        self._mailbox.put(Carries.STAGE_INPUT, stage, message)
         if (index + 1) % self._stream.split == 0:
             remote_forward.drop()
         return result
@@ -394,7 +395,7 @@ class Worker:
             self._end(self._data.ended_at * self._stream.split, messages)
             return None
         inputs, targets = messages
-        self._mailbox.put("input", self._last, targets)
+        self._mailbox.put(Carries.INPUT, self._last, targets)
         return inputs
 
     # -- backward and update ------------------------------------------------------------------------
@@ -406,7 +407,7 @@ class Worker:
         stage_state = self.stage_states[stage]
         if self._is_remote[stage]:
             self._saved_forwards[stage, index] = self._forwards.recompute(
-                stage, index, stage_state, self._mailbox.take("stage_input", stage, index)
+                stage, index, stage_state, self._mailbox.take(Carries.STAGE_INPUT, stage, index)
             )
         start = self.recorder.mark()
         backward(stage, index, stage_state)
@@ -474,7 +475,7 @@ class Worker:
         """Returns the message with the gradients of a stage's outputs; None at the last stage."""
         if stage == self._last:
             return None
-        message = self._mailbox.take("gradient", stage, index)
+        message = self._mailbox.take(Carries.GRADIENT, stage, index)
         if message.numbers:
             self.results.arrived(index, message)
         return message
@@ -498,7 +499,7 @@ class Worker:
         gradients = Message(index, content, tuple(input_gradients), saved.gradient_cuts, loss_weight=saved.loss_weight)
         if results is not None and results.numbers:
             gradients.carry(results)
-        self._mailbox.put("gradient", stage - 1, gradients)
+        self._mailbox.put(Carries.GRADIENT, stage - 1, gradients)
 
     def _sync(self, stage: int, index: int) -> None:
         """Has nothing to do: the all-reduce that the proof places here was started inside the update's last backward
@@ -563,10 +564,10 @@ class Worker:
     def _send(self, number: int, index: int) -> None:
         start = self.recorder.mark()
         channel = self.program.channels[number]
-        if channel.carries == "weights":
+        if channel.carries == Carries.WEIGHTS:
             stage = channel.source
             weights = self._forwards.pack_weights(stage, index, self.stage_states[stage], self._weight_packets[stage])
-            self._mailbox.put("weights", stage, weights)
+            self._mailbox.put(Carries.WEIGHTS, stage, weights)
         self._mailbox.send(number, index)
         self.recorder.note("send", channel.source, self._stream.number(index), start)
 

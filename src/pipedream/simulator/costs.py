@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import all_reduce_bytes, sum_buckets
+from pipedream.core.plan.placement import Carries
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel
@@ -170,13 +171,13 @@ class Costs:
         return self.sum_bytes[stage] if self.sum_bytes else 0.0
 
     def channel_bytes(self, channel: Channel) -> float:
-        if channel.carries == "input":
+        if channel.carries == Carries.INPUT:
             return self.input_bytes
-        if channel.carries == "weights":
+        if channel.carries == Carries.WEIGHTS:
             return self.weight_bytes[channel.source] if self.weight_bytes else 0.0
-        if channel.carries == "stage_input":
+        if channel.carries == Carries.STAGE_INPUT:
             return self.output_bytes[channel.source - 1] if channel.source else self.input_bytes
-        return self.output_bytes[channel.source if channel.carries == "activation" else channel.target]
+        return self.output_bytes[channel.source if channel.carries == Carries.ACTIVATION else channel.target]
 
     def link(self, channel: Channel) -> tuple[float, float]:
         """Returns bandwidth (bytes/s) and latency (s)."""
@@ -185,7 +186,7 @@ class Costs:
 
     def latency_s(self, channel: Channel) -> float:
         """Returns the seconds from a message's last byte to its arrival; 0 for inputs that cost nothing."""
-        if channel.carries not in ("activation", "gradient") and not self.channel_bytes(channel):
+        if channel.carries not in (Carries.ACTIVATION, Carries.GRADIENT) and not self.channel_bytes(channel):
             return 0.0
         return self.link(channel)[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.verifier.unrolled import Unrolled, check_arrival
 
@@ -28,7 +29,7 @@ def _check_fetched(run: Unrolled, rank: int) -> None:
             continue
         if op.kind is Kind.FETCH:
             home = run.program.placement.rank_of(op.stage, op.index)
-            check_arrival(run, op, op, home, "weights")
+            check_arrival(run, op, op, home, Carries.WEIGHTS)
             there[op.stage] = op
         elif op.kind is Kind.FORWARD:
             expected, fetched = run.program.fetch_before(op), there.get(op.stage)
@@ -40,7 +41,7 @@ def _check_sent(run: Unrolled) -> None:
     program = run.program
     for (number, k), position in run.sent.items():
         channel = program.channels[number]
-        if channel.carries != "weights":
+        if channel.carries != Carries.WEIGHTS:
             continue
         version = program.weights.forward_version(channel.source, k)
         overwrites = Op(Kind.UPDATE, channel.source, version + program.weights.versions(channel.source))

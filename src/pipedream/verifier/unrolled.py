@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipedream.core.errors import ScheduleError
+from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule import dispatch
 from pipedream.core.schedule.op import Kind, Op, gives_back
 from pipedream.core.schedule.program import Instruction, Move, Program, Transfer
@@ -42,7 +43,7 @@ class Unrolled:
     synced: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     @cached_property
-    def routes(self) -> dict[tuple[int, int, str, int, int], int]:
+    def routes(self) -> dict[tuple[int, int, Carries, int, int], int]:
         """(sender, receiver, carries, source, target) -> channel."""
         channels = enumerate(self.program.channels)
         return {(c.sender, c.receiver, c.carries, c.source, c.target): number for number, c in channels}
@@ -59,18 +60,18 @@ class Unrolled:
         """Returns the op whose result a message carries; None for weights of the start."""
         number, k = message
         channel = self.program.channels[number]
-        if channel.carries in dispatch.CARRIES:
+        if channel.carries in dispatch.DISPATCHED:
             return dispatch.producer(channel, k, self.program)
-        kind = gives_back(self.program.kinds) if channel.carries == "gradient" else Kind.FORWARD
+        kind = gives_back(self.program.kinds) if channel.carries == Carries.GRADIENT else Kind.FORWARD
         return Op(kind, channel.source, k, self.program.placement.replica(channel.source, k))
 
     def consumer(self, message: Message) -> Op:
         """Returns the op after which the message's place in the ring is free."""
         number, k = message
         channel = self.program.channels[number]
-        if channel.carries in dispatch.CARRIES:
+        if channel.carries in dispatch.DISPATCHED:
             return dispatch.consumer(channel, k, self.program)
-        kind = gives_back(self.program.kinds) if channel.carries == "gradient" else Kind.FORWARD
+        kind = gives_back(self.program.kinds) if channel.carries == Carries.GRADIENT else Kind.FORWARD
         return Op(kind, channel.target, k, self.program.placement.replica(channel.target, k))
 
 
@@ -84,13 +85,15 @@ def unroll(program: Program, total: int) -> Unrolled:
     _check_messages(run)
     last = program.placement.stages - 1
     # The targets must reach the last stage, whether or not the program has a channel for them.
-    inputs = {(c.source, c.target) for c in program.channels if c.carries == "input"} | ({(0, last)} if last else set())
+    inputs = {(c.source, c.target) for c in program.channels if c.carries == Carries.INPUT} | (
+        {(0, last)} if last else set()
+    )
     for op, (rank, position) in run.ops.items():
         _check_needs(run, op, rank, position)
         for source, target in inputs:
             if op.kind is Kind.FORWARD and op.stage == target:
                 need = Op(Kind.FORWARD, source, op.index, program.placement.replica(source, op.index))
-                check_arrival(run, op, need, run.ops[need][0], "input")
+                check_arrival(run, op, need, run.ops[need][0], Carries.INPUT)
     return run
 
 
@@ -207,10 +210,10 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
             check_arrival(run, op, need, place[0], _choose_cargo(op, need))
 
 
-def _choose_cargo(op: Op, need: Op) -> str:
+def _choose_cargo(op: Op, need: Op) -> Carries:
     if op.kind is Kind.FORWARD:
-        return "activation"
-    return "stage_input" if need.kind is Kind.FORWARD else "gradient"
+        return Carries.ACTIVATION
+    return Carries.STAGE_INPUT if need.kind is Kind.FORWARD else Carries.GRADIENT
 
 
 def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
@@ -223,7 +226,7 @@ def _check_whole_rank(run: Unrolled, op: Op, rank: int, position: int) -> None:
                 raise run.error(rank, position, f"waits for all stages, but {need} on this rank comes later")
 
 
-def check_arrival(run: Unrolled, op: Op, need: Op, sender: int, carries: str) -> None:
+def check_arrival(run: Unrolled, op: Op, need: Op, sender: int, carries: Carries) -> None:
     """Checks that a result of another rank is received before it is read."""
     rank, position = run.ops[op]
     if sender == rank:

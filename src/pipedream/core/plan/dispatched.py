@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipedream.core.plan.placement import Placement, StageReplica
+from pipedream.core.plan.placement import Carries, Placement, StageReplica
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Dispatched(Placement):
     def readers(self) -> tuple[int, ...]:
         return self.forwards[:1]
 
-    def ends(self, carries: str, source: int, target: int, microbatch: int) -> tuple[int, int]:
-        sends = self.rank_of if carries in ("gradient", "weights") else self.forward_rank
-        receives = self.rank_of if carries in ("gradient", "stage_input") else self.forward_rank
+    def ends(self, carries: Carries, source: int, target: int, microbatch: int) -> tuple[int, int]:
+        sends = self.rank_of if carries in (Carries.GRADIENT, Carries.WEIGHTS) else self.forward_rank
+        receives = self.rank_of if carries in (Carries.GRADIENT, Carries.STAGE_INPUT) else self.forward_rank
         return sends(source, microbatch), receives(target, microbatch)
 
     def passes(self, rank: int, *, forward: bool) -> tuple[StageReplica, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from math import lcm
 from typing import NamedTuple
@@ -16,6 +17,16 @@ from typing import NamedTuple
 from pipedream.core.artifact import Artifact
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh
+
+
+class Carries(StrEnum):
+    """What a channel carries; the last two for dispatched stages alone (`core.schedule.dispatch`)."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    INPUT = "input"  # a part of the batch, such as the targets, straight from the input stage
+    WEIGHTS = "weights"
+    STAGE_INPUT = "stage_input"
 
 
 class StageReplica(NamedTuple):
@@ -117,7 +128,7 @@ class Placement(Artifact):
     def readers(self) -> tuple[int, ...]:
         return self.ranks[0]
 
-    def ends(self, carries: str, source: int, target: int, microbatch: int) -> tuple[int, int]:
+    def ends(self, carries: Carries, source: int, target: int, microbatch: int) -> tuple[int, int]:
         """Returns sender and receiver of what a channel carries (`program.Channel`)."""
         return self.rank_of(source, microbatch), self.rank_of(target, microbatch)
 

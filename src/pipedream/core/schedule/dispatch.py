@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule.op import Kind, Op, gives_back
 from pipedream.core.schedule.program import MOST_AHEAD, Cargo, Channel, Route
 from pipedream.core.schedule.rules import Rules
 
-CARRIES = ("weights", "stage_input")
+DISPATCHED = (Carries.WEIGHTS, Carries.STAGE_INPUT)
 """On channels of dispatched stages alone."""
 
 _NEVER = 2**62
@@ -33,24 +33,24 @@ def fetches(rules: Rules, rank: int, total: int) -> tuple[Op, ...]:
 def routes(placement: Placement) -> Iterator[Route]:
     """Yields the channels; one set of weights is large, and enough for an update."""
     for stage in filter(placement.is_remote, range(placement.stages)):
-        yield Route("weights", stage, stage, 1)
-        yield Route("stage_input", stage, stage, MOST_AHEAD)
+        yield Route(Carries.WEIGHTS, stage, stage, 1)
+        yield Route(Carries.STAGE_INPUT, stage, stage, MOST_AHEAD)
 
 
 def arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
     """Yields what an op reads from another rank."""
     kind, stage, k, _ = op
     if kind is Kind.FETCH:
-        yield Cargo("weights", stage, stage, k)
+        yield Cargo(Carries.WEIGHTS, stage, stage, k)
     elif kind is gives_back(rules.kinds) and rules.placement.is_remote(stage):
-        yield Cargo("stage_input", stage, stage, k)
+        yield Cargo(Carries.STAGE_INPUT, stage, stage, k)
 
 
 def departures(op: Op, rules: Rules) -> Iterator[Cargo]:
     """Yields what an op makes for another rank."""
     kind, stage, k, _ = op
     if kind is Kind.FORWARD and rules.trains and rules.placement.is_remote(stage):
-        yield Cargo("stage_input", stage, stage, k)
+        yield Cargo(Carries.STAGE_INPUT, stage, stage, k)
 
 
 class Lender:
@@ -67,14 +67,14 @@ class Lender:
         version = 0 if update is None else update.index
         for stage in stages:
             while self._rules.weights.forward_version(stage, self._next[stage]) <= version:
-                yield Cargo("weights", stage, stage, self._next[stage])
+                yield Cargo(Carries.WEIGHTS, stage, stage, self._next[stage])
                 self._next[stage] += self._rules.updates.per_update[stage] if self._rules.trains else _NEVER
 
 
 def producer(channel: Channel, k: int, rules: Rules) -> Op | None:
     """Returns the op that makes a message; None for the weights of the start."""
     stage = channel.source
-    if channel.carries == "stage_input":
+    if channel.carries == Carries.STAGE_INPUT:
         return Op(Kind.FORWARD, stage, k)
     version = rules.weights.forward_version(stage, k)
     return Op(Kind.UPDATE, stage, version) if version else None
@@ -82,4 +82,4 @@ def producer(channel: Channel, k: int, rules: Rules) -> Op | None:
 
 def consumer(channel: Channel, k: int, rules: Rules) -> Op:
     """Returns the op that reads a message."""
-    return Op(Kind.FETCH if channel.carries == "weights" else gives_back(rules.kinds), channel.target, k)
+    return Op(Kind.FETCH if channel.carries == Carries.WEIGHTS else gives_back(rules.kinds), channel.target, k)

@@ -18,7 +18,7 @@ from itertools import islice
 from math import lcm
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule import dispatch
 from pipedream.core.schedule.coupling import with_tied_weights
 from pipedream.core.schedule.op import Kind, Op, gives_back
@@ -84,11 +84,11 @@ def _make_channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Ch
         here, after = placement.replicas[stage], placement.replicas[stage + 1]
         between = in_flight[stage] * here - in_flight[stage + 1] * after
         ahead = max(2, -(-between // lcm(here, after)) + 1)
-        routes += [Route("activation", stage, stage + 1, ahead), Route("gradient", stage + 1, stage, ahead)]
+        routes += [Route(Carries.ACTIVATION, stage, stage + 1, ahead), Route(Carries.GRADIENT, stage + 1, stage, ahead)]
     if last:
-        routes.append(Route("input", 0, last, max(2, in_flight[0])))
+        routes.append(Route(Carries.INPUT, 0, last, max(2, in_flight[0])))
     routes += dispatch.routes(placement)
-    channels: dict[tuple[int, int, str, int], Channel] = {}
+    channels: dict[tuple[int, int, Carries, int], Channel] = {}
     for carries, source, target, depth in routes:
         for k in range(placement.cycle):
             sender, receiver = placement.ends(carries, source, target, k)
@@ -98,7 +98,7 @@ def _make_channels(placement: Placement, in_flight: tuple[int, ...]) -> tuple[Ch
     return tuple(channels.values())
 
 
-def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, str, int], int]) -> Iterator[Instruction]:
+def _expand(schedule: Schedule, rank: int, numbers: dict[tuple[int, int, Carries, int], int]) -> Iterator[Instruction]:
     placement = schedule.placement
 
     def transfers(move: Move, messages: Iterable[Cargo]) -> Iterator[Transfer]:
@@ -124,10 +124,10 @@ def _list_arrivals(op: Op, rules: Rules) -> Iterator[Cargo]:
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD and stage:
         if stage == last:
-            yield Cargo("input", 0, stage, k)
-        yield Cargo("activation", stage - 1, stage, k)
+            yield Cargo(Carries.INPUT, 0, stage, k)
+        yield Cargo(Carries.ACTIVATION, stage - 1, stage, k)
     elif kind is gives_back(rules.kinds) and stage < last:
-        yield Cargo("gradient", stage + 1, stage, k)
+        yield Cargo(Carries.GRADIENT, stage + 1, stage, k)
 
 
 def _list_departures(op: Op, rules: Rules) -> Iterator[Cargo]:
@@ -135,10 +135,10 @@ def _list_departures(op: Op, rules: Rules) -> Iterator[Cargo]:
     last = rules.placement.stages - 1
     if kind is Kind.FORWARD and stage < last:
         if not stage:  # the targets first: a large message may hold a connection for long
-            yield Cargo("input", 0, last, k)
-        yield Cargo("activation", stage, stage + 1, k)
+            yield Cargo(Carries.INPUT, 0, last, k)
+        yield Cargo(Carries.ACTIVATION, stage, stage + 1, k)
     elif kind is gives_back(rules.kinds) and stage:
-        yield Cargo("gradient", stage, stage - 1, k)
+        yield Cargo(Carries.GRADIENT, stage, stage - 1, k)
 
 
 def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankProgram:

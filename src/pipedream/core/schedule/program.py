@@ -20,7 +20,7 @@ from pipedream.core.artifact import Artifact, decode, encode
 from pipedream.core.display import Tabular
 from pipedream.core.errors import ArtifactError, ScheduleError
 from pipedream.core.plan.dispatched import Dispatched
-from pipedream.core.plan.placement import Placement
+from pipedream.core.plan.placement import Carries, Placement
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.update import UpdateRule
@@ -55,9 +55,9 @@ Instruction = Op | Transfer
 
 
 class Cargo(NamedTuple):
-    """One message; `carries` as in `Channel`."""
+    """One message."""
 
-    carries: str
+    carries: Carries
     source: int
     target: int
     microbatch: int
@@ -66,7 +66,7 @@ class Cargo(NamedTuple):
 class Route(NamedTuple):
     """A channel, wherever its stages live."""
 
-    carries: str
+    carries: Carries
     source: int
     target: int
     depth: int
@@ -75,29 +75,23 @@ class Route(NamedTuple):
 MOST_AHEAD = 8
 """Bound of a channel's depth."""
 
-_CARRIES = ("activation", "gradient", "input", "weights", "stage_input")
-
 
 @dataclass(frozen=True)
 class Channel:
     """One direction between a stage's rank and another's, first in, first out.
 
     Attributes:
-        carries: 'activation', 'gradient' or 'input' (a part of the batch, such as the targets, straight from the input
-            stage); 'weights' and 'stage_input' for dispatched stages alone (`core.schedule.dispatch`).
         depth: receives that are posted ahead; receive i waits for the consumer of receive i - depth.
     """
 
     sender: int
     receiver: int
-    carries: str
+    carries: Carries
     source: int
     target: int
     depth: int = 2
 
     def __post_init__(self) -> None:
-        if self.carries not in _CARRIES:
-            raise ValueError(f"a channel carries one of {', '.join(_CARRIES)}, found {self.carries!r}")
         if self.depth < 1:
             raise ValueError(f"depth must be at least 1, found {self.depth}")
 

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.program import Channel, Program
 from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, Receiver, Sender
@@ -64,7 +65,9 @@ class Transport:
             sends = worker == channel.sender
             peers = self._connections.peers(channel.receiver if sends else channel.sender)
             # The targets stay in the memory of the CPU.
-            on_link = [peer for peer in peers if channel.carries != "input" and self._pair(peer, sends) in self._links]
+            on_link = [
+                peer for peer in peers if channel.carries != Carries.INPUT and self._pair(peer, sends) in self._links
+            ]
             for peer in on_link:
                 linked.setdefault(self._pair(peer, sends), []).append(number)
             others = [peer for peer in peers if peer not in on_link]
@@ -195,7 +198,7 @@ class Transport:
         in_flight = [max(counts) for counts in zip(*map(most_in_flight, self._programs), strict=True)]
 
         def count(channel: Channel) -> int:
-            return 2 if channel.carries == "weights" else in_flight[min(channel.source, channel.target)] + 1
+            return 2 if channel.carries == Carries.WEIGHTS else in_flight[min(channel.source, channel.target)] + 1
 
         return [count(channel) for channel in self._channels]
 
