@@ -117,7 +117,7 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
         return measure_runtime("cpu").on_links(Cluster.local(count)), ""
     # As rank 0 sees it: all must make the same plan.
     text = process_group.from_rank_0(
-        lambda: probe_gpus(count, device="cuda" if processes > 1 else device).to_json(), rank
+        lambda: machine.probe_gpus(count, device="cuda" if processes > 1 else device).to_json(), rank
     )
     return Cluster.from_json(text, "rank 0's cluster"), ""
 
