@@ -286,7 +286,7 @@ def _ddp_per_s(profile: Profile, plan: Plan, variant: _Variant, speed: float) ->
     each = max(1, variant.samples // 2)
     compute_s = each * _compute_s(profile) + profile.update_s
     sums = 1.5 if variant.runs == "fsdp" else 1.0
-    return 2 * each * profile.batch / (compute_s / speed + sums * plan.sync_s[0])
+    return 2 * each * profile.batch / (compute_s / speed + sums * plan.costs.sync_s[0])
 
 
 def _predicted_per_s(plan: Plan, speed: float) -> float:

@@ -64,17 +64,17 @@ def test_a_stage_takes_longer_by_its_ops_messages_update_and_reads() -> None:
     """Activation and gradient at each boundary, and the targets from the first to the last stage."""
     plan = replace(PLAN, runtime=COSTS)
     passes, ends = 2 * 0.5 + 2.0, 2 * (0.25 + 100 * 0.01)
-    assert plan.runtime_s == pytest.approx((passes + ends + 0.25 + 3.0, passes + 2 * ends, passes + ends + 0.25))
-    assert plan.periods_s == pytest.approx([13.0 + seconds for seconds in plan.runtime_s])
-    assert PLAN.runtime_s == (0.0, 0.0, 0.0)
+    assert plan.costs.runtime_s == pytest.approx((passes + ends + 0.25 + 3.0, passes + 2 * ends, passes + ends + 0.25))
+    assert plan.costs.periods_s == pytest.approx([13.0 + seconds for seconds in plan.costs.runtime_s])
+    assert PLAN.costs.runtime_s == (0.0, 0.0, 0.0)
 
 
 def test_a_gpu_computes_meanwhile() -> None:
     """A stage takes the longer of what its device and what its host does."""
     busy = replace(COSTS, overlap_device=True)
-    assert replace(PLAN, runtime=busy).runtime_s == (0.0, 0.0, 0.0)
+    assert replace(PLAN, runtime=busy).costs.runtime_s == (0.0, 0.0, 0.0)
     slow_host = replace(busy, op_s=10.0)
-    assert replace(PLAN, runtime=slow_host).runtime_s[1] == pytest.approx(20.0 + 2.0 + 4 * (0.25 + 1.0) - 13.0)
+    assert replace(PLAN, runtime=slow_host).costs.runtime_s[1] == pytest.approx(20.0 + 2.0 + 4 * (0.25 + 1.0) - 13.0)
     slow = costs(replace(PLAN, runtime=slow_host))
     assert slow.op_s(Kind.FORWARD, 1) == 10.0 + 2 * 0.25
     assert slow.op_s(Kind.BACKWARD, 2) == 10.0 + 0.25

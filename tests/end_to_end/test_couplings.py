@@ -509,7 +509,7 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
         slow = plan.on(Cluster.flat(2, 1e9, 10.0))  # with messages of 10 s each
         free = replace(slow, tied=())
         if schedule == "gpipe":
-            assert score(slow).period_s == pytest.approx(score(free).period_s + slow.tied_sums_s[0])
+            assert score(slow).period_s == pytest.approx(score(free).period_s + slow.costs.tied_sums_s[0])
     assert check_plan(pd.plan(profile, cluster, schedule="2bw", shape="pipeline", microbatches=4), profile=profile)
     found = pd.plan(profile, cluster, schedule="pipedream", shape="pipeline")
     assert (len(found.stages), found.tied) == (1, ())

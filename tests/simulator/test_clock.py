@@ -165,7 +165,7 @@ def test_one_stage_is_data_parallel_and_pays_its_sums() -> None:
     rows = (Stage(0, 1, 4, 1.0, 2.0, 0.25, parameter_bytes=1000),)
     plan = Plan(rows, (1,), Cluster.flat(4, 1000.0), unit="microbatch")
     timeline = simulate(lower(build("pipedream", plan)), costs(plan), 12)
-    assert plan.sync_s == (1.5,)
+    assert plan.costs.sync_s == (1.5,)
     assert timeline.makespan_s == pytest.approx(3 * (1.0 + 2.0 + 1.5 + 0.25))
     assert starts(timeline, 3, "wait") == pytest.approx([3.0, 7.75, 12.5])
 

@@ -25,7 +25,7 @@ def test_minibatches_are_divided_but_updates_and_sums_are_not() -> None:
     assert (whole.forward_s, quarter.forward_s) == ((4.0, 2.0), (1.0, 0.5))
     assert (whole.backward_s, quarter.backward_s) == ((8.0, 6.0), (2.0, 1.5))
     assert whole.update_s == quarter.update_s == (1.0, 0.5)
-    assert whole.sync_s == quarter.sync_s == PLAN.sync_s == (10.5, 0.0)
+    assert whole.sync_s == quarter.sync_s == PLAN.costs.sync_s == (10.5, 0.0)
     assert (whole.output_bytes, quarter.output_bytes) == ((400.0, 40.0), (100.0, 10.0))
 
 
@@ -38,7 +38,7 @@ def test_both_directions_of_a_boundary_carry_its_value() -> None:
     seconds = costs(PLAN)
     assert seconds.transfer_s(Channel(0, 2, "activation", 0, 1)) == 4.25
     assert seconds.transfer_s(Channel(2, 0, "gradient", 1, 0)) == 4.25
-    assert PLAN.transfers_s == (4.25,)
+    assert PLAN.costs.transfers_s == (4.25,)
 
 
 def test_inputs_cost_nothing_unless_they_have_bytes() -> None:

@@ -44,7 +44,7 @@ def test_holders_update_when_their_sum_is_there(
     verify(program)
     work = simulate(program, costs(plan), 5 * program.cycle).work()
     sum_s = all_reduce_s(100, ranks, BYTES_PER_S, LATENCY_S)
-    assert plan.tied_sums_s == (sum_s,)
+    assert plan.costs.tied_sums_s == (sum_s,)
     for update in range(1, 5 * program.cycle // 4 + 1):
         last = {k for k in program.updates.members(0, update)}
         ends = {s: max(span.end_s for span in work if span.kind == "B" and span.stage == s and span.index in last)
@@ -69,11 +69,11 @@ def test_a_worker_joins_the_sum_once_for_all_its_stages(name: str) -> None:
     program = lower(build(name, plan, 4))
     verify(program)
     ranks = {rank for stage in (0, stages - 1) for rank in program.placement.ranks[stage]}
-    assert plan.tied_sums_s == (all_reduce_s(100, len(ranks), BYTES_PER_S, LATENCY_S),)
+    assert plan.costs.tied_sums_s == (all_reduce_s(100, len(ranks), BYTES_PER_S, LATENCY_S),)
     free = replace(plan, tied=())
     alone = simulate(lower(build(name, free, 4)), costs(free), 8)
     seconds = simulate(program, costs(plan), 8).makespan_s
-    assert seconds > alone.makespan_s + plan.tied_sums_s[0] if len(ranks) > 1 else seconds == alone.makespan_s
+    assert seconds > alone.makespan_s + plan.costs.tied_sums_s[0] if len(ranks) > 1 else seconds == alone.makespan_s
     # Without the sum, a worker may update one of its stages before it has the gradients of the other.
     apart = replace(lower(build(name, free, 4)), plan=plan)
     if name == "zbv":

@@ -314,23 +314,24 @@ def _compute_bound_s(plan: Plan, flushes: bool) -> float:
     m, stages, sites = plan.microbatches, plan.stages, plan.sites
     if plan.runtime.overlap_device:  # each op then hides another part of what the runtime adds
         plan = replace(plan, runtime=RuntimeCosts())
-    passes = [(stage.forward_s + stage.redone_s) / site.speed for stage, site in zip(stages, sites, strict=True)]
+    tied_sums, runtime = plan.costs.tied_s, plan.costs.runtime_s
     if not flushes:
-        seconds = zip(stages, sites, plan.tied_s, plan.runtime_s, plan.update_delay, strict=True)
+        rows = zip(stages, sites, tied_sums, runtime, plan.update_delay, strict=True)
         return max(
             float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s + more_s, summed_bytes))
-            for stage, site, tied_s, runtime_s, update_delay in seconds
+            for stage, site, tied_s, runtime_s, update_delay in rows
             # What the runtime adds may hide the sum.
             for more_s, summed_bytes in ((tied_s, 0 if update_delay else stage.parameter_bytes), (runtime_s, 0))
         )
-    ends = [
-        (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.parameter_bytes, stage.redone_s / m))
-        for stage, site, tied_s in zip(stages, sites, plan.tied_s, strict=True)
-    ]
+    passes = [(stage.forward_s + stage.redone_s) / site.speed for stage, site in zip(stages, sites, strict=True)]
     shares = [-(-m // r) / m for r in plan.replicas]  # of the minibatch, at the replica with the most microbatches
     stage_s = [share * seconds for share, seconds in zip(shares, passes, strict=True)]
     ahead = accumulate((seconds / m for seconds in passes[:-1]), initial=0.0)
-    added = [share * seconds / site.speed for share, seconds, site in zip(shares, plan.runtime_s, sites, strict=True)]
+    ends = [
+        (stage.update_s + tied_s) / site.speed + float(site.sum_s(stage.parameter_bytes, stage.redone_s / m))
+        for stage, site, tied_s in zip(stages, sites, tied_sums, strict=True)
+    ]
+    added = [share * seconds / site.speed for share, seconds, site in zip(shares, runtime, sites, strict=True)]
     updates = [stage.update_s / site.speed for stage, site in zip(stages, sites, strict=True)]
     alone = [*map(sum, zip(stage_s, ends, strict=True)), *map(sum, zip(stage_s, updates, added, strict=True))]
     return max(max(a + b for a, b in zip(ahead, stage_s, strict=True)) + ends[0], *alone)

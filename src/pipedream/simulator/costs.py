@@ -228,7 +228,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         backward_s=tuple(b + f if stage.recompute else b for stage, (f, b) in zip(stages, splits, strict=True)),
         weight_s=tuple(backward_s / 2 if weight_s is None else weight_s / parts for _, backward_s in splits),
         update_s=tuple(stage.update_s for stage in stages),
-        sync_s=plan.sync_s,
+        sync_s=plan.costs.sync_s,
         output_bytes=tuple(stage.output_bytes / parts for stage in stages),
         cluster=cluster,
         workers=tuple(sorted(set(plan.order))),
@@ -245,7 +245,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
                 seconds,
                 float(all_reduce_bytes(tied.parameter_bytes, len(tied.ranks(plan.placement)), how=cluster.sums)),
             )
-            for tied, seconds in zip(plan.tied, plan.tied_sums_s, strict=True)
+            for tied, seconds in zip(plan.tied, plan.costs.tied_sums_s, strict=True)
         ),
         runtime=plan.runtime,
         launch_s=tuple(

@@ -26,6 +26,14 @@ from pipedream.core.errors import PlanError
 
 Counts = tuple[int, ...]
 
+DEPTH_MODES = {
+    "noam": "as in the paper",
+    "full": "enough to hide messages",
+    "auto": "the deepest that fits",
+    "hand": "as given",
+}
+"""How in-flight counts are chosen, in words."""
+
 _MOST_IN_FLIGHT = 10_000  # more would not fit any memory, nor the proof
 
 

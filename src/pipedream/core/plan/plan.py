@@ -5,8 +5,6 @@ It has its stages' predicted seconds and bytes, so that it can be simulated with
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -17,22 +15,14 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan import depth
-from pipedream.core.plan.cost import all_reduce_s, transfer_s
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.placement import Placement
-from pipedream.core.plan.site import Site, ports_s
+from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
+from pipedream.core.plan.plan_text import describe_span, format_plan
+from pipedream.core.plan.site import Site
 from pipedream.core.plan.stage import Stage
-from pipedream.core.plan.tied import TiedWeights, least_sum_s
-from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten
-
-_SAME = 2e-6  # a relative gap up to this counts as none
-_DEPTHS = {
-    "noam": "as in the paper",
-    "full": "enough to hide messages",
-    "auto": "the deepest that fits",
-    "hand": "as given",
-}
+from pipedream.core.plan.tied import TiedWeights
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,8 +86,8 @@ class Plan(Tabular, Artifact):
             )
         if self.unit not in ("minibatch", "microbatch"):
             raise ValueError(f"unit is minibatch or microbatch, found {self.unit!r}")
-        if self.depth_mode not in _DEPTHS:
-            raise ValueError(f"depth_mode is one of {', '.join(_DEPTHS)}, found {self.depth_mode!r}")
+        if self.depth_mode not in depth.DEPTH_MODES:
+            raise ValueError(f"depth_mode is one of {', '.join(depth.DEPTH_MODES)}, found {self.depth_mode!r}")
         if self.workers > self.cluster.workers:
             raise ValueError(f"the stages take {self.workers} workers, the cluster has {self.cluster.workers}")
         if self.order and len(self.order) != sum(self.replicas):
@@ -210,10 +200,10 @@ class Plan(Tabular, Artifact):
     @property
     def worker_bytes(self) -> dict[int, int]:
         """Cluster's worker -> peak bytes: an upper bound, the sum over its stages."""
-        return {w: sum(self.stages[s].peak_bytes for s in stages) for w, stages in self._stages_of.items()}
+        return {w: sum(self.stages[s].peak_bytes for s in stages) for w, stages in self.stages_by_worker.items()}
 
     @property
-    def _stages_of(self) -> dict[int, list[int]]:
+    def stages_by_worker(self) -> dict[int, list[int]]:
         stages_of: dict[int, list[int]] = {}
         for s in range(len(self.stages)):
             for worker in self.workers_of(s):
@@ -228,132 +218,19 @@ class Plan(Tabular, Artifact):
         return tuple(Site.of(self.cluster, *row) for row in zip(taken, before, after, strict=True))
 
     @property
-    def transfers_s(self) -> tuple[float, ...]:
-        """One-way seconds across each boundary, over the outermost level that a message crosses."""
-        taken = [self.workers_of(stage) for stage in range(len(self.stages))]
-        return tuple(
-            float(transfer_s(stage.output_bytes, *self.cluster.link(self.cluster.reach(*here, *there))))
-            for stage, here, there in zip(self.stages, taken, taken[1:], strict=False)
-        )
-
-    @property
-    def round_trips_s(self) -> tuple[float, ...]:
-        """Seconds, for each boundary, of sending an activation and its gradient, including queues at ports."""
-        counts, transfers_s, cluster = self.replicas, self.transfers_s, self.cluster
-        inside = [
-            [max(Counter(cluster.component(level, w) for w in self.workers_of(s)).values()) for s in range(len(counts))]
-            for level in range(1, len(cluster.levels))
-        ]
-        last = len(transfers_s) - 1
-        round_trips = []
-        for s, seconds in enumerate(transfers_s):
-            queue_s = -(-counts[s - 1] // counts[s]) * transfers_s[s - 1] if s else 0.0
-            queue_s += -(-counts[s + 2] // counts[s + 1]) * transfers_s[s + 1] if s < last else 0.0
-            queue_s += max(
-                (
-                    (most[s] + most[s + 1] - 2) * self.stages[s].output_bytes / level.link_bytes_per_s
-                    for most, level in zip(inside, cluster.levels[1:], strict=True)
-                ),
-                default=0.0,
-            )
-            # All replicas that exchange messages with a worker may share its port at once.
-            sharing = max(-(-counts[s] // counts[s + 1]), -(-counts[s + 1] // counts[s]))
-            round_trips.append(2 * seconds * sharing + queue_s)
-        return tuple(round_trips)
-
-    @property
-    def sync_s(self) -> tuple[float, ...]:
-        """Seconds of each stage's all-reduce, including the hidden part."""
-        return tuple(
-            float(
-                all_reduce_s(
-                    stage.parameter_bytes, stage.replicas, site.sum_bytes_per_s, site.sum_latency_s, how=site.sums
-                )
-            )
-            for stage, site in zip(self.stages, self.sites, strict=True)
-        )
-
-    @property
-    def tied_s(self) -> tuple[float, ...]:
-        """Seconds by which the sums of tied weights at least delay an update of each stage (`least_sum_s`)."""
-        seconds = [(tied, least_sum_s(self.cluster, tied.parameter_bytes)) for tied in self.tied]
-        return tuple(sum(sum_s for tied, sum_s in seconds if s in tied.stages) for s in range(len(self.stages)))
-
-    @property
-    def runtime_s(self) -> tuple[float, ...]:
-        """Seconds that the runtime adds to each stage, for one unit (`RuntimeCosts.stage_s`)."""
-        edges, last = (0, *(stage.output_bytes for stage in self.stages[:-1]), 0), len(self.stages) - 1
-        device_s = [stage.forward_s + stage.backward_s + stage.update_s for stage in self.stages]
-        return tuple(
-            float(self.runtime.stage_s(seconds, edges[s], edges[s + 1], s == 0, s == last, stage.launch_s))
-            for s, (stage, seconds) in enumerate(zip(self.stages, device_s, strict=True))
-        )
-
-    @property
-    def added_s(self) -> tuple[float, ...]:
-        """`tied_s` and `runtime_s` of each stage."""
-        return tuple(map(sum, zip(self.tied_s, self.runtime_s, strict=True)))
-
-    @property
-    def tied_sums_s(self) -> tuple[float, ...]:
-        """Seconds of each of the sums over all holders of `tied`, on idle links."""
-        workers = [{w for s in tied.stages for w in self.workers_of(s)} for tied in self.tied]
-        return tuple(
-            float(
-                all_reduce_s(
-                    tied.parameter_bytes,
-                    len(holders),
-                    *self.cluster.sum_link(self.cluster.reach(*holders)),
-                    how=self.cluster.sums,
-                )
-            )
-            for tied, holders in zip(self.tied, workers, strict=True)
-        )
-
-    @property
-    def periods_s(self) -> tuple[float, ...]:
-        """Predicted seconds per unit of each stage in a full pipeline (`core.plan.site`)."""
-        edges = (0, *(stage.output_bytes for stage in self.stages[:-1]), 0)
-        return tuple(
-            float(
-                site.period_s(
-                    stage.forward_s,
-                    stage.redone_s,
-                    stage.update_s + added_s,
-                    stage.parameter_bytes,
-                    before_bytes,
-                    after_bytes,
-                )
-            )
-            for stage, site, added_s, before_bytes, after_bytes in zip(
-                self.stages, self.sites, self.added_s, edges[:-1], edges[1:], strict=True
-            )
-        )
+    def costs(self) -> PlanCosts:
+        """Predicted seconds of messages, sums and stages."""
+        return PlanCosts(self)
 
     @property
     def slowest_stage_s(self) -> float:
-        """The greatest of `periods_s`."""
-        return max(self.periods_s)
+        """Predicted seconds per unit of the slowest stage in a full pipeline, which the planner minimises."""
+        return max(self.costs.periods_s)
 
     @property
     def period_s(self) -> float:
-        """Predicted seconds per unit of the full pipeline: of its slowest stage's compute, or of its busiest port.
-
-        Longer than `slowest_stage_s`, which the planner minimises, if stages share a machine's or a rack's port. A
-        worker with several stages takes the sum over them, each with the longer of its compute and its messages.
-        """
-        if self.is_shared:
-            seconds = self.periods_s
-            return max(sum(seconds[s] for s in stages) for stages in self._stages_of.values())
-        if len(self.cluster.levels) == 1:
-            return self.slowest_stage_s
-        taken = [self.workers_of(stage) for stage in range(len(self.stages))]
-        compute_s = (
-            float(site.compute_s(stage.forward_s, stage.redone_s, stage.update_s + added_s, stage.parameter_bytes))
-            for site, stage, added_s in zip(self.sites, self.stages, self.added_s, strict=True)
-        )
-        sent, summed = zip(*((stage.output_bytes, stage.parameter_bytes) for stage in self.stages), strict=True)
-        return max(*compute_s, *ports_s(self.cluster, taken, sent, summed).values())
+        """Predicted seconds per unit of the full pipeline (`PlanCosts.period_s`)."""
+        return self.costs.period_s
 
     def on(self, cluster: Cluster) -> Self:
         """Returns the same stages on another cluster, without what was proved about the plan.
@@ -387,7 +264,7 @@ class Plan(Tabular, Artifact):
         A plan faster than its bound was edited after planning.
         """
         gap = self.slowest_stage_s / self.bound_s - 1 if self.bound_s > 0 else -1.0
-        return None if gap < -_SAME else max(gap, 0.0)
+        return None if gap < -NO_GAP else max(gap, 0.0)
 
     def method(self, schedule: str | None = None, microbatches: int | None = None) -> tuple[str, int | None]:
         """Returns the method and its microbatches: as given, else the plan's, else PipeDream.
@@ -408,7 +285,7 @@ class Plan(Tabular, Artifact):
             return replace(self, in_flight=depth.noam(self.replicas, self.update_delay), depth_mode="noam")
         if target == "full":
             period = self.slowest_stage_s
-            slots = tuple(seconds / period if period else 0.0 for seconds in self.round_trips_s)
+            slots = tuple(seconds / period if period else 0.0 for seconds in self.costs.round_trips_s)
             return replace(self, in_flight=depth.full(self.replicas, slots, self.update_delay), depth_mode="full")
         if target == "auto":
             raise PlanError(
@@ -429,12 +306,12 @@ class Plan(Tabular, Artifact):
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each stage, with the seconds and bytes of one `unit`."""
-        times = {"compute_s": [stage.compute_s for stage in self.stages], "period_s": self.periods_s}
+        times = {"compute_s": [stage.compute_s for stage in self.stages], "period_s": self.costs.periods_s}
         counts = {"in_flight": self.in_flight, "update_delay": self.update_delay, "rate_factor": self.rate_factors}
         return [
             {
                 "stage": s,
-                "layers": _describe_span(stage),
+                "layers": describe_span(stage),
                 "first": stage.first,
                 "last": stage.last,
                 "workers": stage.replicas,
@@ -447,74 +324,4 @@ class Plan(Tabular, Artifact):
         ]
 
     def __str__(self) -> str:
-        head = (
-            f"Plan {self.config}{f' of {self.model}' if self.model else ''}: {self.workers} workers, depth "
-            f"{self.depth_mode}, {format_seconds(self.period_s)} per {self.unit} predicted"
-        )
-        columns: list[tuple[str, int, Callable[[int, Stage], str]]] = [
-            ("workers", 7, lambda s, stage: str(stage.replicas)),
-            ("forward", 9, lambda s, stage: format_seconds(stage.forward_s)),
-            ("backward", 9, lambda s, stage: format_seconds(stage.backward_s)),
-            ("update", 9, lambda s, stage: format_seconds(stage.update_s)),
-            ("sends", 9, lambda s, stage: format_bytes(stage.output_bytes) if s < len(self.stages) - 1 else "-"),
-            ("weights", 9, lambda s, stage: format_bytes(stage.parameter_bytes)),
-            ("in flight", 9, lambda s, stage: str(self.in_flight[s])),
-            ("peak", 9, lambda s, stage: format_bytes(stage.peak_bytes) if stage.peak_bytes else "-"),
-        ]
-        words = [f"in flight: microbatches at depth {self.depth_mode}, {_DEPTHS[self.depth_mode]}"]
-        if self.microbatches == 1 and len(set(self.rate_factors)) > 1:  # otherwise there is one rate
-            columns.insert(-1, ("lr factor", 9, lambda s, stage: format_number(self.rate_factors[s])))
-            words.append("lr factor: on the learning rate, as an update covers a minibatch of each replica")
-        if self.cluster.kinds:
-            taken = [
-                dict.fromkeys(self.cluster.devices[w] for w in self.workers_of(s)) for s in range(len(self.stages))
-            ]
-            width = max(2, *(len("+".join(devices)) for devices in taken))
-            columns.append(("on", width, lambda s, stage: "+".join(taken[s])))
-        if any(self.update_delay):
-            columns.insert(7, ("delay", 5, lambda s, stage: str(self.update_delay[s])))
-            words.append("delay: 1 if the next forward runs before the update")
-        if max(self.replicas) > 1:
-            sync_s = self.sync_s
-            columns.insert(
-                4, ("all-reduce", 10, lambda s, stage: format_seconds(sync_s[s]) if stage.replicas > 1 else "-")
-            )
-        if self.ranks > self.workers:
-            meshes = [str(mesh) for mesh in self.meshes]
-            columns.insert(1, ("mesh", max(4, *map(len, meshes)), lambda s, stage: meshes[s]))
-            words.append("mesh: the ranks of each worker, - is one")
-        spans = [_describe_span(stage) for stage in self.stages]
-        wide = max(24, *map(len, spans))
-        rows = ["  ".join([f"{'stage':>5}", f"{'layers':<{wide}}", *(f"{name:>{w}}" for name, w, _ in columns)])]
-        for s, stage in enumerate(self.stages):
-            cells = (f"{cell(s, stage):>{w}}" for _, w, cell in columns)
-            rows.append("  ".join([f"{s:>5}", f"{spans[s]:<{wide}}", *cells]))
-        rows.append("; ".join(words))
-        rows += [
-            f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
-            for tied, seconds in zip(self.tied, self.tied_sums_s, strict=True)
-        ]
-        if self.runtime:
-            rows.append(str(self.runtime))
-        return "\n".join(
-            [
-                head,
-                *rows,
-                *([self.note] if self.note else []),
-                *([] if self.gap is None else [self._describe_proof(self.gap)]),
-            ]
-        )
-
-    def _describe_proof(self, gap: float) -> str:
-        how = "optimal" if gap < _SAME else format_excess(gap)
-        stage_s = self.slowest_stage_s
-        shared = "" if self.period_s == stage_s else f"slowest stage {format_seconds(stage_s)}, "
-        return f"{shared}proven bound {format_seconds(self.bound_s)} per {self.unit}: {how}"
-
-
-def _describe_span(stage: Stage) -> str:
-    """Returns its first and last layer in words."""
-    if not stage.names:
-        return f"{stage.first}..{stage.last - 1}"
-    first, last = shorten(stage.names[0]), shorten(stage.names[-1])
-    return first if len(stage.names) == 1 else f"{first} .. {last}"
+        return format_plan(self)
