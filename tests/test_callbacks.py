@@ -25,16 +25,16 @@ class Events(Callback):
     """Writes down what it gets, with the weights' position then."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[Any, ...]] = []
+        self.seen: list[tuple[Any, ...]] = []
 
     def on_minibatch(self, pipeline: Any, done: pd.Done) -> None:
-        self.found.append(("minibatch", done.number))
+        self.seen.append(("minibatch", done.number))
 
     def on_evaluation(self, pipeline: Any, metrics: Mapping[str, float]) -> None:
-        self.found.append(("evaluation", pipeline.drain(), sorted(metrics)))
+        self.seen.append(("evaluation", pipeline.drain(), sorted(metrics)))
 
     def on_checkpoint(self, pipeline: Any, folder: Path) -> None:
-        self.found.append(("checkpoint", pipeline.drain(), (folder / "checkpoint.json").is_file()))
+        self.seen.append(("checkpoint", pipeline.drain(), (folder / "checkpoint.json").is_file()))
 
 
 class StopsAt(Callback):
@@ -86,16 +86,16 @@ def test_events_come_in_order_with_complete_checkpoints(tmp_path: Path) -> None:
         heard = []
         for done in pipeline.train(animal.batches, epochs=2):
             heard.append(done.number)
-            assert ("minibatch", done.number) in events.found, "before the loop"
+            assert ("minibatch", done.number) in events.seen, "before the loop"
             if done.ends_epoch:
                 pipeline.evaluate(animal.batches)
                 pipeline.evaluate(animal.batches, name="train")
                 pipeline.save(tmp_path, wait=False)
                 pipeline.save(tmp_path)  # exists already
-    numbers = [event[1] for event in events.found if event[0] == "minibatch"]
+    numbers = [event[1] for event in events.seen if event[0] == "minibatch"]
     assert numbers == heard
     count = len(animal.batches)
-    others = [event for event in events.found if event[0] != "minibatch"]
+    others = [event for event in events.seen if event[0] != "minibatch"]
     assert others[:2] == [("evaluation", others[0][1], ["loss"]), ("checkpoint", others[0][1], True)]
     assert [event[0] for event in others] == ["evaluation", "checkpoint"] * 2
     assert others[-1][1] == 2 * count
@@ -151,7 +151,7 @@ class Worsens(Callback):
 def test_early_stopping(losses: list[float], options: dict[str, Any], evaluations: int) -> None:
     heard = Events()
     *_, stopped = trained((1, 1), [Worsens(EarlyStopping(**options), losses), heard], evaluate=True)
-    assert len([event for event in heard.found if event[0] == "evaluation"]) == evaluations
+    assert len([event for event in heard.seen if event[0] == "evaluation"]) == evaluations
     assert stopped == (evaluations < 8)
 
 
@@ -174,7 +174,7 @@ def test_early_stopping_continues_from_a_checkpoint(tmp_path: Path) -> None:
         return [EarlyStopping(patience=50), EarlyStopping(mode="max", patience=50)]
 
     whole, resumed = run(0, two()), run(2, two())
-    assert [vars(one) for one in resumed] == [vars(one) for one in whole]
+    assert [vars(done) for done in resumed] == [vars(done) for done in whole]
     assert whole[0].best_score != whole[1].best_score
     assert whole[1].wait_count == 3, "the loss only falls"
 
@@ -215,7 +215,7 @@ class Publish(Callback):
 
 def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     animal, events = zoo.make("mlp"), Events()
-    made = pd.Recipe(
+    recipe = pd.Recipe(
         InItsOwnFormat(*animal.model),
         animal.loss,
         SGD,
@@ -227,14 +227,14 @@ def test_a_recipe_has_loggers_and_callbacks(tmp_path: Path, capsys: pytest.Captu
         name="zoo",
     )
     plan = zoo.plan_of(animal, 2)
-    summary = train_recipe(lambda seed: made, plan=plan, schedule="1f1b", out=tmp_path / "run", logs=("csv",))
+    summary = train_recipe(lambda seed: recipe, plan=plan, schedule="1f1b", out=tmp_path / "run", logs=("csv",))
     count = 2 * len(animal.batches)
     assert summary["minibatches"] == count, "the second evaluation is no better by 9"
     assert f"stopped after minibatch {count}: should_stop was set by a callback" in capsys.readouterr().out
-    own = (tmp_path / "own.csv").read_text(encoding="utf-8").splitlines()
-    assert len(own) == 1 + count
-    assert len((tmp_path / "run" / "train.csv").read_text(encoding="utf-8").splitlines()) == len(own)
-    assert [event for event in events.found if event[0] == "checkpoint"] == [
+    rows = (tmp_path / "own.csv").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 1 + count
+    assert len((tmp_path / "run" / "train.csv").read_text(encoding="utf-8").splitlines()) == len(rows)
+    assert [event for event in events.seen if event[0] == "checkpoint"] == [
         ("checkpoint", count // 2, True),
         ("checkpoint", count, True),
     ]
@@ -269,9 +269,9 @@ class AtAnEvaluation(Callback):
 def test_all_processes_stop_at_the_same_minibatch(
     counts: tuple[int, ...], callbacks: list[Callback], evaluate: bool
 ) -> None:
-    found = processes.results(partial(trained, evaluate=evaluate), sum(counts), counts, callbacks)
+    results = processes.results(partial(trained, evaluate=evaluate), sum(counts), counts, callbacks)
     alone = trained(counts, [AtAnEvaluation(0)] if evaluate else [StopsAt(3)], evaluate=evaluate)
-    for losses, minibatches, _, stopped in found:
+    for losses, minibatches, _, stopped in results:
         assert stopped
         assert (losses, minibatches) == alone[:2]
-    assert all(torch.equal(found[0][2][name], tensor) for name, tensor in alone[2].items())
+    assert all(torch.equal(results[0][2][name], tensor) for name, tensor in alone[2].items())

@@ -60,7 +60,7 @@ def test_each_extra_is_advised() -> None:
     extras = SETTINGS["optional-dependencies"]
     distributions = {"sklearn": "scikit-learn"}
     for package, extra in errors._EXTRAS.items():
-        assert any(one.startswith(distributions.get(package, package)) for one in extras[extra])
+        assert any(requirement.startswith(distributions.get(package, package)) for requirement in extras[extra])
         missing = ModuleNotFoundError(f"No module named {package!r}", name=f"{package}.inside")
         assert errors.install_advice(missing) == f"; pip install 'torch-pipedream[{extra}]'"
     assert errors.install_advice(ModuleNotFoundError("No module named 'mine'", name="mine")) == ""
@@ -76,9 +76,13 @@ def test_the_citation_has_the_version() -> None:
 def test_the_readme_names_the_versions_that_are_tested() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     tried = (ROOT / "noxfile.py").read_text(encoding="utf-8")
-    (oldest,) = (one.removeprefix("torch>=") for one in SETTINGS["dependencies"] if one.startswith("torch>="))
+    (oldest,) = (
+        requirement.removeprefix("torch>=")
+        for requirement in SETTINGS["dependencies"]
+        if requirement.startswith("torch>=")
+    )
     newest = re.findall(r'^NEWEST = "([\d.]+)"$', tried, re.MULTILINE)[0]
-    pythons = [one.rpartition(" ")[2] for one in SETTINGS["classifiers"] if "Python :: 3." in one]
+    pythons = [classifier.rpartition(" ")[2] for classifier in SETTINGS["classifiers"] if "Python :: 3." in classifier]
     assert f"Python {pythons[0]} to {pythons[-1]}" in readme
     assert f"PyTorch {oldest} to {newest}" in readme
     assert SETTINGS["requires-python"] == f">={pythons[0]}"
@@ -155,7 +159,7 @@ def environment(folder: Path) -> Path:
 
 def run(folder: Path, *command: object) -> str:
     """Runs a command in a folder; returns its output."""
-    given = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run([*map(str, command)], cwd=folder, env=given, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run([*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -170,19 +170,19 @@ def test_neither_root_nor_user_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(slow_links, "_AS_ROOT", ("sh", "-c", "echo no root >&2; exit 1"))
     monkeypatch.setattr(slow_links, "_AS_USER", ("sh", "-c", "echo no users >&2; exit 1"))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    found = why_not()
-    assert found is not None
-    assert "answers 'no root'" in found
-    assert "answers 'no users'" in found
-    assert "--privileged" in found
-    assert "sudo" not in found
+    reason = why_not()
+    assert reason is not None
+    assert "answers 'no root'" in reason
+    assert "answers 'no users'" in reason
+    assert "--privileged" in reason
+    assert "sudo" not in reason
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     forbidden = Path("/proc/sys/kernel/overflowuid")  # a setting that every kernel has
     monkeypatch.setattr(slow_links, "_SETTINGS", {"kernel.overflowuid": (forbidden.read_text().strip(), "7")})
-    found = why_not()
-    assert found is not None
-    assert "no root" not in found
-    assert "sudo sysctl -w kernel.overflowuid=7" in found
+    reason = why_not()
+    assert reason is not None
+    assert "no root" not in reason
+    assert "sudo sysctl -w kernel.overflowuid=7" in reason
 
 
 def test_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,13 +43,13 @@ def test_a_leaf_does_not_share_the_version_counter_of_its_handle() -> None:
     the weights had been moved out of the way."""
     handle = nn.Parameter(torch.ones(3))
     versions = Versions({"w": handle})
-    held = versions.read(0)
-    loss = (held.leaves["w"] ** 2).sum()
+    handles = versions.read(0)
+    loss = (handles.leaves["w"] ** 2).sum()
     versions.begin_update(())
     with torch.no_grad():
         handle.add_(1.0)
     versions.end_update()
-    (gradient,) = torch.autograd.grad(loss, [held.leaves["w"]])
+    (gradient,) = torch.autograd.grad(loss, [handles.leaves["w"]])
     assert gradient.tolist() == [2.0, 2.0, 2.0]
     assert handle.tolist() == [2.0, 2.0, 2.0]
 
@@ -91,25 +91,25 @@ def test_every_replica_knows_whether_there_is_an_update(name: str) -> None:
     costs = (LayerProfile(1.0, 1.0, 100, 100),) * 3
     plan = manual_plan(Profile("Sequential", graph, costs, 6), Cluster.flat(2), (), (2,))
     with Pipeline(model, plan, schedule=name, loss=F.cross_entropy, optimizer=SGD) as pipeline:
-        found: list[Any] = list(pipeline.train(BATCHES, epochs=1))
-    assert [done.number for done in found] == list(range(7))
+        dones: list[Any] = list(pipeline.train(BATCHES, epochs=1))
+    assert [done.number for done in dones] == list(range(7))
 
 
 def test_a_loader_that_was_read_keeps_nothing() -> None:
     """Readings were shared out by itertools.tee, which keeps blocks of 57 items: a run held up to 57 minibatches that
     all its readers had had."""
-    made: list[weakref.ref[torch.Tensor]] = []
+    references: list[weakref.ref[torch.Tensor]] = []
 
     class Loader:
         def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             for _ in range(20):
                 x = torch.randn(6, 4)
-                made.append(weakref.ref(x))
+                references.append(weakref.ref(x))
                 yield x, torch.randint(0, 3, (6,))
 
     model, plan = two_stages()
     with Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
-        most = [sum(ref() is not None for ref in made) for _ in pipeline.train(Loader())]  # type: ignore[arg-type]
+        most = [sum(ref() is not None for ref in references) for _ in pipeline.train(Loader())]  # type: ignore[arg-type]
     assert max(most) <= plan.in_flight[0] + 2, "those in flight, the one that the loader is at, and one read ahead"
 
 
@@ -121,19 +121,19 @@ class Checkpointed(nn.Module):
         self.again, self.a, self.b = again, nn.Linear(4, 8), nn.Linear(8, 4)
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.b(torch.tanh(self.a(x)))
-        return found
+        output: torch.Tensor = self.b(torch.tanh(self.a(x)))
+        return output
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = checkpoint(self.body, x, use_reentrant=False) if self.again else self.body(x)
-        return found
+        output: torch.Tensor = checkpoint(self.body, x, use_reentrant=False) if self.again else self.body(x)
+        return output
 
 
 def test_a_checkpointed_layer_is_done_again_at_the_stashed_weights() -> None:
     """In a backward the optimizer's parameters stood in the modules, and a layer under torch's `checkpoint` was done
     again at these: the newest weights, in a method whose backward is at those of the forward."""
     batches = [(x.double(), y) for x, y in BATCHES]
-    found = []
+    states = []
     for again in (False, True):
         torch.manual_seed(3)
         model = nn.Sequential(Checkpointed(again), nn.Tanh(), nn.Linear(4, 3)).double()
@@ -142,8 +142,8 @@ def test_a_checkpointed_layer_is_done_again_at_the_stashed_weights() -> None:
             Profile("Sequential", graph, (LayerProfile(1.0, 1.0, 100, 100),) * 3, 6), Cluster.flat(2), (2,)
         )
         with Pipeline(model, plan, schedule="pipedream", loss=F.cross_entropy, optimizer=SGD) as pipeline:
-            found.append([done.loss for done in pipeline.train(batches, epochs=3)])
-    assert found[0] == found[1]
+            states.append([done.loss for done in pipeline.train(batches, epochs=3)])
+    assert states[0] == states[1]
 
 
 class InPlace(nn.Module):

@@ -44,12 +44,12 @@ class Published:
     """A compensation, what the library is asked for, and its paper's rule.
 
     Attributes:
-        asked: of the pipeline.
+        compensation: of the pipeline.
         rule: from the stages' delays to the rule.
         optimizer: that the paper steps, with the decay in the rule.
     """
 
-    asked: Any
+    compensation: Any
     rule: Callable[[Late], Rule]
     optimizer: Any
 
@@ -100,7 +100,7 @@ def delays(case: Case) -> Late:
 def check_published(name: str, case: Case) -> cases.Outcome:
     """Trains through a pipeline with a compensation, and compares every loss and weight with the paper's rule."""
     published = PUBLISHED[name, case.optimizer]
-    case = replace(case, compensation=published.asked)
+    case = replace(case, compensation=published.compensation)
     outcome = run(case)
     assert len(outcome.dones) == case.minibatches
     for stage, late in enumerate(delays(case)):
@@ -127,7 +127,7 @@ QUICK = {
 
 
 def _matrix() -> list[Any]:
-    found, quick = [], set()
+    parameters, quick = [], set()
     for name, optimizer in PUBLISHED:
         for animal in ("matrices",) if optimizer == "muon" else ("mlp", "cnn"):
             for schedule in ("pipedream", "pipedream_2bw"):
@@ -137,11 +137,13 @@ def _matrix() -> list[Any]:
                     key = name, str(case)
                     quick |= {key} & QUICK
                     if key in QUICK:
-                        found.append(pytest.param(name, case, id=f"{name} {case}"))
+                        parameters.append(pytest.param(name, case, id=f"{name} {case}"))
                     marks = pytest.mark.slow if key in QUICK else pytest.mark.long
-                    found.append(pytest.param(name, case.lengthened(), id=f"{name} {case} lengthened", marks=marks))
+                    parameters.append(
+                        pytest.param(name, case.lengthened(), id=f"{name} {case} lengthened", marks=marks)
+                    )
     assert quick == QUICK
-    return found
+    return parameters
 
 
 @pytest.mark.parametrize(("name", "case"), _matrix())
@@ -250,24 +252,26 @@ def test_more_processes_and_replicas_give_to_the_bit_what_one_gives() -> None:
             Case("matrices", "pipedream", 2, optimizer="muon", compensation="error_feedback"),
         ],
     )
-    asked: tuple[Any, ...] = ("gap_aware", "error_feedback", ["spike", "t1:7"])
-    check_processes(3, [Case("mlp", "pipedream", 2, replicas=(2, 1), compensation=one) for one in asked])
+    compensations: tuple[Any, ...] = ("gap_aware", "error_feedback", ["spike", "t1:7"])
+    check_processes(
+        3, [Case("mlp", "pipedream", 2, replicas=(2, 1), compensation=compensation) for compensation in compensations]
+    )
 
 
 def test_weights_behind_the_prediction() -> None:
     """What SpecTrain and LWP evaluate: w, where what is stored is y = w - lr T v, or w + T (w - w before)."""
-    for name, optimizer, asked in (
+    for name, optimizer, compensation in (
         ("velocity", "sgd", "velocity_prediction"),
         ("feedback", "adamw", "error_feedback:1"),
     ):
-        case = Case("mlp", "pipedream", 3, optimizer=optimizer, compensation=asked, drain_at=-1)
+        case = Case("mlp", "pipedream", 3, optimizer=optimizer, compensation=compensation, drain_at=-1)
         animal = zoo.make(case.animal)
         options = dict(
-            schedule="pipedream", loss=animal.loss, optimizer=case.optimize, compensation=asked, seed=case.seed
+            schedule="pipedream", loss=animal.loss, optimizer=case.optimize, compensation=compensation, seed=case.seed
         )
         with pd.Pipeline(animal.model, case.plan(), **options) as pipeline:
             done = list(pipeline.train(cases.Fresh(animal.batches), epochs=case.epochs))
-            found, stored = pipeline.state_dict(predicted=False), pipeline.state_dict()
+            state, stored = pipeline.state_dict(predicted=False), pipeline.state_dict()
         assert done
         rule = PUBLISHED[name, optimizer].rule(delays(case))
         behind: dict[str, torch.Tensor] = {}
@@ -280,14 +284,14 @@ def test_weights_behind_the_prediction() -> None:
         rule.seen = look  # type: ignore[method-assign]
         outcome = cases.Outcome(drains=[len(done)])
         cases.answer(case, outcome, rule, PUBLISHED[name, optimizer].optimizer)
-        cases.assert_near(found, behind, BOUND)
-        assert any(not torch.equal(found[n], stored[n]) for n in found)
+        cases.assert_near(state, behind, BOUND)
+        assert any(not torch.equal(state[n], stored[n]) for n in state)
 
 
 # -- what is asked ----------------------------------------------------------------------------------
 
 
-def made(schedule: str = "pipedream", stages: int = 3, optimizer: Any = SGD, **options: Any) -> pd.Pipeline:
+def make_pipeline(schedule: str = "pipedream", stages: int = 3, optimizer: Any = SGD, **options: Any) -> pd.Pipeline:
     animal = zoo.make("mlp")
     plan = zoo.plan_of(animal, stages)
     return pd.Pipeline(animal.model, plan, schedule=schedule, loss=animal.loss, optimizer=optimizer, **options)
@@ -312,11 +316,11 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: str(value)[:60])
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
-        made(**options)
+        make_pipeline(**options)
 
 
 def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> None:
-    with made(compensation=["t1:4", "error_feedback"]) as pipeline:
+    with make_pipeline(compensation=["t1:4", "error_feedback"]) as pipeline:
         assert pipeline.schedule.updates.compensation == (LearningRateRescheduling(4), ErrorFeedback())
         assert pipeline.program.updates == pipeline.schedule.updates
         # Stages are 2, 1 and 0 updates late; T1 begins at 1 / 2 of the rate of the first.
@@ -326,9 +330,9 @@ def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> N
         assert pipeline.learning_rates() == pytest.approx((0.05, 0.05, 0.05))
     schedule = pd.schedules.build("nesterov_async", Plan.uniform(2))
     assert schedule.compensated(()).updates.compensation == ()
-    with made("one_step_ef", microbatches=3) as pipeline:
+    with make_pipeline("one_step_ef", microbatches=3) as pipeline:
         assert pipeline.schedule.updates.compensation == (ErrorFeedback(1.0),)
-    with made("one_step_ef", microbatches=3, compensation="error_feedback:0.5") as pipeline:
+    with make_pipeline("one_step_ef", microbatches=3, compensation="error_feedback:0.5") as pipeline:
         assert pipeline.schedule.updates.compensation == (ErrorFeedback(0.5),), "in the place of the method's own"
 
 
@@ -339,14 +343,16 @@ def recipe(compensation: Any = None) -> pd.Recipe:
     )
 
 
-def trained(out: Path, made: pd.Recipe, **options: Any) -> dict[str, Any]:
-    return train_recipe(lambda seed: made, plan=zoo.plan_of(zoo.make("mlp"), 2), out=out, quiet=True, **options)
+def trained(out: Path, recipe_object: pd.Recipe, **options: Any) -> dict[str, Any]:
+    return train_recipe(
+        lambda seed: recipe_object, plan=zoo.plan_of(zoo.make("mlp"), 2), out=out, quiet=True, **options
+    )
 
 
 def test_a_recipe_the_command_line_and_a_checkpoint_say_it(tmp_path: Path) -> None:
     def used(summary: dict[str, Any]) -> list[str]:
-        found: list[str] = summary["configuration"]["compensation"]
-        return found
+        names: list[str] = summary["configuration"]["compensation"]
+        return names
 
     assert used(trained(tmp_path / "1", recipe("spike"))) == ["spike"]
     assert used(trained(tmp_path / "2", recipe("spike"), compensation=["t1:5"])) == ["t1:5"]
@@ -382,10 +388,10 @@ def test_named_methods_are_emulated_and_planned(name: str) -> None:
     with build_emulated_pipeline(plan, schedule=name) as pipeline:
         assert len(list(pipeline.train(list(make_emulated_batches(pipeline, 4))))) == 4
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 100, 1000),) * 4, batch=8)
-    found = pd.plan(profile, pd.Cluster.flat(2), schedule=name, shape="straight")
-    assert found.schedule == name
+    chosen = pd.plan(profile, pd.Cluster.flat(2), schedule=name, shape="straight")
+    assert chosen.schedule == name
     kept = 1 if name in ("ftpipe_ga", "one_step_ef") else 0
-    assert [stage.memory.optimizer_bytes for stage in found.stages] == [kept * 2000] * 2
+    assert [stage.memory.optimizer_bytes for stage in chosen.stages] == [kept * 2000] * 2
 
 
 RECIPE = """

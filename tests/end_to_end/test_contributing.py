@@ -29,8 +29,8 @@ def steps() -> str:
 
 def blocks(language: str) -> list[str]:
     """Returns the fenced blocks of a language within the steps, where they are indented."""
-    found = re.findall(rf"^ *```{language}\n(.*?)^ *```$", steps(), re.M | re.S)
-    return [textwrap.dedent(block) for block in found]
+    texts = re.findall(rf"^ *```{language}\n(.*?)^ *```$", steps(), re.M | re.S)
+    return [textwrap.dedent(block) for block in texts]
 
 
 def commands(block: str) -> list[list[str]]:

@@ -70,7 +70,7 @@ def _emulated(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
     optimizer = partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer])
     emulation = serial.Emulation(units, stages, optimizer, loss, annealed=UPDATES // 2)
     losses: list[float] = []
-    serial.train(emulation, arm, batches, _factor, lambda n, found: not losses.append(found))  # type: ignore[func-returns-value]
+    serial.train(emulation, arm, batches, _factor, lambda n, loss_value: not losses.append(loss_value))  # type: ignore[func-returns-value]
     return losses, emulation.state()
 
 
@@ -88,8 +88,8 @@ def _schedule(method: Method, plan: Plan) -> Schedule:
     p = len(plan.stages)
     options: dict[str, Any] = {"backward_rule": "recompute"} if method.rule == "recompute" else {}
     built = SCHEDULES[method.schedule](plan, method.microbatches(p), **options)
-    asked = tuple(text.format(updates=UPDATES // 2) for text in method.compensation)
-    return built.compensated(asked) if asked else built  # type: ignore[attr-defined, no-any-return]
+    compensation = tuple(text.format(updates=UPDATES // 2) for text in method.compensation)
+    return built.compensated(compensation) if compensation else built  # type: ignore[attr-defined, no-any-return]
 
 
 def _run(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
@@ -97,10 +97,10 @@ def _run(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
     model = nn.Sequential(*units)
     plan = _plan(units, batches[0][0], stages)
     built = [_schedule(turn.method, plan) for turn in arm.turns]
-    asked: dict[str, Any] = {"schedule": built[0]}
+    options: dict[str, Any] = {"schedule": built[0]}
     if len(built) > 1:
         ends = [round(turn.until * UPDATES) for turn in arm.turns[:-1]]
-        asked = {"phases": [pd.Phase(*pair) for pair in zip(built, [*ends, None], strict=True)]}  # type: ignore[attr-defined]
+        options = {"phases": [pd.Phase(*pair) for pair in zip(built, [*ends, None], strict=True)]}  # type: ignore[attr-defined]
     with pd.Pipeline(
         model,
         plan,
@@ -108,7 +108,7 @@ def _run(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
         weight=lambda batch: float(len(batch[1])),
         optimizer=partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer]),
         scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_factor),
-        **asked,
+        **options,
     ) as pipeline:
         losses = [done.loss for done in pipeline.train(batches)]
         state = pipeline.state_dict()
@@ -128,15 +128,15 @@ def _lacking(arm: Arm) -> str:
 
 def _cases() -> list[Any]:
     """Returns each arm of each task; the first with a method, or with an optimizer, at three stages is quick."""
-    found, seen = [], set()
+    parameters, seen = [], set()
     for arm in arms.ARMS:
         for stages in (3,) if arm.synchronous else (3, 2, 8):
             new = {str(arm.turns), arm.optimizer} - seen if stages == 3 else {}
             seen |= set(new)
             marks = () if new else pytest.mark.long
             (task,) = arm.tasks
-            found.append(pytest.param(task, arm, stages, id=f"{task} {arm} {stages}", marks=marks))
-    return found
+            parameters.append(pytest.param(task, arm, stages, id=f"{task} {arm} {stages}", marks=marks))
+    return parameters
 
 
 @pytest.mark.parametrize(("task", "arm", "stages"), _cases())
@@ -144,9 +144,9 @@ def test_the_emulation_equals_the_running_pipeline(task: str, arm: Arm, stages: 
     if lacking := _lacking(arm):
         pytest.skip(f"this version of the library lacks {lacking}")
     losses, state = _emulated(task, arm, stages)
-    wanted, weights = _run(task, arm, stages)
-    assert len(wanted) == UPDATES
-    assert losses == pytest.approx(wanted, rel=BOUND)
+    expected, weights = _run(task, arm, stages)
+    assert len(expected) == UPDATES
+    assert losses == pytest.approx(expected, rel=BOUND)
     assert (state - weights).norm() <= BOUND * weights.norm()
 
 
@@ -175,13 +175,13 @@ def _by_hand(p: int, data: list[tuple[float, float]], lr: float, m: float) -> di
         seen = [x]
         for w in forward:
             seen.append(math.tanh(w * seen[-1]))
-        slope, found = seen[-1] - t, [0.0] * p
+        slope, gradients = seen[-1] - t, [0.0] * p
         for s in reversed(range(p)):
             y = math.tanh(backward[s] * seen[s]) if again else seen[s + 1]
             slope *= 1 - y * y
-            found[s] = slope * seen[s]
+            gradients[s] = slope * seen[s]
             slope *= backward[s]
-        return found
+        return gradients
 
     ends = {}
     for name in ("naive", "naive_recompute", "pipedream", "pb", "pb_lwp_sc", "pipemare_t1_t2"):
@@ -228,7 +228,7 @@ def test_the_emulation_gives_what_is_written_out_by_hand() -> None:
     draw = torch.Generator().manual_seed(2)
     data = [(x, 0.9 * x) for x in torch.rand(40, generator=draw, dtype=torch.float64).tolist()]
     batches = [tuple(torch.tensor([value], dtype=torch.float64) for value in pair) for pair in data]
-    for name, wanted in _by_hand(p, data, lr, m).items():
+    for name, expected in _by_hand(p, data, lr, m).items():
         emulation = serial.Emulation(
             [_Tanh(1.0 + 0.1 * s) for s in range(p)],
             p,
@@ -237,20 +237,20 @@ def test_the_emulation_gives_what_is_written_out_by_hand() -> None:
             annealed=len(data) // 2,
         )
         serial.train(emulation, arms.arms_of("digits")[name], batches, lambda n: 1.0, lambda n, loss: True)
-        assert emulation.state().tolist() == pytest.approx(wanted, rel=1e-11), name
+        assert emulation.state().tolist() == pytest.approx(expected, rel=1e-11), name
 
 
 def test_muon_is_torchs() -> None:
     """Torch makes updates orthogonal in bfloat16, whose relative error is 2^-9 in each of the products."""
     weights = [torch.randn(6, 4), torch.randn(4, 6), torch.randn(6, 4)]
     ours, theirs = ([nn.Parameter(w.clone()) for w in weights] for _ in range(2))
-    own = steppers.Muon([(f"{i}.weight", p) for i, p in enumerate(ours)], lr=0.1)
+    muon = steppers.Muon([(f"{i}.weight", p) for i, p in enumerate(ours)], lr=0.1)
     torchs = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     for _ in range(5):
         for mine, other in zip(ours, theirs, strict=True):
             mine.grad = torch.randn_like(mine)
             other.grad = mine.grad.clone()
-        own.step()
+        muon.step()
         torchs.step()
     for mine, other, start in zip(ours, theirs, weights, strict=True):
         assert (mine - other).norm() < 0.03 * (mine - start).norm()
@@ -268,16 +268,16 @@ def test_tuning_goes_on_until_the_best_has_both_neighbours(best: int) -> None:
     curves: run.Curves = {}
     while chosen := run.due(curves, "digits", "pb", 4, 5):
         assert not set(chosen) & set(curves)
-        curves |= {one: _curve(abs(one.step - best) / 100) for one in chosen}
-    found = min(best, run.WIDEST)
-    tried = {one.step for one in curves if one.seed == run.TUNING_SEED}
-    assert tried >= {*run.GRID, found - 1, found}
-    assert (found + 1 in tried) == (found < run.WIDEST)
-    assert min(tried) >= min(*run.GRID, found) - 1
-    assert max(tried) <= max(*run.GRID, found) + 1
-    trained = [one for one in curves if one.seed != run.TUNING_SEED]
-    assert sorted(one.seed for one in trained) == list(range(5))
-    assert {one.step for one in trained} == {found}
+        curves |= {run_key: _curve(abs(run_key.step - best) / 100) for run_key in chosen}
+    best_step = min(best, run.WIDEST)
+    tried = {run_key.step for run_key in curves if run_key.seed == run.TUNING_SEED}
+    assert tried >= {*run.GRID, best_step - 1, best_step}
+    assert (best_step + 1 in tried) == (best_step < run.WIDEST)
+    assert min(tried) >= min(*run.GRID, best_step) - 1
+    assert max(tried) <= max(*run.GRID, best_step) + 1
+    trained = [run_key for run_key in curves if run_key.seed != run.TUNING_SEED]
+    assert sorted(run_key.seed for run_key in trained) == list(range(5))
+    assert {run_key.step for run_key in trained} == {best_step}
 
 
 def test_a_curve_that_ends_early_has_diverged(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def test_the_norms_of_a_wrong_update_would_be_found() -> None:
 def test_processes_clip_to_the_bit_as_one_does() -> None:
     run = Run("1f1b/2:4,pipedream", (1, 1), epochs=3, evaluate_at=(7,), clip=0.05, clip_by="delayed_global")
     alone = go(run)
-    found = processes.results(go, 2, run)[0]  # of more, gloo adds up in another order
-    assert found.losses == alone.losses
-    assert all(torch.equal(found.state[name], value) for name, value in alone.state.items())
+    outcome = processes.results(go, 2, run)[0]  # of more, gloo adds up in another order
+    assert outcome.losses == alone.losses
+    assert all(torch.equal(outcome.state[name], value) for name, value in alone.state.items())
 
 
 @pytest.mark.slow
@@ -282,13 +282,13 @@ TIED = [
 ]
 
 
-def check_tied(run: Tied, found: tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool, list[int]]) -> None:
+def check_tied(run: Tied, trained: tuple[list[float], dict[str, Tensor], dict[str, Tensor], bool, list[int]]) -> None:
     """Checks a run of the tied model against one process."""
-    losses, state, average, equal, drains = found
-    wanted = plain_tied(run, drains)
-    assert losses == pytest.approx(wanted.losses, rel=1e-10)
-    assert_near(state, wanted.state, 1e-10)
-    assert_near({name: average[name] for name in wanted.ema}, wanted.ema, 1e-10)
+    losses, state, average, equal, drains = trained
+    expected = plain_tied(run, drains)
+    assert losses == pytest.approx(expected.losses, rel=1e-10)
+    assert_near(state, expected.state, 1e-10)
+    assert_near({name: average[name] for name in expected.ema}, expected.ema, 1e-10)
     assert torch.equal(average["3.head.weight"], average["0.words.weight"])
     assert equal
 
@@ -319,16 +319,16 @@ def test_weights_tied_across_stages_train_as_a_serial_loop_of_late_updates(run: 
 
 def test_the_two_gradients_of_a_tied_weight_matter() -> None:
     run = replace(TIED[1], epochs=2)
-    found = train_tied(run)
+    trained = train_tied(run)
     with pytest.raises(AssertionError):
-        check_tied(replace(run, clip=None), found)
+        check_tied(replace(run, clip=None), trained)
     model = tied_model()
     model[3].head.weight = nn.Parameter(model[0].words.weight.detach().clone())
     untied = reference.plain(
         model, ["0", "1", "2", "3"], sentences() * run.epochs, token_sums, OPTIMIZERS[run.optimizer],
         microbatches=4, seed=3, clip=run.clip,
     )  # fmt: skip
-    assert abs(untied.losses[-1] - found[0][-1]) > 1e-4
+    assert abs(untied.losses[-1] - trained[0][-1]) > 1e-4
 
 
 @pytest.mark.processes
@@ -400,13 +400,13 @@ def test_a_plan_that_parts_ties_holds_for_the_methods_that_can_train_it() -> Non
 def test_a_state_dict_reaches_every_holder(run: Tied) -> None:
     """Under Chimera the first rank has the second replica of the last stage."""
     start = {name: value + 0.01 for name, value in tied_model().state_dict().items()}
-    found = train_tied(run, start=start)
+    trained = train_tied(run, start=start)
     model = tied_model()
     model.load_state_dict(start)
-    wanted = reference.plain(
+    expected = reference.plain(
         model, ["0", "1", "2", "3"], sentences(), token_sums, OPTIMIZERS["adamw"], microbatches=4, seed=3
     )
-    assert_near(found[1], wanted.state, 1e-10)
+    assert_near(trained[1], expected.state, 1e-10)
 
 
 def train_from_meta(cuts: tuple[int, ...]) -> dict[str, Tensor]:
@@ -462,10 +462,10 @@ class TrapTable(Table):
     """Gives the first stage alone a gradient that is not a number, for sentences that begin with a given word."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found = super().forward(tokens)
+        output = super().forward(tokens)
         if self.training and len(tokens) and torch.equal(tokens[0], sentences()[1][0][0]):
-            found.register_hook(lambda gradient: gradient * float("nan"))
-        return found
+            output.register_hook(lambda gradient: gradient * float("nan"))
+        return output
 
 
 def test_holders_without_a_flush_skip_an_update_together() -> None:
@@ -490,19 +490,19 @@ def test_holders_without_a_flush_skip_an_update_together() -> None:
 def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
     """By all searches; each holder counts the bytes, and the sum takes time in the simulation."""
     profile = pd.profile(tied_model(), (sentences()[0][0],), runs=1, device="meta")
-    ((names, layers, size, trained),) = [astuple(one) for one in profile.tied]
+    ((names, layers, size, trained),) = [astuple(tied) for tied in profile.tied]
     assert (names, layers, size, trained) == (("0.words.weight",), (0, 3), 9 * 8 * 8, True)
     rows = tuple(replace(layer, forward_s=1.0, backward_s=2.0) for layer in profile.layers)
     profile = replace(profile, layers=rows)
     cluster = Cluster.flat(2, 1e9)
-    asked: list[tuple[str, dict[str, Any]]] = [
+    searches: list[tuple[str, dict[str, Any]]] = [
         ("1f1b", {"shape": "pipeline"}), ("gpipe", {"shape": "straight"}), ("2bw", {"shape": "1-1"}),
         ("auto", {"shape": "pipeline"}), ("interleaved_1f1b", {}), ("zbv", {}), ("2bw", {"cuts": ("2",)}),
     ]  # fmt: skip
-    for schedule, how in asked:
+    for schedule, how in searches:
         plan = pd.plan(profile, cluster, schedule=schedule, microbatches=4, **how)
-        (one,) = plan.tied
-        assert (one.names, one.stages) == (("0.words.weight",), (0, len(plan.stages) - 1))
+        (tied,) = plan.tied
+        assert (tied.names, tied.stages) == (("0.words.weight",), (0, len(plan.stages) - 1))
         assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes + size
         assert "tied: '0.words.weight' (stages 0," in str(plan)
         assert Plan.from_json(plan.to_json()) == plan
@@ -511,10 +511,12 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
         if schedule == "gpipe":
             assert score(slow).period_s == pytest.approx(score(free).period_s + slow.costs.tied_sums_s[0])
     assert check_plan(pd.plan(profile, cluster, schedule="2bw", shape="pipeline", microbatches=4), profile=profile)
-    found = pd.plan(profile, cluster, schedule="pipedream", shape="pipeline")
-    assert (len(found.stages), found.tied) == (1, ())
-    assert "'0' and '3' share '0.words.weight' and stay in one stage" in found.note
-    assert "untie the weight, or choose a method whose stages all make the same updates: pipedream_2bw" in found.note
+    whole_plan = pd.plan(profile, cluster, schedule="pipedream", shape="pipeline")
+    assert (len(whole_plan.stages), whole_plan.tied) == (1, ())
+    assert "'0' and '3' share '0.words.weight' and stay in one stage" in whole_plan.note
+    assert (
+        "untie the weight, or choose a method whose stages all make the same updates: pipedream_2bw" in whole_plan.note
+    )
     with pytest.raises(PlanError, match=r"at 0 places; .* layers '0' and '3' share '0.words.weight' and stay"):
         pd.plan(profile, cluster, schedule="pipedream", shape="straight")
     two_bw = pd.plan(profile, Cluster.flat(4, 1e9), strategy="2bw")
@@ -525,9 +527,11 @@ def test_tied_weights_are_found_by_the_names_that_layers_list() -> None:
     """For layers that are no modules of the model."""
     model = tied_model()
     names = (("0.words.weight", "0.places"), ("1.linear1.weight",), ("0.words.weight", "3.head.bias"))
-    graph = LayerGraph.chain(tuple(Layer(f"part{i}", "Part", own) for i, own in enumerate(names)), ((0, 2),))
-    (found,) = find_tied_weights(model, graph, Plan.uniform(3).stages)
-    assert (found.names, found.stages, found.parameter_bytes) == (("0.words.weight",), (0, 2), 9 * 8 * 8)
+    graph = LayerGraph.chain(
+        tuple(Layer(f"part{i}", "Part", parameters) for i, parameters in enumerate(names)), ((0, 2),)
+    )
+    (tied,) = find_tied_weights(model, graph, Plan.uniform(3).stages)
+    assert (tied.names, tied.stages, tied.parameter_bytes) == (("0.words.weight",), (0, 2), 9 * 8 * 8)
     whole = replace(graph, whole=graph.ties)
     with pytest.raises(PlanError, match=r"\(layers 'part0', 'part2'\); keep these layers in one stage"):
         find_tied_weights(model, whole, Plan.uniform(3).stages)
@@ -555,12 +559,12 @@ def test_a_model_that_runs_by_its_own_forward_is_cut_between_tied_layers(schedul
     serial = deepcopy(model)
     profile = pd.profile(model, (sentences()[0][0],), runs=1, warmup=0)
     plan = pd.plan(profile, Cluster.flat(2), schedule=schedule, shape="1-1", microbatches=2)
-    assert [(one.names, one.stages) for one in plan.tied] == [(("words.weight",), (0, 1))]
+    assert [(tied.names, tied.stages) for tied in plan.tied] == [(("words.weight",), (0, 1))]
     sgd = partial(torch.optim.SGD, lr=0.5)
     with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=sgd) as pipeline:
         losses = [done.loss for done in pipeline.train(Fresh(sentences()), epochs=3)]
         state = pipeline.state_dict()
-    stepper, wanted = sgd(serial.parameters()), []
+    stepper, expected = sgd(serial.parameters()), []
     before = now = [p.detach().clone() for p in serial.parameters()]
     for x, y in sentences() * 3:
         read = now if schedule == "1f1b" else before
@@ -573,8 +577,8 @@ def test_a_model_that_runs_by_its_own_forward_is_cut_between_tied_layers(schedul
             p.data.copy_(value)
         stepper.step()
         before, now = now, [p.detach().clone() for p in serial.parameters()]
-        wanted.append(loss.item())
-    assert losses == pytest.approx(wanted, rel=1e-10)
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-10)
     assert_near(state, serial.state_dict(), 1e-10)
 
 
@@ -623,8 +627,8 @@ def train_frozen(is_tied: bool) -> tuple[list[float], dict[str, Tensor]]:
 
 def test_a_frozen_weight_that_stages_share_is_no_coupling() -> None:
     losses, state = train_frozen(True)
-    wanted, values = train_frozen(False)
-    assert losses == wanted
+    expected, values = train_frozen(False)
+    assert losses == expected
     assert all(torch.equal(state[name], value) for name, value in values.items())
 
 
@@ -632,8 +636,8 @@ def test_a_frozen_weight_that_stages_share_is_no_coupling() -> None:
 @pytest.mark.slow
 def test_processes_share_a_frozen_weight() -> None:
     losses, state = processes.results(train_frozen, 2, True)[0]
-    wanted, values = train_frozen(True)
-    assert losses == wanted
+    expected, values = train_frozen(True)
+    assert losses == expected
     assert all(torch.equal(state[name], value) for name, value in values.items())
 
 
@@ -650,11 +654,11 @@ class Trap(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.own = nn.Linear(6, 8), nn.Parameter(torch.ones(()))
+        self.inner, self.scale = nn.Linear(6, 8), nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.inner(x.clamp(max=3.0))
-        return out + torch.sqrt(self.own * 0.0) if bool((x > 50).any()) else out
+        return out + torch.sqrt(self.scale * 0.0) if bool((x > 50).any()) else out
 
 
 def trapped() -> nn.Module:
@@ -715,28 +719,31 @@ def serially(
     """Trains one minibatch after the other, stage s by gradients at the weights late[s] updates ago; skips updates that
     are not finite, at all stages `together` or each by itself."""
     model, stages = trapped(), [["0."], ["2."], ["4."]]
-    named = [[(n, p) for n, p in model.named_parameters() if n.startswith(own[0])] for own in stages]
-    newest = [[(n, nn.Parameter(p.detach().clone())) for n, p in own] for own in named]
-    steppers = [OPTIMIZERS["sgd"](own) for own in newest]
-    made = [[[p.detach().clone() for _, p in own]] for own in newest]
+    named = [[(n, p) for n, p in model.named_parameters() if n.startswith(prefixes[0])] for prefixes in stages]
+    newest = [[(n, nn.Parameter(p.detach().clone())) for n, p in stage_parameters] for stage_parameters in named]
+    steppers = [OPTIMIZERS["sgd"](stage_parameters) for stage_parameters in newest]
+    versions = [[[p.detach().clone() for _, p in stage_parameters]] for stage_parameters in newest]
     skipped = [0, 0, 0]
     for k, (x, y) in enumerate(batches):
         with torch.no_grad():
-            for s, own in enumerate(named):
-                for (_, p), value in zip(own, made[s][max(0, k - late[s])], strict=True):
+            for s, stage_parameters in enumerate(named):
+                for (_, p), value in zip(stage_parameters, versions[s][max(0, k - late[s])], strict=True):
                     p.copy_(value)
         model.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        finite = [all(bool(p.grad.isfinite().all()) for _, p in own if p.grad is not None) for own in named]
-        for s, own in enumerate(newest):
+        finite = [
+            all(bool(p.grad.isfinite().all()) for _, p in stage_parameters if p.grad is not None)
+            for stage_parameters in named
+        ]
+        for s, stage_parameters in enumerate(newest):
             if all(finite) if together else finite[s]:
-                for (_, p), (_, source) in zip(own, named[s], strict=True):
+                for (_, p), (_, source) in zip(stage_parameters, named[s], strict=True):
                     p.grad = None if source.grad is None else source.grad.clone()
                 steppers[s].step()
             else:
                 skipped[s] += 1
-            made[s].append([p.detach().clone() for _, p in own])
-    return {name: p.detach() for own in newest for name, p in own}, skipped
+            versions[s].append([p.detach().clone() for _, p in stage_parameters])
+    return {name: p.detach() for stage_parameters in newest for name, p in stage_parameters}, skipped
 
 
 @pytest.mark.parametrize(
@@ -748,12 +755,12 @@ def test_updates_that_are_not_finite_are_skipped_as_the_method_can(schedule: str
     late = {"pipedream": (2, 1, 0), "pipedream_2bw": (1, 1, 1)}.get(schedule, (0, 0, 0))
     options = {} if schedule == "pipedream" else {"microbatches": 3}
     state, skipped, losses = train_marked(schedule, batches, **options)
-    wanted, counts = serially(batches, late, together=flushes)
+    expected, counts = serially(batches, late, together=flushes)
     assert list(skipped) == counts
     # The trap is in the middle stage; a loss that is not a number spoils all of them.
     assert counts == ([3, 3, 3] if flushes else [1, 3, 1])
     assert [number for number, loss in enumerate(losses) if loss != loss] == [17]
-    assert_near(state, wanted, 1e-10)
+    assert_near(state, expected, 1e-10)
 
 
 def skipping(
@@ -765,40 +772,46 @@ def skipping(
     Returns the weights, their average, and the updates that each stage skipped.
     """
     model = trapped()
-    named = [[(n, p) for n, p in model.named_parameters() if n[:2] in own] for own in stages]
-    newest = [[(n, nn.Parameter(p.detach().clone())) for n, p in own] for own in named]
-    average = {n: p.detach().clone() for own in newest for n, p in own}
-    steppers = [OPTIMIZERS["sgd"](own) for own in newest]
+    named = [[(n, p) for n, p in model.named_parameters() if n[:2] in prefixes] for prefixes in stages]
+    newest = [[(n, nn.Parameter(p.detach().clone())) for n, p in stage_parameters] for stage_parameters in named]
+    average = {n: p.detach().clone() for stage_parameters in newest for n, p in stage_parameters}
+    steppers = [OPTIMIZERS["sgd"](stage_parameters) for stage_parameters in newest]
     rate = steppers[0].param_groups[0]["lr"]
-    made = [[[p.detach().clone() for _, p in own]] for own in newest]
+    versions = [[[p.detach().clone() for _, p in stage_parameters]] for stage_parameters in newest]
     skipped = [0] * len(stages)
     for begin in range(0, len(batches), rounds):
-        members, found = batches[begin : begin + rounds], []
+        members, gradients = batches[begin : begin + rounds], []
         for x, y in members:
             with torch.no_grad():
-                for s, own in enumerate(named):
-                    for (_, p), value in zip(own, made[s][max(0, begin // rounds - late[s])], strict=True):
+                for s, stage_parameters in enumerate(named):
+                    for (_, p), value in zip(
+                        stage_parameters, versions[s][max(0, begin // rounds - late[s])], strict=True
+                    ):
                         p.copy_(value)
             model.zero_grad()
             F.cross_entropy(model(x), y).backward()
-            found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+            gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         means = [
-            {n: sum(g[n] for g in found if n in g) / len(found) for n, _ in own if any(n in g for g in found)}
-            for own in newest
+            {
+                n: sum(g[n] for g in gradients if n in g) / len(gradients)
+                for n, _ in stage_parameters
+                if any(n in g for g in gradients)
+            }
+            for stage_parameters in newest
         ]
-        finite = [all(bool(g.isfinite().all()) for g in own.values()) for own in means]
-        for s, own in enumerate(newest):
+        finite = [all(bool(g.isfinite().all()) for g in stage_gradients.values()) for stage_gradients in means]
+        for s, stage_parameters in enumerate(newest):
             if all(finite) if together else finite[s]:
-                for n, p in own:
+                for n, p in stage_parameters:
                     p.grad = means[s].get(n)
                 steppers[s].param_groups[0]["lr"] = rate * 0.7 ** (begin // rounds // 3) * len(members) / rounds
                 steppers[s].step()
-                for n, p in own:
+                for n, p in stage_parameters:
                     average[n].mul_(0.9).add_(p.detach(), alpha=0.1)
             else:
                 skipped[s] += 1
-            made[s].append([p.detach().clone() for _, p in own])
-    return {n: p.detach() for own in newest for n, p in own}, average, skipped
+            versions[s].append([p.detach().clone() for _, p in stage_parameters])
+    return {n: p.detach() for stage_parameters in newest for n, p in stage_parameters}, average, skipped
 
 
 @pytest.mark.parametrize(
@@ -822,13 +835,13 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
     ) as pipeline:  # fmt: skip
         for _ in pipeline.train(Fresh(batches)):
             pass
-        found = pipeline.state_dict(), pipeline.state_dict(ema=True), pipeline.skipped_updates()
+        results = pipeline.state_dict(), pipeline.state_dict(ema=True), pipeline.skipped_updates()
     rounds = 1 if schedule == "1f1b" else replicas[0]
     state, average, skipped = skipping(batches, stages, rounds, late, together=schedule == "1f1b")
-    assert found[2] == tuple(skipped)
+    assert results[2] == tuple(skipped)
     assert min(skipped) > 0
-    assert_near(found[0], state, 1e-10)
-    assert_near(found[1], average, 1e-10)
+    assert_near(results[0], state, 1e-10)
+    assert_near(results[1], average, 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -838,9 +851,9 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
 def test_stages_of_one_worker_skip_and_clip_together(schedule: str) -> None:
     batches = marked((5, 11, 17))
     state, skipped, _ = train_marked(schedule, batches, microbatches=4)
-    wanted, _ = serially(batches, (0, 0, 0), together=True)
+    expected, _ = serially(batches, (0, 0, 0), together=True)
     assert skipped == (3,) * len(trap_plan(schedule).stages)
-    assert_near(state, wanted, 1e-10)
+    assert_near(state, expected, 1e-10)
     alone, together = (
         train_marked(name, batches, microbatches=4, clip_grad_norm=0.05)[0] for name in ("1f1b", schedule)
     )
@@ -866,9 +879,9 @@ def test_all_stages_on_one_worker_are_clipped_by_their_common_norm() -> None:
         optimizer=OPTIMIZERS["sgd"], clip_grad_norm=0.05,
     ) as pipeline:  # fmt: skip
         assert len(list(pipeline.train(Fresh(batches)))) == len(batches)
-        found = pipeline.state_dict()
-    assert list(found) == list(model.state_dict())
-    assert_near(found, train_marked("1f1b", batches, microbatches=2, clip_grad_norm=0.05)[0], 1e-10)
+        state = pipeline.state_dict()
+    assert list(state) == list(model.state_dict())
+    assert_near(state, train_marked("1f1b", batches, microbatches=2, clip_grad_norm=0.05)[0], 1e-10)
 
 
 @pytest.mark.processes
@@ -952,7 +965,7 @@ def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> N
     ) as pipeline:  # fmt: skip
         for _ in pipeline.train(Fresh(batches)):
             pass
-        found, skipped = pipeline.state_dict(), pipeline.skipped_updates()
+        state, skipped = pipeline.state_dict(), pipeline.skipped_updates()
         scales = {
             stage_state.optimizer.scale
             for worker in pipeline._session.workers
@@ -975,7 +988,7 @@ def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> N
     assert scales == {reference_scaler.get_scale()}
     assert skipped == (skips,) * len(plan.stages)
     assert 0 < skips < 20
-    assert_near(found, dict(plain.state_dict()), 1e-5)
+    assert_near(state, dict(plain.state_dict()), 1e-5)
 
 
 def many_samples(count: int = 4) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Plan]:
@@ -1011,7 +1024,7 @@ def test_the_loss_is_scaled_as_a_mean(schedule: str, loss: Any, scaler: Any) -> 
         for _ in pipeline.train(Fresh(batches)):
             pass
         skipped, scale = pipeline.skipped_updates(), pipeline._session.workers[0].stage_states[0].optimizer.scale
-        found = pipeline.state_dict()
+        state = pipeline.state_dict()
     if not isinstance(scaler, torch.amp.GradScaler):
         assert skipped == (0, 0)
         return
@@ -1028,7 +1041,7 @@ def test_the_loss_is_scaled_as_a_mean(schedule: str, loss: Any, scaler: Any) -> 
         reference_scaler.update()
         skips += reference_scaler.get_scale() < before
     assert (skipped, scale) == ((skips, skips), reference_scaler.get_scale())
-    assert_near(found, dict(plain.state_dict()), 1e-3)
+    assert_near(state, dict(plain.state_dict()), 1e-3)
 
 
 def test_a_constant_scale_that_leaves_out_all_updates_is_told() -> None:
@@ -1053,10 +1066,10 @@ def test_a_constant_loss_scale_changes_nothing_but_rounding() -> None:
 
 
 def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
-    given = {"init_scale": 2.0**126, "growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
+    scaler_options = {"init_scale": 2.0**126, "growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
     batches = [(x.float(), y) for x, y in marked((), samples=8)]
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 8, 8),) * 5)
-    scaler = torch.amp.GradScaler("cpu", **given)
+    scaler = torch.amp.GradScaler("cpu", **scaler_options)
     scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 2})
     with pd.Pipeline(
         trapped().float(), manual_plan(profile.without_tied_groups(), Cluster.flat(1), (), (1,)),
@@ -1064,7 +1077,7 @@ def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
     ) as pipeline:  # fmt: skip
         for _ in pipeline.train(Fresh(batches)):
             pass
-        found, skipped = pipeline.state_dict(), pipeline.skipped_updates()
+        state, skipped = pipeline.state_dict(), pipeline.skipped_updates()
         scale = pipeline._session.workers[0].stage_states[0].optimizer.scale
     assert scaler.get_scale() == 2.0**126
     plain, skips = trapped().float(), 0
@@ -1078,7 +1091,7 @@ def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
         skips += scaler.get_scale() < before
     assert (skipped, scale) == ((skips,), scaler.get_scale())
     assert 0 < skips < 20
-    assert_near(found, dict(plain.state_dict()), 1e-5)
+    assert_near(state, dict(plain.state_dict()), 1e-5)
 
 
 def test_loss_scales_and_policies_that_make_no_sense_are_refused() -> None:

@@ -75,20 +75,20 @@ def test_one_process_loads_what_a_plain_loop_loads(
 ) -> None:
     job = Job(kind, replicas, **rest)
     ran = loading.run_all([job], str(folders(tmp_path, 1)))[0]
-    wanted = plain_order(kind, tmp_path / "plain")
+    expected = plain_order(kind, tmp_path / "plain")
     assert ran.still, "the generators of the process have not moved"
     assert ran.position == (3, 0)
     loaded = written(tmp_path / "0")[0]
     if kind in ("ahead", "persistent"):
-        assert set(loaded) == set(wanted)  # processes that load ahead do so in vain before a break
+        assert set(loaded) == set(expected)  # processes that load ahead do so in vain before a break
     elif kind in SHARDED or "leave_at" not in rest:
-        assert loaded == wanted
+        assert loaded == expected
     else:
         # An iterable that was left has been read one minibatch ahead, and is iterated again from the epoch's start
         # where it has no state of its own.
-        assert len(loaded) - len(wanted) <= (loading.BATCH if kind == "stateful" else 50)
-        assert Counter(loaded) >= Counter(wanted)
-        assert loaded[-50:] == wanted[-50:]
+        assert len(loaded) - len(expected) <= (loading.BATCH if kind == "stateful" else 50)
+        assert Counter(loaded) >= Counter(expected)
+        assert loaded[-50:] == expected[-50:]
 
 
 @pytest.mark.processes
@@ -99,26 +99,28 @@ def test_several_processes_load_each_sample_once_and_train_as_one(workers: int, 
     apart, alone = (folders(tmp_path / name, len(jobs)) for name in ("apart", "alone"))
     of_ranks = processes.results(loading.run_all, workers, jobs, str(apart), timeout_s=120.0)
     here = loading.run_all(jobs, str(alone))
-    for number, (job, one) in enumerate(zip(jobs, here, strict=True)):
+    for number, (job, alone_run) in enumerate(zip(jobs, here, strict=True)):
         # gloo adds up three gradients in another order than one process does
         bound = 1e-12 if max(job.replicas) > 2 else 0.0
         for rank, runs in enumerate(of_ranks):
-            found = runs[number]
-            assert [replace(done, loss=0.0) for done in found.dones] == [replace(done, loss=0.0) for done in one.dones]
-            for there, done in zip(found.dones, one.dones, strict=True):
+            rank_run = runs[number]
+            assert [replace(done, loss=0.0) for done in rank_run.dones] == [
+                replace(done, loss=0.0) for done in alone_run.dones
+            ]
+            for there, done in zip(rank_run.dones, alone_run.dones, strict=True):
                 assert abs(there.loss - done.loss) <= bound, f"{job}: rank {rank}, minibatch {done.number}"
-            assert (found.drains, found.position) == (one.drains, one.position), str(job)
-            assert found.still, "the generators of the process have not moved"
+            assert (rank_run.drains, rank_run.position) == (alone_run.drains, alone_run.position), str(job)
+            assert rank_run.still, "the generators of the process have not moved"
         state = of_ranks[0][number].state
-        for name, tensor in one.state.items():
+        for name, tensor in alone_run.state.items():
             assert (state[name] - tensor).abs().max() <= bound, f"{job}: {name}"
-        loaded, wanted = written(apart / str(number)), written(alone / str(number))[0]
+        loaded, expected = written(apart / str(number)), written(alone / str(number))[0]
         readers = set(range(job.replicas[0])) if job.kind in SHARDED and job.microbatches is None else {0}
         assert set(loaded) == readers, str(job)
         if job.kind not in ("ahead", "persistent"):  # processes that load ahead do so in vain before a break
-            assert Counter(chain(*loaded.values())) == Counter(wanted), str(job)
+            assert Counter(chain(*loaded.values())) == Counter(expected), str(job)
         if job.kind in SHARDED and job.kind not in ("ahead", "persistent"):
-            assert set(Counter(wanted).values()) == {3}
+            assert set(Counter(expected).values()) == {3}
             evaluated = written(apart / str(number) / "evaluated")
             assert sum(map(len, evaluated.values())) == (50 if job.drain_at >= 0 else 0)
 
@@ -141,15 +143,15 @@ def test_the_state_of_one_plan_goes_on_in_any_other(tmp_path: Path) -> None:
     counts = loading.resume_all(on[:4]) + processes.results(loading.resume_all, 3, on[4:])[0]
     for i, (job, folder, position, _) in enumerate(on):
         done = position[0] * 50 + position[1] * 12
-        wanted = plain_order(job.kind, tmp_path / f"plain{i}")
+        expected = plain_order(job.kind, tmp_path / f"plain{i}")
         loaded = list(chain(*written(Path(folder)).values()))
         assert counts[i] == 15 - 5 * position[0] - position[1]
         if job.kind == "iterable":
-            assert loaded == wanted[50 * position[0] :], "it has to be iterated from the start of the epoch"
+            assert loaded == expected[50 * position[0] :], "it has to be iterated from the start of the epoch"
         elif i < 4:
-            assert loaded == wanted[done:], str(job)
+            assert loaded == expected[done:], str(job)
         else:
-            assert Counter(loaded) == Counter(wanted[done:]), str(job)
+            assert Counter(loaded) == Counter(expected[done:]), str(job)
 
 
 @pytest.mark.parametrize("kind", ["ahead", "persistent"])

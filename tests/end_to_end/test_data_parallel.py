@@ -72,9 +72,9 @@ def torch_alone(name: str, optimizer: str, replicas: int) -> dict[str, Tensor]:
 @pytest.mark.processes
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_one_stage_plan_equals_torch(replicas: int) -> None:
-    found = processes.results(both, replicas, replicas)
-    assert all(not any(pair) for rank in found[1:] for pair in rank)
-    for (name, optimizer), (ours, theirs) in zip(ANIMALS, found[0], strict=True):
+    results = processes.results(both, replicas, replicas)
+    assert all(not any(pair) for rank in results[1:] for pair in rank)
+    for (name, optimizer), (ours, theirs) in zip(ANIMALS, results[0], strict=True):
         start = zoo.make(name).model.state_dict()
         assert any(not torch.allclose(ours[key], start[key], rtol=0.1) for key in start), optimizer
         assert_near(ours, theirs, 1e-10)

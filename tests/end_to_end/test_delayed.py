@@ -48,13 +48,13 @@ def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
 
 def _matrix() -> list[Any]:
     """Returns each method with each animal; SGD with momentum and AdamW; what is not quick is slow."""
-    found = []
+    parameters = []
     for schedule in delayed.PAPERS:
         for animal, optimizer in (("mlp", "sgd"), ("cnn", "adamw"), ("lstm", "sgd"), ("transformer", "adamw")):
             quick = animal == "mlp" or (animal == "cnn" and schedule in QUICK)
             case = _case(animal, schedule, optimizer=optimizer)
             longer = pytest.param(case.lengthened(), id=str(case), marks=pytest.mark.long)
-            found += in_both_lengths(case) if quick else [longer]
+            parameters += in_both_lengths(case) if quick else [longer]
     others = [
         _case("mlp", "pipelined_backprop", options=_options(backward_rule="recompute")),
         _case("cnn", "spectrain", optimizer="adamw", options=_options(backward_rule="recompute")),
@@ -92,8 +92,8 @@ def _matrix() -> list[Any]:
         *(_case("cnn", schedule, stages) for schedule in delayed.PAPERS for stages in (1, 2, 4)),
     ]
     for case in others:
-        found += in_both_lengths(case)
-    return found + [pytest.param(case.lengthened(), id=str(case), marks=pytest.mark.long) for case in slow]
+        parameters += in_both_lengths(case)
+    return parameters + [pytest.param(case.lengthened(), id=str(case), marks=pytest.mark.long) for case in slow]
 
 
 @pytest.mark.parametrize("case", _matrix())
@@ -163,10 +163,10 @@ def test_stashing_with_accumulation_gives_true_gradients() -> None:
 
 def test_stashing_without_accumulation_is_pipedream() -> None:
     case = Case("cnn", "paci", 3, microbatches=1, epochs=2, drain_at=-1, options=_options(backward_rule="stash"))
-    one, other = run(case), run(replace(case, schedule="pipedream", microbatches=None, options=()))
-    cases.assert_near(one.state, other.state, BOUND)
-    assert one.versions == other.versions == {0: 3, 1: 2, 2: 1}
-    assert one.late == other.late
+    stashing, other = run(case), run(replace(case, schedule="pipedream", microbatches=None, options=()))
+    cases.assert_near(stashing.state, other.state, BOUND)
+    assert stashing.versions == other.versions == {0: 3, 1: 2, 2: 1}
+    assert stashing.late == other.late
 
 
 def test_a_tag_is_not_what_is_newest() -> None:
@@ -289,14 +289,14 @@ def test_tags_tell_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_lags_of_nf1b_in_a_run(p: int, m: int, delays_updates: list[int]) -> None:
     """As a reproduction measured them where forwards read the newest weights; under a tag all are the input stage's."""
-    for name, wanted in (
+    for name, expected in (
         ("v_timeprest", delays_updates),
         ("timeprest", [delays_updates[0]] * p),
         ("timeprest_interpolated", delays_updates),
     ):
         case = Case("mlp", name, p, microbatches=m, epochs=2, drain_at=-1)
         outcome = run(case)
-        assert [max(outcome.late[s]) for s in range(p)] == wanted
+        assert [max(outcome.late[s]) for s in range(p)] == expected
 
 
 def _empty(pipeline: pd.Pipeline, animal: zoo.Animal, epochs: int) -> int:
@@ -309,10 +309,12 @@ def _empty(pipeline: pd.Pipeline, animal: zoo.Animal, epochs: int) -> int:
 
 
 def _train(schedule: str | Schedule, optimizer: Any, animal: str = "mlp", **more: Any) -> None:
-    made = zoo.make(animal, more.pop("dtype", torch.float64))
-    plan = more.pop("plan", None) or zoo.plan_of(made, 2)
-    with pd.Pipeline(made.model, plan, schedule=schedule, loss=made.loss, optimizer=optimizer, **more) as pipeline:
-        for _ in pipeline.train(made.batches):
+    specimen = zoo.make(animal, more.pop("dtype", torch.float64))
+    plan = more.pop("plan", None) or zoo.plan_of(specimen, 2)
+    with pd.Pipeline(
+        specimen.model, plan, schedule=schedule, loss=specimen.loss, optimizer=optimizer, **more
+    ) as pipeline:
+        for _ in pipeline.train(specimen.batches):
             pass
 
 
@@ -350,9 +352,9 @@ def test_activations_that_are_not_kept_are_refused() -> None:
 def test_weights_that_autocast_casts_are_refused_by_name(name: str, animal: str, parameter: str) -> None:
     optimizer = partial(torch.optim.SGD, lr=0.1)
     more = {"dtype": torch.float32, "autocast": torch.bfloat16}
-    made = zoo.make(animal, torch.float32)
+    specimen = zoo.make(animal, torch.float32)
     # At the last stage, whose weights do not move between forward and backward, nothing is lost.
-    plan = zoo.plan_of(made, 4 if animal == "lstm" else 2)
+    plan = zoo.plan_of(specimen, 4 if animal == "lstm" else 2)
     refused = rf"rule 'graph' .*'{parameter}' \(by _to_copy\).* Take the method's option backward_rule=recompute"
     with pytest.raises(ScheduleError, match=refused):
         _train(name, optimizer, animal, plan=plan, **more)
@@ -442,10 +444,10 @@ def test_any_optimizer_is_predicted_by_its_last_difference(schedule: Any, kind: 
         losses = [done.loss for done in pipeline.train(animal.batches, epochs=10)]
     paper = replace(delayed.PAPERS[schedule.__name__](3, 1), by="difference")
     names = [stage.names for stage in plan.stages]
-    wanted = delayed.train(
+    expected = delayed.train(
         _matrices().model, names, animal.batches * 10, animal.total, paper, lambda: _Torchs(kind, 0.02), seed=3
     )
-    assert losses == pytest.approx(wanted.losses, rel=BOUND)
+    assert losses == pytest.approx(expected.losses, rel=BOUND)
     assert len(losses) == 50
 
 

@@ -70,8 +70,8 @@ def losses_of(folder: Path) -> list[tuple[int, float]]:
 
 def only(folder: Path) -> Path:
     """Returns the one folder within a folder."""
-    (found,) = folder.iterdir()
-    return found
+    (only_folder,) = folder.iterdir()
+    return only_folder
 
 
 # -- in this process --------------------------------------------------------------------------------
@@ -114,9 +114,9 @@ def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.Captu
 )
 def test_flushing_method_takes_it_too(example: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 3, "minibatches": 2, "quiet": True}
-    found = pipedream.run(lambda seed: small(example, seed), out=tmp_path / "cut", **options)
+    partitioned = pipedream.run(lambda seed: small(example, seed), out=tmp_path / "cut", **options)
     whole = pipedream.run(lambda seed: small(example, seed), out=tmp_path / "whole", workers=1, **options)
-    assert found["configuration"]["workers"] == 2
+    assert partitioned["configuration"]["workers"] == 2
     assert whole["configuration"]["workers"] == 1
     torch.testing.assert_close(losses_of(tmp_path / "cut"), losses_of(tmp_path / "whole"), rtol=1e-5, atol=1e-6)
 
@@ -124,7 +124,7 @@ def test_flushing_method_takes_it_too(example: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_balance_loss_of_experts_falls() -> None:
     """Without it in the objective, the experts are chosen less and less alike."""
-    found = {}
+    first_and_last = {}
     for coefficient in (0.01, 0.0):
         recipe = load_recipe(str(FOLDER / "moe_lm.py"))
         layers = [m for m in recipe.model.modules() if isinstance(m, pipedream.experts.MixtureOfExperts)]
@@ -141,9 +141,9 @@ def test_the_balance_loss_of_experts_falls() -> None:
                 losses.append(sum(float(layer.last_balance_loss) for layer in layers) / len(layers))
                 if done.number == 60:
                     break
-        found[coefficient] = sum(losses[:5]) / 5, sum(losses[-20:]) / 20
-    assert found[0.01][1] < found[0.01][0]
-    assert found[0.01][1] < 1.2 < 1.5 < found[0.0][1]
+        first_and_last[coefficient] = sum(losses[:5]) / 5, sum(losses[-20:]) / 20
+    assert first_and_last[0.01][1] < first_and_last[0.01][0]
+    assert first_and_last[0.01][1] < 1.2 < 1.5 < first_and_last[0.0][1]
 
 
 # -- by the command ---------------------------------------------------------------------------------
@@ -212,13 +212,15 @@ def test_table_of_tofus_methods(example: str, sizes: str, tmp_path: Path) -> Non
     assert (ended.status, ended.err) == (0, "")
     whole = int(re.search(r"([\d,]+) bytes of tensors", ended.out)[1].replace(",", ""))  # type: ignore[index]
     rows = re.findall(r"^\| (\d) \| ([\w-]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| [\d.]+ s \|$", ended.out, re.M)
-    found = {(int(ranks), method): [int(one.replace(",", "")) for one in own] for ranks, method, *own in rows}
+    table = {
+        (int(ranks), method): [int(number.replace(",", "")) for number in numbers] for ranks, method, *numbers in rows
+    }
     for ranks in (2, 4):
-        assert {(ranks, "recursive"), (ranks, "data")} <= found.keys()
+        assert {(ranks, "recursive"), (ranks, "data")} <= table.keys()
         for method in methods:
-            elements, sent_bytes, held_bytes = found.get((ranks, method), (10**18, 10**18, whole))
+            elements, sent_bytes, held_bytes = table.get((ranks, method), (10**18, 10**18, whole))
             # Only data parallelism has operators, those of whole weights, that all ranks compute alike.
-            assert found[ranks, "recursive"][0] <= elements or method in ("joint", "data")
+            assert table[ranks, "recursive"][0] <= elements or method in ("joint", "data")
             assert whole / ranks <= held_bytes <= whole
             assert sent_bytes == 4 * elements or ranks > 2
     assert "recursive, 4 ranks: the dimension of each weight" in ended.out
@@ -242,8 +244,8 @@ def test_summary_says_it_all(trained: Path) -> None:
     summary = json.loads((trained / "summary.json").read_text(encoding="utf-8"))
     assert set(summary) == SUMMARY_KEYS
     assert {"python", "torch", "pipedream", "numpy"} <= set(summary["versions"])
-    wanted = {"workers": 2, "processes": 2, "schedule": "pipedream", "epochs": 3, "seed": 0, "device": "cpu"}
-    assert wanted.items() <= summary["configuration"].items()
+    expected = {"workers": 2, "processes": 2, "schedule": "pipedream", "epochs": 3, "seed": 0, "device": "cpu"}
+    assert expected.items() <= summary["configuration"].items()
     assert pipedream.Plan.from_json(json.dumps(summary["plan"])).config == "1-1"
     assert summary["minibatches"] == 3 * 45
     assert len(summary["drains"]) == 3, "one for each evaluation"
@@ -284,9 +286,9 @@ def test_summary_of_each_stage(trained: Path) -> None:
 def test_weights_give_the_reported_accuracy(trained: Path) -> None:
     summary = json.loads((trained / "summary.json").read_text(encoding="utf-8"))
     weights = torch.load(trained / "weights.pt", weights_only=True)
-    found = plainly(load_recipe(DIGITS), weights)
-    assert found["accuracy"] == pytest.approx(summary["accuracy"], abs=1e-6)
-    assert found["loss"] == pytest.approx(summary["metrics"]["loss"], rel=1e-5)
+    accuracy = plainly(load_recipe(DIGITS), weights)
+    assert accuracy["accuracy"] == pytest.approx(summary["accuracy"], abs=1e-6)
+    assert accuracy["loss"] == pytest.approx(summary["metrics"]["loss"], rel=1e-5)
 
 
 @pytest.mark.processes
@@ -328,7 +330,7 @@ def test_four_ways_to_start_give_the_same_losses(
         assert ended.status == 0, f"{name}: {ended.err}"
         assert not ended.orphans
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # as many as a process of two has
-    found = {name: losses_of(tmp_path / name) for name in starts}
+    losses_by_start = {name: losses_of(tmp_path / name) for name in starts}
     monkeypatch.chdir(tmp_path)
     assert cli.main([*rest, "--workers", "1", "--out", "one"]) == 2, "the plan is for two workers"
     pipedream.run(
@@ -338,10 +340,10 @@ def test_four_ways_to_start_give_the_same_losses(
         out="here",
         quiet=True,
     )
-    found["here"] = losses_of(tmp_path / "here")
-    assert len(found["here"]) == 30
-    for name, losses in found.items():
-        assert losses == found["here"], name
+    losses_by_start["here"] = losses_of(tmp_path / "here")
+    assert len(losses_by_start["here"]) == 30
+    for name, losses in losses_by_start.items():
+        assert losses == losses_by_start["here"], name
 
 
 @pytest.mark.processes
@@ -366,14 +368,14 @@ def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path)
 
 @pytest.mark.long
 def test_worst_accuracy_of_three_seeds(tmp_path: Path) -> None:
-    found = []
+    accuracies = []
     for number in range(3):
         summary = train_recipe(
             lambda seed: load_recipe(DIGITS, seed=seed), seed=number, out=tmp_path / str(number), quiet=True
         )
-        found.append(summary["accuracy"])
-    print(f"accuracy of three seeds: {found}")
-    assert min(found) >= 0.97, found
+        accuracies.append(summary["accuracy"])
+    print(f"accuracy of three seeds: {accuracies}")
+    assert min(accuracies) >= 0.97, accuracies
 
 
 @pytest.mark.slow
@@ -383,8 +385,8 @@ def test_compare(tmp_path: Path) -> None:
     command = ("-m", "pipedream", "compare", DIGITS, "--minibatches", "20", "--schedule", "pipedream")
     ended = commands.run(*command, "--json", folder=tmp_path)
     assert (ended.status, ended.err) == (0, "")
-    found = json.loads(ended.out)
-    (link,) = found["links"]
+    comparison = json.loads(ended.out)
+    (link,) = comparison["links"]
     assert [(row["name"], row["workers"]) for row in link["variants"]] == [
         ("one worker", 1),
         *[(name, 2) for name in ("DDP", "DDP, accumulating", "torch Schedule1F1B")],
@@ -394,7 +396,7 @@ def test_compare(tmp_path: Path) -> None:
         assert row["why"] == ""
         assert min(row["samples_per_s"], row["predicted_per_s"]) > 0
         assert set(row["metrics"]) == {"loss", "accuracy"}
-    assert found["target"] == ["accuracy", 0.97]
+    assert comparison["target"] == ["accuracy", 0.97]
     (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "compare.html").exists()
 
@@ -402,22 +404,22 @@ def test_compare(tmp_path: Path) -> None:
 # -- one JSON object on standard output -------------------------------------------------------------
 
 
-def asked(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def run_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """Returns the one object that a command prints with --json."""
     assert cli.main([*arguments, "--json"]) == 0
     out, err = capfd.readouterr()
     assert err == ""
-    found = json.loads(out)
-    assert isinstance(found, dict)
-    return found
+    answer = json.loads(out)
+    assert isinstance(answer, dict)
+    return answer
 
 
 def test_json_of_profile_plan_and_simulate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
-    found = asked(capfd, "profile", DIGITS, "--runs", "2", "-o", profile)
-    assert pipedream.Profile.from_json(json.dumps(found)) == pipedream.Profile.load(profile)
-    found = asked(capfd, "plan", profile, "--workers", "2", "--straight", "-o", plan)
-    wanted = {
+    answer = run_json(capfd, "profile", DIGITS, "--runs", "2", "-o", profile)
+    assert pipedream.Profile.from_json(json.dumps(answer)) == pipedream.Profile.load(profile)
+    answer = run_json(capfd, "plan", profile, "--workers", "2", "--straight", "-o", plan)
+    expected = {
         "config",
         "slowest_stage_s",
         "speedup_over_one_worker",
@@ -425,41 +427,43 @@ def test_json_of_profile_plan_and_simulate(tmp_path: Path, capfd: pytest.Capture
         "planning_s",
         "stages",
     }
-    assert wanted <= set(found)
-    assert found["config"] == pipedream.Plan.load(plan).config == "1-1"
-    assert all({"layers", "replicas", "compute_s", "peak_bytes"} <= set(stage) for stage in found["stages"])
-    assert 0 < found["speedup_over_one_worker"] <= 2
-    found = asked(capfd, "simulate", plan, "--schedule", "1f1b", "--microbatches", "8")
-    assert set(found) == {"microbatches", "minibatches", "makespan_s", "bubble", "throughput_per_s", "per_rank"}
+    assert expected <= set(answer)
+    assert answer["config"] == pipedream.Plan.load(plan).config == "1-1"
+    assert all({"layers", "replicas", "compute_s", "peak_bytes"} <= set(stage) for stage in answer["stages"])
+    assert 0 < answer["speedup_over_one_worker"] <= 2
+    answer = run_json(capfd, "simulate", plan, "--schedule", "1f1b", "--microbatches", "8")
+    assert set(answer) == {"microbatches", "minibatches", "makespan_s", "bubble", "throughput_per_s", "per_rank"}
     columns = {"busy_s", "peak_in_flight", "peak_versions", "peak_bytes", "staleness"}
-    assert [set(row) for row in found["per_rank"]] == [columns] * 2
+    assert [set(row) for row in answer["per_rank"]] == [columns] * 2
 
 
 def test_json_of_uniform_stages(capfd: pytest.CaptureFixture[str]) -> None:
-    found = asked(capfd, "simulate", "--uniform", "4", "--schedule", "gpipe", "--microbatches", "8")
-    assert found["bubble"] == pytest.approx(3 / 11)  # (p - 1) / (m + p - 1)
-    assert found["makespan_s"] == pytest.approx(3 * 11)  # a forward of 1 s, a backward of 2 s
+    answer = run_json(capfd, "simulate", "--uniform", "4", "--schedule", "gpipe", "--microbatches", "8")
+    assert answer["bubble"] == pytest.approx(3 / 11)  # (p - 1) / (m + p - 1)
+    assert answer["makespan_s"] == pytest.approx(3 * 11)  # a forward of 1 s, a backward of 2 s
 
 
 def test_json_of_show_and_schedules(capfd: pytest.CaptureFixture[str]) -> None:
-    found = asked(capfd, "show", "1f1b", "--stages", "3", "--microbatches", "4", "--verify")
-    assert set(found) == {"grid", "ops", "proof", "claims"}
-    assert len(found["grid"]) >= 3
-    assert set(asked(capfd, "schedules")) == {*pipedream.schedules.SCHEDULES, *pipedream.schedules.COMPENSATED}
+    answer = run_json(capfd, "show", "1f1b", "--stages", "3", "--microbatches", "4", "--verify")
+    assert set(answer) == {"grid", "ops", "proof", "claims"}
+    assert len(answer["grid"]) >= 3
+    assert set(run_json(capfd, "schedules")) == {*pipedream.schedules.SCHEDULES, *pipedream.schedules.COMPENSATED}
 
 
 @pytest.mark.processes
 def test_json_of_report(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (trained / "report.html").unlink()
-    found = asked(capfd, "report", str(trained))
-    assert found == {"report": str(trained / "report.html")}
+    answer = run_json(capfd, "report", str(trained))
+    assert answer == {"report": str(trained / "report.html")}
     assert (trained / "report.html").exists()
 
 
 def test_json_of_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "run")
-    found = asked(capfd, "train", DIGITS, "--workers", "1", "--minibatches", "5", "--evaluate-every", "0", "--out", out)
-    assert set(found) == SUMMARY_KEYS
+    answer = run_json(
+        capfd, "train", DIGITS, "--workers", "1", "--minibatches", "5", "--evaluate-every", "0", "--out", out
+    )
+    assert set(answer) == SUMMARY_KEYS
 
 
 @pytest.mark.slow

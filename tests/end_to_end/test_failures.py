@@ -132,11 +132,11 @@ def test_recipe_is_none(tmp_path: Path, text: str, words: tuple[str, ...]) -> No
 def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
-    found = [address for pid in started.processes() for address in listening(pid)]
+    addresses = [address for pid in started.processes() for address in listening(pid)]
     started.signal(signal.SIGINT, group=group)
     ended = started.end()
-    assert len(found) >= 3, "the store's, and one of each worker's"
-    assert set(found) == {"127.0.0.1"}, "a local run is reached from this machine only"
+    assert len(addresses) >= 3, "the store's, and one of each worker's"
+    assert set(addresses) == {"127.0.0.1"}, "a local run is reached from this machine only"
     assert not ended.orphans
     assert ended.status == 130, ended.err
     assert ended.seconds < SOON_S
@@ -207,8 +207,8 @@ def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, rank
 @pytest.mark.parametrize(
     "number",
     [
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT)),
-        *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGTERM, signal.SIGHUP)),
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT)),
+        *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGTERM, signal.SIGHUP)),
     ],
 )
 def test_launcher_ends_where_there_is_no_pipeline(tmp_path: Path, number: signal.Signals) -> None:
@@ -330,15 +330,15 @@ def listening(pid: int) -> list[str]:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
             sockets.add(os.readlink(link))
-    found = []
+    addresses = []
     for family, file in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/{pid}/net/{file}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                 words = bytes.fromhex(fields[1].partition(":")[0])
                 turned = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                found.append(socket.inet_ntop(family, turned))
-    return found
+                addresses.append(socket.inet_ntop(family, turned))
+    return addresses
 
 
 BEFORE = """
@@ -368,8 +368,14 @@ def step(named):
 @pytest.mark.parametrize(
     ("where", "rank"),
     [
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("import", 0), ("recipe", 1), ("optimizer", 1))),
-        *(pytest.param(*one, marks=pytest.mark.long) for one in (("import", 1), ("recipe", 0), ("optimizer", 0))),
+        *(
+            pytest.param(*arguments, marks=pytest.mark.slow)
+            for arguments in (("import", 0), ("recipe", 1), ("optimizer", 1))
+        ),
+        *(
+            pytest.param(*arguments, marks=pytest.mark.long)
+            for arguments in (("import", 1), ("recipe", 0), ("optimizer", 0))
+        ),
     ],
 )
 def test_a_worker_fails_before_its_pipeline(where: str, rank: int, tmp_path: Path) -> None:

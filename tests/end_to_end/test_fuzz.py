@@ -74,11 +74,11 @@ JUNK: st.SearchStrategy[Any] = st.one_of(
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Returns the paths of all values inside of a JSON value."""
-    found = [path] if path else []
+    paths = [path] if path else []
     items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        found += places(item, (*path, key))
-    return found
+        paths += places(item, (*path, key))
+    return paths
 
 
 @st.composite
@@ -117,13 +117,13 @@ def spoiled(draw: st.DrawFn, noun: Artifact) -> str:
 def test_a_spoiled_noun_is_read_or_refused(name: str, data: st.DataObject) -> None:
     kind = type(NOUNS[name])
     text = data.draw(spoiled(NOUNS[name]))
-    found, error = tried(lambda: kind.from_json(text, "the file"), ArtifactError)
+    noun, error = tried(lambda: kind.from_json(text, "the file"), ArtifactError)
     if error is not None:
         assert str(error).startswith("the file")
         assert len(str(error).splitlines()) <= 3
     else:
-        assert kind.from_json(found.to_json()) == found
-        assert str(found)
+        assert kind.from_json(noun.to_json()) == noun
+        assert str(noun)
 
 
 def tried(call: Callable[[], Any], kind: type[PipelineError] = PipelineError) -> tuple[Any, PipelineError | None]:
@@ -187,18 +187,18 @@ def test_a_spoiled_checkpoint_is_loaded_or_refused(data: st.DataObject, saved: P
 
 def go_on(saved: Path) -> None:
     """Trains on from a checkpoint."""
-    with pipeline() as made:
-        made.load(saved)
-        list(made.train(zoo.make("mlp").batches[:2]))
+    with pipeline() as trained:
+        trained.load(saved)
+        list(trained.train(zoo.make("mlp").batches[:2]))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a checkpoint."""
     folder = tmp_path_factory.mktemp("saved")
-    with pipeline() as made:
-        list(made.train(zoo.make("mlp").batches[:2]))
-        return made.save(folder)
+    with pipeline() as trained:
+        list(trained.train(zoo.make("mlp").batches[:2]))
+        return trained.save(folder)
 
 
 def pipeline() -> pd.Pipeline:
@@ -225,9 +225,9 @@ def test_a_recipes_file_is_taken_or_refused(text: str | bytes, tmp_path: Path) -
     file = tmp_path / "mine.py"
     data = text if isinstance(text, bytes) else text.encode("utf-8", errors="replace")
     file.write_bytes(data)
-    found, error = tried(lambda: recipes.load_recipe(str(file)), RecipeError)
+    recipe, error = tried(lambda: recipes.load_recipe(str(file)), RecipeError)
     if error is None:
-        assert isinstance(found, pd.Recipe)
+        assert isinstance(recipe, pd.Recipe)
     else:
         assert str(file) in str(error) or "recipe()" in str(error)
     assert file.read_bytes() == data

@@ -22,19 +22,19 @@ RUNS = [
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "run",
-    [pytest.param(one, id=str(one), marks=() if number < 1 else pytest.mark.slow) for number, one in enumerate(RUNS)],
+    [pytest.param(run, id=str(run), marks=() if number < 1 else pytest.mark.slow) for number, run in enumerate(RUNS)],
 )
 def test_live_bytes_are_within_three_percent_of_the_prediction(run: Living) -> None:
     plan = living.plan_of(run)
-    found = processes.results(living.lived, sum(run.replicas), run, plan)
-    for stage, peak_bytes, start_bytes in found:
+    measured = processes.results(living.lived, sum(run.replicas), run, plan)
+    for stage, peak_bytes, start_bytes in measured:
         row = plan.stages[stage]
         # On a busy machine more buckets of gradients wait for the network than the one that is counted.
         waiting_bytes = row.parameter_bytes if row.replicas > 1 else 0
         assert 0.97 * peak_bytes - waiting_bytes <= row.peak_bytes <= 1.03 * peak_bytes, (stage, row.memory)
         # Before the first minibatch there are the weights, and what error feedback keeps for each of them.
-        held = 2 if run.schedule == "one_step_ef" else 1
-        assert held * row.memory.weight_bytes == pytest.approx(start_bytes, rel=0.03)
+        copies = 2 if run.schedule == "one_step_ef" else 1
+        assert copies * row.memory.weight_bytes == pytest.approx(start_bytes, rel=0.03)
 
 
 def test_recomputation_and_other_methods_change_what_is_predicted() -> None:
@@ -48,9 +48,9 @@ def test_what_compensations_keep_is_predicted() -> None:
         living.plan_of(Living(schedule=name, replicas=(1, 1), microbatches=3))
         for name in ("pipedream_2bw", "one_step_ef")
     )
-    for one, other in zip(plain.stages, feedback.stages, strict=True):
-        assert other.memory.optimizer_bytes == one.memory.optimizer_bytes + one.parameter_bytes
-        assert other.peak_bytes >= one.peak_bytes + one.parameter_bytes
+    for stage, other in zip(plain.stages, feedback.stages, strict=True):
+        assert other.memory.optimizer_bytes == stage.memory.optimizer_bytes + stage.parameter_bytes
+        assert other.peak_bytes >= stage.peak_bytes + stage.parameter_bytes
 
 
 def test_sections_see_temporaries_inside_kernels() -> None:

@@ -64,12 +64,12 @@ def _profile(name: str) -> pd.Profile:
     ],
 )
 def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) -> None:
-    wanted = plain_loop(CASES[name], batches_of(CASES[name]), FLUSHING[feature].microbatches)
-    found = run(name, _profile(name), FLUSHING[feature], tmp_path / "checkpoint")
+    expected = plain_loop(CASES[name], batches_of(CASES[name]), FLUSHING[feature].microbatches)
+    actual = run(name, _profile(name), FLUSHING[feature], tmp_path / "checkpoint")
     if name == "resnet" and feature == "replicas":  # each replica has running statistics of its own
-        assert found.losses == pytest.approx(wanted.losses, rel=1e-9)
+        assert actual.losses == pytest.approx(expected.losses, rel=1e-9)
         return
-    check_same(wanted, found, 1e-5 if CASES[name].needs_hf else 1e-9)  # losses and norms compute in float32 there
+    check_same(expected, actual, 1e-5 if CASES[name].needs_hf else 1e-9)  # losses and norms compute in float32 there
 
 
 @pytest.mark.processes
@@ -102,18 +102,20 @@ def _check_processes(name: str, workers: int, chosen: dict[str, Feature], folder
     profile = _profile(name)
     first, *others = processes.results(run_all, workers, name, profile.to_json(), chosen, folder / "several")
     alone = run_all(name, profile.to_json(), chosen, folder / "one")
-    for word, wanted in alone.items():
-        check_same(wanted, first[word], 1e-12 if workers > 2 else 0.0)  # the order of three terms is not fixed
+    for word, expected in alone.items():
+        check_same(expected, first[word], 1e-12 if workers > 2 else 0.0)  # the order of three terms is not fixed
         for other in others:
             assert other[word].losses == first[word].losses
             assert other[word].evaluated == first[word].evaluated
 
 
-def _held(name: str, cuts: tuple[int, ...]) -> list[list[str]]:
+def _parameters_by_stage(name: str, cuts: tuple[int, ...]) -> list[list[str]]:
     """Returns the parameters of each stage."""
     layers = _profile(name).graph.layers
     ends = [0, *cuts, len(layers)]
-    return [[one for layer in layers[first:last] for one in layer.parameters] for first, last in pairwise(ends)]
+    return [
+        [parameter for layer in layers[first:last] for parameter in layer.parameters] for first, last in pairwise(ends)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -133,12 +135,16 @@ def test_late_gradients_equal_the_papers(name: str, schedule: str, stages: int, 
     count = len(_profile(name).graph.layers)
     cuts = tuple(i * count // stages for i in range(1, stages))
     version = {"pipedream": whole_model.of_pipedream, "pipedream_2bw": whole_model.of_2bw}[schedule](stages)
-    losses, state = whole_model.train(case, batches, _held(name, cuts), version, microbatches)
+    losses, state = whole_model.train(case, batches, _parameters_by_stage(name, cuts), version, microbatches)
     model = model_of(case)
     plan = pd.plan(_profile(name), pd.Cluster.local(stages), schedule=schedule, microbatches=microbatches, cuts=cuts)
     with pd.Pipeline(model, plan, loss=case.loss, optimizer=make_optimizer) as pipeline:
-        found = [done.loss for done in pipeline.train(batches)]
-        check_same(Trained(losses, state), Trained(found, pipeline.state_dict()), 1e-12 if not case.needs_hf else 1e-6)
+        pipeline_losses = [done.loss for done in pipeline.train(batches)]
+        check_same(
+            Trained(losses, state),
+            Trained(pipeline_losses, pipeline.state_dict()),
+            1e-12 if not case.needs_hf else 1e-6,
+        )
     plain = plain_loop(case, batches, microbatches)
     assert abs(plain.losses[-1] - losses[-1]) > 1e-10, "nothing was late"
 
@@ -180,7 +186,7 @@ class _OneDropout(nn.Module):
 def test_stages_that_share_a_module_leave_evaluation_together() -> None:
     torch.manual_seed(0)
     batches = [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(6)]
-    optimizer, found = partial(torch.optim.SGD, lr=0.01), []
+    optimizer, states = partial(torch.optim.SGD, lr=0.01), []
     for cuts in ((), (1, 3, 5)):
         torch.manual_seed(1)
         model = _OneDropout()
@@ -192,8 +198,8 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
             outputs = list(pipeline.predict(batches))
             assert all(module.training for module in model.modules())
             losses += [done.loss for done in pipeline.train(batches)]
-            found.append(Trained(losses, pipeline.state_dict(), predicted=outputs))
-    check_same(*found, 1e-5)
+            states.append(Trained(losses, pipeline.state_dict(), predicted=outputs))
+    check_same(*states, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +218,9 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
 )
 def test_compiled_modules_equal_the_others(name: str, feature: Feature, backend: str, tmp_path: Path) -> None:
     torch.compiler.reset()
-    wanted = run(name, _profile(name), feature, tmp_path)
-    found = run(name, _profile(name), replace(feature, options={"compile": backend}), tmp_path)
-    check_same(wanted, found, 1e-5 if CASES[name].needs_hf else 1e-9)
+    expected = run(name, _profile(name), feature, tmp_path)
+    actual = run(name, _profile(name), replace(feature, options={"compile": backend}), tmp_path)
+    check_same(expected, actual, 1e-5 if CASES[name].needs_hf else 1e-9)
 
 
 @pytest.mark.slow
@@ -243,7 +249,9 @@ def test_compiled_are_the_outermost_modules_within_a_stage_and_once_for_all_vers
     assert not any(name.startswith("transformer.h.0.") for name in compiled[0])
     assert {name.rsplit(".", 1)[0] for name in compiled[1]} >= {"transformer.h"}
     after = {name: dict(vars(module)) for name, module in model.named_modules()}
-    assert {name: set(own) for name, own in before.items()} == {name: set(own) for name, own in after.items()}
+    assert {name: set(modules) for name, modules in before.items()} == {
+        name: set(modules) for name, modules in after.items()
+    }
 
 
 def test_layers_of_a_chain_are_compiled() -> None:
@@ -266,9 +274,9 @@ def test_layers_of_a_chain_are_compiled() -> None:
 def test_compiled_by_inductor(tmp_path: Path) -> None:
     torch.compiler.reset()
     feature = Feature("1f1b", 2)
-    wanted = run("tied_gpt", _profile("tied_gpt"), feature, tmp_path)
-    found = run("tied_gpt", _profile("tied_gpt"), replace(feature, options={"compile": True}), tmp_path)
-    check_same(wanted, found, 1e-6)
+    expected = run("tied_gpt", _profile("tied_gpt"), feature, tmp_path)
+    actual = run("tied_gpt", _profile("tied_gpt"), replace(feature, options={"compile": True}), tmp_path)
+    check_same(expected, actual, 1e-6)
 
 
 def test_what_compile_may_be() -> None:

@@ -67,13 +67,13 @@ def _chosen(
     other: pytest.MarkDecorator = pytest.mark.slow,
 ) -> list[object]:
     """Returns cases by name; those that are not in the default run are slow or long, or have another mark."""
-    found = []
+    parameters = []
     for name in names:
         marks = [] if name in default else [pytest.mark.long if name in LONG else other]
         if name in KNOWN:
             marks.append(pytest.mark.xfail(reason=KNOWN[name], strict=False))
-        found.append(pytest.param(CASES[name], id=name, marks=marks + [needs_hf] * CASES[name].needs_hf))
-    return found
+        parameters.append(pytest.param(CASES[name], id=name, marks=marks + [needs_hf] * CASES[name].needs_hf))
+    return parameters
 
 
 def _lengths() -> list[object]:
@@ -116,15 +116,15 @@ def test_each_model_trains_in_a_plain_loop(case: Case) -> None:
 @pytest.mark.parametrize("case", _chosen(default=QUICK))
 def test_flushing_methods_equal_the_plain_loop(case: Case, stages: int, schedule: str, microbatches: int) -> None:
     run = {"schedule": schedule, "microbatches": microbatches, "seed": 10 * stages + microbatches}
-    found = pipelined(case, batches_of(case), stages=stages, profile=_profile(case), **run)
-    check_same(_plain(case, microbatches), found, case.tolerance)
+    actual = pipelined(case, batches_of(case), stages=stages, profile=_profile(case), **run)
+    check_same(_plain(case, microbatches), actual, case.tolerance)
 
 
-@pytest.mark.parametrize("case", [one for one in _lengths() if one.values[0].varies_length])
+@pytest.mark.parametrize("case", [parameter for parameter in _lengths() if parameter.values[0].varies_length])
 def test_twenty_lengths(case: Case) -> None:
     batches = batches_of(case, range(3, 23), samples=4)
-    found = pipelined(case, batches, stages=4, microbatches=2, profile=_profile(case), seed=1)
-    check_same(plain_loop(case, batches, 2), found, case.tolerance)
+    actual = pipelined(case, batches, stages=4, microbatches=2, profile=_profile(case), seed=1)
+    check_same(plain_loop(case, batches, 2), actual, case.tolerance)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def test_twenty_lengths(case: Case) -> None:
 def test_random_models_at_random_cuts(seed: int) -> None:
     case = random_case(seed)
     batches = batches_of(case)
-    found = pipelined(
+    actual = pipelined(
         case, batches, stages=2 + seed % 3, schedule=("1f1b", "gpipe")[seed % 2], microbatches=3, seed=seed
     )
-    check_same(plain_loop(case, batches, 3), found, 1e-9)
+    check_same(plain_loop(case, batches, 3), actual, 1e-9)
 
 
 @pytest.mark.parametrize("name", ["value_branch", pytest.param("number_carried", marks=pytest.mark.slow)])
@@ -153,12 +153,12 @@ def test_samples_that_depend_on_each_other_are_refused(name: str) -> None:
 def test_dropout_does_not_depend_on_the_cut(case: Case) -> None:
     batches = batches_of(case)
     run = {"microbatches": 2, "profile": profile_of(case, batches[0], dropout=True), "dropout": True}
-    one, two = (pipelined(case, batches, stages=stages, seed=stages, **run) for stages in (2, 4))
-    assert one.cuts != two.cuts
-    check_same(one, two, case.tolerance)
-    assert abs(one.losses[0] - _plain(case, 2).losses[0]) > 1e-3, "nothing was dropped"
+    on_two, two = (pipelined(case, batches, stages=stages, seed=stages, **run) for stages in (2, 4))
+    assert on_two.cuts != two.cuts
+    check_same(on_two, two, case.tolerance)
+    assert abs(on_two.losses[0] - _plain(case, 2).losses[0]) > 1e-3, "nothing was dropped"
     other = pipelined(case, batches[:1], stages=3, **run)
-    assert abs(other.losses[0] - one.losses[0]) < 1e-9
+    assert abs(other.losses[0] - on_two.losses[0]) < 1e-9
 
 
 def _in_process(name: str, stages: int, microbatches: int) -> Trained:

@@ -38,11 +38,11 @@ def test_two_machines_give_the_losses_of_one_process(machines: Network, tmp_path
     on_both(machines, "c10d", (*program, "--out", "run"), tmp_path)
     torch.set_num_threads(1)  # as many as each of the workers has
     pipedream.run(lambda seed: load_recipe(DIGITS, seed=seed), plan=plan, epochs=1, out=tmp_path / "here", quiet=True)
-    found = [
+    losses = [
         json.loads((folder / "losses.json").read_text()) for folder in (tmp_path / "machine0/run", tmp_path / "here")
     ]
-    assert len(found[0]) == 45
-    assert found[0] == found[1]
+    assert len(losses[0]) == 45
+    assert losses[0] == losses[1]
     summary = json.loads((tmp_path / "machine0" / "run" / "summary.json").read_text(encoding="utf-8"))
     assert summary["configuration"]["processes"] == 2
     elsewhere = tmp_path / "machine1" / "run"
@@ -90,17 +90,17 @@ print(pipeline.rank, len(losses), plan.cluster.bandwidth_bytes_per_s)
 def test_scripts_plan_measures_and_one_for_a_single_machine_warns(machines: Network, tmp_path: Path) -> None:
     machines.limit(80e6 / 8)
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    found = {}
+    ends = {}
     for how in ("measured", "assumed"):
         (tmp_path / how).mkdir()
-        found[how] = on_both(machines, "static", (str(tmp_path / "script.py"), how), tmp_path / how)
-    (line, figures), (figures_1,) = (ended.out.splitlines() for ended in found["measured"])
+        ends[how] = on_both(machines, "static", (str(tmp_path / "script.py"), how), tmp_path / how)
+    (line, figures), (figures_1,) = (ended.out.splitlines() for ended in ends["measured"])
     assert line.startswith("2 machines, measured in ")
     assert (figures.split()[:2], figures_1.split()[:2]) == (["0", "3"], ["1", "3"])
     assert float(figures.split()[2]) == pytest.approx(80e6 / 8, rel=0.15)
     assert figures.split()[2] == figures_1.split()[2]
-    assert "UserWarning" not in found["measured"][0].err
-    first, second = found["assumed"]
+    assert "UserWarning" not in ends["measured"][0].err
+    first, second = ends["assumed"]
     assert "UserWarning: the plan assumes one machine (2.00 GB/s, 50.0 us between workers), but" in first.err, first.err
     assert "the workers are on 2; leave out the cluster, and pipedream.plan(profile) measures" in first.err
     assert "script.py:10: " in first.err, "the line of the user"
@@ -114,14 +114,14 @@ def test_both_sides_end_when_the_link_goes_away(machines: Network, tmp_path: Pat
     started = started_on_both(machines, rendezvous, tuple(program), tmp_path)
     try:
         started[0].wait_for_file("going")
-        assert all(workers_of(one) for one in started)
+        assert all(workers_of(launcher) for launcher in started)
         machines.hosts[1].ip(f"link set {LINK} down")
         end = time.monotonic() + SOON_S
-        while any(workers_of(one) for one in started):
+        while any(workers_of(launcher) for launcher in started):
             assert time.monotonic() < end, "a worker waits on for the other side"
             time.sleep(0.1)
     finally:
-        ends = [one.end(90.0) for one in started]
+        ends = [launcher.end(90.0) for launcher in started]
     assert [ended.err.count("pipedream: ") for ended in ends] == [1, 1], f"{ends[0].err}\n----\n{ends[1].err}"
     assert "rank 1, " in ends[0].err, ends[0].err
     assert "has not been heard of for" in ends[0].err
@@ -131,4 +131,4 @@ def test_both_sides_end_when_the_link_goes_away(machines: Network, tmp_path: Pat
 def workers_of(started: Started) -> list[str]:
     """Returns the command lines of the workers, without their launcher's."""
     words = started.processes().values()
-    return [one for one in words if "-m pipedream" in one and "torch.distributed.run" not in one]
+    return [line for line in words if "-m pipedream" in line and "torch.distributed.run" not in line]

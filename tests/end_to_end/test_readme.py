@@ -45,10 +45,10 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def shown() -> list[tuple[str, str]]:
     """Returns the commands whose output is shown below them, with that output."""
-    found = [
+    parts = [
         part for page in PAGES for block in blocks(page, "console") for part in re.split(r"^\$ ", block, flags=re.M)
     ]
-    return [(part.split("\n", 1)[0], part.split("\n", 1)[1]) for part in found if part]
+    return [(part.split("\n", 1)[0], part.split("\n", 1)[1]) for part in parts if part]
 
 
 def arguments(line: str) -> list[str]:
@@ -140,10 +140,10 @@ def test_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "recipe.py"
     file.write_text(blocks(DOCS / "quickstart.md", "python")[2], encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    made = load_recipe(str(file))
-    assert made.name == "recipe"
-    summary = pipedream.run(lambda seed: made, out=str(tmp_path / "run"), quiet=True)
-    assert summary["epochs"] == made.epochs
+    recipe = load_recipe(str(file))
+    assert recipe.name == "recipe"
+    summary = pipedream.run(lambda seed: recipe, out=str(tmp_path / "run"), quiet=True)
+    assert summary["epochs"] == recipe.epochs
     assert summary["metrics"]["accuracy"] > 0.6
 
 
@@ -180,10 +180,10 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")
-        found = page.parent / path if path else page
-        assert found.is_file(), f"{target} is no file; a link to a folder does not work on the site"
+        target_page = page.parent / path if path else page
+        assert target_page.is_file(), f"{target} is no file; a link to a folder does not work on the site"
         if anchor:
-            assert anchor in anchors(found), target
+            assert anchor in anchors(target_page), target
 
 
 @pytest.mark.parametrize("page", LINKED, ids=named)

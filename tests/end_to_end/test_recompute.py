@@ -37,15 +37,15 @@ CASES = [
     Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), epochs=4, drain_at=9, microbatches=4),
     Case("mlp", "1f1b", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9, epochs=4, drain_at=9),
 ]
-TWICE = [one for one in CASES if one.animal == "lstm" and one.schedule in ("1f1b", "gpipe")]
+TWICE = [case for case in CASES if case.animal == "lstm" and case.schedule in ("1f1b", "gpipe")]
 """Those of which the default run has the method with an mlp, and the animal with other methods."""
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(one, id=str(one), marks=pytest.mark.slow if number % 4 or one in TWICE else ())
-        for number, one in enumerate(CASES)
+        pytest.param(case, id=str(case), marks=pytest.mark.slow if number % 4 or case in TWICE else ())
+        for number, case in enumerate(CASES)
     ],
 )
 def test_recomputation_changes_no_bit(case: Case) -> None:
@@ -139,10 +139,10 @@ class Watched(nn.Module):
         self.most = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        made = torch.exp(x)  # keeps its result
-        self.alive.append(weakref.ref(made.untyped_storage()))
+        output = torch.exp(x)  # keeps its result
+        self.alive.append(weakref.ref(output.untyped_storage()))
         self.most = max(self.most, sum(ref() is not None for ref in self.alive))
-        return made * 2.0
+        return output * 2.0
 
 
 @pytest.mark.parametrize(("recompute", "most"), [(True, 1), (False, 3)])

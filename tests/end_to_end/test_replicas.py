@@ -56,20 +56,20 @@ def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
 
 
 def _matrix() -> list[object]:
-    found = []
+    parameters = []
     for number, replicas in enumerate(PLANS):
         for method in METHODS:
             quick = method == "pipedream" or (number + METHODS.index(method)) % 3 == 0
             for others in ({"scheduled": True}, {"depth": "full", "optimizer": "adamw"}):
                 marks = () if quick and "depth" not in others else pytest.mark.long
-                found.append(pytest.param(case := _case(replicas, method, **others), id=str(case), marks=marks))
+                parameters.append(pytest.param(case := _case(replicas, method, **others), id=str(case), marks=marks))
             if method in ROUNDS:
                 update_delay, depth = LAGS[replicas]
                 case = _case(replicas, method, update_delay=update_delay, depth=depth)
                 marks = pytest.mark.slow if number > 2 else ()
                 marks = marks if number % 3 == METHODS.index(method) else pytest.mark.long
-                found.append(pytest.param(case, id=str(case), marks=marks))
-    return found
+                parameters.append(pytest.param(case, id=str(case), marks=marks))
+    return parameters
 
 
 @pytest.mark.parametrize("case", _matrix())
@@ -102,7 +102,10 @@ def test_each_plan_and_each_method_is_in_the_default_run() -> None:
 
 @pytest.mark.parametrize(
     "replicas",
-    [pytest.param(one, id=str(one), marks=pytest.mark.slow if number % 3 else ()) for number, one in enumerate(PLANS)],
+    [
+        pytest.param(replicas, id=str(replicas), marks=pytest.mark.slow if number % 3 else ())
+        for number, replicas in enumerate(PLANS)
+    ],
 )
 def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int, ...]) -> None:
     for depth in ("noam", "full"):
@@ -112,9 +115,9 @@ def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int,
         simulated = simulate(lower(schedule), costs(plan), 65)
         for stage in range(case.stages):
             here = [rank for rank in plan.placement.ranks[stage]]
-            wanted = max(simulated.peak_versions[rank] for rank in here)
-            assert outcome.versions[stage] == wanted == schedule.weights.versions(stage)
-            assert outcome.storages[stage] <= wanted
+            expected = max(simulated.peak_versions[rank] for rank in here)
+            assert outcome.versions[stage] == expected == schedule.weights.versions(stage)
+            assert outcome.storages[stage] <= expected
 
 
 @pytest.mark.parametrize("method", ["pipedream", "pipedream_2bw", "gpipe"])

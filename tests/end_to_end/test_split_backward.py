@@ -83,12 +83,12 @@ class Tied(nn.Module):
 def test_tied_embeddings_and_a_stage_without_weights(schedule: str) -> None:
     """And a last stage that reads one weight at two places of the path."""
 
-    def made() -> nn.Sequential:
+    def make_model() -> nn.Sequential:
         torch.manual_seed(0)
         shared = nn.Linear(7, 7)
         return nn.Sequential(Tied(), nn.Tanh(), nn.Sequential(shared, nn.ReLU(), shared)).double()
 
-    model, reference = made(), made()
+    model, reference = make_model(), make_model()
     rows = tuple(Stage(*ends, names=tuple(map(str, range(*ends)))) for ends in ((0, 1), (1, 2), (2, 3)))
     plan = Plan(rows, (3, 2, 1), Cluster.flat(3))
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -99,8 +99,8 @@ def test_tied_embeddings_and_a_stage_without_weights(schedule: str) -> None:
     stepper = sgd(reference.parameters())
     for (x, y), loss in zip(batches, losses, strict=True):
         stepper.zero_grad()
-        wanted = F.mse_loss(reference(x), y)
-        wanted.backward()
+        expected = F.mse_loss(reference(x), y)
+        expected.backward()
         stepper.step()
-        assert loss == pytest.approx(wanted.item(), rel=1e-12)
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
     cases.assert_near(state, reference.state_dict(), 1e-12)

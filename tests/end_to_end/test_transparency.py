@@ -38,7 +38,7 @@ def _case(animal: str, schedule: str, stages: int) -> Case:
 
 def _matrix() -> list[Case]:
     """Returns every method with every animal and number of stages; the default run has one number of stages, short."""
-    found = []
+    parameters = []
     for animal in zoo.NAMES:
         for schedule in (*FLUSHING, *ASYNCHRONOUS):
             for stages in (2, 4) if schedule in LAYOUTS else (1, 2, 3, 4):
@@ -47,15 +47,16 @@ def _matrix() -> list[Case]:
                 if schedule in LAYOUTS or schedule.startswith("zb"):
                     quick &= animal != "mlp" and (animal != "lstm" or schedule in ("zb_h1", "chimera", "roundpipe"))
                 if quick and schedule in ELSEWHERE.get(animal, ()):
-                    found += [
-                        pytest.param(*one.values, id=one.id, marks=pytest.mark.slow) for one in in_both_lengths(case)
+                    parameters += [
+                        pytest.param(*parameter.values, id=parameter.id, marks=pytest.mark.slow)
+                        for parameter in in_both_lengths(case)
                     ]
                 elif quick:
-                    found += in_both_lengths(case)
+                    parameters += in_both_lengths(case)
                 else:
                     marks = pytest.mark.slow if animal == "cnn" and stages == 2 else pytest.mark.long
-                    found.append(pytest.param(case.lengthened(), id=str(case), marks=marks))
-    return found
+                    parameters.append(pytest.param(case.lengthened(), id=str(case), marks=marks))
+    return parameters
 
 
 @pytest.mark.parametrize("case", _matrix())
@@ -243,7 +244,7 @@ def test_links_as_between_gpus_give_to_the_bit_what_one_process_gives(name: str)
 )
 def test_every_method_runs_over_links_as_between_gpus(workers: int) -> None:
     others = [import_module(f"tests.end_to_end.{name}") for name in ("test_delayed", "test_compensation")]
-    chosen = [case for one in others for case in one.IN_PROCESSES.get(workers, [])]
+    chosen = [case for module in others for case in module.IN_PROCESSES.get(workers, [])]
     check_processes(workers, [*IN_PROCESSES[workers], *chosen], strict.run_all)
 
 

@@ -253,30 +253,30 @@ class Stage:
     def __init__(self, layers: Sequence[tuple[str, nn.Module]], optimizer: Any, seed: int, gamma: float) -> None:
         self.layers, self.optimizer, self._seed = layers, optimizer, seed
         weights = {f"{n}.{k}": p.detach().clone() for n, layer in layers for k, p in layer.named_parameters()}
-        self.made = [Moment(weights, {"velocity": {}, "difference": {}, "average": {}})]
+        self.versions = [Moment(weights, {"velocity": {}, "difference": {}, "average": {}})]
         self.switch_to(gamma)
 
     def switch_to(self, gamma: float) -> None:
         """Takes another average from now on, of nothing at first."""
         self._gamma = gamma
-        self.average = {name: torch.zeros_like(w) for name, w in self.made[-1].weights.items()}
-        self.made[-1].added["average"] = self.average
+        self.average = {name: torch.zeros_like(w) for name, w in self.versions[-1].weights.items()}
+        self.versions[-1].added["average"] = self.average
 
     def run(self, value: Any, weights: Mapping[str, Tensor], number: int) -> Any:
         for name, layer in self.layers:
             torch.default_generator.manual_seed(layer_seed(self._seed, number, name))
-            own = {k.removeprefix(f"{name}."): w for k, w in weights.items() if k.startswith(f"{name}.")}
-            value = functional_call(layer, own, (value,))
+            layer_weights = {k.removeprefix(f"{name}."): w for k, w in weights.items() if k.startswith(f"{name}.")}
+            value = functional_call(layer, layer_weights, (value,))
         return value
 
     def update(self, gradients: Values, rate: float, coming: float) -> None:
         """Makes an update; `rate` is its learning rate, `coming` that of the next one."""
-        old = self.made[-1].weights
+        old = self.versions[-1].weights
         new = self.optimizer.step(old, gradients, rate)
         added = {name: new[name] - w for name, w in old.items()}
         self.average = {n: self._gamma * d + (1 - self._gamma) * added[n] for n, d in self.average.items()}
         velocity = {name: -coming * d for name, d in self.optimizer.direction().items()}
-        self.made.append(Moment(new, {"velocity": velocity, "difference": added, "average": self.average}))
+        self.versions.append(Moment(new, {"velocity": velocity, "difference": added, "average": self.average}))
 
     def buffers(self) -> list[Tensor]:
         return [b for _, layer in self.layers for b in layer.buffers()]
@@ -308,9 +308,9 @@ def forward(stage: Stage, value: Any, weights: Values, number: int) -> tuple[Any
         return packed if isinstance(packed, Tensor) else flight.swapped[packed[0]].as_strided(*packed[1:])
 
     # Copies: a layer may write into what it is given.
-    given = [t.clone() if isinstance(t, Tensor) else t for t in inputs]
+    copies = [t.clone() if isinstance(t, Tensor) else t for t in inputs]
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        output = stage.run(tree_unflatten(given, structure), leaves, number)
+        output = stage.run(tree_unflatten(copies, structure), leaves, number)
     flight.outputs = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.requires_grad]
     return output, flight
 
@@ -318,13 +318,13 @@ def forward(stage: Stage, value: Any, weights: Values, number: int) -> tuple[Any
 def backward(flight: Flight, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Values]:
     """Returns the gradients of what came in, and of the weights."""
     pairs = [(t, g) for t, g in zip(flight.outputs, gradients, strict=True) if g is not None]
-    wanted = [*flight.inputs, *flight.leaves.values()]
-    if not pairs or not wanted:
+    leaves = [*flight.inputs, *flight.leaves.values()]
+    if not pairs or not leaves:
         return [None] * len(flight.inputs), {}
-    outputs, given = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
-    own = zip(flight.leaves, found[len(flight.inputs) :], strict=True)
-    return list(found[: len(flight.inputs)]), {name: g for name, g in own if g is not None}
+    outputs, output_gradients = zip(*pairs, strict=True)
+    leaf_gradients = torch.autograd.grad(outputs, leaves, output_gradients, allow_unused=True)
+    weight_gradients = zip(flight.leaves, leaf_gradients[len(flight.inputs) :], strict=True)
+    return list(leaf_gradients[: len(flight.inputs)]), {name: g for name, g in weight_gradients if g is not None}
 
 
 @dataclass(frozen=True)
@@ -388,20 +388,20 @@ def train(
     sums: list[list[tuple[Values, float]]] = [[] for _ in parts]
 
     def rate_of(s: int, update: int) -> float:
-        held = counts if rounds else (1,) * len(counts)
-        number = update * held[s] // held[0]
-        return float(parts[s].optimizer.lr * turn.rate(s, number) * rate_at(number) * held[s] / held[0])
+        per_round = counts if rounds else (1,) * len(counts)
+        number = update * per_round[s] // per_round[0]
+        return float(parts[s].optimizer.lr * turn.rate(s, number) * rate_at(number) * per_round[s] / per_round[0])
 
     def update(s: int) -> None:
-        held = sums[s]
-        divisors = [w if rounds else 1.0 for _, w in held]
-        divisor = float(len(held)) if rounds else sum(w for _, w in held)
-        names = {name for gradients, _ in held for name in gradients}
+        waiting = sums[s]
+        divisors = [w if rounds else 1.0 for _, w in waiting]
+        divisor = float(len(waiting)) if rounds else sum(w for _, w in waiting)
+        names = {name for gradients, _ in waiting for name in gradients}
         mean = {
-            name: sum(g[name] / d for (g, _), d in zip(held, divisors, strict=True) if name in g) / divisor
+            name: sum(g[name] / d for (g, _), d in zip(waiting, divisors, strict=True) if name in g) / divisor
             for name in names
         }
-        present = len(held) / counts[s] if rounds else 1.0
+        present = len(waiting) / counts[s] if rounds else 1.0
         parts[s].update(mean, rate_of(s, updates[s]) * present, rate_of(s, updates[s] + 1))
         updates[s] += 1
         sums[s] = []
@@ -411,7 +411,7 @@ def train(
             for s, part in enumerate(parts):
                 if sums[s]:
                     update(s)
-                part.made = part.made[-1:]
+                part.versions = part.versions[-1:]
             base = n * microbatches
             answer.at_drains[n] = _loaded(model, parts)
         if turns and n in turns:
@@ -434,19 +434,19 @@ def train(
             seen: list[Any] = []
             for s, stage in enumerate(parts if len(xs) else ()):
                 seen.append(value)
-                weights = stage.made[paper.forward(s, k)].prediction(paper.by, paper.ahead(s))
+                weights = stage.versions[paper.forward(s, k)].prediction(paper.by, paper.ahead(s))
                 value, flight = forward(stage, value, weights, number)
                 flights.append(flight)
             if len(xs):
-                found, amount, slope = _slope(total, value, ys)
+                part_loss, amount, slope = _slope(total, value, ys)
                 gradients = [slope]
-                loss, weight = loss + found, weight + amount
+                loss, weight = loss + part_loss, weight + amount
             for s in reversed(range(len(parts))):
-                own: Values = {}
+                weight_gradients: Values = {}
                 if len(xs):
-                    now = parts[s].made[paper.backward(s, k)].prediction(paper.by, paper.back(s))
+                    now = parts[s].versions[paper.backward(s, k)].prediction(paper.by, paper.back(s))
                     if paper.share is not None:
-                        old = parts[s].made[paper.forward(s, k)].weights
+                        old = parts[s].versions[paper.forward(s, k)].weights
                         significance = paper.share ** (paper.backward(s, k) - paper.forward(s, k))
                         now = {name: (1 - significance) * w + significance * old[name] for name, w in now.items()}
                     if paper.rule == "stash":
@@ -459,8 +459,8 @@ def train(
                         if s == len(parts) - 1:  # the loss is a part of the last stage
                             gradients = [_slope(total, again, ys)[2]]
                     flights[s].swapped = {name: w.detach().clone() for name, w in now.items()}
-                    gradients, own = backward(flights[s], gradients)
-                sums[s].append((own, amount))
+                    gradients, weight_gradients = backward(flights[s], gradients)
+                sums[s].append((weight_gradients, amount))
                 if len(sums[s]) == (counts[s] if rounds else microbatches):
                     update(s)
         answer.losses.append(loss / weight)
@@ -475,17 +475,17 @@ def train(
 def _slope(total: Total, value: Any, targets: Tensor) -> tuple[float, float, Tensor]:
     """Returns the loss of an output, its weight, and its gradient by the output."""
     output = value.detach().requires_grad_()
-    found, amount = total(output, targets)
-    (slope,) = torch.autograd.grad(found, output)
-    return float(found.detach()), amount, slope
+    loss, amount = total(output, targets)
+    (slope,) = torch.autograd.grad(loss, output)
+    return float(loss.detach()), amount, slope
 
 
 def _loaded(model: nn.Module, parts: Sequence[Stage]) -> nn.Module:
-    found = copy.deepcopy(model)
+    loaded = copy.deepcopy(model)
     for part in parts:
-        for name, weight in part.made[-1].weights.items():
-            found.get_parameter(name).data.copy_(weight)
-    return found
+        for name, weight in part.versions[-1].weights.items():
+            loaded.get_parameter(name).data.copy_(weight)
+    return loaded
 
 
 def _put(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -96,7 +96,8 @@ def _fits(space: SearchSpace, plan: Plan, need: Callable[..., int]) -> bool:
 def _needs(space: SearchSpace, plan: Plan, need: Callable[..., int]) -> list[int]:
     rows = zip(space.ends(plan), plan.stages, noam(plan.replicas), plan.update_delay, strict=True)
     return [
-        need(*ends, held, update_delay, stage.recompute, stage.replicas) for ends, stage, held, update_delay in rows
+        need(*ends, in_flight, update_delay, stage.recompute, stage.replicas)
+        for ends, stage, in_flight, update_delay in rows
     ]
 
 

@@ -64,7 +64,10 @@ def phased(
     model = copy.deepcopy(model)
     model.train()
     newest = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
-    steppers = [optimizer([(name, newest[name]) for name in own]) if own else None for own in stages]
+    steppers = [
+        optimizer([(name, newest[name]) for name in names_of_stage]) if names_of_stage else None
+        for names_of_stage in stages
+    ]
     schedules = [scheduler(stepper) if scheduler and stepper else None for stepper in steppers]
     averages = {name: p.detach().clone() for name, p in newest.items()} if ema is not None else {}
     answer, number, numbers = Answer(), [0], range(len(stages))
@@ -72,7 +75,7 @@ def phased(
     base, rule = 0, rules[0]
     updates = [0] * len(stages)  # in this phase
     waiting: list[list[dict[str, Tensor]]] = [[] for _ in stages]
-    made = [[_of(newest, own)] for own in stages]
+    versions = [[_of(newest, names_of_stage)] for names_of_stage in stages]
 
     norms: list[float] = []  # over all stages, of each update so far
     norms_at_drain = 0
@@ -88,29 +91,29 @@ def phased(
             bounds = dict.fromkeys(numbers, whole)
         elif rule.norm_delay is not None:
             # Of update n - D since the last drain; the last one before it where there is none.
-            known = [0.0, *norms][max(norms_at_drain, len(norms) + 1 - rule.norm_delay)]
-            bounds = {s: max(known, own) for s, own in bounds.items()}
+            late_norm = [0.0, *norms][max(norms_at_drain, len(norms) + 1 - rule.norm_delay)]
+            bounds = {s: max(late_norm, stage_norm) for s, stage_norm in bounds.items()}
         norms.append(whole)
         for s in numbers:
             update(s, bounds[s])
 
     def update(s: int, bound: float) -> None:
-        gradients, stepper, held = waiting[s], steppers[s], rule.rounds
+        gradients, stepper, rounds = waiting[s], steppers[s], rule.rounds
         waiting[s] = []
         if stepper is not None:
             for name in stages[s]:
                 newest[name].grad = sum(g[name] for g in gradients) / len(gradients)
                 if clip is not None:
                     newest[name].grad *= min(1.0, clip / (bound + 1e-6))
-            while schedules[s] and steps[s] < clock + updates[s] * held[s] // held[0]:
+            while schedules[s] and steps[s] < clock + updates[s] * rounds[s] // rounds[0]:
                 schedules[s].step()
                 steps[s] += 1
             rate = stepper.param_groups[0]["lr"]
-            stepper.param_groups[0]["lr"] = rate * len(gradients) / held[0]
+            stepper.param_groups[0]["lr"] = rate * len(gradients) / rounds[0]
             stepper.step()
             stepper.param_groups[0]["lr"] = rate
         updates[s] += 1
-        made[s].append(_of(newest, stages[s]))
+        versions[s].append(_of(newest, stages[s]))
         for name in stages[s] if ema is not None else ():
             averages[name].copy_(ema * averages[name] + (1 - ema) * newest[name].detach())
 
@@ -128,24 +131,24 @@ def phased(
             if k and (k in drains or k in rules):
                 end_round()
                 norms_at_drain = len(norms)
-                base, made = k, [[_of(newest, own)] for own in stages]
+                base, versions = k, [[_of(newest, names_of_stage)] for names_of_stage in stages]
                 if k in rules:
                     rule, clock, updates = rules[k], clock + updates[0], [0] * len(stages)
             with torch.no_grad():
                 for s in numbers:
-                    for name, value in made[s][rule.version(s, k - base)].items():
+                    for name, value in versions[s][rule.version(s, k - base)].items():
                         model.get_parameter(name).copy_(value)
             model.zero_grad()
             loss = weight = 0.0
             for part, (xs, ys) in enumerate(pieces(x, y, rule.microbatches)):
                 number[0] = k * rule.microbatches + part
                 if len(xs):
-                    found, amount = total(model(xs.clone()), ys)
-                    found.backward()
-                    loss, weight = loss + float(found.detach()), weight + amount
+                    part_loss, amount = total(model(xs.clone()), ys)
+                    part_loss.backward()
+                    loss, weight = loss + float(part_loss.detach()), weight + amount
             answer.losses.append(loss / weight)
-            for s, own in enumerate(stages):
-                waiting[s].append({name: model.get_parameter(name).grad / weight for name in own})
+            for s, names_of_stage in enumerate(stages):
+                waiting[s].append({name: model.get_parameter(name).grad / weight for name in names_of_stage})
             end_round(whole=True)
         end_round()
     with torch.no_grad():

@@ -123,17 +123,17 @@ def plain(
     averages = {name: p.detach().clone() for name, p in model.named_parameters()} if ema is not None else {}
     answer, number = Answer(), [0]
     buffers = [name for name, _ in model.named_buffers()] if holders > 1 else []
-    held = [_of(model.state_dict(), buffers) for _ in range(holders)]
-    before = held[0]
+    holder_buffers = [_of(model.state_dict(), buffers) for _ in range(holders)]
+    before = holder_buffers[0]
 
     def average_buffers() -> None:
-        nonlocal held, before
+        nonlocal holder_buffers, before
         for name in buffers:
-            seen = torch.stack([own[name] for own in held])
+            seen = torch.stack([values[name] for values in holder_buffers])
             whole = seen.mean(0) if seen.is_floating_point() else seen.sum(0) - (holders - 1) * before[name]
             model.get_buffer(name).copy_(whole)
         before = _of(model.state_dict(), buffers)
-        held = [dict(before) for _ in range(holders)]
+        holder_buffers = [dict(before) for _ in range(holders)]
 
     with seeded(model, names, number, seed):
         for k, (x, y) in enumerate(batches):
@@ -146,12 +146,12 @@ def plain(
                 number[0] = k * microbatches + part
                 if not len(xs):
                     continue
-                model.load_state_dict(held[number[0] % holders], strict=False)
+                model.load_state_dict(holder_buffers[number[0] % holders], strict=False)
                 with torch.autocast("cpu", autocast) if autocast else nullcontext():
-                    found, amount = total(model(xs.clone()), ys)
-                found.backward()
-                held[number[0] % holders] = _of(model.state_dict(), buffers)
-                loss, weight = loss + float(found.detach()), weight + amount
+                    part_loss, amount = total(model(xs.clone()), ys)
+                part_loss.backward()
+                holder_buffers[number[0] % holders] = _of(model.state_dict(), buffers)
+                loss, weight = loss + float(part_loss.detach()), weight + amount
             for p in model.parameters():
                 if p.grad is not None:
                     p.grad /= weight
@@ -211,7 +211,7 @@ def delayed(
     schedules = [scheduler(stepper) if scheduler and stepper else None for stepper in steppers]
     averages = {name: p.detach().clone() for name, p in newest.items()} if ema is not None else {}
     answer, number, base = Answer(), [0], 0
-    made = [[_of(newest, stage)] for stage in stages]
+    versions = [[_of(newest, stage)] for stage in stages]
     taken_at: list[dict[str, Tensor]] = [{} for _ in stages]
     rounds: list[list[dict[str, Tensor]]] = [[] for _ in stages]
     updates, scheduled = [0] * len(stages), [0] * len(stages)
@@ -224,7 +224,7 @@ def delayed(
         if stepper is not None:
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_([newest[name] for name in stages[s]], clip)
-            w, y = {name: newest[name] for name in stages[s]}, made[s][-1]
+            w, y = {name: newest[name] for name in stages[s]}, versions[s][-1]
             for name, p in w.items():
                 p.grad = rule.gradient(s, name, p.grad, y[name], taken_at[s][name])
             # One clock for all stages, that of the input stage's rounds.
@@ -237,28 +237,28 @@ def delayed(
             )
             stepper.param_groups[0]["lr"] = rate * scale
             rule.step(s, stepper, w, y)
-            made[s].append(rule.seen(s, stepper, w))
+            versions[s].append(rule.seen(s, stepper, w))
             stepper.param_groups[0]["lr"] = rate
             updates[s] += 1
         else:
-            made[s].append({})
+            versions[s].append({})
         for name in stages[s]:
             if ema is not None:
-                averages[name].copy_(ema * averages[name] + (1 - ema) * made[s][-1][name])
+                averages[name].copy_(ema * averages[name] + (1 - ema) * versions[s][-1][name])
 
     def average() -> None:
-        for s, own in enumerate(buffers):
-            for name in own[0]:
-                seen = torch.stack([replica[name] for replica in own])
+        for s, replica_buffers in enumerate(buffers):
+            for name in replica_buffers[0]:
+                seen = torch.stack([replica[name] for replica in replica_buffers])
                 whole = seen.mean(0) if seen.is_floating_point() else seen.sum(0) - (counts[s] - 1) * before[s][name]
-                for replica in own:
+                for replica in replica_buffers:
                     replica[name] = whole.clone()
-            before[s] = dict(own[0])
-            model.load_state_dict(own[0], strict=False)
+            before[s] = dict(replica_buffers[0])
+            model.load_state_dict(replica_buffers[0], strict=False)
 
     state = model.state_dict()
-    buffers = [[_of(state, own) for _ in range(counts[s])] for s, own in enumerate(statistics)]
-    before = [dict(own[0]) for own in buffers]
+    buffers = [[_of(state, names_of_stage) for _ in range(counts[s])] for s, names_of_stage in enumerate(statistics)]
+    before = [dict(replica_buffers[0]) for replica_buffers in buffers]
     with seeded(model, names, number, seed):
         for k, (x, y) in enumerate(batches):
             if k and k in drains:
@@ -266,29 +266,29 @@ def delayed(
                 for s in range(len(stages)):
                     if rounds[s]:
                         update(s)
-                base, made = k, [versions[-1:] for versions in made]
-                _load(model, _newest(made))
+                base, versions = k, [versions[-1:] for versions in versions]
+                _load(model, _newest(versions))
                 answer.at_drains[k] = _frozen(model)
-            mixed = {n: v for s, _ in enumerate(stages) for n, v in made[s][version(s, k - base)].items()}
+            mixed = {n: v for s, _ in enumerate(stages) for n, v in versions[s][version(s, k - base)].items()}
             _load(model, mixed)
             model.zero_grad()
-            for s, own in enumerate(buffers):
-                model.load_state_dict(own[k % counts[s]], strict=False)
+            for s, replica_buffers in enumerate(buffers):
+                model.load_state_dict(replica_buffers[k % counts[s]], strict=False)
             loss = weight = 0.0
             for part, (xs, ys) in enumerate(pieces(x, y, microbatches)):
                 number[0] = k * microbatches + part
                 if not len(xs):
                     continue
                 with torch.autocast("cpu", autocast) if autocast else nullcontext():
-                    found, amount = total(model(xs.clone()), ys)
-                found.backward()
-                loss, weight = loss + float(found.detach()), weight + amount
-            for s, own in enumerate(buffers):
-                own[k % counts[s]] = _of(model.state_dict(), statistics[s])
+                    part_loss, amount = total(model(xs.clone()), ys)
+                part_loss.backward()
+                loss, weight = loss + float(part_loss.detach()), weight + amount
+            for s, replica_buffers in enumerate(buffers):
+                replica_buffers[k % counts[s]] = _of(model.state_dict(), statistics[s])
             answer.losses.append(loss / weight)
             answer.weights.append(weight)
             for s, stage in enumerate(stages):
-                taken_at[s] = made[s][version(s, k - base)]
+                taken_at[s] = versions[s][version(s, k - base)]
                 rounds[s].append({name: model.get_parameter(name).grad / weight for name in stage})
                 if len(rounds[s]) == counts[s]:
                     update(s)
@@ -297,7 +297,7 @@ def delayed(
             if rounds[s]:
                 update(s)
     average()
-    _load(model, _newest(made))
+    _load(model, _newest(versions))
     answer.state, answer.ema = _values(model.state_dict()), averages
     return answer
 
@@ -315,8 +315,8 @@ def _of(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]
     return {name: values[name].detach().clone() for name in names}
 
 
-def _newest(made: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    return {name: value for versions in made for name, value in versions[-1].items()}
+def _newest(versions: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    return {name: value for versions in versions for name, value in versions[-1].items()}
 
 
 def _load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -326,10 +326,10 @@ def _load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _frozen(model: nn.Module) -> nn.Module:
-    found = copy.deepcopy(model)
-    for module in found.modules():
+    frozen = copy.deepcopy(model)
+    for module in frozen.modules():
         module._forward_pre_hooks.clear()
-    return found
+    return frozen
 
 
 def _values(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

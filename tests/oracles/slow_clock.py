@@ -70,9 +70,9 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
     done = Pass([[] for _ in ranks])
     taken: list[list[int]] = [[] for _ in program.channels]  # microbatches in the order of their receives
     for text in texts:
-        for one in text:
-            if not isinstance(one, Op) and one.kind is Move.RECEIVE:
-                taken[one.channel].append(one.index)
+        for instruction in text:
+            if not isinstance(instruction, Op) and instruction.kind is Move.RECEIVE:
+                taken[instruction.channel].append(instruction.index)
     for number, channel in enumerate(program.channels):
         done.posted.update({(number, k): 0.0 for k in taken[number][: channel.depth]})
     received: list[list[Message]] = [[] for _ in ranks]
@@ -91,51 +91,60 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
 
     def can(rank: int) -> bool:
         """Does the next instruction of a rank, if it can."""
-        one, slowness = texts[rank][at[rank]], 1.0 / costs.speed(rank)
+        instruction, slowness = texts[rank][at[rank]], 1.0 / costs.speed(rank)
         host = costs.runtime  # what keeps a GPU's host busy is in the seconds of its ops
-        if isinstance(one, Op):
-            if one.kind is Kind.FORWARD and one.stage == 0 and one.index % program.microbatches == 0:
+        if isinstance(instruction, Op):
+            if (
+                instruction.kind is Kind.FORWARD
+                and instruction.stage == 0
+                and instruction.index % program.microbatches == 0
+            ):
                 now[rank] += 0.0 if host.overlap_device else host.load_s * slowness
-            end = now[rank] + costs.op_s(one.kind, one.stage) * slowness
-            if one.kind is not Kind.FETCH:
-                done.spans[rank].append(Span(rank, one.kind.value, one.stage, one.index, now[rank], end))
-            backward = one.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
-            if overlap and backward and one in last[rank] and program.placement.replicas[one.stage] > 1:
-                brought[one.stage, program.updates.update_of(one.stage, one.index)][rank] = now[rank], end
+            end = now[rank] + costs.op_s(instruction.kind, instruction.stage) * slowness
+            if instruction.kind is not Kind.FETCH:
+                done.spans[rank].append(
+                    Span(rank, instruction.kind.value, instruction.stage, instruction.index, now[rank], end)
+                )
+            backward = instruction.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+            if overlap and backward and instruction in last[rank] and program.placement.replicas[instruction.stage] > 1:
+                brought[instruction.stage, program.updates.update_of(instruction.stage, instruction.index)][rank] = (
+                    now[rank],
+                    end,
+                )
             now[rank] = end
             for number, k in received[rank]:
                 later = taken[number].index(k) + program.channels[number].depth
                 done.posted.update({(number, k): end for k in taken[number][later : later + 1]})
             received[rank] = []
-        elif one.kind is Move.SYNC:
-            members = program.placement.ranks[one.channel]
-            brought[one.channel, one.index].setdefault(rank, (now[rank], now[rank]))
-            if len(brought[one.channel, one.index]) < len(members):
+        elif instruction.kind is Move.SYNC:
+            members = program.placement.ranks[instruction.channel]
+            brought[instruction.channel, instruction.index].setdefault(rank, (now[rank], now[rank]))
+            if len(brought[instruction.channel, instruction.index]) < len(members):
                 return False
-            times = list(brought[one.channel, one.index].values())
-            done.summed[one.channel, one.index] = times
-            _, over = arrivals.get(("sum", one.channel, one.index), (0.0, max(end for _, end in times)))
-            closed = sum_end(program, costs, one.channel, times) if alone else over
-            if not host.overlap_device and costs.sum_bytes and one.channel < len(costs.sum_bytes):
+            times = list(brought[instruction.channel, instruction.index].values())
+            done.summed[instruction.channel, instruction.index] = times
+            _, over = arrivals.get(("sum", instruction.channel, instruction.index), (0.0, max(end for _, end in times)))
+            closed = sum_end(program, costs, instruction.channel, times) if alone else over
+            if not host.overlap_device and costs.sum_bytes and instruction.channel < len(costs.sum_bytes):
                 # Meanwhile each member's core sends and receives the bytes of the sum.
-                busy_s = 2 * host.message_s_per_byte * costs.sum_bytes[one.channel]
+                busy_s = 2 * host.message_s_per_byte * costs.sum_bytes[instruction.channel]
                 closed = max(closed, max(end for _, end in times) + busy_s)
-            wait(rank, one.channel, one.index, closed)
-        elif one.kind is Move.SEND:
-            now[rank] += end_s(one.channel) * slowness
-            done.sent[one.channel, one.index] = now[rank]
+            wait(rank, instruction.channel, instruction.index, closed)
+        elif instruction.kind is Move.SEND:
+            now[rank] += end_s(instruction.channel) * slowness
+            done.sent[instruction.channel, instruction.index] = now[rank]
         else:
-            message = one.channel, one.index
+            message = instruction.channel, instruction.index
             if message not in done.sent or message not in done.posted:
                 return False
             first_guess = max(done.sent[message], done.posted[message])
             wait(
                 rank,
-                program.channels[one.channel].target,
-                one.index,
+                program.channels[instruction.channel].target,
+                instruction.index,
                 arrivals.get(("message", *message), (0.0, first_guess))[1],
             )
-            now[rank] += end_s(one.channel) * slowness
+            now[rank] += end_s(instruction.channel) * slowness
             received[rank].append(message)
         at[rank] += 1
         return True
@@ -153,13 +162,13 @@ def ranks_with(program: Program, costs: Costs, total: int, overlap: bool, arriva
 def last_backwards(text: Iterable[Instruction]) -> set[Op]:
     """Returns the backwards after which the next backward or update of their stage is an update."""
     before: dict[int, Op] = {}
-    found = set()
+    ops = set()
     for op in text:
         if isinstance(op, Op) and op.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
             before[op.stage] = op
         elif isinstance(op, Op) and op.kind is Kind.UPDATE and op.stage in before:
-            found.add(before.pop(op.stage))
-    return found
+            ops.add(before.pop(op.stage))
+    return ops
 
 
 def through_ports(program: Program, costs: Costs, done: Pass) -> Table:
@@ -174,14 +183,14 @@ def through_ports(program: Program, costs: Costs, done: Pass) -> Table:
 
     rows: dict[Row, list[tuple[float, float, int]]] = {}
     ways: dict[Row, dict[Place, float]] = {}
-    found: Table = {}
+    table: Table = {}
     for number, channel in enumerate(program.channels):
         size, ends = costs.channel_bytes(channel), (costs.worker(channel.sender), costs.worker(channel.receiver))
         theirs = sorted(
             (max(done.sent[m], done.posted[m]), m[1]) for m in done.sent if m[0] == number if m in done.posted
         )
         if not size or ends[0] == ends[1]:
-            found |= {("message", number, k): (at, at + costs.latency_s(channel)) for at, k in theirs}
+            table |= {("message", number, k): (at, at + costs.latency_s(channel)) for at, k in theirs}
             continue
         order = sorted((done.sent[number, k], k) for _, k in theirs)
         rows["message", number] = [(max(done.sent[number, k], done.posted[number, k]), size, k) for _, k in order]
@@ -203,7 +212,7 @@ def through_ports(program: Program, costs: Costs, done: Pass) -> Table:
             over = 0.0
             for at, _, lasts in parts:
                 over = max(over, at) + lasts
-            found["sum", stage, update] = over, over
+            table["sum", stage, update] = over, over
         if ("sum", stage) in rows:
             ways["sum", stage] = {("own", stage, 0): size / seconds}
             for level in range(cluster.reach(*workers) + 1):
@@ -212,8 +221,8 @@ def through_ports(program: Program, costs: Costs, done: Pass) -> Table:
                     ways["sum", stage] |= {(d, level, at): rate(d, level) for at in places for d in ("out", "in")}
     for row, index, start, end in flowing(rows, ways):
         late = costs.latency_s(program.channels[row[1]]) if row[0] == "message" else 0.0
-        found[*row, index] = start, end + late
-    return found
+        table[*row, index] = start, end + late
+    return table
 
 
 def flowing(

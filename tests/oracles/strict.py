@@ -31,7 +31,7 @@ from pipedream.runtime.comm import channel, connections, process_group, shared_m
 
 _HOST_TIMEOUT_S = 30.0
 _FIRST_TAG = 1 << 20
-_made: list[StrictCommunicator] = []
+_communicators: list[StrictCommunicator] = []
 _numbers = itertools.count()
 
 
@@ -86,7 +86,7 @@ class StrictCommunicator:
         self._jobs: queue.SimpleQueue[tuple[_Work, Callable[[], None]] | None] = queue.SimpleQueue()
         self.outstanding: list[_Work] = []
         self.issued = 0
-        _made.append(self)
+        _communicators.append(self)
         threading.Thread(target=self._run, daemon=True).start()
         if connects:
             self._meet("the making of a communicator")
@@ -100,7 +100,7 @@ class StrictCommunicator:
     def close(self) -> None:
         assert self.issued, f"the link from rank {self._ranks[0]} to rank {self._ranks[1]} was never used"
         self._jobs.put(None)
-        _made.remove(self)
+        _communicators.remove(self)
 
     def _issue(self, what: str, tensors: list[Tensor], place: int, run: Callable[[Tensor, int], None]) -> _Work:
         (tensor,) = tensors
@@ -113,7 +113,7 @@ class StrictCommunicator:
             raise StrictError(f"{what} to its own rank")
         self._meet(what)
         work = _Work(f"{what} between ranks {self._ranks[0]} and {self._ranks[1]}", self._timeout_s)
-        self.outstanding = [one for one in self.outstanding if not one.is_completed()]
+        self.outstanding = [work for work in self.outstanding if not work.is_completed()]
         self.outstanding.append(work)
         self.issued += 1
         self._jobs.put((work, lambda: run(tensor, peer)))
@@ -171,13 +171,15 @@ def _size(tensor: Tensor) -> Tensor:
 
 def outstanding() -> list[str]:
     """Returns what this process has issued and what has not ended."""
-    return [work.what for one in _made for work in one.outstanding if not work.is_completed()]
+    return [
+        work.what for communicator in _communicators for work in communicator.outstanding if not work.is_completed()
+    ]
 
 
 def synchronize(device: Any = None) -> None:
     """In place of torch.cuda.synchronize."""
-    if found := outstanding():
-        raise StrictError(f"a wait for the whole device, while {found[0]} is outstanding")
+    if works := outstanding():
+        raise StrictError(f"a wait for the whole device, while {works[0]} is outstanding")
 
 
 @contextmanager
@@ -217,11 +219,11 @@ def run_all(chosen: list[cases.Case]) -> list[cases.Outcome]:
     with installed():
         outcomes = [cases.run(case) for case in chosen]
     assert next(_numbers), "no link was made"
-    assert not _made, "a communicator was left"
+    assert not _communicators, "a communicator was left"
     return outcomes
 
 
 def check_drained() -> None:
     """Raises if something is outstanding."""
-    if found := outstanding():
-        raise StrictError(f"a drain, while {found[0]} is outstanding")
+    if works := outstanding():
+        raise StrictError(f"a drain, while {works[0]} is outstanding")

@@ -33,11 +33,11 @@ def check_tags(
     """
     m, stop = program.microbatches, drains[-1] if end is None else end
     bases = sorted({begin, *(drain for drain in drains if begin < drain <= stop)})
-    found = set()
+    tagged = set()
     for tag in tags:
         stage, number = tag.stage, tag.microbatch
-        assert (stage, number) not in found, f"two tags of {stage, number}"
-        found.add((stage, number))
+        assert (stage, number) not in tagged, f"two tags of {stage, number}"
+        tagged.add((stage, number))
         k = number - bases[bisect_right(bases, number // m) - 1] * m
         table = (
             program.weights.forward_version(stage, k),
@@ -47,4 +47,4 @@ def check_tags(
         assert (tag.forward_version, tag.backward_version, tag.applied_to) == table, tag
     filled = [[len(x) > 0 for x, _ in reference.pieces(*batch, m)] for batch in batches]
     numbers = {n * m + i for n in range(begin, stop) for i in range(m) if filled[n % len(batches)][i]}
-    assert found == {(stage, number) for stage in range(program.placement.stages) for number in numbers}
+    assert tagged == {(stage, number) for stage in range(program.placement.stages) for number in numbers}

@@ -40,7 +40,7 @@ class _Stage(_PipelineStageBase):
         raise NotImplementedError
 
 
-def made(name: str, ranks: int, microbatches: int, each: int | None = None, **options: Any) -> Any:
+def make_schedule(name: str, ranks: int, microbatches: int, each: int | None = None, **options: Any) -> Any:
     """Returns a schedule object, as rank 0 has it, with `each` stages a rank."""
     each = each or STAGES_A_RANK.get(name, 1)
     stages = [_Stage(index, ranks * each, ranks, 0) for index in range(each)]
@@ -50,13 +50,13 @@ def made(name: str, ranks: int, microbatches: int, each: int | None = None, **op
 
 def orders(name: str, ranks: int, microbatches: int, each: int | None = None) -> dict[int, list[Any]]:
     """Returns the passes of each rank; None for a wait."""
-    schedule = made(name, ranks, microbatches, each)
+    schedule = make_schedule(name, ranks, microbatches, each)
     return getattr(schedule, "pipeline_order", None) or schedule._get_pipeline_order()
 
 
 def lowered(name: str, ranks: int, microbatches: int, each: int | None = None, **options: Any) -> dict[int, list[Any]]:
     """Returns the actions of each rank, with messages and shards."""
-    return made(name, ranks, microbatches, each, **options).pipeline_order_with_comms
+    return make_schedule(name, ranks, microbatches, each, **options).pipeline_order_with_comms
 
 
 def text_of(rows: dict[int, list[Any]]) -> str:
@@ -67,7 +67,7 @@ def text_of(rows: dict[int, list[Any]]) -> str:
 def on_their_ways(rows: dict[int, list[Any]]) -> dict[tuple[int, int], tuple[list[Any], list[Any]]]:
     """Returns for each (sender, receiver) what is sent, and what is received, each as (carries, stage, microbatch)."""
     rank_of = {a.stage_index: rank for rank in rows for a in rows[rank] if a.computation_type.value == "F"}
-    found: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
+    messages: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
     for rank, row in rows.items():
         for action in row:
             word = action.computation_type.value
@@ -76,8 +76,8 @@ def on_their_ways(rows: dict[int, list[Any]]) -> dict[tuple[int, int], tuple[lis
             sends, step = word.startswith("SEND"), 1 if word.endswith("F") else -1
             source = action.stage_index if sends else action.stage_index - step
             pair = (rank, rank_of[source + step]) if sends else (rank_of[source], rank)
-            found.setdefault(pair, ([], []))[not sends].append((word[-1], source, action.microbatch_index))
-    return found
+            messages.setdefault(pair, ([], []))[not sends].append((word[-1], source, action.microbatch_index))
+    return messages
 
 
 def load(file: Path, stages: int, ranks: int, microbatches: int) -> Any:

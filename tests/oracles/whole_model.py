@@ -40,12 +40,12 @@ def train(
     model = model_of(case)
     optimizer = make_optimizer(list(model.named_parameters()))
     stage_of = {name: s for s, names in enumerate(owned) for name in names}
-    made = [_copied(model)]
+    versions = [_copied(model)]
     losses = []
     for k, batch in enumerate(batches):
         parts = [(part, case.amount(part)) for part in split(batch, microbatches)]
         whole, total = sum(amount for _, amount in parts), 0.0
-        leaves = {name: made[version(stage_of[name], k)][name].clone().requires_grad_() for name in made[0]}
+        leaves = {name: versions[version(stage_of[name], k)][name].clone().requires_grad_() for name in versions[0]}
         for part, amount in parts:
             inputs = case.inputs(part)
             args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
@@ -56,7 +56,7 @@ def train(
         for name, parameter in model.named_parameters():
             parameter.grad = leaves[name].grad
         optimizer.step()
-        made.append(_copied(model))
+        versions.append(_copied(model))
         losses.append(total)
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
 

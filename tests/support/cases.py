@@ -258,7 +258,7 @@ def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
         # The paper has a worker a stage. The warm-up is the schedule's own; the rest is the papers' arithmetic.
         built, m = SCHEDULES[case.schedule](plan, outcome.split), outcome.split
         each = zip(built.plan.in_flight, case.replicas, strict=True)
-        waits = [(held - -(-m // count)) * count for held, count in each]
+        waits = [(in_flight - -(-m // count)) * count for in_flight, count in each]
         tagged = case.schedule == "timeprest"
         paper = replace(paper, forward=lambda s, k: max(0, (k - waits[0 if tagged else s]) // m))
     elif case.replicas:
@@ -275,18 +275,18 @@ def _of_paper(case: Case, plan: Plan, outcome: Outcome) -> reference.Answer:
             backward=lambda s, k: k // m[s],
             ahead=lambda s: -(-late[s] // m[s]) if predicts else 0,
         )
-    made = {"sgd": delayed.Sgd, "adamw": delayed.AdamW}[case.optimizer]
+    make_optimizer = {"sgd": delayed.Sgd, "adamw": delayed.AdamW}[case.optimizer]
     numbers = OPTIMIZERS[case.optimizer].keywords
     if case.schedule == "pb_lwp_sc":
         delays = iter(2 * (case.stages - 1 - s) for s in range(case.stages))  # one optimizer a stage, in their order
-        made = lambda **numbers: delayed.SpikeSgd(delay=next(delays), **numbers)  # noqa: E731
+        make_optimizer = lambda **numbers: delayed.SpikeSgd(delay=next(delays), **numbers)  # noqa: E731
     return delayed.train(
         animal.reference or animal.model,
         [stage.names for stage in plan.stages],
         animal.batches * case.epochs,
         animal.total,
         paper,
-        lambda: made(**numbers),
+        lambda: make_optimizer(**numbers),
         microbatches=outcome.split,
         replicas=case.replicas,
         rounds=outcome.split == 1,
@@ -304,15 +304,15 @@ def check(
     optimizer: Any = None,
 ) -> reference.Answer:
     """Checks a run against plain PyTorch: each loss, weight and rate, evaluations, and the whole state."""
-    wanted = answer(case, outcome, rule, optimizer)
+    plain = answer(case, outcome, rule, optimizer)
     bound = tolerance or (1e-10 if case.dtype == torch.float64 else 1e-5)
     animal = zoo.make(case.animal, case.dtype)
     # A loop that was left does not hear of what was still in flight.
     unheard = range(case.leave_at + 1, outcome.drains[0]) if case.leave_at >= 0 else range(0)
-    assert [done.number for done in outcome.dones] == [n for n in range(len(wanted.losses)) if n not in unheard]
+    assert [done.number for done in outcome.dones] == [n for n in range(len(plain.losses)) if n not in unheard]
     size = len(animal.batches)
     for done in outcome.dones:
-        loss, weight, rate = wanted.losses[done.number], wanted.weights[done.number], wanted.rates[done.number]
+        loss, weight, rate = plain.losses[done.number], plain.weights[done.number], plain.rates[done.number]
         x, _ = animal.batches[done.number % size]
         assert abs(done.loss - loss) <= bound * max(abs(loss), 1.0), f"loss of {done.number}: {done.loss}, not {loss}"
         assert (done.epoch, done.ends_epoch) == (done.number // size, done.number % size == size - 1)
@@ -320,20 +320,20 @@ def check(
         assert case.replicas or abs(done.rate - rate) <= 1e-12
     assert set(outcome.evaluated) <= set(outcome.drains)
     for number, loss in outcome.evaluated.items():
-        expected = reference.mean_loss(wanted.at_drains[number], odd(animal.batches), animal.total)
+        expected = reference.mean_loss(plain.at_drains[number], odd(animal.batches), animal.total)
         assert abs(loss - expected) <= bound * max(abs(expected), 1.0), f"evaluated {loss}, not {expected}"
     assert list(outcome.state) == list(animal.model.state_dict())
-    assert_near(outcome.state, wanted.state, bound)
+    assert_near(outcome.state, plain.state, bound)
     if case.ema is not None:
-        assert_near({name: outcome.ema[name] for name in wanted.ema}, wanted.ema, bound)
-    return wanted
+        assert_near({name: outcome.ema[name] for name in plain.ema}, plain.ema, bound)
+    return plain
 
 
-def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float) -> None:
+def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
     """Checks that each tensor lies within `bound` times the norm of the wanted one; whole numbers are equal."""
-    assert set(found) == set(wanted)
-    for name, tensor in wanted.items():
-        got = found[name]
+    assert set(actual) == set(expected)
+    for name, tensor in expected.items():
+        got = actual[name]
         assert got.dtype == tensor.dtype
         if not tensor.is_floating_point():
             assert torch.equal(got, tensor), f"{name}: {got}, not {tensor}"
@@ -342,27 +342,27 @@ def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: floa
         assert distance <= bound * size, f"{name}: {distance / size:.3g} of its norm away"
 
 
-def check_same(found: Outcome, alone: Outcome, rank: int, bound: float = 0.0) -> None:
+def check_same(outcome: Outcome, alone: Outcome, rank: int, bound: float = 0.0) -> None:
     """Checks what a rank of several processes gave against what one process with all workers gave.
 
     Args:
         bound: of the relative distance of losses and weights; 0 asks for the same bits.
     """
-    assert len(found.dones) == len(alone.dones)
-    for there, here in zip(found.dones, alone.dones, strict=True):
+    assert len(outcome.dones) == len(alone.dones)
+    for there, here in zip(outcome.dones, alone.dones, strict=True):
         assert replace(there, loss=here.loss) == here
         assert abs(there.loss - here.loss) <= bound * abs(here.loss)
-    assert (found.drains, found.position, found.late) == (alone.drains, alone.position, alone.late)
-    assert list(found.evaluated) == list(alone.evaluated)
+    assert (outcome.drains, outcome.position, outcome.late) == (alone.drains, alone.position, alone.late)
+    assert list(outcome.evaluated) == list(alone.evaluated)
     for number, loss in alone.evaluated.items():
-        assert abs(found.evaluated[number] - loss) <= bound * abs(loss)
-    assert found.storages
-    assert all(found.storages[stage] <= alone.storages[stage] for stage in found.storages)
-    assert all(found.versions[stage] <= alone.versions[stage] for stage in found.versions)
+        assert abs(outcome.evaluated[number] - loss) <= bound * abs(loss)
+    assert outcome.storages
+    assert all(outcome.storages[stage] <= alone.storages[stage] for stage in outcome.storages)
+    assert all(outcome.versions[stage] <= alone.versions[stage] for stage in outcome.versions)
     if rank:
-        assert not found.state
+        assert not outcome.state
         return
-    for there, here in ((found.state, alone.state), (found.ema, alone.ema)):
+    for there, here in ((outcome.state, alone.state), (outcome.ema, alone.ema)):
         assert list(there) == list(here)
         if bound:
             assert_near(there, here, bound)

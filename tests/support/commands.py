@@ -53,13 +53,13 @@ class Started:
         self._mark = uuid.uuid4().hex
         self._folder = folder
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-        given = {name: value for name, value in os.environ.items() if name not in names}
+        environment_before = {name: value for name, value in os.environ.items() if name not in names}
         # `end` closes and so removes them.
         self._out, self._err = NamedTemporaryFile("w+"), NamedTemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [*within, sys.executable, *arguments],
             cwd=folder,
-            env=given | {_MARK: self._mark, "OMP_NUM_THREADS": "1"} | (environment or {}),
+            env=environment_before | {_MARK: self._mark, "OMP_NUM_THREADS": "1"} | (environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=self._out,
             stderr=self._err,
@@ -90,14 +90,14 @@ class Started:
 
     def processes(self) -> dict[int, str]:
         """Returns the processes that come from this start and still run: id -> command line."""
-        found = {}
+        commands = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if f"{_MARK}={self._mark}".encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+                    commands[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
             except OSError:  # it has ended meanwhile, or is not ours
                 continue
-        return {pid: words for pid, words in found.items() if words}  # a zombie has no words
+        return {pid: words for pid, words in commands.items() if words}  # a zombie has no words
 
     def end(self, timeout_s: float = 120.0) -> Ended:
         """Waits for its end; after `timeout_s` all its processes are killed and the status is that of the kill."""

@@ -81,7 +81,9 @@ def straight(draw: st.DrawFn) -> Schedule:
     rows = tuple(Stage(s, s + 1, count) for s, count in enumerate(replicas))
     plan = Plan(rows, in_flight, Cluster.flat(sum(replicas)), update_delay, unit="microbatch")
     if name == "pipedream_2bw":
-        least = max(max(held - 1, 1) * count for held, count in zip(in_flight, replicas, strict=True))
+        least = max(
+            max(count_in_flight - 1, 1) * count for count_in_flight, count in zip(in_flight, replicas, strict=True)
+        )
         return build(name, plan, least + draw(st.integers(0, 3)))
     try:
         return build(name, plan, None if name in WHOLE else draw(st.integers(max(replicas), 7)))

@@ -86,7 +86,7 @@ def plan_of(run: Living) -> Plan:
     )
     stages = len(run.replicas)
     cuts = tuple(1 + (s * run.blocks) // stages for s in range(1, stages))
-    made = manual_plan(
+    plan = manual_plan(
         profile,
         Cluster.flat(sum(run.replicas)),
         cuts,
@@ -95,13 +95,13 @@ def plan_of(run: Living) -> Plan:
         microbatches=run.microbatches or 1,
     )
     if not run.recompute:
-        return made
+        return plan
     from pipedream.planner.tables.search_space import SearchSpace
 
     space = SearchSpace.of(
-        profile, made.cluster, versions=versions_of(run.schedule), microbatches=run.microbatches or 1
+        profile, plan.cluster, versions=versions_of(run.schedule), microbatches=run.microbatches or 1
     )
-    return space.at_depth(replace(made, stages=tuple(replace(s, recompute=True) for s in made.stages)), made.in_flight)
+    return space.at_depth(replace(plan, stages=tuple(replace(s, recompute=True) for s in plan.stages)), plan.in_flight)
 
 
 def lived(run: Living, plan: Plan, minibatches: int = 10) -> tuple[int, int, int]:

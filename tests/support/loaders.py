@@ -86,8 +86,8 @@ class Drawn(Epochs):
 class Subclass(DataLoader[int]):
     """Cannot be made again from its arguments."""
 
-    def __init__(self, one: str) -> None:
-        super().__init__(Numbers(), batch_size=len(one), shuffle=True)
+    def __init__(self, text: str) -> None:
+        super().__init__(Numbers(), batch_size=len(text), shuffle=True)
 
 
 class Stream(IterableDataset[int]):
@@ -198,13 +198,13 @@ def seed_all(seed: int) -> None:
 def plain_loop(loader: Any, epochs: int) -> list[list[list[int]]]:
     """Returns the batches of each epoch as a loop in a script gets them where nothing else draws."""
     seed_all(5)
-    found = []
+    epochs_batches = []
     for epoch in range(epochs):
         for part in (loader, getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        found.append([listed(batch) for batch in loader])
-    return found
+        epochs_batches.append([listed(batch) for batch in loader])
+    return epochs_batches
 
 
 def listed(batch: Any) -> list[int]:

@@ -112,7 +112,7 @@ UNLIKE: dict[str, dict[str, Any]] = {
 def train_unlike() -> dict[str, str]:
     """Builds and trains pipelines whose last rank has another setting; returns the errors."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    found = {}
+    errors = {}
     for name, other in UNLIKE.items():
         animal = zoo.make("mlp")
         plan = zoo.plan_of(zoo.make("mlp"), dist.get_world_size())
@@ -123,8 +123,8 @@ def train_unlike() -> dict[str, str]:
             with pd.Pipeline(animal.model, plan, **options | (other if is_last else {})) as pipeline:
                 list(pipeline.train(animal.batches, epochs=2 if is_last and name == "epochs" else 1))
         except pd.PipelineError as error:
-            found[name] = str(error)
-    return found
+            errors[name] = str(error)
+    return errors
 
 
 def call_alone(rank: int, name: str, folder: str) -> None:

@@ -348,12 +348,12 @@ class Inception(nn.Module):
 
     def __init__(self, inputs: int) -> None:
         super().__init__()
-        self.one = nn.Conv2d(inputs, 4, 1)
+        self.direct = nn.Conv2d(inputs, 4, 1)
         self.three = nn.Sequential(nn.Conv2d(inputs, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
         self.pool = nn.Conv2d(inputs, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        branches = [self.one(x), self.three(x), self.pool(F.avg_pool2d(x, 3, stride=1, padding=1))]
+        branches = [self.direct(x), self.three(x), self.pool(F.avg_pool2d(x, 3, stride=1, padding=1))]
         return F.relu(torch.cat(branches, dim=1))
 
 
@@ -441,8 +441,8 @@ class Pyramid(nn.Module):
             maps.append(x)
         top = self.lateral[-1](maps[-1])
         pyramid = [top]
-        for lateral, found in zip(self.lateral[:-1][::-1], maps[:-1][::-1], strict=True):
-            top = lateral(found) + F.interpolate(top, size=found.shape[-2:], mode="nearest")
+        for lateral, level_map in zip(self.lateral[:-1][::-1], maps[:-1][::-1], strict=True):
+            top = lateral(level_map) + F.interpolate(top, size=level_map.shape[-2:], mode="nearest")
             pyramid.insert(0, top)
         return sum(self.head(level).amax((2, 3)) for level in pyramid)
 
@@ -820,8 +820,8 @@ class Experts(nn.Module):
             rows, slots = torch.where(chosen == i)
             if rows.numel() == 0:
                 continue
-            found = expert(flat.index_select(0, rows)) * weights[rows, slots].unsqueeze(1)
-            out.index_add_(0, rows, found)
+            output = expert(flat.index_select(0, rows)) * weights[rows, slots].unsqueeze(1)
+            out.index_add_(0, rows, output)
         return out.view_as(x)
 
 

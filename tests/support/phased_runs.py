@@ -136,15 +136,15 @@ def check(run: Run, outcome: Outcome) -> None:
         begin: rule(chosen[number].name, chosen[number].microbatches or 1, plan, run.clip_by)
         for number, (begin, _) in outcome.trained.items()
     }
-    wanted = phased.phased(
+    expected = phased.phased(
         animal.model, list(chain.from_iterable(stage.names for stage in plan.stages)), animal.batches * run.epochs,
         animal.total, OPTIMIZERS[run.optimizer], stages=owned, rules=rules, drains=outcome.drains, seed=3, ema=0.9,
         clip=run.clip, scheduler=partial(StepLR, step_size=7, gamma=0.7),
     )  # fmt: skip
     for number, loss in outcome.losses.items():
-        assert abs(loss - wanted.losses[number]) <= 1e-10 * max(abs(loss), 1.0), number
-    assert_near(outcome.state, wanted.state, 1e-9)
-    assert_near({name: outcome.ema[name] for name in wanted.ema}, wanted.ema, 1e-9)
+        assert abs(loss - expected.losses[number]) <= 1e-10 * max(abs(loss), 1.0), number
+    assert_near(outcome.state, expected.state, 1e-9)
+    assert_near({name: outcome.ema[name] for name in expected.ema}, expected.ema, 1e-9)
 
 
 SAVE_AT = (4, 12, 20, 30, 42)

@@ -52,8 +52,8 @@ class Feed(nn.Module):
         y = self.norm(x)
         z = self.act(self.up(y))
         z = z if self.gate is None else z * self.gate(y)
-        found: torch.Tensor = self.drop(self.down(self.drop(z)))
-        return x + found if self.skip else found
+        output: torch.Tensor = self.drop(self.down(self.drop(z)))
+        return x + output if self.skip else output
 
 
 class Attend(nn.Module):
@@ -69,7 +69,8 @@ class Attend(nn.Module):
         batch, length, _ = x.shape
         y = self.norm(x)
         q, k, v = (
-            one(y).view(batch, length, self.heads, -1).transpose(1, 2) for one in (self.query, self.key, self.value)
+            projection(y).view(batch, length, self.heads, -1).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
         )
         if self.by_hand:
             scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
@@ -80,8 +81,8 @@ class Attend(nn.Module):
             mixed = F.scaled_dot_product_attention(
                 q, k, v, is_causal=self.causal, dropout_p=self.inside if self.training else 0.0
             )
-        found: torch.Tensor = x + self.drop(self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH)))
-        return found
+        output: torch.Tensor = x + self.drop(self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH)))
+        return output
 
 
 class Encoder(nn.Module):
@@ -92,8 +93,8 @@ class Encoder(nn.Module):
         self.inner = nn.TransformerEncoderLayer(WIDTH, heads, 16, drop, batch_first=True, norm_first=first)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.inner(x)
-        return found
+        output: torch.Tensor = self.inner(x)
+        return output
 
 
 class Convolve(nn.Module):
@@ -121,8 +122,8 @@ class Route(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.experts(self.norm(x))
-        return found
+        output: torch.Tensor = x + self.experts(self.norm(x))
+        return output
 
 
 class Mean(nn.Module):
@@ -171,7 +172,7 @@ class LaidOut:
 
 
 def model_of(case: LaidOut) -> nn.Sequential:
-    layers = [made(*arguments) for made, *arguments in case.blocks]
+    layers = [make_layer(*arguments) for make_layer, *arguments in case.blocks]
     first = {"words": [nn.Embedding(WORDS, WIDTH)], "rows": [], "points": [], "images": [nn.Conv2d(3, 4, 1)]}[case.kind]
     last = {
         "words": [Mean(), nn.Linear(WIDTH, CLASSES)],
@@ -183,7 +184,7 @@ def model_of(case: LaidOut) -> nn.Sequential:
 
 
 def batches_of(case: LaidOut) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    found = []
+    batches = []
     for size in case.sizes:
         x = {
             "words": lambda n: torch.randint(WORDS, (n, LENGTH)),
@@ -191,8 +192,8 @@ def batches_of(case: LaidOut) -> list[tuple[torch.Tensor, torch.Tensor]]:
             "rows": lambda n: torch.randn(n, WIDTH, dtype=torch.float64),
             "images": lambda n: torch.randn(n, 3, SIDE, SIDE, dtype=torch.float64),
         }[case.kind](size)
-        found.append((x, torch.randint(CLASSES, (size,))))
-    return found
+        batches.append((x, torch.randint(CLASSES, (size,))))
+    return batches
 
 
 def trained(case: LaidOut, mesh: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, float]]:
@@ -207,8 +208,8 @@ def trained(case: LaidOut, mesh: str) -> tuple[list[float], dict[str, torch.Tens
     else:
         plan = pipedream.Plan.uniform(len(case.ends), replicas=(case.replicas, *[1] * (len(case.ends) - 1)))
     stages = [
-        replace(one, first=a, last=b, recompute=case.recompute)
-        for one, a, b in zip(plan.stages, starts, case.ends, strict=False)
+        replace(stage, first=a, last=b, recompute=case.recompute)
+        for stage, a, b in zip(plan.stages, starts, case.ends, strict=False)
     ]
     pipeline = pipedream.Pipeline(
         model,
@@ -336,21 +337,21 @@ def laid_out(draw: st.DrawFn, processes: int) -> LaidOut:
     count = 4 if chunked else rest - replicas + 1
     cuts = sorted(draw(st.sets(st.integers(1, len(model) - 1), min_size=count - 1, max_size=count - 1)))
     rules, shard_weights = draw(_rules(kind, dimensions))
-    known = [name for name, _ in model.named_parameters()]
+    parameters = [name for name, _ in model.named_parameters()]
     table = IMAGES if kind == "images" else DIMENSIONS
-    modules = sorted({name.rpartition(".")[0] for name in known})
+    modules = sorted({name.rpartition(".")[0] for name in parameters})
     unnamed = {module for module in modules if not draw(st.integers(0, 11))}
     names = {
         name: words
-        for name in known
+        for name in parameters
         for end, words in table.items()
         if name.endswith(end)
         and name.rpartition(".")[0] not in unnamed
         and len(words.split()) == model.get_parameter(name).dim()
     }
-    head = known[-2]
+    head = parameters[-2]
     if draw(st.booleans()):
-        names |= {head: "classes d_last", known[-1]: "classes"}
+        names |= {head: "classes d_last", parameters[-1]: "classes"}
     if kind == "words" and draw(st.booleans()):
         names["0.weight"] = draw(st.sampled_from(["vocab d_model", "words d_model"]))
     options: dict[str, Any] = {}
@@ -404,7 +405,7 @@ def _rules(draw: st.DrawFn, kind: str, dimensions: dict[str, int]) -> tuple[str,
                 cut = {"images": {"d_in"}, "rows": {"d_model"}}.get(kind) or {
                     draw(st.sampled_from(["d_model", "experts"]))
                 }
-            rules += [f"{one}:{over}" for one in sorted(cut)]
+            rules += [f"{dimension}:{over}" for dimension in sorted(cut)]
             if draw(st.integers(0, 7)) == 0:
                 shard_weights = over
     return ",".join(rules), shard_weights

@@ -37,27 +37,27 @@ class RandomBlock(nn.Module):
         def pick(live: list[Tensor], back: int) -> Tensor:
             return live[max(0, len(live) - back)]
 
-        def made(module: nn.Module) -> nn.Module:
+        def add_part(module: nn.Module) -> nn.Module:
             self.parts.append(module)
             return module
 
         i, j = rng.randint(1, 2), rng.randint(1, 5)
         kind = rng.choice([*("linear", "norm", "block") * 2, *_GLUE, "again", "own", "cat", "in_place"])
         if kind == "block" and depth:
-            block = made(RandomBlock(rng, rng.randint(1, 3), depth - 1))
+            block = add_part(RandomBlock(rng, rng.randint(1, 3), depth - 1))
             return lambda live, mask: newest(block([pick(live, i), pick(live, j)], mask))
         if kind in _GLUE:
             return lambda live, mask: _GLUE[kind](pick(live, i), pick(live, j), mask)
         if kind == "own":
             return lambda live, mask: pick(live, i) * self.bias + pick(live, j)
         if kind == "norm":
-            norm = made(nn.LayerNorm(WIDTH))
+            norm = add_part(nn.LayerNorm(WIDTH))
             return lambda live, mask: norm(pick(live, i)) + pick(live, j)
         if kind == "cat":
-            wide = made(nn.Linear(2 * WIDTH, WIDTH))
+            wide = add_part(nn.Linear(2 * WIDTH, WIDTH))
             return lambda live, mask: wide(torch.cat([pick(live, i), pick(live, j)], -1))
-        known = [part for part in self.parts if isinstance(part, nn.Linear) and part.in_features == WIDTH]
-        linear = rng.choice(known) if kind == "again" and known else made(nn.Linear(WIDTH, WIDTH))
+        linears = [part for part in self.parts if isinstance(part, nn.Linear) and part.in_features == WIDTH]
+        linear = rng.choice(linears) if kind == "again" and linears else add_part(nn.Linear(WIDTH, WIDTH))
         if kind == "in_place":
             return lambda live, mask: linear(pick(live, i)).add_(pick(live, j)).relu_()
         return lambda live, mask: torch.tanh(linear(pick(live, i)))

@@ -157,15 +157,15 @@ def draw_cuts(graph: Any, stages: int, seed: int) -> tuple[int, ...]:
     return tuple(sorted(random.Random(seed).sample(allowed, min(stages - 1, len(allowed)))))
 
 
-def check_same(wanted: Trained, found: Trained, tolerance: float) -> None:
+def check_same(expected: Trained, actual: Trained, tolerance: float) -> None:
     """Checks that two runs gave the same losses, weights, evaluation and outputs."""
     for name in ("losses", "evaluated"):
-        _check_near(name, torch.tensor(getattr(found, name)), torch.tensor(getattr(wanted, name)), tolerance)
-    assert sorted(found.state) == sorted(wanted.state), set(found.state) ^ set(wanted.state)
-    for name, value in wanted.state.items():
-        _check_near(name, found.state[name], value, tolerance)
-    assert len(found.predicted) == len(wanted.predicted)
-    for a, b in zip(found.predicted, wanted.predicted, strict=True):
+        _check_near(name, torch.tensor(getattr(actual, name)), torch.tensor(getattr(expected, name)), tolerance)
+    assert sorted(actual.state) == sorted(expected.state), set(actual.state) ^ set(expected.state)
+    for name, value in expected.state.items():
+        _check_near(name, actual.state[name], value, tolerance)
+    assert len(actual.predicted) == len(expected.predicted)
+    for a, b in zip(actual.predicted, expected.predicted, strict=True):
         assert type(a) is type(b), f"predict gave a {type(a).__name__}, the model gives a {type(b).__name__}"
         for (name, x), (other, y) in zip(_tensors(a), _tensors(b), strict=True):
             assert name == other
@@ -186,13 +186,13 @@ def split(batch: Any, parts: int) -> list[Any]:
     return [part(batch, index) for index in range(min(parts, count))]
 
 
-def _check_near(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
-    assert found.shape == wanted.shape, f"{name} has the shape {tuple(found.shape)}, not {tuple(wanted.shape)}"
-    assert found.dtype == wanted.dtype, f"{name} is of {found.dtype}, not {wanted.dtype}"
-    if not wanted.numel() or found.equal(wanted):
+def _check_near(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert actual.shape == expected.shape, f"{name} has the shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    assert actual.dtype == expected.dtype, f"{name} is of {actual.dtype}, not {expected.dtype}"
+    if not expected.numel() or actual.equal(expected):
         return
-    difference = (found.double() - wanted.double()).abs().max().item()
-    size = wanted.double().abs().max().item()
+    difference = (actual.double() - expected.double()).abs().max().item()
+    size = expected.double().abs().max().item()
     assert difference <= tolerance * max(1.0, size), f"{name} differs by {difference:.1e}, its size is {size:.1e}"
 
 
@@ -201,8 +201,8 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
-        for one in dataclasses.fields(value):
-            yield from _tensors(getattr(value, one.name), f"{name}.{one.name}")
+        for data_field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, data_field.name), f"{name}.{data_field.name}")
     elif isinstance(value, (Mapping, tuple, list)):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:

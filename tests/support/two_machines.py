@@ -26,7 +26,7 @@ def within(machine: Host) -> tuple[str, ...]:
 
 def on_both(machines: Network, rendezvous: str, program: tuple[str, ...], folder: Path) -> list[Ended]:
     """Runs torchrun on both machines, one worker each, and waits for both."""
-    ends = [one.end() for one in started_on_both(machines, rendezvous, program, folder)]
+    ends = [started.end() for started in started_on_both(machines, rendezvous, program, folder)]
     for rank, ended in enumerate(ends):
         assert ended.status == 0, f"machine {rank}: {ended.err}"
         assert not ended.orphans
@@ -45,12 +45,12 @@ def started_on_both(machines: Network, rendezvous: str, program: tuple[str, ...]
                 *("--rdzv-conf", f"is_host={1 - rank}", "--local-addr", host.address),
             ),
         }[rendezvous]
-        own = folder / f"machine{rank}"
-        own.mkdir()
+        machine_folder = folder / f"machine{rank}"
+        machine_folder.mkdir()
         started.append(
             commands.start(
                 *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet, *program),
-                folder=own,
+                folder=machine_folder,
                 environment={"GLOO_SOCKET_IFNAME": LINK},
                 within=within(host),
             )

@@ -192,14 +192,14 @@ class _Regularised(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x, before = x[:, : self.linear.in_features], x[:, self.linear.in_features :].sum(1, keepdim=True)
-        made = self.linear(x)
-        losses = made.logsumexp(1).square().mean(), 0.3 * self.linear.bias.square().sum()
-        made = self.drop(made).tanh()
+        output = self.linear(x)
+        losses = output.logsumexp(1).square().mean(), 0.3 * self.linear.bias.square().sum()
+        output = self.drop(output).tanh()
         if self.carries:
-            return torch.cat([made, before + sum(losses)], 1)
+            return torch.cat([output, before + sum(losses)], 1)
         for loss in losses:
-            made = pipedream.add_auxiliary_loss(made, loss)
-        return made
+            output = pipedream.add_auxiliary_loss(output, loss)
+        return output
 
 
 def auxiliary(dtype: torch.dtype) -> Animal:
