@@ -156,20 +156,29 @@ def test_commands_print_what_is_shown(
     assert trimmed(capsys.readouterr().out) == trimmed(output)
 
 
+def other_commands() -> list[list[str]]:
+    """Returns the commands whose output is not shown, each once."""
+    lines = "".join(block for page in PAGES for block in blocks(page, "sh")).splitlines()
+    return [arguments(line) for line in dict.fromkeys(lines)]
+
+
+def test_other_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    for name, *rest in other_commands():
+        cli.load(name).make_context(name, rest)
+
+
+@pytest.mark.slow
 def test_other_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("sklearn", reason="the example's data set comes with scikit-learn")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    done = set()
-    for line in "".join(block for page in PAGES for block in blocks(page, "sh")).splitlines():
-        name, *rest = arguments(line)
-        if name in STARTS_PROCESSES:
-            cli.load(name).make_context(name, rest)
-        elif line not in done:
-            assert cli.main([name, *rest]) == 0, line
-        done.add(line)
+    for name, *rest in other_commands():
+        if name not in STARTS_PROCESSES:
+            assert cli.main([name, *rest]) == 0, (name, *rest)
     assert "Plan 1-1-1-1 of DigitNet" in capsys.readouterr().out
     assert (tmp_path / "2bw.svg").read_text(encoding="utf-8").startswith("<svg")
 
