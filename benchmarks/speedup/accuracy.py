@@ -26,9 +26,10 @@ from pipedream import plan as make_plan
 from pipedream.core.comparison import DDP, ONE_WORKER, TORCH, format_link, format_ratio
 from pipedream.core.units import format_bytes, format_number
 from pipedream.options import TrainingOptions
-from pipedream.runtime.torch_baselines import PlainLoop
+from pipedream.runtime import torch_baselines
 from pipedream.slow_links import Network, slow_network
-from pipedream.training.compare import _own_threads, _profiled, _Runs
+from pipedream.training.compare import profile_together
+from pipedream.training.compare_runs import Runs, limit_threads
 
 sys.path.append(str(Path(__file__).parents[1]))
 from worker_processes import cores_busy_s
@@ -99,7 +100,7 @@ SIZES = {
 def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
     """Returns a row for each run, those that tune a rate included."""
     asked, rows = SIZES[size], []
-    with tempfile.TemporaryDirectory() as folder, slow_network((2,), (None,)) as network, _own_threads(2):
+    with tempfile.TemporaryDirectory() as folder, slow_network((2,), (None,)) as network, limit_threads(2):
         for task in asked.tasks:
             rows += _Bench(task, asked, network, Path(folder, task.name), log).rows()
     return rows
@@ -122,7 +123,7 @@ class _Bench:
         rates = {row["each_update"]: row["rate"] for row in found if row["is_best"]}
         os.environ[ASKED] = task.asked(rates[1])
         self.network.limit(None)
-        profile, _ = _profiled(self._runs(TUNING_SEED), 2, PARTS)
+        profile, _ = profile_together(self._runs(TUNING_SEED), 2, PARTS)
         self.network.limit(task.bytes_per_s)
         for seed in range(self.size.seeds):
             for name in self.size.variants:
@@ -145,7 +146,9 @@ class _Bench:
             row |= {"rate": task.rate * factor, "metric": task.metric, "final": None, "loss": 0.0, "is_best": False}
             if len(self.size.rates) > 1:
                 os.environ[ASKED] = task.asked(task.rate * factor, batch=each_update)
-                loop = PlainLoop(recipe(TUNING_SEED), 0, 1, torch.device("cpu"), parts=PARTS)
+                loop = torch_baselines.plain_loop(
+                    torch_baselines.Task(recipe(TUNING_SEED), 0, 1, torch.device("cpu"), PARTS)
+                )
                 metrics = loop.train(task.epochs, None)["metrics"]
                 row |= {"final": metrics[task.metric], "loss": metrics["loss"]}
                 self.log(f"{task.name}, {row['tunes']}, rate {row['rate']:g}: {task.metric} {row['final']:.4f}")
@@ -153,11 +156,11 @@ class _Bench:
         min(found, key=lambda row: row["loss"])["is_best"] = True
         return found
 
-    def _runs(self, seed: int) -> _Runs:
+    def _runs(self, seed: int) -> Runs:
         self._count += 1
         options = TrainingOptions(seed=seed, epochs=self.task.epochs)
         file = str(Path(__file__).with_name("accuracy_recipe.py"))
-        return _Runs(file, options, self.folder / str(self._count), self.network, _count=10 * self._count)
+        return Runs(file, options, self.folder / str(self._count), self.network, count=10 * self._count)
 
     def _least_disturbed(self, name: str, seed: int, profile: Profile, rate: float) -> dict[str, Any]:
         """Runs a variant until other processes have left the cores alone meanwhile, or often enough."""
@@ -179,7 +182,7 @@ class _Bench:
         how = VARIANTS[name]
         if how is None:
             workers, parts = (1 if name == ONE_WORKER else 2), (PARTS if name == SAME_BATCH else 1)
-            file, sent = runs.torch("plain" if workers == 1 else "ddp", workers, name, parts=parts, bounds=())
+            file, sent = runs.run_worker("plain" if workers == 1 else "ddp", workers, name, parts=parts, bounds=())
             found = json.loads(file.read_text(encoding="utf-8"))
             rate = found["samples_per_s"]
         else:

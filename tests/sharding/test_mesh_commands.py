@@ -16,7 +16,8 @@ from pipedream import cli
 from pipedream.core.comparison import ONE_WORKER, Variant
 from pipedream.core.errors import PlanError
 from pipedream.options import TrainingOptions
-from pipedream.training import compare as comparing
+from pipedream.training.compare_runs import RunFailed, Runs
+from pipedream.training.compare_variants import LinkVariants
 
 RECIPE = """
 import pipedream, torch
@@ -104,21 +105,21 @@ def test_each_method_of_a_comparison_is_planned_for_meshes(monkeypatch: pytest.M
     profile = pipedream.profile(model, torch.randn(16, 8), layout=layout, meshes=("model:2",), runs=1)
     ran: list[tuple[int, str, str]] = []
 
-    def run(self: comparing._Runs, ranks: int, arguments: Sequence[str], begun: Path) -> None:
+    def run(self: Runs, ranks: int, arguments: Sequence[str], begun: Path) -> None:
         if "train" not in arguments:
-            raise comparing._Failed(1, "not here")
+            raise RunFailed(1, "not here")
         words = " ".join(arguments)
         plan = pipedream.Plan.load(words.partition("--plan ")[2].split()[0])
-        ran.append((ranks, plan.config, words.partition("--layout ")[2].partition(" --seed")[0]))
-        raise comparing._Failed(2, "enough")
+        ran.append((ranks, plan.config, words.partition("--layout ")[2].partition(" --plan")[0]))
+        raise RunFailed(2, "enough")
 
-    monkeypatch.setattr(comparing._Runs, "run", run)
+    monkeypatch.setattr(Runs, "_run", run)
     options = TrainingOptions(workers=4, mesh="model:2", layout="d_ff:model", shard_weights="model")
-    runs = comparing._Runs("recipe.py", options, tmp_path, None)
+    runs = Runs("recipe.py", options, tmp_path, None)
     for method in ("data-parallel", "1f1b", "pipedream", "auto"):
-        over = comparing._OverLink(runs, profile, pipedream.Cluster.flat(4), 4, (method,), lambda line: None)
+        link = LinkVariants(runs, profile, pipedream.Cluster.flat(4), 4, (method,), lambda line: None)
         with pytest.raises(PlanError, match="enough"):
-            list(over.variants([Variant(ONE_WORKER, 1)]))
+            list(link.measure_all(Variant(ONE_WORKER, 1)))
     assert [ranks for ranks, _, _ in ran[:3]] == [4] * 3
     assert [config for _, config, _ in ran[:3]] == ["2x2", "1x2-1x2", "1x2-1x2"]
     assert {layout_text for *_, layout_text in ran} == {"d_ff:model --shard-weights model"}

@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import pipedream
 from pipedream.core.errors import RecipeError
 from pipedream.runtime import torch_baselines
-from pipedream.runtime.torch_baselines import Baseline, DataParallel, OneFOneB, PlainLoop
+from pipedream.runtime.torch_baselines import Baseline, Task, data_parallel, one_f_one_b, plain_loop
 from pipedream.training import compare as comparing
+from pipedream.training.compare_variants import predict_samples_per_s
 
 Run = Callable[..., tuple[int, str, str]]
 CPU = torch.device("cpu")
@@ -73,7 +74,7 @@ def recipe(seed: int = 0, **changed: Any) -> pipedream.Recipe:
 
 def test_plain_loop_trains_as_the_pipeline_does(tmp_path: Path) -> None:
     digits = recipe()
-    figures = PlainLoop(digits, 0, 1, CPU).train(2, None)
+    figures = plain_loop(Task(digits, 0, 1, CPU)).train(2, None)
     summary = pipedream.run(
         lambda seed: recipe(), workers=1, schedule="1f1b", microbatches=1, epochs=2, out=tmp_path / "run", quiet=True
     )
@@ -93,10 +94,10 @@ class _Penalised(nn.Linear):
 
 def test_auxiliary_losses_count_alike_in_parts() -> None:
     whole, parts = (
-        PlainLoop(recipe(model=nn.Sequential(_Penalised(8, 8), nn.Linear(8, 2))), 0, 1, CPU, parts=parts)
+        plain_loop(Task(recipe(model=nn.Sequential(_Penalised(8, 8), nn.Linear(8, 2))), 0, 1, CPU, parts))
         for parts in (1, 3)
     )
-    first = list(zip(whole._parameters, parts._parameters, strict=True))
+    first = list(zip(whole.module.parameters(), parts.module.parameters(), strict=True))
     for a, b in first:
         b.data.copy_(a.data)
     assert parts.train(1, None)["metrics"] == pytest.approx(whole.train(1, None)["metrics"], rel=1e-5)
@@ -105,7 +106,7 @@ def test_auxiliary_losses_count_alike_in_parts() -> None:
 
 
 def test_minibatches_end_the_run() -> None:
-    figures = PlainLoop(recipe(target=None), 0, 1, CPU).train(5, 8)
+    figures = plain_loop(Task(recipe(target=None), 0, 1, CPU)).train(5, 8)
     assert figures["minibatches"] == 8
     assert figures["seconds_to_target"] is None
 
@@ -117,9 +118,9 @@ def _metrics_of(way: str) -> dict[str, Any]:
     trained = recipe(train=DataLoader(data, batch_size=8, drop_last=True))
     layers = [(str(number), layer) for number, layer in enumerate(trained.model)]
     ways: dict[str, Callable[[], Baseline]] = {
-        "shared": lambda: DataParallel(trained, rank, workers, CPU, parts=4),
-        "own": lambda: DataParallel(trained, rank, workers, CPU),
-        "1f1b": lambda: OneFOneB(trained, rank, workers, CPU, stages=[layers[:3], layers[3:]], parts=4),
+        "shared": lambda: data_parallel(Task(trained, rank, workers, CPU, 4)),
+        "own": lambda: data_parallel(Task(trained, rank, workers, CPU)),
+        "1f1b": lambda: one_f_one_b(Task(trained, rank, workers, CPU, 4), [layers[:3], layers[3:]]),
     }
     return ways[way]().train(2, None)
 
@@ -129,7 +130,7 @@ def _metrics_of(way: str) -> dict[str, Any]:
 @pytest.mark.parametrize("way", ["shared", "1f1b"])
 def test_torchs_ways_give_the_plain_loops_weights(way: str) -> None:
     data = recipe().train.dataset  # type: ignore[attr-defined]
-    alone = PlainLoop(recipe(train=DataLoader(data, batch_size=8, drop_last=True)), 0, 1, CPU).train(2, None)
+    alone = plain_loop(Task(recipe(train=DataLoader(data, batch_size=8, drop_last=True)), 0, 1, CPU)).train(2, None)
     for figures in processes.results(partial(_metrics_of, way), 2):
         assert figures["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
         assert (figures["minibatches"], figures["samples_per_update"]) == (10, 8)
@@ -141,7 +142,7 @@ def test_ddp_takes_a_minibatch_a_worker() -> None:
     data = recipe().train.dataset  # type: ignore[attr-defined]
     # 5 minibatches of 8: two updates of 16 an epoch, and the last is left out.
     kept = torch.utils.data.Subset(data, range(32))
-    alone = PlainLoop(recipe(train=DataLoader(kept, batch_size=16)), 0, 1, CPU).train(2, None)
+    alone = plain_loop(Task(recipe(train=DataLoader(kept, batch_size=16)), 0, 1, CPU)).train(2, None)
     for figures in processes.results(partial(_metrics_of, "own"), 2):
         assert figures["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
         assert figures["samples_per_update"] == 16
@@ -159,20 +160,20 @@ class _Branched(nn.Module):
 
 def test_ddp_refuses_unused_parameters() -> None:
     with pytest.raises(RecipeError, match=r"does not depend on unused\.weight, unused\.bias; remove them, or freeze"):
-        DataParallel(recipe(model=_Branched()), 0, 2, CPU)
+        data_parallel(Task(recipe(model=_Branched()), 0, 2, CPU))
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: PlainLoop(recipe(ema=0.9), 0, 1, CPU), "has ema, which"),
+        (lambda: plain_loop(Task(recipe(ema=0.9), 0, 1, CPU)), "has ema, which"),
         (
-            lambda: PlainLoop(recipe(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau), 0, 1, CPU),
+            lambda: plain_loop(Task(recipe(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau), 0, 1, CPU)),
             "ReduceLROnPlateau follows evaluations",
         ),
-        (lambda: OneFOneB(recipe(clip_grad_norm=1.0), 0, 2, CPU, stages=[[], []], parts=2), "clips the norm"),
+        (lambda: one_f_one_b(Task(recipe(clip_grad_norm=1.0), 0, 2, CPU, 2), [[], []]), "clips the norm"),
         (
-            lambda: OneFOneB(recipe(), 0, 2, CPU, stages=[[("0", nn.Linear(8, 2))], []], parts=3),
+            lambda: one_f_one_b(Task(recipe(), 0, 2, CPU, 3), [[("0", nn.Linear(8, 2))], []]),
             "needs equal microbatches, but 8 samples are cut into 3",
         ),
     ],
@@ -212,31 +213,31 @@ def test_profile_with_a_large_spread_is_measured_for_longer(monkeypatch: pytest.
     profile = SimpleNamespace(forward_s=0.4, backward_s=0.4, layers=[layer], save=lambda path: None)
     counts = []
 
-    def torch_runs(kind: str, workers: int, name: str, *, runs: int, microbatches: int) -> tuple[Path, None]:
+    def run_worker(kind: str, workers: int, name: str, *, runs: int, microbatches: int) -> tuple[Path, None]:
         assert microbatches == 4
         counts.append(runs)
         return tmp_path, None
 
     monkeypatch.setattr(comparing.Profile, "load", lambda path: profile)
-    runs: Any = SimpleNamespace(torch=torch_runs, folder=tmp_path)
-    _, notes = comparing._profiled(runs, 2, 4)
+    runs: Any = SimpleNamespace(run_worker=run_worker, folder=tmp_path)
+    _, notes = comparing.profile_together(runs, 2, 4)
     assert counts == [10, 40]
     assert notes[0].startswith("the profile's seconds vary by 50% (also with 40 runs)")
     layer.forward_spread_s = layer.backward_spread_s = 0.05
-    assert comparing._profiled(runs, 2, 4)[1] == ()
+    assert comparing.profile_together(runs, 2, 4)[1] == ()
     assert counts == [10, 40, 10]
 
 
 def test_predictions_include_what_messages_take_from_compute(tmp_path: Path) -> None:
     cost_file = tmp_path / "messages.json"
     cost_file.write_text('{"message_s_per_byte": 1e-6}')
-    runs: Any = SimpleNamespace(torch=lambda *names, **how: (cost_file, None))
+    runs: Any = SimpleNamespace(run_worker=lambda *names, **how: (cost_file, None))
     profile = pipedream.profile(recipe().model, torch.randn(8, 8), runs=1)
     cluster = pipedream.Cluster.flat(2, 1e9)
     rates = []
-    for measured in (profile, comparing._with_message_cost(runs, profile, 2, 1e9)):
+    for measured in (profile, comparing.add_message_cost(runs, profile, 2, 1e9)):
         plan = pipedream.plan(measured, cluster, shape="straight", schedule="pipedream")
-        rates.append(comparing._predicted_per_s(plan))
+        rates.append(predict_samples_per_s(plan))
     (message_bytes,) = (stage.output_bytes for stage in plan.stages[:-1])
     assert 8 / rates[1] - 8 / rates[0] == pytest.approx(2e-6 * message_bytes, rel=0.2)
 
@@ -256,8 +257,10 @@ def test_what_a_byte_takes_from_compute_is_what_it_adds_to_an_update(monkeypatch
     )
     monkeypatch.setattr(torch_baselines, "dist", fake)
     monkeypatch.setattr(torch_baselines, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    loop: Any = SimpleNamespace(step=lambda batches: clock.__setitem__(0, clock[0] + 0.01))
-    seconds = torch_baselines.message_s_per_byte(loop, None, 0, 2, 1e6)
+    loop: Any = SimpleNamespace(
+        step=lambda batch: clock.__setitem__(0, clock[0] + 0.01), task=SimpleNamespace(rank=0, workers=2)
+    )
+    seconds = torch_baselines.measure_message_s_per_byte(loop, None, 1e6)
     assert seconds == pytest.approx(1.5e-6, rel=1e-3)
     assert set(sizes) == {1, 4000}  # 0.4 of what the link carries in 10 ms
 
@@ -313,7 +316,7 @@ def test_short_passes_and_many_bytes_are_scaled(
     seconds: float, rates: tuple[float, ...], scales: tuple[float, float]
 ) -> None:
     profile: Any = SimpleNamespace(forward_s=seconds / 4, backward_s=seconds * 3 / 4)
-    assert comparing._scales(profile, 4, rates) == pytest.approx(scales)
+    assert comparing.choose_scales(profile, 4, rates) == pytest.approx(scales)
 
 
 @pytest.mark.network

@@ -1,85 +1,114 @@
-"""A worker of `pipedream compare` for what is not `pipedream train`: ``python -m ...training.compare_worker JSON``.
-
-The JSON has recipe, kind, seed, device, mesh, layout, shard_weights and out, the file that rank 0 writes. A 'profile'
-is measured on all workers at the same time, with so many `runs`, of minibatches and of one of their `microbatches`,
-also for a rank of the mesh; 'messages' is what a byte of a message takes from compute on a link of `bytes_per_s`. What
-torch itself offers is trained by 'plain', 'ddp' or '1f1b', with parts, bounds (the layers of the stages), epochs and
-minibatches; the file has its figures, or why this recipe is not trained so.
-"""
+"""A worker of `pipedream compare` for what is not `pipedream train`: ``python -m ...training.compare_worker JSON``."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipedream.core.artifact import write_text
 from pipedream.core.errors import BAD_CALL, PipelineError, RecipeError
-from pipedream.recipe import load_recipe
+from pipedream.recipe import Recipe, load_recipe
+from pipedream.runtime import torch_baselines
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.launch import set_threads
-from pipedream.runtime.torch_baselines import Baseline, DataParallel, OneFOneB, PlainLoop, message_s_per_byte
+from pipedream.runtime.torch_baselines import Baseline, Task
 from pipedream.training.job import capture_recipe, profile_recipe, with_layout
 
 BEGUN = ".begun"
 """Suffix of the file that rank 0 makes when the training begins."""
 
 
-def run_asked(job: dict[str, Any]) -> None:
-    """Trains as asked on this rank."""
-    device = process_group.process_device(job["device"])
+@dataclass(frozen=True, kw_only=True)
+class WorkerJob:
+    """What a worker does; its JSON is the worker's argument.
+
+    Attributes:
+        kind: 'profile' measures the recipe on all workers at the same time; 'messages' what a byte of a message takes
+            from compute; 'plain', 'ddp' and '1f1b' train it as torch itself does.
+        out: the file that rank 0 writes: the profile, the figures, or why this recipe is not trained so.
+        runs, microbatches, mesh, layout, shard_weights: of a profile, also of one of the microbatches and a rank of the mesh.
+        bytes_per_s: of the link of the messages.
+        parts: microbatches of a minibatch.
+        bounds: the layers of each stage of '1f1b'.
+    """
+
+    kind: str
+    recipe: str
+    out: str
+    seed: int
+    device: str
+    epochs: int | None = None
+    minibatches: int | None = None
+    mesh: str = ""
+    layout: str | None = None
+    shard_weights: str | None = None
+    runs: int = 0
+    microbatches: int | None = None
+    bytes_per_s: float = 0.0
+    parts: int = 1
+    bounds: Sequence[tuple[int, int]] = ()
+
+
+def run_job(job: WorkerJob) -> None:
+    """Does this rank's part."""
+    device = process_group.process_device(job.device)
     rank, workers = process_group.join_group(device, check_software=False)
     set_threads(workers)
-    recipe = load_recipe(job["recipe"], seed=job["seed"])
-    figures: dict[str, Any]
-    if job["kind"] == "profile":
+    recipe = load_recipe(job.recipe, seed=job.seed)
+    if job.kind == "profile":
         profile = profile_recipe(
-            with_layout(recipe, job["layout"], job["shard_weights"]),
+            with_layout(recipe, job.layout, job.shard_weights),
             device=str(device),
-            seed=job["seed"],
-            runs=job["runs"],
-            microbatches=job["microbatches"],
-            meshes=[job["mesh"]] if job["mesh"] else (),
+            seed=job.seed,
+            runs=job.runs,
+            microbatches=job.microbatches,
+            meshes=[job.mesh] if job.mesh else (),
         )
-        if rank == 0:
-            profile.save(Path(job["out"]))
-        process_group.wait_for_all()
-        return
-    try:
-        if job["kind"] == "messages":
-            loop = PlainLoop(recipe, rank, workers, device)
-            taken = message_s_per_byte(loop, recipe.first_batch(), rank, workers, job["bytes_per_s"])
-            figures = {"message_s_per_byte": taken}
-        else:
-            baseline = _made(job, recipe, rank, workers, device)
-            if rank == 0:
-                Path(job["out"]).with_suffix(BEGUN).touch()
-            figures = baseline.train(job["epochs"] or recipe.epochs, job["minibatches"])
-            figures["target"] = recipe.target
-    except PipelineError as error:  # the same on all ranks
-        figures = {"why": str(error)}
+        text = profile.to_json() + "\n"
+    else:
+        try:
+            figures = _train(job, recipe, Task(recipe, rank, workers, device, job.parts))
+        except PipelineError as error:  # the same on all ranks
+            figures = {"why": str(error)}
+        text = json.dumps(figures, indent=1)
     if rank == 0:
-        write_text(Path(job["out"]), json.dumps(figures, indent=1))
+        write_text(Path(job.out), text)
     process_group.wait_for_all()
 
 
-def _made(job: dict[str, Any], recipe: Any, rank: int, workers: int, device: Any) -> Baseline:
-    if job["kind"] == "plain":
-        return PlainLoop(recipe, rank, workers, device)
-    if job["kind"] == "ddp":
-        return DataParallel(recipe, rank, workers, device, parts=job["parts"])
-    captured = capture_recipe(recipe, device=str(device))
+def _train(job: WorkerJob, recipe: Recipe, task: Task) -> dict[str, Any]:
+    if job.kind == "messages":
+        loop = torch_baselines.plain_loop(task)
+        return {
+            "message_s_per_byte": torch_baselines.measure_message_s_per_byte(
+                loop, recipe.first_batch(), job.bytes_per_s
+            )
+        }
+    baseline = _make_baseline(job, recipe, task)
+    if task.rank == 0:
+        Path(job.out).with_suffix(BEGUN).touch()
+    return baseline.train(job.epochs or recipe.epochs, job.minibatches) | {"target": recipe.target}
+
+
+def _make_baseline(job: WorkerJob, recipe: Recipe, task: Task) -> Baseline:
+    if job.kind == "plain":
+        return torch_baselines.plain_loop(task)
+    if job.kind == "ddp":
+        return torch_baselines.data_parallel(task)
+    captured = capture_recipe(recipe, device=str(task.device))
     if captured.model is not None:
         raise RecipeError("Schedule1F1B needs a chain of modules, and this model runs by its own forward")
-    stages = [captured.stage(*bounds) for bounds in job["bounds"]]
-    return OneFOneB(recipe, rank, workers, device, stages=stages, parts=job["parts"])
+    return torch_baselines.one_f_one_b(task, [captured.stage(*bounds) for bounds in job.bounds])
 
 
 def _run() -> int:
     try:
-        run_asked(json.loads(sys.argv[1]))
+        run_job(WorkerJob(**json.loads(sys.argv[1])))
     except PipelineError as error:
         print(f"pipedream: {error}", file=sys.stderr, flush=True)
         return BAD_CALL

@@ -1,0 +1,208 @@
+"""The runs of a comparison: each in processes of its own, on this machine or on the hosts of a slow network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipedream.core.errors import BAD_CALL, PipelineError, PlanError, WorkerError
+from pipedream.core.plan.plan import Plan
+from pipedream.options import TrainingOptions
+from pipedream.runtime.failure.launch import launch
+from pipedream.slow_links import Network
+from pipedream.training.compare_worker import BEGUN, WorkerJob
+
+_GRACE_S = 10.0  # for the other workers, once one has failed
+
+
+class Scales(NamedTuple):
+    """Factors of an emulation on all seconds and on all bytes."""
+
+    dilation: float
+    byte_scale: float
+
+
+class RunFailed(Exception):
+    """A run ended with an exit status and a message."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.text = text.removeprefix("pipedream: ")
+        self._status = status
+
+    @property
+    def reason(self) -> str:
+        """Why, in a line. Raises KeyboardInterrupt if the user stopped it."""
+        self._check_interrupt()
+        return self.text.rpartition("\n")[2] or f"exit status {self._status}"
+
+    def make_error(self, name: str) -> PipelineError:
+        """Returns the error of a run that should not have failed. Raises KeyboardInterrupt if the user stopped it."""
+        self._check_interrupt()
+        if self._status == BAD_CALL:
+            return PlanError(self.text or f"{name} was refused; see above")
+        return WorkerError(0, f"variant {name!r}", self.text or f"its run ended with exit status {self._status}")
+
+    def _check_interrupt(self) -> None:
+        if self._status in (130, -2):
+            raise KeyboardInterrupt
+
+
+@dataclass
+class Runs:
+    """Runs workers: local processes, or one on each host of a network.
+
+    Each method returns what the run has written, and the bytes that all workers sent, None if not known.
+    """
+
+    recipe: str
+    options: TrainingOptions
+    folder: Path
+    network: Network | None
+    count: int = 0
+
+    def run_worker(self, kind: str, workers: int, name: str, **details: Any) -> tuple[Path, int | None]:
+        """Runs a `WorkerJob` with these details; returns the file that it has written."""
+        options, out = self.options, self.folder / _make_folder_name(name) / f"{kind}.json"
+        job = WorkerJob(
+            kind=kind,
+            recipe=self.recipe,
+            out=str(out),
+            seed=options.seed or 0,
+            device=options.device,
+            epochs=options.epochs,
+            minibatches=options.minibatches,
+            mesh=options.mesh,
+            layout=options.layout,
+            shard_weights=options.shard_weights,
+            **details,
+        )
+        arguments = ["-m", "pipedream.training.compare_worker", json.dumps(asdict(job))]
+        return out, self._run(workers, arguments, out.with_suffix(BEGUN))
+
+    def train(self, plan: Plan, name: str) -> tuple[dict[str, Any], int | None]:
+        """Runs ``pipedream train``; returns its summary."""
+        options = self.options
+        flags = ["--workers", plan.ranks, "--seed", options.seed or 0, "--device", options.device]
+        flags += ["--checkpoint-every", 0]
+        flags += [] if options.layout is None else ["--layout", options.layout]
+        flags += [] if options.shard_weights is None else ["--shard-weights", options.shard_weights]
+        flags += [] if options.epochs is None else ["--epochs", options.epochs]
+        flags += [] if options.minibatches is None else ["--minibatches", options.minibatches]
+        # The run folder gets its plan between planning and training.
+        return self._run_command(plan, name, plan.ranks, "plan.json", "train", self.recipe, *flags, "--plan")
+
+    def emulate(self, plan: Plan, name: str, scales: Scales, minibatches: int) -> tuple[dict[str, Any], int | None]:
+        """Runs ``pipedream emulate``; returns its summary, without the scales."""
+        dilation, byte_scale = scales
+        flags = ["--dilation", dilation, "--byte-scale", byte_scale, "--minibatches", minibatches]
+        summary, sent = self._run_command(plan, name, plan.workers, ".lock", "emulate", *flags)
+        rates = {key: dilation * summary["throughput"][key] for key in ("measured_per_s", "predicted_per_s")}
+        sent = None if sent is None else round(sent / byte_scale)
+        return summary | {"throughput": rates, "stages": (), "seconds_to_target": None}, sent
+
+    def _run_command(
+        self, plan: Plan, name: str, workers: int, begun: str, *words: Any
+    ) -> tuple[dict[str, Any], int | None]:
+        """Runs a command on a plan, whose file is its last word; returns the summary of its run folder."""
+        folder = self.folder / _make_folder_name(name)
+        plan_file = plan.save(folder.with_suffix(".plan.json"))
+        arguments = ["-m", "pipedream", *map(str, words), str(plan_file), "--json", "--out", str(folder)]
+        sent = self._run(workers, arguments, folder / begun)
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8")), sent
+
+    def _run(self, workers: int, arguments: Sequence[str], begun: Path) -> int | None:
+        """Runs ``python ARGUMENTS`` on so many workers; returns the bytes that they sent.
+
+        Args:
+            begun: a file that is made when the training begins; what was sent before does not count.
+        """
+        self.count += 1
+        begun.parent.mkdir(parents=True, exist_ok=True)
+        if self.network is not None and workers > 1:
+            return self._run_on_hosts(self.network, workers, arguments, begun)
+        if status := launch(workers, arguments, silent=True):
+            raise RunFailed(status, "")
+        return 0 if workers == 1 else None
+
+    def _run_on_hosts(self, network: Network, workers: int, arguments: Sequence[str], begun: Path) -> int:
+        processes: list[subprocess.Popen[bytes]] = []
+        outputs = [self.folder / f"{begun.parent.name}.rank{rank}.txt" for rank in range(workers)]
+        before: int | None = None
+
+        def watch() -> None:
+            nonlocal before
+            if before is None and begun.exists():
+                before = network.sent_bytes()
+
+        try:
+            for rank, (host, output) in enumerate(zip(network.hosts, outputs, strict=False)):
+                variables = network.variables(rank, port=20000 + self.count) | {"WORLD_SIZE": str(workers)}
+                with output.open("wb") as file:
+                    processes.append(
+                        subprocess.Popen(
+                            host.inside(sys.executable, *arguments),
+                            env=os.environ | variables,
+                            stdin=subprocess.DEVNULL,
+                            stdout=subprocess.DEVNULL,
+                            stderr=file,
+                        )
+                    )
+            statuses = _wait_for_all(processes, watch)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        if any(statuses):
+            first = next((i for i, status in enumerate(statuses) if status == BAD_CALL), 0)
+            texts = [output.read_text(encoding="utf-8", errors="replace").strip() for output in outputs]
+            raise RunFailed(statuses[first] or 1, texts[first] or "\n".join(filter(None, texts)))
+        for output in outputs:
+            if not output.stat().st_size:
+                output.unlink()
+        return network.sent_bytes() - (before or 0)
+
+
+def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None]) -> list[int]:
+    """Waits for all, and watches; once one has failed, the others have `_GRACE_S`. Returns their statuses."""
+    since = None
+    while any(process.poll() is None for process in processes):
+        if since is None and any(process.returncode for process in processes):
+            since = time.monotonic()
+        if since is not None and time.monotonic() - since > _GRACE_S:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+        watch()
+        time.sleep(0.02)
+    return [process.returncode for process in processes]
+
+
+def _make_folder_name(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name).replace("__", "_")
+
+
+def count_cores() -> int:
+    """Returns the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def limit_threads(workers: int) -> Iterator[None]:
+    """Gives one worker alone also one worker's share of the cores."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("OMP_NUM_THREADS", None)

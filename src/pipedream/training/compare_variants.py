@@ -1,0 +1,227 @@
+"""The variants of a comparison over one link: what is planned and run for each, and its figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipedream import metrics
+from pipedream.core.comparison import DDP, ONE_WORKER, TORCH, Variant, format_link
+from pipedream.core.errors import PlanError, ScheduleError
+from pipedream.core.hardware.cluster import Cluster
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.plan import Plan
+from pipedream.plan_request import AUTO, PlanRequest
+from pipedream.schedules import properties_of
+from pipedream.training.compare_runs import RunFailed, Runs, Scales
+from pipedream.workflows.plan import make_plan
+from pipedream.workflows.simulate import simulate
+
+_NAMES = {
+    "data-parallel": "data parallel",
+    "1f1b": "1F1B",
+    "pipedream": "PipeDream",
+    "pipedream_2bw": "2BW",
+    "auto": "planner's choice",
+}
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a variant is planned and trained.
+
+    Attributes:
+        kind: of a `WorkerJob`, for torch's; '' is ``pipedream train``.
+        parts: microbatches of a minibatch, for torch's.
+    """
+
+    name: str
+    request: PlanRequest
+    kind: str = ""
+    parts: int = 1
+
+
+@dataclass
+class LinkVariants:
+    """Measures the variants over one link.
+
+    Attributes:
+        scales: of several workers, which are emulated; None if they compute.
+        target: of the recipe, once something has been trained.
+    """
+
+    runs: Runs
+    profile: Profile
+    cluster: Cluster
+    microbatches: int | None
+    schedules: Sequence[str]
+    progress: Callable[[str], None]
+    scales: Scales | None = None
+    target: tuple[str, float] | None = None
+    _measured: dict[tuple[Any, ...], Variant] = field(default_factory=dict)
+
+    def measure_all(self, alone: Variant | None) -> Iterator[Variant]:
+        """Yields the variants as they are measured.
+
+        Args:
+            alone: one worker, if it was measured over another link.
+        """
+        if alone is None:
+            request = PlanRequest(Cluster.flat(1), shape="data-parallel")
+            plan = make_plan(self.profile, request)
+            alone = self._measure_torch(Variant(ONE_WORKER, 1), _Way(ONE_WORKER, request, "plain"), plan)
+        yield alone
+        for way in self._list_ways() if self.cluster.workers > 1 else ():
+            yield self._measure(way, alone)
+
+    def _list_ways(self) -> Iterator[_Way]:
+        """Yields the ways for several workers."""
+        mesh = self.runs.options.mesh
+        copies = PlanRequest(self.cluster, shape="data-parallel")
+        straight = PlanRequest(self.cluster, schedule="1f1b", shape="straight", microbatches=self.microbatches)
+        try:
+            parts = make_plan(self.profile, straight).microbatches
+        except (PlanError, ScheduleError):
+            parts = self.microbatches or self.cluster.workers
+        yield _Way(DDP, copies, "ddp")
+        yield _Way(TORCH[1], replace(copies, schedule="1f1b", microbatches=parts), "ddp", parts)
+        yield _Way(TORCH[2], replace(straight, microbatches=parts), "1f1b", parts)
+        for name in self.schedules:
+            title = _NAMES.get(name, name)
+            if name == "data-parallel":
+                yield _Way(title, replace(copies, mesh=mesh))
+                continue
+            if name == AUTO:
+                yield _Way(title, PlanRequest(self.cluster, schedule=AUTO, allow_asynchronous=True, mesh=mesh))
+                continue
+            try:
+                microbatches = self.microbatches if properties_of(name).splits_minibatch else None
+            except ScheduleError as error:
+                raise PlanError(str(error)) from None
+            pipeline = PlanRequest(
+                self.cluster, schedule=name, microbatches=microbatches, shape="pipeline", all_workers=True, mesh=mesh
+            )
+            if name != "pipedream":
+                yield _Way(title, pipeline)
+                continue
+            for depth in ("noam", "full"):
+                yield _Way(f"{title}, {depth}", replace(pipeline, in_flight=depth))
+
+    def _measure(self, way: _Way, alone: Variant) -> Variant:
+        variant = Variant(way.name, self.cluster.workers)
+        if self.scales is not None and way.kind == "1f1b":
+            return replace(variant, why="it needs the model's layers, which emulated workers do not have")
+        try:
+            plan = make_plan(self.profile, way.request)
+        except (PlanError, ScheduleError) as error:
+            return replace(variant, why=str(error))
+        if way.kind and self.scales is None:
+            return self._measure_torch(variant, way, plan)
+        is_choice = way.request.schedule == AUTO
+        text = f"{plan.config} {plan.schedule}" if is_choice else f"{plan.config}, {plan.depth_mode}"
+        text = "" if way.kind else text
+        if is_choice and plan.ranks == 1:
+            return replace(alone, name=way.name, plan=text)
+        key = _identify_run(plan)
+        if key not in self._measured:
+            self._measured[key] = self._measure_method(way.name, plan)
+            self._report(self._measured[key])
+        return replace(self._measured[key], name=way.name, plan=text)
+
+    def _measure_torch(self, variant: Variant, way: _Way, plan: Plan) -> Variant:
+        bounds = [(stage.first, stage.last) for stage in plan.stages]
+        name = self._label(variant.name)
+        self.progress(f"{name} ...")
+        try:
+            file, sent = self.runs.run_worker(way.kind, variant.workers, name, parts=way.parts, bounds=bounds)
+        except RunFailed as failed:
+            return replace(variant, why=failed.reason)
+        figures = json.loads(file.read_text(encoding="utf-8"))
+        if "why" in figures:
+            return replace(variant, why=figures["why"])
+        self.target = None if figures["target"] is None else tuple(figures["target"])
+        measured = replace(
+            variant,
+            samples_per_s=figures["samples_per_s"],
+            predicted_per_s=predict_samples_per_s(plan),
+            samples_per_update=figures["samples_per_update"],
+            bytes_per_sample=self._divide_by_samples(sent, figures["minibatches"]),
+            peak_bytes=figures["peak_bytes"],
+            seconds_to_target=figures["seconds_to_target"],
+            metrics=figures["metrics"],
+        )
+        measured = replace(measured, bubble=self._estimate_idle_share(measured, is_replicated=way.kind == "ddp"))
+        self._report(measured)
+        return measured
+
+    def _measure_method(self, name: str, plan: Plan) -> Variant:
+        label = self._label(name)
+        self.progress(f"{label} ...")
+        try:
+            if self.scales is None:
+                summary, sent = self.runs.train(plan, label)
+            else:
+                minibatches = self.runs.options.minibatches or _count_steady_minibatches(plan)
+                summary, sent = self.runs.emulate(plan, label, self.scales, minibatches)
+        except RunFailed as failed:
+            raise failed.make_error(name) from None
+        if target := summary.get("target"):
+            self.target = (target["metric"], target["value"])
+        splits = plan.microbatches > 1 or properties_of(plan.schedule or "pipedream").splits_minibatch
+        return Variant(
+            name,
+            plan.ranks,
+            samples_per_s=summary["throughput"]["measured_per_s"],
+            # An emulation predicts for stages that wait, without what the runtime costs those that compute.
+            predicted_per_s=summary["throughput"]["predicted_per_s"] if self.scales else predict_samples_per_s(plan),
+            samples_per_update=self.profile.batch * (1 if splits else max(plan.replicas)),
+            bytes_per_sample=self._divide_by_samples(sent, summary["minibatches"]),
+            bubble=summary["bubble"]["measured"],
+            peak_bytes=max((stage["peak_bytes"] or 0 for stage in summary["stages"]), default=0) or None,
+            seconds_to_target=summary["seconds_to_target"],
+            metrics=summary["metrics"],
+        )
+
+    def _label(self, name: str) -> str:
+        """Returns a variant's name with its link."""
+        if self.runs.network is None or name == ONE_WORKER:
+            return name
+        return f"{name} over {format_link(self.cluster.bandwidth_bytes_per_s)}"
+
+    def _report(self, variant: Variant) -> None:
+        self.progress(f"{self._label(variant.name)}: {variant.samples_per_s:.4g} samples/s")
+
+    def _divide_by_samples(self, sent: int | None, minibatches: int) -> float | None:
+        return None if sent is None else sent / max(1, minibatches * self.profile.batch)
+
+    def _estimate_idle_share(self, variant: Variant, *, is_replicated: bool) -> float | None:
+        """Returns the share of the workers' time beside the profiled seconds of compute and updates."""
+        profile, rate, samples = self.profile, variant.samples_per_s, variant.samples_per_update
+        if not rate or not samples:
+            return None
+        updates = variant.workers if is_replicated else 1
+        work_s = (profile.forward_s + profile.backward_s + profile.loss_s) * samples / profile.batch
+        work_s += updates * profile.update_s
+        return min(1.0, max(0.0, 1 - work_s * rate / (samples * variant.workers)))
+
+
+def predict_samples_per_s(plan: Plan) -> float:
+    """Returns the simulated throughput, of the steady part of a run if it has one."""
+    timeline = simulate(plan, minibatches=_count_steady_minibatches(plan))
+    try:
+        return metrics.steady_metrics(timeline).samples_per_s
+    except ValueError:  # too short for a steady part
+        return metrics.run_metrics(timeline).samples_per_s
+
+
+def _identify_run(plan: Plan) -> tuple[Any, ...]:
+    """Returns what distinguishes two plans' runs."""
+    stages = tuple((stage.first, stage.last, stage.replicas) for stage in plan.stages)
+    return stages, plan.schedule, plan.microbatches, plan.in_flight, plan.order
+
+
+def _count_steady_minibatches(plan: Plan) -> int:
+    """Returns how many minibatches to run, so that most of them are between filling and draining."""
+    return max(12, 4 * plan.placement.cycle * max(plan.in_flight))
