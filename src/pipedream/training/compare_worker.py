@@ -31,7 +31,7 @@ class WorkerJob:
         kind: 'profile' measures the recipe on all workers at the same time; 'messages' what a byte of a message takes
             from compute; 'plain', 'ddp' and '1f1b' train it as torch itself does.
         out: the file that rank 0 writes: the profile, the figures, or why this recipe is not trained so.
-        runs, microbatches, mesh, layout, shard_weights: of a profile, also of one of the microbatches and a rank of the mesh.
+        runs, microbatches, mesh, layout, shard_weights: of a profile; see `workflows.profile`.
         bytes_per_s: of the link of the messages.
         parts: microbatches of a minibatch.
         bounds: the layers of each stage of '1f1b'.
