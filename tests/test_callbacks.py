@@ -174,7 +174,7 @@ def test_early_stopping_continues_from_a_checkpoint(tmp_path: Path) -> None:
         return [EarlyStopping(patience=50), EarlyStopping(mode="max", patience=50)]
 
     whole, resumed = run(0, two()), run(2, two())
-    assert [vars(done) for done in resumed] == [vars(done) for done in whole]
+    assert [vars(callback) for callback in resumed] == [vars(callback) for callback in whole]
     assert whole[0].best_score != whole[1].best_score
     assert whole[1].wait_count == 3, "the loss only falls"
 

@@ -207,8 +207,8 @@ def test_elastic_runs_need_a_method_for_fewer_workers(
     replace(uniform("1f1b", 2), schedule="code.py").save("code.json")
     status = cli.main(["train", "recipe.py", "--elastic", *options])
     assert (status, len(started)) == ((2, 0) if left else (0, 1))
-    said = capsys.readouterr().err
-    assert left in said if left else not said
+    error = capsys.readouterr().err
+    assert left in error if left else not error
 
 
 def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
@@ -220,8 +220,8 @@ def test_elastic_runs_check_the_phases_of_the_recipe_and_the_checkpoint(
         f"import torch, pipedream\ndef recipe(): return pipedream.Recipe(model={model}, phases='chimera:10,1f1b')\n"
     )
     saved = SimpleNamespace(phases="1f1b:10,chimera", schedule="1f1b", plan=uniform("1f1b", 2))
-    found = SimpleNamespace(path="run", manifest=saved)
-    monkeypatch.setattr("pipedream.training.resume.resume_point", lambda *_: found)
+    checkpoint = SimpleNamespace(path="run", manifest=saved)
+    monkeypatch.setattr("pipedream.training.resume.resume_point", lambda *_: checkpoint)
     monkeypatch.setattr("pipedream.training.train.train_recipe", lambda make, **_: make(0))
     for options, size in ((["--resume", "run"], None), ([], "2")):
         for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):

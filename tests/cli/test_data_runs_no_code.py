@@ -108,10 +108,10 @@ def test_train_with_a_plan(method: Path, run_command: RunCommand) -> None:
 @pytest.mark.parametrize("phases", [None, [Phase("gpipe", until=1), Phase("mine.py")]], ids=["schedule", "phases"])
 def test_train_from_a_checkpoint(phases: list[Phase] | None, method: Path, run_command: RunCommand) -> None:
     Path("recipe.py").write_text(RECIPE)
-    made: dict[str, Any] = {}
-    exec(RECIPE, made)
+    arguments: dict[str, Any] = {}
+    exec(RECIPE, arguments)
     train_recipe(
-        lambda seed: made["recipe"](),
+        lambda seed: arguments["recipe"](),
         workers=1,
         schedule=None if phases else "mine.py",
         phases=phases,

@@ -43,8 +43,8 @@ class Skip(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
-        found: torch.Tensor = self.head(x + self.down(F.relu(self.up(x)) * mask))
-        return found
+        output: torch.Tensor = self.head(x + self.down(F.relu(self.up(x)) * mask))
+        return output
 
 
 def test_command_lists_a_chain(chain: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -61,18 +61,18 @@ def test_command_lists_a_chain(chain: str, capfd: pytest.CaptureFixture[str]) ->
 
 def test_json_of_a_chain(chain: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["layers", chain, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert set(found) == {"chain", "layers", "ties", "inseparable", "refused"}
-    assert found["chain"] is True
-    assert found["ties"] == found["inseparable"] == []
-    assert found["refused"] == {}
-    assert [(row["name"], row["kind"], row["sent_bytes"], row["returned_bytes"]) for row in found["layers"]] == [
+    report = json.loads(capfd.readouterr().out)
+    assert set(report) == {"chain", "layers", "ties", "inseparable", "refused"}
+    assert report["chain"] is True
+    assert report["ties"] == report["inseparable"] == []
+    assert report["refused"] == {}
+    assert [(row["name"], row["kind"], row["sent_bytes"], row["returned_bytes"]) for row in report["layers"]] == [
         ("0", "Linear", None, None),
         ("1", "Dropout", 192, 192),
         ("2", "Linear", 192, 192),
     ]
-    assert found["layers"][2]["parameters"] == ["2.weight", "2.bias"]
-    assert found["layers"][1]["crossing"] == [{"name": "0 output", "bytes": 192, "gradient": True}]
+    assert report["layers"][2]["parameters"] == ["2.weight", "2.bias"]
+    assert report["layers"][1]["crossing"] == [{"name": "0 output", "bytes": 192, "gradient": True}]
 
 
 def test_command_refuses_what_does_not_run(tmp_path: Path, chain: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -88,16 +88,16 @@ def test_capture_of_a_model_with_a_skip_connection() -> None:
     model, inputs = Skip(), (torch.randn(3, 4), torch.rand(3, 8))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    found = pipedream.capture(model, inputs)
-    assert [layer.name for layer in found.graph.layers] == ["stem", "up", "down", "head"]
-    across = crossings(found.graph)
-    assert [[value.name for value in one.values] for one in across] == [
+    capture = pipedream.capture(model, inputs)
+    assert [layer.name for layer in capture.graph.layers] == ["stem", "up", "down", "head"]
+    across = crossings(capture.graph)
+    assert [[value.name for value in crossing.values] for crossing in across] == [
         ["stem output", "input 1"],  # the mask is sent on until its last reader
         ["stem output", "down argument 0"],
         ["head argument 0"],
     ]
-    assert [(one.bytes, one.gradient_bytes) for one in across] == [(144, 48), (144, 144), (48, 48)]
-    assert "stem output" in str(found)
+    assert [(crossing.bytes, crossing.gradient_bytes) for crossing in across] == [(144, 48), (144, 144), (48, 48)]
+    assert "stem output" in str(capture)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -105,7 +105,8 @@ def test_capture_of_a_model_with_a_skip_connection() -> None:
 @pytest.mark.parametrize("batch", [torch.randn(3, 4), (torch.randn(3, 4),)], ids=["tensor", "tuple"])
 def test_capture_takes_a_batch_as_the_model_does(batch: Any) -> None:
     assert [
-        one.bytes for one in crossings(pipedream.capture(nn.Sequential(nn.Linear(4, 5), nn.ReLU()), batch).graph)
+        crossing.bytes
+        for crossing in crossings(pipedream.capture(nn.Sequential(nn.Linear(4, 5), nn.ReLU()), batch).graph)
     ] == [60]
 
 

@@ -24,7 +24,7 @@ from pipedream.workflows.methods import score
 from pipedream.workflows.profile import find_plan_layers
 
 
-def _node(name: str, kind: str, milliseconds: float, size_bytes: float, held_bytes: float = 0.0) -> str:
+def _write_node(name: str, kind: str, milliseconds: float, size_bytes: float, held_bytes: float = 0.0) -> str:
     return (
         f"{name} -- {kind} -- forward_compute_time={milliseconds}, backward_compute_time={milliseconds}, "
         f"activation_size={size_bytes}, parameter_size={held_bytes}"
@@ -33,11 +33,11 @@ def _node(name: str, kind: str, milliseconds: float, size_bytes: float, held_byt
 
 # Two branches of 6 ms between a stem and a sum: fastest with a branch on each of two workers, cut across both.
 NODES = [
-    _node("stem", "Conv2d", 0.5, 1000.0),
-    _node("left", "Conv2d", 3.0, 1000.0),
-    _node("right", "Conv2d", 3.0, 1000.0),
-    _node("sum", "Add", 0.0, 1000.0),
-    _node("head", "Linear", 0.5, 10.0, 4e9),
+    _write_node("stem", "Conv2d", 0.5, 1000.0),
+    _write_node("left", "Conv2d", 3.0, 1000.0),
+    _write_node("right", "Conv2d", 3.0, 1000.0),
+    _write_node("sum", "Add", 0.0, 1000.0),
+    _write_node("head", "Linear", 0.5, 10.0, 4e9),
 ]
 EDGES = ["stem -- left", "stem -- right", "left -- sum", "right -- sum", "sum -- head"]
 

@@ -22,22 +22,22 @@ GALLERY = Path(__file__).parents[2] / "docs" / "gallery.md"
 def test_microbatches_are_those_of_a_minibatch(run_command: RunCommand) -> None:
     for name in METHODS:
         splits = not build(name, uniform(name, 4)).updates.mean_of_rounds
-        found = json.loads(run_command("show", name, "--microbatches" if splits else "--minibatches", 8, "--json")[1])
-        m = found["proof"]["microbatches"]
+        report = json.loads(run_command("show", name, "--microbatches" if splits else "--minibatches", 8, "--json")[1])
+        m = report["proof"]["microbatches"]
         assert m == (8 if splits else 1), name
-        numbers = {int(number) for number in re.findall(r"F(\d+)", "\n".join(found["grid"]))}
+        numbers = {int(number) for number in re.findall(r"F(\d+)", "\n".join(report["grid"]))}
         assert len(numbers) % m == 0
         if m == 1 or build(name, uniform(name, 4)).flushes:
             assert numbers == set(range(8))
         else:
-            assert len(numbers) > max(found["proof"]["peak_in_flight"]), "a steady state"
+            assert len(numbers) > max(report["proof"]["peak_in_flight"]), "a steady state"
         more = json.loads(run_command("show", name, "--microbatches", m, "--minibatches", 3, "--json")[1])
         assert {int(number) for number in re.findall(r"F(\d+)", "\n".join(more["grid"]))} == set(range(3 * m))
 
 
 def test_ops_as_objects(run_command: RunCommand) -> None:
-    found = json.loads(run_command("show", "zb_h1", "--stages", 2, "--microbatches", 3, "--json")[1])
-    ops = found["ops"]
+    report = json.loads(run_command("show", "zb_h1", "--stages", 2, "--microbatches", 3, "--json")[1])
+    ops = report["ops"]
     assert list(ops[0]) == ["rank", "kind", "stage", "index", "start_s", "end_s", "version", "microbatch"]
     for kind in "FIW":
         assert sorted((op["stage"], op["microbatch"]) for op in ops if op["kind"] == kind) == [
@@ -156,8 +156,8 @@ def test_a_wrong_claim_is_found(run_command: RunCommand, tmp_path: Path, claim: 
 @pytest.mark.parametrize("name", METHODS)
 def test_claims_hold(name: str) -> None:
     for p in (2, 4):
-        found = check_claims(name, p)
-        assert (found.differences, bool(found.compared)) == ((), True)
+        claims = check_claims(name, p)
+        assert (claims.differences, bool(claims.compared)) == ((), True)
 
 
 def test_a_claim_that_fails_is_an_error(run_command: RunCommand, tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_the_list_and_the_gallery_have_the_same_numbers(run_command: RunCommand)
         cells = gallery[name]
         m, late, versions = cells[1:] if name not in GRID else (cells[0], *cells[2:4])
         assert m == str(claims["microbatches"]), name
-        for found, wanted in ((late, "staleness"), (versions, "versions")):
-            assert spread(found) == claims[wanted], name
+        for cell, column in ((late, "staleness"), (versions, "versions")):
+            assert spread(cell) == claims[column], name
         if name in GRID and claims["in_flight"] is not None:
             assert spread(cells[4]) == claims["in_flight"], name
 
@@ -215,8 +215,8 @@ GRID = {name for name, method in METHODS.items() if not method.compensates}
 
 def spread(cell: str) -> list[int]:
     """Returns a number for each of four workers."""
-    found = [int(number) for number in cell.split(", ")]
-    return found * 4 if len(found) == 1 else found
+    numbers = [int(number) for number in cell.split(", ")]
+    return numbers * 4 if len(numbers) == 1 else numbers
 
 
 def test_more_stages_than_a_picture_can_show_are_refused(run_command: RunCommand) -> None:

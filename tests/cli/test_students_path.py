@@ -28,7 +28,7 @@ def test_from_a_schedule_to_a_figure(tmp_path: Path) -> None:
     assert "; the simulation agrees" in pipedream("show MINE --stages 4 --verify")
     pipedream("plan model.profile.json --workers 4 --straight --schedule MINE --microbatches 8 -o model.plan.json")
     assert "rank 3 | " in pipedream("show model.plan.json --schedule MINE")
-    found = json.loads(pipedream("simulate model.plan.json --schedule MINE --svg figure.pdf --csv figure.csv --json"))
+    report = json.loads(pipedream("simulate model.plan.json --schedule MINE --svg figure.pdf --csv figure.csv --json"))
     assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
     with (tmp_path / "figure.csv").open() as rows:
         spans = list(csv.DictReader(rows))
@@ -36,5 +36,5 @@ def test_from_a_schedule_to_a_figure(tmp_path: Path) -> None:
     for span in spans:
         if span["kind"] in "FBU":
             busy_s[int(span["rank"])] += float(span["end_s"]) - float(span["start_s"])
-    assert busy_s == pytest.approx([row["busy_s"] for row in found["per_rank"]])
+    assert busy_s == pytest.approx([row["busy_s"] for row in report["per_rank"]])
     assert {int(span["index"]) for span in spans if span["kind"] == "F"} == set(range(8))

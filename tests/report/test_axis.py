@@ -13,16 +13,16 @@ from pipedream.report.axis import figure, ticks
 
 @given(low=st.floats(-1e6, 1e6), length=st.floats(1e-3, 1e9), most=st.integers(2, 20))
 def test_ticks_are_few_round_and_inside(low: float, length: float, most: int) -> None:
-    found = ticks(low, low + length, most)
-    assert len(found) <= most
+    marks = ticks(low, low + length, most)
+    assert len(marks) <= most
     slack = 1e-6 * (length + abs(low))
-    assert all(low - slack <= tick <= low + length + slack for tick in found)
-    steps = [b - a for a, b in pairwise(found)]
+    assert all(low - slack <= tick <= low + length + slack for tick in marks)
+    steps = [b - a for a, b in pairwise(marks)]
     assert all(step == pytest.approx(steps[0], rel=1e-3) for step in steps)
     if steps and abs(low) < 1e4 * length:
         assert f"{steps[0]:.0e}"[0] in "125"
     # Not fewer than need be: half as many would be the next rounder step.
-    assert len(found) >= most // 5
+    assert len(marks) >= most // 5
 
 
 def test_figures() -> None:

@@ -12,27 +12,27 @@ ON = [("on-op", name) for name in COLOURS if name[0] in "FBIWU"] + [
 BARS = [("ink", "F1"), ("ink", "wait")]
 
 
-def _luminance(colour: str) -> float:
+def _compute_luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def _contrast(ink: str, paper: str) -> float:
-    low, high = sorted((_luminance(ink), _luminance(paper)))
+def _compute_contrast(ink: str, paper: str) -> float:
+    low, high = sorted((_compute_luminance(ink), _compute_luminance(paper)))
     return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize("screen", [0, 1], ids=["light", "dark"])
 @pytest.mark.parametrize(("ink", "paper"), ON + BARS)
 def test_contrast(ink: str, paper: str, screen: int) -> None:
-    assert _contrast(COLOURS[ink][screen], COLOURS[paper][screen]) >= 4.5
+    assert _compute_contrast(COLOURS[ink][screen], COLOURS[paper][screen]) >= 4.5
 
 
 @pytest.mark.parametrize("screen", [0, 1], ids=["light", "dark"])
 def test_lines_and_kinds_are_seen(screen: int) -> None:
     for pair in (COLOURS["send"], COLOURS["mark"], *LINES.values()):
-        assert _contrast(pair[screen], COLOURS["paper"][screen]) >= 3
+        assert _compute_contrast(pair[screen], COLOURS["paper"][screen]) >= 3
     assert len({COLOURS[name][screen] for name in COLOURS if name[0] in "FBIW"}) == 8
     assert len({pair[screen] for pair in LINES.values()}) == len(LINES)
 

@@ -20,24 +20,26 @@ RATES = st.none() | st.floats(1e-3, 1e7)
 def comparisons(draw: st.DrawFn) -> RecipeComparison:
     links = draw(st.lists(st.sampled_from([1.25e7, 5e7, 1.25e9]), min_size=1, max_size=3, unique=True))
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
-    found = tuple(
+    over_links = tuple(
         OverLink(
             (rate,),
             tuple(Variant(name, 2, samples_per_s=draw(RATES), predicted_per_s=draw(RATES)) for name in names),
         )
         for rate in links
     )
-    return RecipeComparison("net", 2, ("accuracy", 0.9), found)
+    return RecipeComparison("net", 2, ("accuracy", 0.9), over_links)
 
 
 @given(comparisons())
-def test_every_variant_is_in_the_picture(found: RecipeComparison) -> None:
-    picture = ElementTree.fromstring(comparison_svg(found))
-    words = [one.text for one in picture.iter(f"{SVG}text")]
-    variants = found.links[0].variants
-    assert {one.name for one in variants} <= set(words)
-    measured = {(link.link, one.name) for link in found.links for one in link.variants if one.samples_per_s}
-    stories = [one.text or "" for one in picture.iter(f"{SVG}title")]
+def test_every_variant_is_in_the_picture(comparison: RecipeComparison) -> None:
+    picture = ElementTree.fromstring(comparison_svg(comparison))
+    words = [element.text for element in picture.iter(f"{SVG}text")]
+    variants = comparison.links[0].variants
+    assert {variant.name for variant in variants} <= set(words)
+    measured = {
+        (link.link, variant.name) for link in comparison.links for variant in link.variants if variant.samples_per_s
+    }
+    stories = [element.text or "" for element in picture.iter(f"{SVG}title")]
     assert len(measured) == sum(" samples/s measured" in story and ": - samples/s" not in story for story in stories)
     wide, high = float(picture.get("width", "0")), float(picture.get("height", "0"))
     for shape in picture.iter(f"{SVG}circle"):
@@ -46,12 +48,12 @@ def test_every_variant_is_in_the_picture(found: RecipeComparison) -> None:
 
 
 @given(comparisons())
-def test_page_has_verdict_and_tables(found: RecipeComparison) -> None:
-    page = comparison_page(found)
-    assert page.count("<table>") == len(found.links)
+def test_page_has_verdict_and_tables(comparison: RecipeComparison) -> None:
+    page = comparison_page(comparison)
+    assert page.count("<table>") == len(comparison.links)
     assert "<script" not in page
     assert "PipeDream <full>" not in page
-    assert found.verdict.replace("<", "&lt;").replace(">", "&gt;").replace(" & ", " &amp; ") in page
+    assert comparison.verdict.replace("<", "&lt;").replace(">", "&gt;").replace(" & ", " &amp; ") in page
 
 
 def over(bytes_per_s: float, **rates: float) -> OverLink:
@@ -62,24 +64,24 @@ def over(bytes_per_s: float, **rates: float) -> OverLink:
 
 def words(*links: OverLink) -> list[str | None]:
     picture = ElementTree.fromstring(comparison_svg(RecipeComparison("net", 2, None, links)))
-    return [one.text for one in picture.iter(f"{SVG}text")]
+    return [element.text for element in picture.iter(f"{SVG}text")]
 
 
 def test_picture_shows_speed_up_over_ddp() -> None:
     slow, fast = over(5e7, alone=20, ddp=10, ours=36), over(5e8, alone=20, ddp=40, ours=38)
     for links in ((slow, fast), (fast, slow)):
-        found = words(*links)
-        assert found[0] == "net, 2 workers: speed-up over DDP"
-        assert [found[found.index(name) - 1] for name in ("one worker", "DDP", "PipeDream")] == ["2.0x", "1.0x", "3.6x"]
-        assert [word for word in found if word and "bit/s" in word] == ["4 Gbit/s", "400 Mbit/s"]
+        texts = words(*links)
+        assert texts[0] == "net, 2 workers: speed-up over DDP"
+        assert [texts[texts.index(name) - 1] for name in ("one worker", "DDP", "PipeDream")] == ["2.0x", "1.0x", "3.6x"]
+        assert [word for word in texts if word and "bit/s" in word] == ["4 Gbit/s", "400 Mbit/s"]
     picture = comparison_svg(RecipeComparison("net", 2, None, (slow, fast)))
     assert picture.count("stroke-dasharray") == 2  # one worker's line, and the piece that leads to its name
 
 
 def test_picture_without_ddp_shows_samples_per_second() -> None:
-    found = words(over(5e7, ours=36), over(5e8, ours=38))
-    assert found[0] == "net, 2 workers: samples per second"
-    assert found[found.index("PipeDream") - 1] == "36"
+    texts = words(over(5e7, ours=36), over(5e8, ours=38))
+    assert texts[0] == "net, 2 workers: samples per second"
+    assert texts[texts.index("PipeDream") - 1] == "36"
 
 
 def test_predicted_is_dashed_over_one_link() -> None:
@@ -89,6 +91,6 @@ def test_predicted_is_dashed_over_one_link() -> None:
 def test_names_are_apart() -> None:
     picture = ElementTree.fromstring(comparison_svg(RecipeComparison("net", 2, None, (
         over(5e7, alone=20, ddp=20, ours=20), over(5e8, alone=20, ddp=20, ours=20)))))  # fmt: skip
-    named = [one for one in picture.iter(f"{SVG}text") if one.text in ("one worker", "DDP", "PipeDream")]
-    heights = sorted(float(one.get("y", "0")) for one in named)
+    named = [element for element in picture.iter(f"{SVG}text") if element.text in ("one worker", "DDP", "PipeDream")]
+    heights = sorted(float(element.get("y", "0")) for element in named)
     assert [second - first >= 16 for first, second in pairwise(heights)] == [True, True]

@@ -31,11 +31,11 @@ def test_any_losses_give_a_picture_in_its_frame(losses: list[float]) -> None:
 
 @given(losses=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=2000))
 def test_thinning_keeps_the_extremes(losses: list[float]) -> None:
-    found = average_neighbours([(float(i), loss) for i, loss in enumerate(losses)])
-    assert len(found) <= 200
-    assert min(low for _, low, _, _ in found) == min(losses)
-    assert max(high for *_, high in found) == max(losses)
-    assert all(low <= mean + 1e-6 and mean <= high + 1e-6 for _, low, mean, high in found)
+    means = average_neighbours([(float(i), loss) for i, loss in enumerate(losses)])
+    assert len(means) <= 200
+    assert min(low for _, low, _, _ in means) == min(losses)
+    assert max(high for *_, high in means) == max(losses)
+    assert all(low <= mean + 1e-6 and mean <= high + 1e-6 for _, low, mean, high in means)
 
 
 def test_falling_losses_fall_in_the_picture() -> None:

@@ -18,12 +18,12 @@ TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 20)), max_size=30)
 @given(times=TIMES)
 def test_no_two_of_a_row_overlap_and_no_row_is_wasted(times: list[tuple[float, float]]) -> None:
     spans = [Span(0, "send", 0, i, start, start + length) for i, (start, length) in enumerate(sorted(times))]
-    found = assign_rows(spans)
-    for row in set(found):
-        mine = [span for span, where in zip(spans, found, strict=True) if where == row]
+    rows = assign_rows(spans)
+    for row in set(rows):
+        mine = [span for span, where in zip(spans, rows, strict=True) if where == row]
         assert all(b.start_s >= a.end_s for a, b in pairwise(mine))
     alive = [sum(a.start_s <= b.start_s < a.end_s for a in spans) for b in spans]
-    assert max(found, default=-1) + 1 == max(alive, default=0)
+    assert max(rows, default=-1) + 1 == max(alive, default=0)
 
 
 def test_steady_window_keeps_away_from_drains(simulated: Simulated) -> None:

@@ -36,7 +36,7 @@ def nouns() -> dict[str, Any]:
     plan = pipedream.plan(CHAIN, Cluster.flat(3), schedule="1f1b", microbatches=6, shape="straight")
     timeline = pipedream.simulate(plan)
     program = lower(build("1f1b", plan, 6))
-    found = [
+    examples = [
         *(CHAIN, plan, timeline, program, verify(program), pipedream.metrics.run_metrics(timeline)),
         choose(CHAIN, PlanRequest(Cluster.flat(2), schedule="auto", microbatches=4), names=["1f1b", "gpipe"]),
         sweep(
@@ -47,7 +47,7 @@ def nouns() -> dict[str, Any]:
             schedules=["1f1b"],
         ),
     ]
-    return {type(noun).__name__: noun for noun in found}
+    return {type(noun).__name__: noun for noun in examples}
 
 
 KINDS = ["Profile", "Plan", "Timeline", "Program", "Proof", "Metrics", "Comparison", "Sweep"]
@@ -108,7 +108,7 @@ def test_a_program_says_who_sends_and_who_receives(nouns: dict[str, Any]) -> Non
     program = nouns["Program"]
     rows = program.rows()
     assert [row["instruction"] for row in rows if row["rank"] == 1] == [
-        str(one) for one in (*program.ranks[1].warmup, *program.ranks[1].period)
+        str(op) for op in (*program.ranks[1].warmup, *program.ranks[1].period)
     ]
     for row in rows:
         assert row["stage"] == row["rank"], "a straight pipeline has one stage a rank"

@@ -163,7 +163,7 @@ def test_nothing_is_known() -> None:
     assert "None" not in words
 
 
-def _without(value: Any, paths: list[tuple[Any, ...]], kept: list[bool]) -> None:
+def _remove_paths(value: Any, paths: list[tuple[Any, ...]], kept: list[bool]) -> None:
     for path, keep in zip(paths, kept, strict=False):
         if not keep:
             inner = value
@@ -173,18 +173,18 @@ def _without(value: Any, paths: list[tuple[Any, ...]], kept: list[bool]) -> None
                 inner.pop(path[-1], None)
 
 
-def _paths(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def _list_paths(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     if isinstance(value, dict):
-        return [p for key, item in value.items() for p in [(*before, key), *_paths(item, (*before, key))]]
+        return [p for key, item in value.items() for p in [(*before, key), *_list_paths(item, (*before, key))]]
     if isinstance(value, list):
-        return [p for i, item in enumerate(value) for p in _paths(item, (*before, i))]
+        return [p for i, item in enumerate(value) for p in _list_paths(item, (*before, i))]
     return []
 
 
 @given(data=st.data())
 def test_any_key_may_be_missing(data: st.DataObject) -> None:
-    summary, paths = copy.deepcopy(SUMMARY), _paths(SUMMARY)
-    _without(summary, paths[::-1], data.draw(st.lists(st.booleans(), min_size=len(paths), max_size=len(paths))))
+    summary, paths = copy.deepcopy(SUMMARY), _list_paths(SUMMARY)
+    _remove_paths(summary, paths[::-1], data.draw(st.lists(st.booleans(), min_size=len(paths), max_size=len(paths))))
     _read(page(summary))
 
 

@@ -22,11 +22,11 @@ Simulated = Callable[..., Timeline]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def _boxes(tree: ElementTree.Element, kind: str = "op") -> list[ElementTree.Element]:
+def _find_boxes(tree: ElementTree.Element, kind: str = "op") -> list[ElementTree.Element]:
     return [box for box in tree.iter(f"{SVG}rect") if box.get("class") == kind]
 
 
-def _story(box: ElementTree.Element) -> str:
+def _read_title(box: ElementTree.Element) -> str:
     return box.findtext(f"{SVG}title") or ""
 
 
@@ -39,8 +39,8 @@ def _story(box: ElementTree.Element) -> str:
 def test_one_box_an_op_at_its_time(simulated: Simulated, name: str, stages: int, total: int, transfer_s: float) -> None:
     timeline = simulated(name, stages=stages, total=total, transfer_s=transfer_s)
     tree = ElementTree.fromstring(timeline_svg(timeline, title='"a" < & b', px_per_s=50))
-    drawn = {_story(box).split(":")[0]: box for box in _boxes(tree)}
-    assert len(_boxes(tree)) == len(drawn) == len(timeline.work())
+    drawn = {_read_title(box).split(":")[0]: box for box in _find_boxes(tree)}
+    assert len(_find_boxes(tree)) == len(drawn) == len(timeline.work())
     for span in timeline.work():
         box = drawn[f"{span.stage}{span.kind}{span.index}"]
         assert float(box.get("x", "")) == pytest.approx(LEFT + 50 * span.start_s, abs=0.1)
@@ -54,7 +54,7 @@ def test_one_box_an_op_at_its_time(simulated: Simulated, name: str, stages: int,
 def test_boxes_of_a_rank_do_not_overlap(measured: Timeline) -> None:
     tree = ElementTree.fromstring(timeline_svg(measured, width_px=20_000))
     lanes: dict[str, list[tuple[float, float]]] = {}
-    for box in _boxes(tree):
+    for box in _find_boxes(tree):
         x, width = float(box.get("x", "")), float(box.get("width", ""))
         lanes.setdefault(box.get("y", ""), []).append((x, x + width))
     assert len(lanes) == measured.workers
@@ -71,7 +71,7 @@ def test_labels_are_microbatches_and_versions(simulated: Simulated) -> None:
         f"v{tag.forward_version}" for tag in timeline.gradient_versions for _ in "FB"
     )
     assert sum(label == "7" for label in labels) == 6
-    story = next(_story(box) for box in _boxes(tree) if _story(box).startswith("0B7"))
+    story = next(_read_title(box) for box in _find_boxes(tree) if _read_title(box).startswith("0B7"))
     assert story == "0B7: backward, microbatch 7, 2.00 s, reads version 5"
 
 
@@ -88,7 +88,7 @@ def test_a_window_is_cut_at_its_edges(simulated: Simulated) -> None:
     timeline = simulated("pipedream", total=40)
     tree = ElementTree.fromstring(timeline_svg(timeline, start_s=60.5, end_s=70.5, px_per_s=30))
     assert tree.get("width") == str(LEFT + 300 + 16)
-    for box in _boxes(tree):
+    for box in _find_boxes(tree):
         assert float(box.get("x", "")) >= LEFT
         assert float(box.get("x", "")) + float(box.get("width", "")) <= LEFT + 300 + 1.5
 
@@ -113,4 +113,4 @@ def test_inlined_it_names_no_address(simulated: Simulated) -> None:
 
 def test_nothing_ran() -> None:
     tree = ElementTree.fromstring(timeline_svg(Timeline("x", "simulated", 2, (), 0)))
-    assert not _boxes(tree)
+    assert not _find_boxes(tree)

@@ -61,12 +61,12 @@ def run_cell(source: str, space: dict[str, Any]) -> tuple[str, Any]:
 
 def kinds(printed: str, value: Any) -> set[str]:
     """Returns what a kernel would store of a cell."""
-    found = {"stream"} if printed else set()
+    output_kinds = {"stream"} if printed else set()
     if isinstance(value, _Svg):
-        found.add("image/svg+xml")
+        output_kinds.add("image/svg+xml")
     elif value is not None:
-        found |= {"text/plain", "text/html"} if hasattr(value, "_repr_html_") else {"text/plain"}
-    return found
+        output_kinds |= {"text/plain", "text/html"} if hasattr(value, "_repr_html_") else {"text/plain"}
+    return output_kinds
 
 
 def stored(output: dict[str, Any]) -> set[str]:

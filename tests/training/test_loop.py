@@ -66,7 +66,7 @@ def test_the_rate_of_an_epoch_is_that_of_a_full_pipeline(monkeypatch: pytest.Mon
     recipe = pd.Recipe(nn.Linear(1, 1), nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), [1], [1])
     pipeline: Any = Finishing(clock)
     policy = loop.CheckpointPolicy(tmp_path, 0, 1)
-    found = loop.TrainingLoop(pipeline, recipe, Console(file=io.StringIO()), 1, policy, 0.0)
-    assert not found.train(2, None)
-    assert [number for number, _ in found.losses] == list(range(8))
-    assert found.samples_per_s == [4.0, 4.0]
+    training = loop.TrainingLoop(pipeline, recipe, Console(file=io.StringIO()), 1, policy, 0.0)
+    assert not training.train(2, None)
+    assert [number for number, _ in training.losses] == list(range(8))
+    assert training.samples_per_s == [4.0, 4.0]

@@ -39,14 +39,14 @@ from pipedream.workflows.prepare import check_phases_fit
 def check_papers(run: Run, outcome: Outcome, turns: dict[int, delayed.Turn]) -> None:
     """Checks every loss and the whole state against the phases' papers, a microbatch after the other."""
     animal = zoo.make(run.animal)
-    wanted = delayed.train(
+    expected = delayed.train(
         animal.model, [stage.names for stage in run.plan.stages], animal.batches * run.epochs, animal.total,
         turns[0].paper, lambda: delayed.SpikeSgd(**OPTIMIZERS["sgd"].keywords), microbatches=turns[0].microbatches,
         seed=3, drains=outcome.drains, turns=turns, rate_at=lambda n: 0.7 ** (n // 7),
     )  # fmt: skip
     for number, loss in outcome.losses.items():
-        assert abs(loss - wanted.losses[number]) <= 1e-9 * max(abs(loss), 1.0), number
-    assert_near(outcome.state, wanted.state, 1e-9)
+        assert abs(loss - expected.losses[number]) <= 1e-9 * max(abs(loss), 1.0), number
+    assert_near(outcome.state, expected.state, 1e-9)
 
 
 def t1(until: int, late: Callable[[int], int]) -> Callable[[int, int], float]:
@@ -157,16 +157,20 @@ def test_a_run_in_phases_trains_as_plain_pytorch(run: Run) -> None:
     for (phase, (_, end)), (_, (begin, _)) in pairwise(sorted(outcome.trained.items())):
         assert begin == end
         assert end in outcome.drains, "a change of phase is a recorded drain"
-        wanted = chosen[phase].until or chosen[phase].until_epoch * size
-        assert wanted <= end < wanted + max(run.replicas) + (3 if wanted - 1 in run.evaluate_at else 0)
+        intended = chosen[phase].until or chosen[phase].until_epoch * size
+        assert intended <= end < intended + max(run.replicas) + (3 if intended - 1 in run.evaluate_at else 0)
         if chosen[phase].until_epoch or chosen[phase].name in FLUSHING:
-            assert end == wanted or wanted - 1 in run.evaluate_at
+            assert end == intended or intended - 1 in run.evaluate_at
     # Staleness is each method's own.
     for phase, late in outcome.late.items():
         p = len(run.replicas)
-        for stage, found in late.items():
-            own = {"pipedream": run.plan.in_flight[stage] - 1, "pipedream_2bw": 1, "pipedream_vertical_sync": p - 1}
-            assert found == own.get(chosen[phase].name, 0)
+        for stage, staleness in late.items():
+            published = {
+                "pipedream": run.plan.in_flight[stage] - 1,
+                "pipedream_2bw": 1,
+                "pipedream_vertical_sync": p - 1,
+            }
+            assert staleness == published.get(chosen[phase].name, 0)
 
 
 def test_the_comparison_can_fail() -> None:
@@ -185,8 +189,10 @@ def test_a_run_of_one_phase_is_the_run_of_its_method() -> None:
     run = Run("pipedream:20,pipedream", evaluate_at=())
     check(run, go(run))
     animal = zoo.make("mlp")
-    with pd.Pipeline(animal.model, run.plan, schedule="1f1b", loss=animal.loss, optimizer=OPTIMIZERS["sgd"]) as one:
-        assert phases_text(one.phases) == "1f1b"
+    with pd.Pipeline(
+        animal.model, run.plan, schedule="1f1b", loss=animal.loss, optimizer=OPTIMIZERS["sgd"]
+    ) as pipeline:
+        assert phases_text(pipeline.phases) == "1f1b"
 
 
 def run_both(runs: list[Run]) -> list[Outcome]:
@@ -215,11 +221,11 @@ def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     for number, run in enumerate(IN_PROCESSES[workers]):
         alone = go(run)
         for rank, outcomes in enumerate(of_ranks):
-            found = outcomes[number]
-            assert (found.losses, found.rates, found.drains) == (alone.losses, alone.rates, alone.drains)
-            assert (found.trained, found.late) == (alone.trained, alone.late)
+            outcome = outcomes[number]
+            assert (outcome.losses, outcome.rates, outcome.drains) == (alone.losses, alone.rates, alone.drains)
+            assert (outcome.trained, outcome.late) == (alone.trained, alone.late)
             if rank == 0:
-                assert all(torch.equal(found.state[name], value) for name, value in alone.state.items())
+                assert all(torch.equal(outcome.state[name], value) for name, value in alone.state.items())
 
 
 """Within each of the phases below, and at their borders, 20 (where a drain is due anyway) among them."""
@@ -257,9 +263,9 @@ def test_processes_go_on_to_the_bit_across_a_border(tmp_path: Path) -> None:
 
 def test_compensations_as_text() -> None:
     text = "1f1b/4:5,pipedream_2bw/3+error_feedback=0.5+t1=500:2e,one_step_ef/4+none"
-    found = read_phases(text)
-    assert [phase.compensation for phase in found] == [None, (ErrorFeedback(0.5), LearningRateRescheduling(500)), ()]
-    assert phases_text(found) == text
+    phases = read_phases(text)
+    assert [phase.compensation for phase in phases] == [None, (ErrorFeedback(0.5), LearningRateRescheduling(500)), ()]
+    assert phases_text(phases) == text
     assert Phase("pipedream", compensation=["spike"]) == Phase("pipedream", compensation=SpikeCompensation())
     with pytest.raises(ScheduleError, match="compensation 'none' is not known"):
         read_phases("pipedream+spike+none")
@@ -271,7 +277,7 @@ def test_a_compensation_of_the_run_is_for_the_phases_that_do_not_flush() -> None
         with pd.Pipeline(
             animal.model, Run("").plan, phases=phases, loss=animal.loss, optimizer=OPTIMIZERS["sgd"], **options
         ) as pipeline:
-            return [" ".join(map(str, found.program.updates.compensation)) for found in pipeline.prepared]
+            return [" ".join(map(str, phase.program.updates.compensation)) for phase in pipeline.prepared]
 
     text = "1f1b:5,pipedream:9,pipedream+t1=7:12,one_step_ef/2"
     assert compensations(text) == ["", "", "t1:7", "error_feedback:1.0"]
@@ -294,14 +300,14 @@ def test_what_a_later_phase_asks_of_the_optimizer_is_told_before_the_run(phase: 
 
 def test_phases_as_text() -> None:
     text = "1f1b/4:200,pipedream:3e,1f1b/4"
-    found = read_phases(" 1f1b/4:200, pipedream:3e,1f1b/4 ")
-    assert found == (
+    phases = read_phases(" 1f1b/4:200, pipedream:3e,1f1b/4 ")
+    assert phases == (
         Phase("1f1b", until=200, microbatches=4), Phase("pipedream", until_epoch=3), Phase("1f1b", microbatches=4),
     )  # fmt: skip
-    assert phases_text(found) == text
-    at = [phase_at(found, *position) for position in ((0, 0), (199, 1), (200, 1), (250, 2), (300, 3), (900, 9))]
+    assert phases_text(phases) == text
+    at = [phase_at(phases, *position) for position in ((0, 0), (199, 1), (200, 1), (250, 2), (300, 3), (900, 9))]
     assert at == [0, 0, 1, 1, 2, 2]
-    assert phase_at(found, 10, 3) == 0, "phases come one after the other"
+    assert phase_at(phases, 10, 3) == 0, "phases come one after the other"
 
 
 @pytest.mark.parametrize(
@@ -335,16 +341,16 @@ def test_phases_and_a_schedule_are_not_both_said() -> None:
 
 def test_common_channels_are_the_deepest_and_of_one_placement() -> None:
     deep = replace(Plan.uniform(3), in_flight=(7, 4, 1))
-    one, other = lower(build("pipedream", deep)), lower(build("gpipe", Plan.uniform(3), 4))
-    found = with_common_channels([one, other])
-    assert [p.channels for p in found] == [found[0].channels] * 2
-    for common, a, b in zip(found[0].channels, one.channels, other.channels, strict=True):
+    deeper, other = lower(build("pipedream", deep)), lower(build("gpipe", Plan.uniform(3), 4))
+    programs = with_common_channels([deeper, other])
+    assert [p.channels for p in programs] == [programs[0].channels] * 2
+    for common, a, b in zip(programs[0].channels, deeper.channels, other.channels, strict=True):
         assert common.depth == max(a.depth, b.depth)
-    assert any(a.depth != b.depth for a, b in zip(one.channels, other.channels, strict=True))
-    for program in found:
+    assert any(a.depth != b.depth for a, b in zip(deeper.channels, other.channels, strict=True))
+    for program in programs:
         verify(program)
     with pytest.raises(ScheduleError, match="take methods of one placement"):
-        with_common_channels([one, lower(build("pipedream", Plan.uniform(2, replicas=(2, 1))))])
+        with_common_channels([deeper, lower(build("pipedream", Plan.uniform(2, replicas=(2, 1))))])
 
 
 def make(seed: int = 0, phases: Any = "") -> pd.Recipe:
@@ -388,21 +394,24 @@ def test_a_recipe_in_phases_leaves_a_report_that_marks_them(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_recipes_phases_are_taken_unless_others_are_said(tmp_path: Path) -> None:
-    own = lambda seed: make(seed, [Phase("1f1b", until=3, microbatches=2), Phase("pipedream")])  # noqa: E731
+    make_in_phases = lambda seed: make(seed, [Phase("1f1b", until=3, microbatches=2), Phase("pipedream")])  # noqa: E731
     options: dict[str, Any] = {"minibatches": 6, "checkpoint_every": 0, "quiet": True}
-    found = train_recipe(own, out=tmp_path / "1", **options)
-    assert found["schedule"] == "1f1b/2:3,pipedream"
-    assert train_recipe(own, phases="naive:2,gpipe/2", out=tmp_path / "2", **options)["schedule"] == "naive:2,gpipe/2"
-    made_up = train_recipe(own, compensation="spike", out=tmp_path / "5", **options)
+    summary = train_recipe(make_in_phases, out=tmp_path / "1", **options)
+    assert summary["schedule"] == "1f1b/2:3,pipedream"
+    assert (
+        train_recipe(make_in_phases, phases="naive:2,gpipe/2", out=tmp_path / "2", **options)["schedule"]
+        == "naive:2,gpipe/2"
+    )
+    made_up = train_recipe(make_in_phases, compensation="spike", out=tmp_path / "5", **options)
     assert made_up["schedule"] == made_up["configuration"]["phases"] == "1f1b/2:3,pipedream+spike"
-    said = train_recipe(own, schedule="gpipe", out=tmp_path / "3", **options | {"checkpoint_every": 3})
-    assert said["schedule"] == "gpipe"
-    assert said["configuration"]["phases"] is None
-    assert train_recipe(own, resume=tmp_path / "3", **options | {"minibatches": 7})["schedule"] == "gpipe", (
+    overridden = train_recipe(make_in_phases, schedule="gpipe", out=tmp_path / "3", **options | {"checkpoint_every": 3})
+    assert overridden["schedule"] == "gpipe"
+    assert overridden["configuration"]["phases"] is None
+    assert train_recipe(make_in_phases, resume=tmp_path / "3", **options | {"minibatches": 7})["schedule"] == "gpipe", (
         "what is not said is as it was"
     )
     with pytest.raises(ScheduleError, match="each phase has its own"):
-        train_recipe(own, schedule="gpipe", phases="naive:2,gpipe/2", out=tmp_path / "4", **options)
+        train_recipe(make_in_phases, schedule="gpipe", phases="naive:2,gpipe/2", out=tmp_path / "4", **options)
     with pytest.raises(RecipeError, match="phases is 3, neither a text nor a list of Phase"):
         make(phases=3)
 
@@ -415,14 +424,14 @@ def test_a_phase_is_counted_from_one_on(wrong: dict[str, Any]) -> None:
 
 def test_a_file_of_a_method_may_be_a_phase() -> None:
     text = "a/my-own.csv/4:200,../methods.py:two_by_two/2+spike:3e,C:\\x.CSV:700,methods.py"
-    found = read_phases(text)
-    assert found == (
+    phases = read_phases(text)
+    assert phases == (
         Phase("a/my-own.csv", until=200, microbatches=4),
         Phase("../methods.py:two_by_two", until_epoch=3, microbatches=2, compensation="spike"),
         Phase("C:\\x.CSV", until=700),
         Phase("methods.py"),
     )
-    assert phases_text(found) == text
+    assert phases_text(phases) == text
 
 
 def test_a_phase_whose_end_lies_behind_is_told() -> None:
@@ -448,9 +457,9 @@ def test_a_checkpoints_phases_are_taken_up_as_they_were_asked(tmp_path: Path) ->
     def both(name: str, phases: Any, first: dict[str, Any] | None = None, **rest: Any) -> tuple[Any, Any, Any]:
         recipe = lambda seed: make(seed, phases)  # noqa: E731
         begun = train_recipe(recipe, out=tmp_path / name, minibatches=3, **options, **(first or {}))
-        found = train_recipe(recipe, resume=tmp_path / name, minibatches=9, **options | {"plan": None}, **rest)
-        trained = [(phase["schedule"], phase["begin"], phase["end"]) for phase in found["phases"]]
-        return begun["schedule"], trained, found["configuration"]["compensation"]
+        summary = train_recipe(recipe, resume=tmp_path / name, minibatches=9, **options | {"plan": None}, **rest)
+        trained = [(phase["schedule"], phase["begin"], phase["end"]) for phase in summary["phases"]]
+        return begun["schedule"], trained, summary["configuration"]["compensation"]
 
     path = tmp_path / "mine.csv"
     text, trained, _ = both("csv", [Phase(str(path), until=5), Phase("pipedream")])
@@ -481,9 +490,9 @@ def test_a_phase_that_the_plan_has_no_memory_for_is_refused(tmp_path: Path) -> N
     tight = Cluster.flat(2, memory_bytes=max(stage.peak_bytes for stage in plan.stages) + 1)
     options: dict[str, Any] = {"phases": "pipedream_2bw/8:2,pipedream:3,1f1b/8", "workers": 2, "quiet": True}
     plan = replace(plan, cluster=tight)
-    for given in ({"cluster": tight}, {"plan": plan}):
+    for limits in ({"cluster": tight}, {"plan": plan}):
         with pytest.raises(PlanError, match=r"in phase pipedream:3 the plan 1-1 does not fit: .*needs"):
-            train_recipe(wide, out=tmp_path / "tight", **options, **given)
+            train_recipe(wide, out=tmp_path / "tight", **options, **limits)
     check_phases_fit(plan, read_phases("pipedream_2bw/8:2,1f1b/8"), profile)
     # What a compensation keeps counts too.
     kept = read_phases("pipedream_2bw/8:2,1f1b/8:4,pipedream_2bw/8+error_feedback")
@@ -510,10 +519,10 @@ def test_a_phase_has_its_own_peak_and_is_trained_if_it_has_a_minibatch() -> None
 def test_a_report_is_of_a_phase_whose_spans_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_MOST_KEPT", 40)  # as in a long run: the second phase pushes out the first's
     options: dict[str, Any] = {"quiet": True, "evaluate_every": 0}
-    found = train_recipe(make, phases="1f1b/2:20,pipedream", out=tmp_path / "run", **options)
-    assert [phase["end"] - phase["begin"] for phase in found["phases"]] == [20, 10]
-    assert found["configuration"]["schedule"] == "pipedream"
-    assert all(stage["busy_share"] for stage in found["stages"])
+    summary = train_recipe(make, phases="1f1b/2:20,pipedream", out=tmp_path / "run", **options)
+    assert [phase["end"] - phase["begin"] for phase in summary["phases"]] == [20, 10]
+    assert summary["configuration"]["schedule"] == "pipedream"
+    assert all(stage["busy_share"] for stage in summary["stages"])
     # A run that goes on where it has ended has nothing to tell.
     again = train_recipe(make, resume=tmp_path / "run", **options)
     assert [(phase["begin"], phase["end"]) for phase in again["phases"]] == [(30, 30)]

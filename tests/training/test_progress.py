@@ -14,16 +14,18 @@ from pipedream.training import progress
 
 class _Pipeline:
     def __init__(self) -> None:
-        self.asked = 0
+        self.computed = 0
 
     def status(self) -> dict[int, dict[str, float]]:
-        self.asked += 1
+        self.computed += 1
         return {0: {"busy_share": 0.5, "peak_bytes": 1e6}}
 
 
-@pytest.mark.parametrize(("rank", "rank_0_shows", "asked"), [(0, True, 1), (1, True, 1), (1, False, 0), (0, False, 0)])
+@pytest.mark.parametrize(
+    ("rank", "rank_0_shows", "computed"), [(0, True, 1), (1, True, 1), (1, False, 0), (0, False, 0)]
+)
 def test_status_is_computed_only_if_it_is_shown(
-    monkeypatch: pytest.MonkeyPatch, rank: int, rank_0_shows: bool, asked: int
+    monkeypatch: pytest.MonkeyPatch, rank: int, rank_0_shows: bool, computed: int
 ) -> None:
     def from_rank_0(make: Any, rank: int) -> str:
         return str(make()) if rank == 0 else "shown" * rank_0_shows
@@ -33,4 +35,4 @@ def test_status_is_computed_only_if_it_is_shown(
     pipeline: Any = _Pipeline()
     with progress.Progress(console, 2, rank) as shown:
         shown.show(Done(0, 0, False, 0.5, 8.0, 8, 0.1), pipeline)
-    assert pipeline.asked == asked
+    assert pipeline.computed == computed

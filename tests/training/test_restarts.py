@@ -97,8 +97,8 @@ def test_restarted_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     )
     assert whole["resumed_from"] is None
     assert whole["drains"] == summary["drains"]
-    one, other = (torch.load(f / "run" / "weights.pt", weights_only=True) for f in (tmp_path, tmp_path / "whole"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    restarted, other = (torch.load(f / "run" / "weights.pt", weights_only=True) for f in (tmp_path, tmp_path / "whole"))
+    assert all(torch.equal(restarted[name], other[name]) for name in restarted)
     losses = [json.loads((f / "run" / "losses.json").read_text()) for f in (tmp_path, tmp_path / "whole")]
     assert losses[0] == losses[1]
 
@@ -149,8 +149,8 @@ def test_a_finished_run_has_nothing_left_to_do(
         return status, error
 
     def summary() -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(Path("run", "summary.json").read_text(encoding="utf-8"))
-        return found
+        summary: dict[str, Any] = json.loads(Path("run", "summary.json").read_text(encoding="utf-8"))
+        return summary
 
     assert train_here() == (0, "")
     whole = summary()

@@ -152,8 +152,8 @@ SAME = [
 @pytest.mark.parametrize(
     "leg",
     [
-        pytest.param(one, id=str(one), marks=pytest.mark.slow if number % 2 or one.animal != "mlp" else ())
-        for number, one in enumerate(SAME)
+        pytest.param(case, id=str(case), marks=pytest.mark.slow if number % 2 or case.animal != "mlp" else ())
+        for number, case in enumerate(SAME)
     ],
 )
 def test_the_same_plan_goes_on_to_the_bit(leg: Leg, tmp_path: Path) -> None:
@@ -190,9 +190,9 @@ def check_resumed(leg: Leg, folder: Path, run: Callable[..., Outcome]) -> None:
         assert rest.drains == whole.drains
         for there, here in ((rest.state, whole.state), (rest.ema, whole.ema)):
             assert all(torch.equal(there[name], here[name]) for name in here)
-        one, other = (folders.read_manifest(folders.complete_checkpoints(folder / f)[-1]) for f in "ab")
-        assert one.stages == other.stages
-        assert one.random == other.random
+        manifest, other = (folders.read_manifest(folders.complete_checkpoints(folder / f)[-1]) for f in "ab")
+        assert manifest.stages == other.stages
+        assert manifest.random == other.random
         shutil.rmtree(folder / "b")
 
 
@@ -218,29 +218,29 @@ ACROSS = [
 )
 def test_other_plans_go_on_as_one_process_would(animal: str, legs: list[tuple[Any, int]], tmp_path: Path) -> None:
     scheduler = {"mlp": "steps", "lstm": "cosine", "transformer": "one cycle"}[animal]
-    wanted = plain(animal, scheduler)
+    expected = plain(animal, scheduler)
     resume = None
     for i, (counts, until) in enumerate(legs):
         schedule = ("1f1b", "gpipe")[i % 2]
         leg = Leg(counts, until, animal, schedule, "adamw", scheduler, microbatches=4)
-        found = go(leg, tmp_path / f"{i} last", resume, keep=1)
+        outcome = go(leg, tmp_path / f"{i} last", resume, keep=1)
         resume = tmp_path / f"{i} last"
-        for number, loss in found.losses.items():
-            assert abs(loss - wanted.losses[number]) <= 1e-10 * max(1.0, abs(loss)), number
-            assert found.rates[number] == pytest.approx(wanted.rates[number], rel=1e-12), number
-    assert_near(found.state, wanted.state, 1e-10)
-    assert_near({name: found.ema[name] for name in wanted.ema}, wanted.ema, 1e-10)
+        for number, loss in outcome.losses.items():
+            assert abs(loss - expected.losses[number]) <= 1e-10 * max(1.0, abs(loss)), number
+            assert outcome.rates[number] == pytest.approx(expected.rates[number], rel=1e-12), number
+    assert_near(outcome.state, expected.state, 1e-10)
+    assert_near({name: outcome.ema[name] for name in expected.ema}, expected.ema, 1e-10)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_processes_go_on_with_what_one_has_saved_and_the_other_way_round(tmp_path: Path) -> None:
-    wanted = plain("mlp", "steps")
+    expected = plain("mlp", "steps")
     first = Leg((2, 1), 10, schedule="1f1b", microbatches=4)
     processes.results(go, 3, first, tmp_path / "1", None)
     go(Leg((1, 1), 20, schedule="1f1b", microbatches=4), tmp_path / "2", tmp_path / "1")
     last = processes.results(go, 3, Leg((1, 2), schedule="1f1b", microbatches=4), tmp_path / "3", tmp_path / "2")[0]
-    assert_near(last.state, wanted.state, 1e-10)
+    assert_near(last.state, expected.state, 1e-10)
 
 
 def test_optimizer_state_is_one_processes_own(tmp_path: Path) -> None:
@@ -259,10 +259,10 @@ def test_optimizer_state_is_one_processes_own(tmp_path: Path) -> None:
 
 def plain(animal: str, scheduler: str) -> reference.Answer:
     """Returns what one process gives, from the start to the end."""
-    made = zoo.make(animal)
+    example = zoo.make(animal)
     names = [name for stage in zoo.plan_of(zoo.make(animal), 1).stages for name in stage.names]
     return reference.plain(
-        made.model, names, made.batches * EPOCHS, made.total, groups("adamw"),
+        example.model, names, example.batches * EPOCHS, example.total, groups("adamw"),
         microbatches=4, seed=3, scheduler=SCHEDULERS[scheduler], ema=0.9,
     )  # fmt: skip
 
@@ -294,12 +294,12 @@ def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     """The last update is each parameter's own, and T1 counts on where replicas and stages are others."""
-    asked = ("error_feedback:1", "gap_aware", "t1:40")
-    first = Leg((2, 1), 10, compensation=asked, scheduler="none")
+    compensations = ("error_feedback:1", "gap_aware", "t1:40")
+    first = Leg((2, 1), 10, compensation=compensations, scheduler="none")
     go(first, tmp_path / "1", None)
     path = folders.complete_checkpoints(tmp_path / "1")[0]
     manifest = folders.read_manifest(path)
-    assert [str(one) for one in manifest.compensation] == ["error_feedback:1.0", "gap_aware", "t1:40"]
+    assert [str(rule) for rule in manifest.compensation] == ["error_feedback:1.0", "gap_aware", "t1:40"]
     kept = pieces.read_tensors(path, manifest, manifest.tensors)
     assert {name.split("/")[-1] for name in kept if name.startswith("compensation")} == {
         "last_update", "mean_square", "steps", "greatest_rate",
@@ -310,13 +310,13 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     animal = zoo.make("mlp")
     plan = zoo.plan_of(animal, 3, (1, 1, 1))
     settings: dict[str, Any] = {"loss": animal.loss, "optimizer": groups("adamw"), "seed": 3}
-    with pd.Pipeline(animal.model, plan, schedule="pipedream", compensation=asked, **settings) as pipeline:
+    with pd.Pipeline(animal.model, plan, schedule="pipedream", compensation=compensations, **settings) as pipeline:
         pipeline.load(path)
         for worker in pipeline._session.workers:
             for stage, stage_state in worker.stage_states.items():
                 assert (stage_state.optimizer.updates, stage_state.optimizer.rounds) == (0, rounds)
-                for name, held in stage_state.optimizer.compensator.state.items():
-                    for key, tensor in held.items():
+                for name, state in stage_state.optimizer.compensator.state.items():
+                    for key, tensor in state.items():
                         assert torch.equal(tensor, kept[f"compensation/{name}/{key}"]), (stage, name, key)
         # PipeMare's T1, k of 40 updates, the first stage two updates late: 2^(k/40 - 1).
         assert pipeline.learning_rates() == pytest.approx((0.01 * 2 ** (rounds / 40 - 1), 0.01, 0.01))

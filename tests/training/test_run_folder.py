@@ -80,23 +80,23 @@ def test_a_folder_that_cannot_be_written(out: str, words: str, recipe: Path, run
 )
 def test_a_full_disk(size_bytes: int, status: int, words: str, recipe: Path, run_command: RunCommand) -> None:
     with files_up_to(size_bytes):
-        found, _, error = run_command("train", recipe, "--workers", 1, "--checkpoint-every", 0, "--out", "run")
-    assert (found, len(error.splitlines()), words in error) == (status, 1, True), error
+        exit_status, _, error = run_command("train", recipe, "--workers", 1, "--checkpoint-every", 0, "--out", "run")
+    assert (exit_status, len(error.splitlines()), words in error) == (status, 1, True), error
     assert not [*Path("run").glob(".*")], "nothing half written is left"
     assert (status == 1) == Path("run/weights.pt").exists(), "the weights are written first"
 
 
 def test_a_full_disk_after_a_checkpoint(recipe: Path, run_command: RunCommand) -> None:
-    given = ("train", recipe, "--workers", 1)
-    assert run_command(*given, "--out", "run")[0] == 0
+    command = ("train", recipe, "--workers", 1)
+    assert run_command(*command, "--out", "run")[0] == 0
     Path("run/report.html").unlink()
     Path("run/report.html").mkdir()
-    status, _, error = run_command(*given, "--resume", "run")
+    status, _, error = run_command(*command, "--resume", "run")
     assert status == 1
     assert "rank 0, writing the run folder: cannot write run/report.html: Is a directory" in error
     assert "run/checkpoints/minibatch-00000004 is complete: with --resume run only what is missing is done" in error
     Path("run/report.html").rmdir()
-    assert run_command(*given, "--resume", "run")[0] == 0
+    assert run_command(*command, "--resume", "run")[0] == 0
     assert Path("run/report.html").is_file()
 
 
@@ -114,7 +114,7 @@ def test_a_summary_that_was_changed(recipe: Path, run_command: RunCommand) -> No
     """Any number may be a text: the report is written, or refused with the file's name."""
     assert run_command("train", recipe, "--workers", 1, "--checkpoint-every", 0, "--out", "run")[0] == 0
     summary = json.loads(Path("run/summary.json").read_text())
-    for place in _numbers(summary):
+    for place in _list_numbers(summary):
         changed = copy.deepcopy(summary)
         *folders, last = place
         inside: Any = changed
@@ -131,11 +131,11 @@ def test_a_summary_that_was_changed(recipe: Path, run_command: RunCommand) -> No
         assert "summary.json or losses.json in run is not as a run writes it" in error
 
 
-def _numbers(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def _list_numbers(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yields the keys that lead to each number, outside of the plan, which is checked when it is read."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield place
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in pairs:
         if key != "plan":
-            yield from _numbers(item, (*place, key))
+            yield from _list_numbers(item, (*place, key))
