@@ -16,8 +16,8 @@ import pipedream
 from pipedream.core.errors import PlanError
 from pipedream.layouts.execution.step import PartitionedStep, SimulatedRanks
 from pipedream.layouts.search.partition import partition
-from pipedream.layouts.tracing import descriptions
-from pipedream.layouts.tracing.descriptions import contradiction, description_of
+from pipedream.layouts.tracing.check import find_contradiction
+from pipedream.layouts.tracing.registry import REGISTRY
 from pipedream.layouts.tracing.trace import trace
 
 
@@ -156,9 +156,10 @@ def test_layers_are_described_and_compute_the_same(name: str) -> None:
     model, sample = copy.deepcopy(layer).double(), torch.randn(shape).double()
     step = trace(model, sample, loss=loss)
     for described in step.calls:
-        description = description_of(described.call)
-        assert description is not None
-        assert contradiction(described.call, description) == "", (described.call.function, described.step)
+        assert find_contradiction(described.call, described.description) == "", (
+            described.call.function,
+            described.step,
+        )
     values = {step.parameters[key]: parameter.detach() for key, parameter in model.named_parameters()}
     values |= {step.buffers[key]: buffer.clone() for key, buffer in model.named_buffers()}
     values |= {step.inputs[0]: sample}
@@ -241,8 +242,8 @@ class Scaled(nn.Module):
 
 @pytest.fixture
 def _forget_added_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptions, "_KNOWN", dict(descriptions._KNOWN))
-    monkeypatch.setattr(descriptions, "_USERS", set())
+    monkeypatch.setattr(REGISTRY, "_descriptions", dict(REGISTRY._descriptions))
+    monkeypatch.setattr(REGISTRY, "_added", set())
 
 
 @pytest.mark.usefixtures("_forget_added_operators")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipedream.layouts.search.exchanges import Exchanges
     from pipedream.layouts.search.lay_out import lay_out
     from pipedream.layouts.search.partition import METHODS, Partition, check_request, complete_partition, partition
-    from pipedream.layouts.tracing.descriptions import register_operator
+    from pipedream.layouts.tracing.registry import register_operator
     from pipedream.layouts.tracing.trace import TracedStep, describe_step, operators, trace
 
 __all__ = [
@@ -57,7 +57,7 @@ _NAMES = {
     "search.exchanges": ("Exchanges",),
     "search.lay_out": ("lay_out",),
     "search.partition": ("METHODS", "Partition", "check_request", "complete_partition", "partition"),
-    "tracing.descriptions": ("register_operator",),
+    "tracing.registry": ("register_operator",),
     "tracing.trace": ("TracedStep", "describe_step", "operators", "trace"),
 }
 """Module -> the names that it defines."""

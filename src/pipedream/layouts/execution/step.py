@@ -15,7 +15,7 @@ from pipedream.layouts.description.operator import Operator
 from pipedream.layouts.description.text import Access
 from pipedream.layouts.search.exchanges import Exchanges, Result
 from pipedream.layouts.search.partition import Partition
-from pipedream.layouts.tracing.descriptions import COMBINE, Part, description_of, filled
+from pipedream.layouts.tracing.calls import COMBINE, Part, fill_tensors
 from pipedream.layouts.tracing.trace import DescribedCall, TracedStep
 from pipedream.sharding.exchange import exchange
 
@@ -230,18 +230,16 @@ class PartitionedStep:
     def _compute(
         self, number: int, call: DescribedCall, rank: int, operands: Mapping[object, torch.Tensor], box: Box
     ) -> torch.Tensor:
-        description = description_of(call.call)
-        assert description is not None
         needed = call.step.line.operands
         by_name = {operand.tensor: operands[call.tensors[operand.tensor], operand.indices] for operand in needed}
         part = Part(
             call=call.call,
-            values=filled(call.call.values, by_name),
+            values=fill_tensors(call.call.values, by_name),
             shape=tuple(map(len, box)),
             step=call.step,
             ranges=self.exchanges.ranges[number][rank],
         )
-        return description.run(part)
+        return call.description.run(part)
 
 
 def _assemble(box: Box, arrived: Sequence[tuple[Box, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:

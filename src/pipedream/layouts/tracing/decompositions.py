@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from pipedream.layouts.tracing.descriptions import is_added, is_described
+from pipedream.layouts.tracing.registry import OperatorRegistry
 
 A = torch.ops.aten
 _TORCHS = (
@@ -25,7 +25,7 @@ _TORCHS = (
 )  # fmt: skip
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def list_decompositions(registry: OperatorRegistry) -> dict[Any, Callable[..., Any]]:
     """Returns operator -> what it does, by simpler ones."""
     by_hand: dict[Any, Callable[..., Any]] = {
         A.var_mean.correction: _compute_var_mean,
@@ -42,11 +42,13 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         A.cat.default: _join_without_empty,
         A._trilinear.default: _multiply_three,
     }
-    torchs = {
-        operator: simpler for operator, simpler in _load_torch_decompositions().items() if not is_described(operator)
+    torchs = _load_torch_decompositions().items()
+    table: dict[Any, Callable[..., Any]] = {
+        **{operator: simpler for operator, simpler in torchs if not registry.is_described(operator)},
+        **get_decompositions(_TORCHS),
+        **by_hand,
     }
-    table: dict[Any, Callable[..., Any]] = {**torchs, **get_decompositions(_TORCHS), **by_hand}
-    return {operator: simpler for operator, simpler in table.items() if not is_added(operator)}
+    return {operator: simpler for operator, simpler in table.items() if not registry.is_added(operator)}
 
 
 @cache

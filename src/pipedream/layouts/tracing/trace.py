@@ -19,19 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from pipedream.core.errors import PlanError
 from pipedream.layouts.description.operator import Operator
 from pipedream.layouts.description.operators import DescribedStep, Operators
-from pipedream.layouts.tracing.decompositions import decompositions
-from pipedream.layouts.tracing.descriptions import (
-    Description,
-    OperatorCall,
-    contradiction,
-    description_of,
-    is_added,
-    is_constant,
-    is_drawn,
-    other_operands,
-    refusal,
-    renamed,
-)
+from pipedream.layouts.tracing.calls import Description, OperatorCall
+from pipedream.layouts.tracing.check import compare_operands, find_contradiction
+from pipedream.layouts.tracing.decompositions import list_decompositions
+from pipedream.layouts.tracing.registry import REGISTRY, OperatorRegistry
+from pipedream.layouts.tracing.rules import CONSTANT, DRAWN
+from pipedream.layouts.tracing.spelling import rename_tensors
 from pipedream.sharding.whole_weights import steps_each_element
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
@@ -98,6 +91,7 @@ class DescribedCall:
     call: OperatorCall
     tensors: Mapping[str, str]
     step: Operator
+    description: Description
 
 
 @dataclass(frozen=True)
@@ -133,10 +127,15 @@ class TracedStep:
 
 
 def trace(
-    model: nn.Module, sample: Any, *, loss: Callable[[Any], Any] | None = None, optimizer: Optimizer | None = None
+    model: nn.Module,
+    sample: Any,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Optimizer | None = None,
+    registry: OperatorRegistry = REGISTRY,
 ) -> TracedStep:
     """Traces a step; see `operators`."""
-    return _Tracing(model, sample, loss).trace(optimizer)
+    return _Tracing(model, sample, loss, registry).trace(optimizer)
 
 
 @dataclass
@@ -144,6 +143,7 @@ class _Tracing:
     model: nn.Module
     sample: Any
     loss: Callable[[Any], Any] | None
+    registry: OperatorRegistry
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     _name: dict[fx.Node, str] = field(default_factory=dict)
@@ -254,7 +254,7 @@ class _Tracing:
                 raise _refuse_data_dependence(f"{self._locate(node.target)} calls {node.target}, whose result")
         # A second time, for autograd does not go with functionalize.
         pure = torch.func.functionalize(graph, remove="mutations")
-        graph = make_fx(pure, decomposition_table=decompositions(), **fake)(*example)
+        graph = make_fx(pure, decomposition_table=list_decompositions(self.registry), **fake)(*example)
         graph.graph.eliminate_dead_code()
         return graph, count
 
@@ -302,46 +302,42 @@ class _Tracing:
         bound = _bind_arguments(function, called.args, called.kwargs)
         read = {operand: self._name[operand] for _, operand in _yield_nodes(bound)}
         constants = {operand: self._constants[name] for operand, name in read.items() if name in self._constants}
-        if (
-            is_constant(function)
-            or is_drawn(function)
-            or (constants and len(constants) == len(read) and not self._has_random(read))
-        ):
+        follows = constants and len(constants) == len(read) and not self._has_random(read)
+        if function in CONSTANT or function in DRAWN or follows:
             name = self._add_tensor(node.name, value, node)
             self._constants[name] = partial(_make_constant, function, bound, constants, item)
-            self._drawn += [name] if is_drawn(function) else []
+            self._drawn += [name] if function in DRAWN else []
             return
         values = {key: fx.node.map_arg(argument, lambda arg: arg.meta["val"]) for key, argument in bound.items()}
-        call = OperatorCall(function, item, values, value)
-        text = self._describe_call(call)
+        self._add_call(node, OperatorCall(function, item, values, value), bound)
+
+    def _add_call(self, node: fx.Node, call: OperatorCall, bound: Mapping[str, Any]) -> None:
+        description = self.registry.find(call)
+        if description is None:
+            raise PlanError(_explain_refusal(call.function, self._locate(call.function)))
+        if self.registry.is_added(call.function):
+            self._check(call, description)
+        named = f" {call.function._schema.name.split('::')[-1].strip('_')}("
+        text = description.spell(call).replace(" f(", named, 1)
         tensors = {key: self._name[operand] for key, operand in _yield_nodes(bound)}
-        name = self._add_tensor(node.name, value, node)
-        self._lines.append(renamed(text, tensors | {"out": name}))
-        shapes = {key: tuple(tensor.shape) for key, tensor in call.tensors().items()}
-        (step,) = Operators(shapes | {"out": tuple(value.shape)}, text).steps
-        self._calls.append(DescribedCall(call, tensors, step))
+        name = self._add_tensor(node.name, call.out, node)
+        self._lines.append(rename_tensors(text, tensors | {"out": name}))
+        (step,) = Operators(call.shapes, text).steps
+        self._calls.append(DescribedCall(call, tensors, step, description))
 
     def _has_random(self, read: Mapping[fx.Node, str]) -> bool:
         return any(name in self._drawn for name in read.values())
 
-    def _describe_call(self, call: OperatorCall) -> str:
-        description = description_of(call)
-        if description is None:
-            raise PlanError(refusal(call.function, self._locate(call.function)))
-        if is_added(call.function):
-            self._check(call, description)
-        return description.text(call).replace(" f(", f" {call.function._schema.name.split('::')[-1].strip('_')}(", 1)
-
     def _check(self, call: OperatorCall, description: Description) -> None:
-        text = description.text(call)
-        if wrong := other_operands(call, text):
+        text = description.spell(call)
+        if wrong := compare_operands(call, text):
             raise PlanError(
                 f"{call.function} was described as {text!r}, but {wrong}; write all of its tensors, "
                 f"{', '.join(call.tensors())}, and its result as out"
             )
         others = {name: value for name, value in call.values.items() if not isinstance(value, torch.Tensor)}
         key = f"{call.function} {text} {[(tensor.shape, tensor.dtype) for tensor in call.tensors().values()]} {others}"
-        if key not in self._checked and (index := contradiction(call, description)):
+        if key not in self._checked and (index := find_contradiction(call, description)):
             raise PlanError(
                 f"{call.function} was described as {text!r}, but on random numbers its parts along "
                 f"{index!r} do not make the whole; write : for a dimension that it needs whole"
@@ -447,6 +443,19 @@ def _prepare_optimizer(optimizer: Optimizer, trained: Mapping[str, torch.Tensor]
             "one that steps each element by itself, such as SGD or Adam, or describe the model without an optimizer"
         )
     return built, empty
+
+
+def _explain_refusal(function: Any, where: str) -> str:
+    """Returns why an operator cannot be divided, and what to do."""
+    if torch.Tag.nondeterministic_seeded in function.tags:
+        return (
+            f"{where} calls {function}, which draws random numbers, so that its parts are not those of one process; "
+            "describe the model without it, or use a layout by hand"
+        )
+    return (
+        f"{where} calls {function}, which has no description; write one, such as "
+        f"pipedream.register_operator(torch.ops.{function}, 'out[i, j] = f(self[i, j])')"
+    )
 
 
 def _refuse_data_dependence(what: str) -> PlanError:
