@@ -695,7 +695,7 @@ BREAKS = (
     ),
     Break(
         "partition: a description may leave an operand out",
-        "layouts/tracing/descriptions.py",
+        "layouts/tracing/check.py",
         "present - named, named - present",
         "(), named - present",
         ("layouts/test_descriptions.py",),
