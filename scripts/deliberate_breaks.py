@@ -624,7 +624,7 @@ BREAKS = (
     ),
     Break(
         "mesh: a rank draws the dropout mask of its part",
-        "sharding/local_rules.py",
+        "sharding/rules/layers.py",
         "    return x.mul_(cut) if inplace else x * cut",
         "    return x * function(torch.ones_like(x), p)",
         ("sharding/test_mesh_training.py",),

@@ -1,6 +1,6 @@
 """Tensors that are cut over the ranks of one worker, on DTensor (docs/meshes.md)."""
 
 from pipedream.sharding.functions import replicate, shard, split
-from pipedream.sharding.local_rules import attention
+from pipedream.sharding.rules.attend import attention
 
 __all__ = ["attention", "replicate", "shard", "split"]

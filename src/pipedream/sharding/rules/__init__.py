@@ -1,0 +1,1 @@
+"""Operators on DTensors, computed with the ranks' own parts."""

@@ -1,0 +1,164 @@
+"""Dropout, convolutions, recurrent layers, embeddings and functions of channels, on parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.nn import functional as F
+
+from pipedream.core.errors import PlanError
+from pipedream.sharding.functions import part_sizes, sum_partials
+from pipedream.sharding.rules.compute import SUM, WHOLE, Table, check_whole, compute_on_parts, make_dtensors
+
+
+def apply_dropout(
+    function: Callable[..., torch.Tensor], input: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    """Draws the mask of the whole tensor on every rank, so that the numbers are those of one process."""
+    if not training or p == 0.0:
+        return input
+    x = sum_partials(input)
+    # The strides decide which element gets which number.
+    ones = torch.ones_like(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), device=x.device)
+    mask = function(ones, p)
+    cut = distribute_tensor(mask, x.device_mesh, x.placements, src_data_rank=None)
+    return x.mul_(cut) if inplace else x * cut
+
+
+# Whole weights see a cut batch; output channels, or input channels, may be cut.
+_CONVOLUTION: Table = {
+    (WHOLE, WHOLE): (WHOLE, (WHOLE, WHOLE)),
+    (Shard(0), WHOLE): (Shard(0), (Shard(0), SUM)),
+    (WHOLE, Shard(0)): (Shard(1), (SUM, Shard(0))),
+    (Shard(1), Shard(1)): (SUM, (Shard(1), Shard(1))),
+}
+_TRANSPOSED: Table = {  # whose weights are [input channels, output channels, ...]
+    (WHOLE, WHOLE): (WHOLE, (WHOLE, WHOLE)),
+    (Shard(0), WHOLE): (Shard(0), (Shard(0), SUM)),
+    (WHOLE, Shard(1)): (Shard(1), (SUM, Shard(1))),
+    (Shard(1), Shard(0)): (SUM, (Shard(1), Shard(0))),
+}
+_GROUPED: Table = {  # of either; where the weights are cut, each rank has whole groups
+    (WHOLE, WHOLE): (WHOLE, (WHOLE, WHOLE)),
+    (Shard(0), WHOLE): (Shard(0), (Shard(0), SUM)),
+    (Shard(1), Shard(0)): (Shard(1), (Shard(1), Shard(0))),
+}
+
+
+_ORDER = "stride", "padding", "dilation", "groups"
+_TRANSPOSED_ORDER = "stride", "padding", "output_padding", "groups", "dilation"
+
+
+def apply_convolution(
+    function: Callable[..., torch.Tensor], input: Any, weight: Any, bias: Any = None, *args: Any, **options: Any
+) -> Any:
+    """Applies a convolution, whose options may follow by position in torch's order."""
+    is_transposed = "transpose" in function.__name__
+    options |= dict(zip(_TRANSPOSED_ORDER if is_transposed else _ORDER, args, strict=False))
+    x, weight = make_dtensors(input, weight)
+    if x.dim() == weight.dim() - 1:  # a sample without a batch
+        return apply_convolution(function, x.unsqueeze(0), weight, bias, **options).squeeze(0)
+    name, groups = function.__name__, options.pop("groups", 1)
+    table = _GROUPED if groups != 1 else _TRANSPOSED if is_transposed else _CONVOLUTION
+    sizes = (weight.device_mesh.size(at) for at, placement in enumerate(weight.placements) if placement == Shard(0))
+    ranks = prod(sizes) if groups > 1 else 1
+    if groups % ranks:
+        raise PlanError(
+            f"{name} with {groups} groups was asked for, but {ranks} ranks cut the channels of its weight of "
+            f"{tuple(weight.shape)}, so that a group would be on several ranks; choose a number of groups that the "
+            "ranks divide, or do not cut these channels"
+        )
+    x = sum_partials(x)
+    placed = [
+        Shard(1) if have == WHOLE and (have, cut) not in table else have  # a slice
+        for have, cut in zip(x.placements, weight.placements, strict=True)
+    ]
+    output = compute_on_parts(
+        name if groups == 1 else f"{name} with {groups} groups",
+        table,
+        lambda x, w: function(x, w, None, groups=groups // ranks, **options),
+        (x.redistribute(placements=placed), weight),
+    )
+    return output if bias is None else output + bias.to(output.dtype).view(1, -1, *[1] * (output.dim() - 2))
+
+
+def run_recurrent(function: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """Cut by batch; of the weights every rank has all."""
+    if not isinstance(args[2], bool):
+        raise PlanError(
+            f"{function.__name__} of a packed sequence was asked for on a mesh, which does not cut packed sequences; "
+            "give a padded tensor"
+        )
+    state, weights, *options = args
+    states = state if isinstance(state, (tuple, list)) else (state,)
+    x, *others = make_dtensors(x, *states, *weights)
+    x, batch = sum_partials(x), Shard(0 if options[-1] else 1)
+    if options[2] and options[3]:
+        check_whole(f"the dropout of {function.__name__}", (x,))
+    placed: list[Placement] = [Shard(1) if placement == batch else WHOLE for placement in x.placements]
+    others[: len(states)] = [tensor.redistribute(placements=placed) for tensor in others[: len(states)]]  # slices
+    table: Table = {
+        (cut, *[cut_state] * len(states), *[WHOLE] * len(weights)): (
+            (cut, *[cut_state] * len(states)),
+            (cut, *[cut_state] * len(states), *[gradient] * len(weights)),
+        )
+        for cut, cut_state, gradient in ((WHOLE, WHOLE, WHOLE), (batch, Shard(1), SUM))
+    }
+
+    def run(x: torch.Tensor, *parts: torch.Tensor) -> Any:
+        state_parts = parts[: len(states)]
+        return function(x, state_parts[0] if state is not states else state_parts, list(parts[len(states) :]), *options)
+
+    return compute_on_parts(function.__name__, table, run, (x, *others))
+
+
+def apply_embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Each rank looks up the words whose rows it has; the others give zeros to the sum.
+
+    Raises:
+        PlanError: words or weight are cut, and an option needs all of them.
+    """
+    x, weight = make_dtensors(input, weight)
+    x, (words, width) = sum_partials(x), weight.shape
+    options = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+    needs_all = [name for name, is_asked in options.items() if is_asked]
+    if needs_all and any(isinstance(placement, Shard) for placement in (*x.placements, *weight.placements)):
+        raise PlanError(
+            f"an embedding with {needs_all[0]} was asked for, but the layout cuts its words, placed as {x.placements}, "
+            f"or its weight of {tuple(weight.shape)}, placed as {weight.placements}; leave the option out, or a rule"
+        )
+    padding = padding_idx + words if padding_idx is not None and padding_idx < 0 else padding_idx
+    mesh, first = weight.device_mesh, 0
+    for at, placed in enumerate(weight.placements):
+        if placed == Shard(0):
+            first = sum(part_sizes(words, mesh.size(at))[: mesh.get_local_rank(at)])
+
+    def look_up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        count = len(weight)
+        if count == words:
+            return F.embedding(x, weight, padding, max_norm, norm_type, scale_grad_by_freq, sparse)
+        row = x - first
+        # A word that no rank has stays out of range, and is an error as in one process.
+        elsewhere = ((row < 0) | (row >= count)) & (x >= 0) & (x < words)
+        pad = None if padding is None or not 0 <= padding - first < count else padding - first
+        return F.embedding(row.masked_fill(elsewhere, 0), weight, pad).masked_fill(elsewhere[..., None], 0)
+
+    table: Table = {
+        (WHOLE, WHOLE): (WHOLE, (WHOLE, WHOLE)),
+        (WHOLE, Shard(0)): (SUM, (WHOLE, Shard(0))),
+        (WHOLE, Shard(1)): (Shard(x.dim()), (WHOLE, Shard(1))),
+        **{(Shard(dim), WHOLE): (Shard(dim), (Shard(dim), SUM)) for dim in range(x.dim())},
+    }
+    return compute_on_parts("an embedding", table, look_up, (x, weight), (*x.shape, width))
