@@ -191,7 +191,7 @@ class _RankPart(NamedTuple):
     Attributes:
         groups, experts: its own.
         share: of the losses of its groups in those of the layer. Of ranks with the same groups one has it.
-        batch: process groups over which the batch is cut.
+        batch: process groups over which the batch is sharded.
         exchange: over which tokens are sent to their experts.
     """
 
@@ -226,7 +226,7 @@ class MixtureOfExperts(nn.Module):
         z_loss: coefficient of the mean square of the logits' logsumexp (ST-MoE, Zoph et al. 2022, section 3.2), over
             tokens of importance 1.
 
-    On a mesh (`docs/meshes.md`) a layout may cut the batch, with the groups, the experts, over the same or another
+    On a mesh (`docs/meshes.md`) a layout may shard the batch, with the groups, the experts, over the same or another
     dimension of the mesh, and `d_ff`.
 
     Attributes:
@@ -327,9 +327,10 @@ class MixtureOfExperts(nn.Module):
             if x.placements[at] == Shard(0):
                 if len(groups) % ranks or x.shape[0] % ranks:
                     raise PlanError(
-                        f"the layout cuts the batch over {over!r} of the mesh, and with it the groups of a mixture of "
-                        f"experts, but there are {self.groups} groups in {x.shape[0]} samples, which {ranks} ranks do "
-                        f"not divide; use groups=N with an N that they divide, or do not cut the batch over {over!r}"
+                        f"the layout shards the batch over {over!r} of the mesh, and with it the groups of a mixture "
+                        f"of experts, but there are {self.groups} groups in {x.shape[0]} samples, which {ranks} ranks "
+                        f"do not divide; use groups=N with an N that they divide, or do not shard the batch over "
+                        f"{over!r}"
                     )
                 groups, share = _take_range(groups, ranks, rank), share / ranks
                 batch.append(mesh.get_group(at))

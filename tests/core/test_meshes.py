@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipedream import Cluster, Layout, Mesh, Operators, Plan, partition
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Level
-from pipedream.core.plan.boundary import Boundary, Cut, boundary_bytes, cuts_of, with_cuts
+from pipedream.core.plan.boundary import Boundary, Crossing, boundary_bytes, read_crossings, with_crossings
 from pipedream.core.plan.mesh import Box, box_of, meshes_of, pieces, ranks_of
 from pipedream.layouts import Exchanges, complete_partition
 
@@ -297,24 +297,24 @@ def test_ranks_are_counted(text: str, workers: tuple[int, ...], ranks: int) -> N
 def test_the_cut_of_a_boundary() -> None:
     layout = Layout("batch:data, d_model:model", names={"blocks.3:out": "batch length d_model"})
     named = Boundary(layout, "blocks.3", Mesh("data:2,model:2"), Mesh("model:2"))
-    assert named.cuts([(4, 3, 8), (4,)], 4) == [
-        Cut((4, 3, 8), (0, 2), (2,)),
-        Cut((4,), (0, None), (None,)),
+    assert named.crossings([(4, 3, 8), (4,)], 4) == [
+        Crossing((4, 3, 8), (0, 2), (2,)),
+        Crossing((4,), (0, None), (None,)),
     ]
-    assert named.cuts([(3, 3, 8)], 3) == [Cut((3, 3, 8), (None, 2), (2,))]  # a smaller last batch
+    assert named.crossings([(3, 3, 8)], 3) == [Crossing((3, 3, 8), (None, 2), (2,))]  # a smaller last batch
     unnamed = Boundary(layout, "blocks.2", Mesh("data:2"), Mesh())
-    assert unnamed.cuts([(4, 3, 8), (7, 8), ()], 4) == [
-        Cut((4, 3, 8), (0,), ()),
-        Cut((7, 8), (None,), ()),
-        Cut((), (None,), ()),
+    assert unnamed.crossings([(4, 3, 8), (7, 8), ()], 4) == [
+        Crossing((4, 3, 8), (0,), ()),
+        Crossing((7, 8), (None,), ()),
+        Crossing((), (None,), ()),
     ]
     with pytest.raises(PlanError, match=r"the output of .blocks\.3. has 7 of 'd_model', which model:2"):
-        named.cuts([(4, 3, 7)], 4)
+        named.crossings([(4, 3, 7)], 4)
 
 
 @given(st.lists(moves(), max_size=3), st.sampled_from(["", '["l",["t",0]]', '"a|b"']))
 def test_cuts_travel_in_the_structure(
     tensors: list[tuple[tuple[int, ...], Mesh, tuple[int | None, ...], Mesh, tuple[int | None, ...]]], structure: str
 ) -> None:
-    cuts = tuple(Cut(shape, sent, received) for shape, _, sent, _, received in tensors)
-    assert cuts_of(with_cuts(structure, cuts)) == (cuts, structure)
+    cuts = tuple(Crossing(shape, sent, received) for shape, _, sent, _, received in tensors)
+    assert read_crossings(with_crossings(structure, cuts)) == (cuts, structure)

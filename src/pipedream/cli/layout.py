@@ -27,7 +27,7 @@ def layout(
         metavar="B [B ...]",
         panel=_RATES,
     ),
-    fixed: str | None = option(None, "Names that are not cut.", metavar="NAME[,...]", unset="none"),
+    fixed: str | None = option(None, "Names that are not sharded.", metavar="NAME[,...]", unset="none"),
     element_bytes: int | None = ELEMENT_BYTES,
     seed: int = SEED,
     as_json: bool = JSON,

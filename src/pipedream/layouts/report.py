@@ -92,7 +92,7 @@ def compare_layouts(
         bytes_per_s: that a rank sends, for each dimension of the mesh.
 
     Returns:
-        `layout` and `none` have the reports; `names` the sizes of each name that may be cut, `whole` why others may
+        `layout` and `none` have the reports; `names` the sizes of each name that may be sharded, `whole` why others may
         not.
 
     Raises:
@@ -150,7 +150,7 @@ def _report_layout(report: Report, element_bytes: int) -> dict[str, Any]:
 
 
 def format_partitions(comparison: Mapping[str, Any]) -> str:
-    """Returns cuts, the schemes of the largest tensors, and all methods."""
+    """Returns the cuts, the schemes of the largest tensors, and all methods."""
     ranks, cuts = comparison["ranks"], comparison["cuts"]
     lines = [
         f"{comparison['method']} over {ranks} rank{'' if ranks == 1 else 's'}: {comparison['elements']:,} elements a "
@@ -193,7 +193,7 @@ def format_layouts(report: Mapping[str, Any]) -> str:
     """Returns the layout, and what it takes beside no layout."""
     rules = report["rules"]
     least = "least peak memory" if report["objective"] == "memory" else "least time"
-    lines = [f"{rules or 'no name is cut'} on the mesh {report['mesh'] or '-'}, {least}", ""]
+    lines = [f"{rules or 'no name is sharded'} on the mesh {report['mesh'] or '-'}, {least}", ""]
     both = report["layout"], report["none"]
     names = [("peak of a rank, elements", *(f"{column['peak_elements']:,}" for column in both))]
     names.append(("  in bytes", *(format_bytes(column["peak_bytes"]) for column in both)))
@@ -208,7 +208,7 @@ def format_layouts(report: Mapping[str, Any]) -> str:
     free = [name for name in report["names"] if f"{name}:" not in f",{rules}"]
     if free:
         shown = ", ".join(free[:_MOST_NAMES]) + (f" and {len(free) - _MOST_NAMES} more" * (len(free) > _MOST_NAMES))
-        lines += ["", f"not cut: {shown}"]
+        lines += ["", f"not sharded: {shown}"]
     return "\n".join(lines)
 
 

@@ -73,7 +73,7 @@ class OneRank:
         self._sharding = sharding
         self._mesh = device_mesh, group
         self._entering: list[Any] = []  # the placement of each tensor of the last output
-        sharding.cut(self._parameters)
+        sharding.shard_parameters(self._parameters)
         modules = {id(module): module for layer in layers for module in layer.modules()}
         sharding.prepare(modules.values())
         name_of = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -110,7 +110,7 @@ class OneRank:
         if layer is self._layers[0]:
             self._samples = next(tensor.shape[0] for tensor in tensors if isinstance(tensor, torch.Tensor))
             inside = [
-                self._sharding.cut_input(tensor, self._samples) if _is_part(tensor) else tensor for tensor in tensors
+                self._sharding.shard_input(tensor, self._samples) if _is_part(tensor) else tensor for tensor in tensors
             ]
         else:
             placed = iter(self._entering)
@@ -170,7 +170,7 @@ class OneRank:
             forwards.append(forward.collectives)
             backwards.append(backward.collectives)
             sent = (
-                self._sharding.leave(tensor.detach(), self._sharding.batch_cut(tensor, self._samples))
+                self._sharding.leave(tensor.detach(), self._sharding.place_batch(tensor, self._samples))
                 for tensor in tree_flatten(inside)[0]
                 if _is_part(tensor)
             )

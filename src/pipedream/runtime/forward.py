@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipedream.core.plan.boundary import cuts_of, with_cuts
+from pipedream.core.plan.boundary import read_crossings, with_crossings
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Content, Message
@@ -86,9 +86,11 @@ class ForwardRunner:
                 value, saved.graph_inputs = stage_state.module.enter(
                     message.structure, message.tensors, message.gradients
                 )
-                cuts, _ = cuts_of(message.structure)
-                gradient_cuts = [cut.reversed() for cut, wants in zip(cuts, message.gradients, strict=False) if wants]
-                saved.gradient_cuts = with_cuts("", gradient_cuts)
+                crossings, _ = read_crossings(message.structure)
+                gradient_crossings = [
+                    crossing.reversed() for crossing, wants in zip(crossings, message.gradients, strict=False) if wants
+                ]
+                saved.gradient_crossings = with_crossings("", gradient_crossings)
             if index == 0 and not again and isinstance(stage_state, StageState) and stage_state.check is not None:
                 finish = (
                     None if targets is None else partial(self._compute_plain_loss, stage_state.check, message, targets)

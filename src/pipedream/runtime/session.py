@@ -76,7 +76,7 @@ from pipedream.runtime.results.results import Done, Output
 from pipedream.runtime.stage_state import StageState, evaluating
 from pipedream.runtime.update.tied_weights import broadcast_tied
 from pipedream.runtime.worker import Worker
-from pipedream.sharding.parallelized import parallelized
+from pipedream.sharding.parallelized import parallelize_layers
 from pipedream.sharding.stage import StageSharding
 
 _LOOP = "the training loop"
@@ -284,8 +284,8 @@ class Session:
                 modules, place = dict(model.named_modules()), blueprint.program.plan.stages[stage]
                 names = [layer.name for layer in self._graph.layers[place.first : place.last]]
                 layers = [(name, modules[name]) for name in names if name in modules]
-                parallelized_layers = parallelized(parallelize, layers, connections.mesh)
-            sharding.cut(owned, parallelized_layers)
+                parallelized_layers = parallelize_layers(parallelize, layers, connections.mesh)
+            sharding.shard_parameters(owned, parallelized_layers)
         return make_distributed_worker(
             blueprint, self._worker_rank, handles, remote_forwards, connections, self._shardings
         )

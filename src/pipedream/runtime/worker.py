@@ -496,7 +496,9 @@ class Worker:
             check.sent_back(index, input_gradients)
         results = self.results.carried(index) if received is None else received
         content = Content.EMPTY if saved.weights is None else Content.DATA
-        gradients = Message(index, content, tuple(input_gradients), saved.gradient_cuts, loss_weight=saved.loss_weight)
+        gradients = Message(
+            index, content, tuple(input_gradients), saved.gradient_crossings, loss_weight=saved.loss_weight
+        )
         if results is not None and results.numbers:
             gradients.carry(results)
         self._mailbox.put(Carries.GRADIENT, stage - 1, gradients)

@@ -1,4 +1,4 @@
-"""Tensors that are cut over the ranks of one worker, on DTensor (docs/meshes.md)."""
+"""Tensors that are sharded over the ranks of one worker, on DTensor (docs/meshes.md)."""
 
 from pipedream.sharding.functions import replicate, shard, split
 from pipedream.sharding.rules.attend import attention

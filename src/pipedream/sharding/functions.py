@@ -1,4 +1,4 @@
-"""What a model may say itself of how a tensor is cut (GShard's annotations, Lepikhin et al. 2020, 3.2).
+"""What a model may say itself of how a tensor is sharded (GShard's annotations, Lepikhin et al. 2020, 3.2).
 
 Each returns its tensor with other placements and the same numbers, and can be differentiated. A tensor that is not on
 a mesh, and a dimension that its mesh lacks, stay as they are, so that the model also runs in a single process.
@@ -18,7 +18,7 @@ from pipedream.sharding.exchange import exchange
 
 
 def split(t: torch.Tensor, dim: int, over: str) -> torch.Tensor:
-    """Returns a tensor that is cut along `dim` over the dimension `over` of the mesh, and elsewhere as before.
+    """Returns a tensor that is sharded along `dim` over the dimension `over` of the mesh, and elsewhere as before.
 
     Raises:
         PlanError: the tensor has no such dimension.
@@ -26,42 +26,42 @@ def split(t: torch.Tensor, dim: int, over: str) -> torch.Tensor:
     return shard(t, {dim: over})
 
 
-def shard(t: torch.Tensor, cuts: Mapping[int, str]) -> torch.Tensor:
-    """Returns a tensor that is cut along several dimensions.
+def shard(t: torch.Tensor, dims: Mapping[int, str]) -> torch.Tensor:
+    """Returns a tensor that is sharded along several dimensions.
 
-    Over a dimension of the mesh that `cuts` lacks it stays as it is, unless that cuts one of the same dimensions. A
-    size that does not divide is cut as `torch.chunk` does.
+    Over a dimension of the mesh that `dims` lacks it stays as it is, unless that shards one of the same dimensions. A
+    size that does not divide is sharded as `torch.chunk` does.
 
     Args:
-        cuts: dimension of the tensor -> dimension of the mesh.
+        dims: dimension of the tensor -> dimension of the mesh.
 
     Raises:
-        PlanError: the tensor has no such dimension, or two are to be cut over the same dimension of the mesh.
+        PlanError: the tensor has no such dimension, or two are to be sharded over the same dimension of the mesh.
     """
     dim_over: dict[str, int] = {}
-    for dim, over in cuts.items():
+    for dim, over in dims.items():
         if not -t.dim() <= dim < t.dim():
             raise PlanError(
-                f"a cut along dimension {dim} was asked for, but the tensor has the shape {tuple(t.shape)}; give a "
+                f"a shard along dimension {dim} was asked for, but the tensor has the shape {tuple(t.shape)}; give a "
                 f"dimension from {-t.dim()} to {t.dim() - 1}"
             )
         at = dim % t.dim()
         if over in dim_over or at in dim_over.values():
             raise PlanError(
-                f"the cuts {dict(cuts)} were asked for of a tensor of the shape {tuple(t.shape)}, which use a "
-                "dimension twice; cut each over one dimension of the mesh, and no two over the same"
+                f"the shards {dict(dims)} were asked for of a tensor of the shape {tuple(t.shape)}, which use a "
+                "dimension twice; shard each over one dimension of the mesh, and no two over the same"
             )
         dim_over[over] = at
     if not isinstance(t, DTensor):
         return t
     names = t.device_mesh.mesh_dim_names or ()
-    cut = {at for over, at in dim_over.items() if over in names}
+    sharded = {at for over, at in dim_over.items() if over in names}
     placed: list[Placement] = []
     for over, have in zip(names, t.placements, strict=True):
         if over in dim_over:
             placed.append(Shard(dim_over[over]))
         else:
-            placed.append(Replicate() if isinstance(have, Shard) and have.dim in cut else have)
+            placed.append(Replicate() if isinstance(have, Shard) and have.dim in sharded else have)
     return redistribute_in_steps(t, placed)
 
 
@@ -71,7 +71,7 @@ def replicate(t: torch.Tensor) -> torch.Tensor:
 
 
 def sum_partials(t: DTensor) -> DTensor:
-    """Adds up what is a partial sum still, and its gradient too, which goes to what has been cut."""
+    """Adds up what is a partial sum still, and its gradient too, which goes to what has been sharded."""
     if not any(isinstance(placement, Partial) for placement in t.placements):
         return t
     result = t.redistribute(
@@ -90,7 +90,7 @@ def redistribute_in_steps(t: DTensor, target: list[Placement]) -> DTensor:
     while list(t.placements) != target:
         placed = list(t.placements)
         again = [at for at, placement in enumerate(placed) if isinstance(placement, Shard) and placement in placed[:at]]
-        if again:  # several dimensions of the mesh cut one of the tensor: the inner ones first
+        if again:  # several dimensions of the mesh shard one of the tensor: the inner ones first
             placed[again[-1]] = Replicate()
             t = t.redistribute(placements=placed)
             continue
@@ -100,9 +100,9 @@ def redistribute_in_steps(t: DTensor, target: list[Placement]) -> DTensor:
         )
         if _rate_change(placed, at, to) == _ALL_TO_ALL:
             assert isinstance(to, Shard)
-            t = _cut_along(sum_partials(t), at, to.dim)
+            t = _shard_along(sum_partials(t), at, to.dim)
             target = [Replicate() if isinstance(placement, Partial) else placement for placement in target]
-        else:  # where another dimension of the mesh cuts `to` still, it is whole for a moment
+        else:  # where another dimension of the mesh shards `to` still, it is whole for a moment
             placed[at] = Replicate() if _rate_change(placed, at, to) == _GATHER else to
             t = t.redistribute(placements=placed)
     return t
@@ -122,8 +122,8 @@ def _rate_change(placed: list[Placement], at: int, to: Placement) -> int:
     return _SLICE
 
 
-def _cut_along(t: DTensor, at: int, dim: int) -> DTensor:
-    """Changes the dimension that `at` of the mesh cuts, for which DTensor itself would gather on a CPU."""
+def _shard_along(t: DTensor, at: int, dim: int) -> DTensor:
+    """Changes the dimension that `at` of the mesh shards, for which DTensor itself would gather on a CPU."""
     mesh, placed = t.device_mesh, list(t.placements)
     before = placed[at]
     assert isinstance(before, Shard)
@@ -134,7 +134,7 @@ def _cut_along(t: DTensor, at: int, dim: int) -> DTensor:
 
 
 def part_sizes(size: int, parts: int) -> list[int]:
-    """Returns the sizes of the parts of a dimension, as `Shard` and `torch.chunk` cut it."""
+    """Returns the sizes of the parts of a dimension, as `Shard` and `torch.chunk` shard it."""
     each = -(-size // parts)
     return [max(0, min(each, size - part * each)) for part in range(parts)]
 

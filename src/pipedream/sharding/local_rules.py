@@ -121,11 +121,11 @@ _GATHERS = {
 
 
 class NoHiddenGathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises a `PlanError` where an operator would have to gather a tensor that the layout cuts.
+    """Raises a `PlanError` where an operator would have to gather a tensor that the layout shards.
 
     Gathers that the code asks for (redistribute, replicate, full_tensor) are allowed. Operators that draw random
-    numbers for a tensor that is cut are refused as well: they would be other numbers than those of one process, or the
-    same on several ranks. Both are seen only where this mode is active, which is in the first passes of a stage.
+    numbers for a tensor that is sharded are refused as well: they would be other numbers than those of one process, or
+    the same on several ranks. Both are seen only where this mode is active, which is in the first passes of a stage.
     """
 
     def __init__(self) -> None:

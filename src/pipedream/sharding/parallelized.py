@@ -1,7 +1,7 @@
-"""Layers that the user cuts by torch's `parallelize_module` in place of a layout.
+"""Layers that the user shards by torch's `parallelize_module` in place of a layout.
 
-Its styles replace parameters by DTensors, and add hooks that cut plain tensors. The parameters become the user's again,
-so that weight versions know them; how they are cut is kept.
+Its styles replace parameters by DTensors, and add hooks that shard plain tensors. The parameters become the user's
+again, so that weight versions know them; how they are sharded is kept.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pipedream.core.errors import PlanError
 from pipedream.sharding.functions import sum_partials
 
 
-def parallelized(
+def parallelize_layers(
     parallelize: Callable[[str, nn.Module, DeviceMesh], Any],
     layers: Iterable[tuple[str, nn.Module]],
     device_mesh: DeviceMesh,
 ) -> dict[nn.Parameter, tuple[int | None, ...]]:
-    """Calls a function of the user for each layer; returns which dimension of a weight each mesh dimension cuts.
+    """Calls a function of the user for each layer; returns which dimension of a weight each mesh dimension shards.
 
     Raises:
-        PlanError: it does something else than cutting weights evenly.
+        PlanError: it does something else than sharding weights evenly.
     """
-    cuts: dict[nn.Parameter, tuple[int | None, ...]] = {}
+    placements: dict[nn.Parameter, tuple[int | None, ...]] = {}
     for name, layer in layers:
         slots = {
             (path, slot): (module, parameter)
@@ -54,24 +54,24 @@ def parallelized(
                 continue
             if not isinstance(now, DTensor):
                 raise PlanError(f"{what} has replaced the parameter {slot!r}; let it call parallelize_module only")
-            cuts[parameter] = _cut(now, device_mesh, f"{what} cuts {slot!r}")
+            placements[parameter] = _read_placements(now, device_mesh, f"{what} shards {slot!r}")
             used |= set(now.device_mesh.mesh_dim_names or ())
             sharded_slots.add(place)
             module._parameters[slot] = parameter
         if used:
             _run_on_parts(layer, device_mesh, sorted(used, key=(device_mesh.mesh_dim_names or ()).index), sharded_slots)
-    return cuts
+    return placements
 
 
-def _cut(weight: DTensor, device_mesh: DeviceMesh, what: str) -> tuple[int | None, ...]:
-    """Raises a `PlanError` if the weight is not cut evenly."""
+def _read_placements(weight: DTensor, device_mesh: DeviceMesh, what: str) -> tuple[int | None, ...]:
+    """Raises a `PlanError` if the weight is not sharded evenly."""
     names = weight.device_mesh.mesh_dim_names or ()
     placed = dict(zip(names, weight.placements, strict=True))
     for over, placement in placed.items():
         even = isinstance(placement, Shard) and weight.shape[placement.dim] % device_mesh[over].size() == 0
         if type(placement) not in (Shard, Replicate) or not (even or placement == Replicate()):
             raise PlanError(
-                f"{what}, of {tuple(weight.shape)}, over {over!r} as {placement}; cut a dimension that its "
+                f"{what}, of {tuple(weight.shape)}, over {over!r} as {placement}; shard a dimension that its "
                 f"{device_mesh[over].size()} ranks divide, or none"
             )
     cuts = [placed.get(over) for over in device_mesh.mesh_dim_names or ()]
@@ -81,10 +81,10 @@ def _cut(weight: DTensor, device_mesh: DeviceMesh, what: str) -> tuple[int | Non
 def _run_on_parts(
     layer: nn.Module, device_mesh: DeviceMesh, used: Sequence[str], sharded_slots: Container[tuple[str, str]]
 ) -> None:
-    """Gives a layer what torch's styles expect: plain tensors, and DTensors for the weights that are cut.
+    """Gives a layer what torch's styles expect: plain tensors, and DTensors for the weights that are sharded.
 
     Args:
-        used: dimensions of the mesh over which styles cut.
+        used: dimensions of the mesh over which styles shard.
         sharded_slots: module and name of the weights that they made DTensors.
     """
     names = list(device_mesh.mesh_dim_names or ())
@@ -98,8 +98,8 @@ def _run_on_parts(
         before = placed or target
         if any(Replicate() not in pair and pair[0] != pair[1] for pair in zip(before, target, strict=True)):
             raise PlanError(
-                f"a layer that parallelize cuts got tensors that the layout cuts differently, {before} and {target}; "
-                "cut them alike"
+                f"a layer that parallelize shards got tensors that the layout shards differently, {before} and "
+                f"{target}; shard them alike"
             )
         placed[:] = [
             placement if placement != Replicate() else other for placement, other in zip(before, target, strict=True)
@@ -107,7 +107,7 @@ def _run_on_parts(
         return tensor.redistribute(placements=target).to_local(grad_placements=target)
 
     def weight_of(weight: DTensor, is_sharded: bool) -> torch.Tensor:
-        # Over other dimensions its gradient is a partial sum where they cut the inputs.
+        # Over other dimensions its gradient is a partial sum where they shard the inputs.
         gradient = [
             placement if at in over or placement != Replicate() else partial[at]
             for at, placement in enumerate(weight.placements)

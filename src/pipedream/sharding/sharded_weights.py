@@ -29,7 +29,7 @@ _TOGETHER_BYTES = 16 << 20
 
 
 class Rows:
-    """The rows of a tensor on one rank, as `torch.chunk` cuts them.
+    """The rows of a tensor on one rank, as `torch.chunk` shards them.
 
     Args:
         rows: of the whole tensor.

@@ -5,8 +5,8 @@ While layers run, `weights` puts DTensors around the leaves of a version. Their 
 weight is whole on every rank, its gradient may be a partial sum. It stays one until the update (`sum_gradients`), so
 that microbatches cost no collective.
 
-Life of an activation: it enters as this rank's part (`enter`), and leaves as one (`leave`), cut as the boundary says
-(`core.plan.boundary`). At the last stage the outputs are whole.
+Life of an activation: it enters as this rank's part (`enter`), and leaves as one (`leave`), sharded as the boundary
+says (`core.plan.boundary`). At the last stage the outputs are whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from pipedream.core.errors import CaptureError
 from pipedream.core.model.collective import Collective
-from pipedream.core.plan.boundary import Cut
+from pipedream.core.plan.boundary import Crossing
 from pipedream.core.plan.layout import BATCH, Layout
 from pipedream.core.plan.mesh import Box, Mesh, box_of
 from pipedream.sharding.count import FirstPasses
@@ -59,14 +59,14 @@ class _Part:
     ) -> None:
         self.spec = spec
         self.rows = rows
-        # Replicas must agree, and the first microbatch of one may be too small to be cut.
+        # Replicas must agree, and the first microbatch of one may be too small to be sharded.
         is_whole = batch is not None and spec.placements[batch] == Replicate()
         self._summed_by_batch = frozenset({batch} if is_whole and batch is not None else ())
         self._summed_now = frozenset() if shard_dim is None or rows is None else frozenset({shard_dim})
         assert spec.tensor_meta is not None
         self.whole_shape = spec.tensor_meta.shape
-        cut = [placement.dim if isinstance(placement, Shard) else None for placement in spec.placements]
-        self.box = box_of(self.whole_shape, cut, spec.mesh.shape, spec.mesh.get_coordinate() or ())
+        dims = [placement.dim if isinstance(placement, Shard) else None for placement in spec.placements]
+        self.box = box_of(self.whole_shape, dims, spec.mesh.shape, spec.mesh.get_coordinate() or ())
         if rows is not None:
             self.box = (self.box[0][rows.here.start : rows.here.stop], *self.box[1:])
         self.part_shape = torch.Size(map(len, self.box))
@@ -132,7 +132,7 @@ def _wrap_weight(local: torch.Tensor, part: _Part, look: Callable[[], None]) -> 
 
 
 class StageSharding:
-    """The cut of one stage.
+    """One stage whose tensors are sharded over the ranks of its worker.
 
     Args:
         device_mesh: with named dimensions.
@@ -160,8 +160,8 @@ class StageSharding:
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer, handles: Mapping[str, torch.nn.Parameter]) -> None:
         """Lets an optimizer that may need whole weights have them in its step."""
-        is_cut = any(part.part_shape != part.whole_shape for part in self._weights.values())
-        self.steps_whole_weights = is_cut and not steps_each_element(optimizer)
+        is_sharded = any(part.part_shape != part.whole_shape for part in self._weights.values())
+        self.steps_whole_weights = is_sharded and not steps_each_element(optimizer)
         if self.steps_whole_weights:
             step_whole_weights(optimizer, handles, self)
 
@@ -182,7 +182,7 @@ class StageSharding:
             for at in range(len(self.mesh.dimensions)):
                 dist.broadcast(tensor.data, group=self.device_mesh.get_group(at), group_src=0)
 
-    def cut(
+    def shard_parameters(
         self,
         handles: Mapping[str, torch.nn.Parameter],
         overrides: Mapping[torch.nn.Parameter, Sequence[int | None]] | None = None,
@@ -190,7 +190,7 @@ class StageSharding:
         """Replaces each parameter's values by this rank's part.
 
         Args:
-            overrides: cuts that do not follow from the layout, as `Layout.placements`.
+            overrides: placements that do not follow from the layout, as `Layout.placements`.
 
         Raises:
             PlanError: the layout is not legal for a parameter (`Layout.placements`).
@@ -348,7 +348,7 @@ class StageSharding:
         return self._first.collectives
 
     def copy_fresh(self) -> StageSharding:
-        """Returns the same cut of a stage that has not run yet."""
+        """Returns the sharding of the same stage before it has run."""
         fresh = copy.copy(self)
         fresh._gathered = GatheredWeights()
         fresh._first = FirstPasses(self.device_mesh, self.group)
@@ -358,7 +358,7 @@ class StageSharding:
     @property
     def runs_operators(self) -> bool:
         """Whether layers run as operators, along the cuts of a partition (`pipedream.layouts.partition_layer`)."""
-        return self._layout.is_cut(self.mesh)
+        return self._layout.uses_cuts(self.mesh)
 
     # -- activations ----------------------------------------------------------------------------------
 
@@ -380,31 +380,33 @@ class StageSharding:
                 self._gathered.drop()
         self._checked.add(kind)
 
-    def cut_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
+    def shard_input(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
         """Returns the model's input, which every rank has whole, as a DTensor."""
         whole = DTensor.from_local(tensor, self.device_mesh, self._nowhere, run_check=False)
-        return whole.redistribute(placements=_make_placements(self.batch_cut(tensor, samples)))  # a slice
+        return whole.redistribute(placements=_make_placements(self.place_batch(tensor, samples)))  # a slice
 
-    def batch_cut(self, tensor: torch.Tensor, samples: int) -> tuple[int | None, ...]:
-        """Returns how a tensor without names is cut where it enters or leaves the stage."""
+    def place_batch(self, tensor: torch.Tensor, samples: int) -> tuple[int | None, ...]:
+        """Returns how a tensor without names is sharded where it enters or leaves the stage."""
         return self._layout.boundary(None, tensor.shape, samples, self.mesh)
 
-    def enter(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def enter(self, tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
         """Returns a received part as a DTensor."""
-        meta = TensorMeta(torch.Size(cut.shape), torch.empty(cut.shape, device="meta").stride(), tensor.dtype)
-        part = _Part(DTensorSpec(self.device_mesh, tuple(_make_placements(cut.received)), meta), waits_for_update=False)
+        meta = TensorMeta(torch.Size(crossing.shape), torch.empty(crossing.shape, device="meta").stride(), tensor.dtype)
+        part = _Part(
+            DTensorSpec(self.device_mesh, tuple(_make_placements(crossing.received)), meta), waits_for_update=False
+        )
         return _wrap(tensor, part)
 
     @staticmethod
     def divides(tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the layers may be cut; another one is whole on every rank."""
+        """Whether a tensor of the layers may be sharded; another one is whole on every rank."""
         return isinstance(tensor, DTensor)
 
-    def leave(self, tensor: torch.Tensor, cut: Sequence[int | None] | None = None) -> torch.Tensor:
+    def leave(self, tensor: torch.Tensor, placements: Sequence[int | None] | None = None) -> torch.Tensor:
         """Returns this rank's part of an output; by default all of it."""
         if not isinstance(tensor, DTensor):
             return tensor
-        placed = self._nowhere if cut is None else _make_placements(cut)
+        placed = self._nowhere if placements is None else _make_placements(placements)
         local = redistribute_in_steps(tensor, placed).to_local(grad_placements=placed)
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
@@ -431,5 +433,5 @@ class StageSharding:
         return [Replicate()] * len(self.mesh.dimensions)
 
 
-def _make_placements(cut: Sequence[int | None]) -> list[Any]:
-    return [Replicate() if dimension is None else Shard(dimension) for dimension in cut]
+def _make_placements(dims: Sequence[int | None]) -> list[Any]:
+    return [Replicate() if dimension is None else Shard(dimension) for dimension in dims]

@@ -207,7 +207,11 @@ def _profile_rank(
     measured: dict[str, Any] = {field.name: getattr(profile, field.name, None) for field in fields(RankProfile)}
     return RankProfile(
         **measured
-        | {"mesh": mesh.text, "layout": layout.rules_on(mesh) if layout.is_cut(mesh) else str(layout), "update": update}
+        | {
+            "mesh": mesh.text,
+            "layout": layout.rules_on(mesh) if layout.uses_cuts(mesh) else str(layout),
+            "update": update,
+        }
         | {"layers": costs}
         | {"forward": tuple(forward), "backward": tuple(backward)}
     )

@@ -10,7 +10,7 @@ from drawn import MESHES, placements
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.plan.boundary import Cut, with_cuts
+from pipedream.core.plan.boundary import Crossing, with_crossings
 from pipedream.core.plan.mesh import Mesh, box_of, pieces
 from pipedream.runtime.comm.channel import LocalChannel, drain
 from pipedream.runtime.comm.mesh_channel import MeshPair, MeshReceiver, MeshSender
@@ -29,7 +29,7 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
     wholes = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     draw: Any = data.draw
     cuts = [
-        Cut(tuple(shape), placements(draw, pair.sender, len(shape)), placements(draw, pair.receiver, len(shape)))
+        Crossing(tuple(shape), placements(draw, pair.sender, len(shape)), placements(draw, pair.receiver, len(shape)))
         for shape in shapes
     ]
     absent = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))  # gradients
@@ -44,7 +44,7 @@ def test_each_rank_receives_its_part(data: st.DataObject) -> None:
             None if missing else part(whole, pair.sender, cut.sent, place)
             for whole, cut, missing in zip(wholes, cuts, absent, strict=True)
         )
-        sender.send(Message(3, tensors=tensors, structure=with_cuts("", cuts), loss_weight=0.5, numbers=(1.0,)))
+        sender.send(Message(3, tensors=tensors, structure=with_crossings("", cuts), loss_weight=0.5, numbers=(1.0,)))
         sender.send(Message(4, Content.END, flags=2))
     for place, receiver in enumerate(receivers):
         message = receiver.result()

@@ -1,4 +1,4 @@
-"""The Boundary between two stages: how the tensors that cross it are cut on both sides."""
+"""The Boundary between two stages: how the tensors that cross it are sharded on both sides."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def boundary_bytes(sender_ranks: int, sent: Numbers, receiver_ranks: int, receiv
     return np.ceil(np.maximum(np.maximum(sent, received), np.maximum(forwards, back)))
 
 
-class Cut(NamedTuple):
-    """How a tensor is cut where it is sent and where it is received.
+class Crossing(NamedTuple):
+    """How a tensor is sharded where it is sent and where it is received.
 
     Attributes:
         shape: of the whole tensor.
@@ -42,9 +42,9 @@ class Cut(NamedTuple):
     sent: tuple[int | None, ...]
     received: tuple[int | None, ...]
 
-    def reversed(self) -> Cut:
+    def reversed(self) -> Crossing:
         """Returns that of the tensor's gradient."""
-        return Cut(self.shape, self.received, self.sent)
+        return Crossing(self.shape, self.received, self.sent)
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Boundary:
     sender: Mesh
     receiver: Mesh
 
-    def cuts(self, shapes: Sequence[Sequence[int]], samples: int) -> list[Cut]:
-        """Returns the cut of each tensor that crosses; names apply to those with as many dimensions.
+    def crossings(self, shapes: Sequence[Sequence[int]], samples: int) -> list[Crossing]:
+        """Returns how each tensor crosses; names apply to those with as many dimensions.
 
         Raises:
             PlanError: no tensor has as many dimensions as names, or the layout is not legal for one.
@@ -74,30 +74,30 @@ class Boundary:
             raise PlanError(
                 f"{tensor} has {count} names ({names}), but its shape is {sizes}; name each dimension once, in order"
             )
-        cuts = []
+        crossings = []
         for shape in shapes:
             words = names if len(shape) == count else None
             sent, received = (
                 self.layout.boundary(words, shape, samples, mesh, tensor) for mesh in (self.sender, self.receiver)
             )
-            cuts.append(Cut(tuple(shape), sent, received))
-        return cuts
+            crossings.append(Crossing(tuple(shape), sent, received))
+        return crossings
 
-    def whole(self, shape: Sequence[int]) -> Cut:
-        """Returns the cut of a tensor that all ranks of both stages have."""
+    def whole(self, shape: Sequence[int]) -> Crossing:
+        """Returns the crossing of a tensor that all ranks of both stages have."""
         sent, received = ((None,) * len(mesh.dimensions) for mesh in (self.sender, self.receiver))
-        return Cut(tuple(shape), sent, received)
+        return Crossing(tuple(shape), sent, received)
 
 
-def with_cuts(structure: str, cuts: Sequence[Cut]) -> str:
-    """Returns the structure of a message with the cuts of its tensors, for `cuts_of`."""
-    return f"{_MARK}{json.dumps(cuts)}{_MARK}{structure}" if cuts else structure
+def with_crossings(structure: str, crossings: Sequence[Crossing]) -> str:
+    """Returns the structure of a message with the crossings of its tensors, for `read_crossings`."""
+    return f"{_MARK}{json.dumps(crossings)}{_MARK}{structure}" if crossings else structure
 
 
 @lru_cache(maxsize=1024)
-def cuts_of(structure: str) -> tuple[tuple[Cut, ...], str]:
-    """Returns the cuts, () if there are none, and the structure without them."""
+def read_crossings(structure: str) -> tuple[tuple[Crossing, ...], str]:
+    """Returns the crossings, () if there are none, and the structure without them."""
     if not structure.startswith(_MARK):
         return (), structure
     _, text, rest = structure.split(_MARK, 2)
-    return tuple(Cut(*map(tuple, row)) for row in json.loads(text)), rest
+    return tuple(Crossing(*map(tuple, row)) for row in json.loads(text)), rest

@@ -1,7 +1,7 @@
-"""The Layout: which dimension of a mesh cuts which dimension of a tensor, by names (Mesh-TensorFlow, section 3).
+"""The Layout: which dimension of a mesh shards which dimension of a tensor, by names (Mesh-TensorFlow, section 3).
 
-A rule `d_ff:model` cuts the dimension `d_ff` of every tensor that has one over the mesh dimension `model`. What no rule
-cuts is on all ranks. A layout moves numbers and does not change them.
+A rule `d_ff:model` shards the dimension `d_ff` of every tensor that has one over the mesh dimension `model`. What no
+rule shards is on all ranks. A layout moves numbers and does not change them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Layout:
         rules: tensor dimension : mesh dimension, such as ``batch:data, d_ff:model``.
         names: a parameter, or a pattern of parameters as in `fnmatch`, -> the names of its dimensions, such as
             ``{"*.up.weight": "d_ff d_model"}``; ``"blocks.3:out"`` is the output of that layer. The first that matches
-            counts. A tensor without names is not cut.
+            counts. A tensor without names is not sharded.
         shard_weights: mesh dimension over which weights, gradients and optimizer state are sharded while no layer uses
             them.
         cuts: tensor of a described step (`tensor_of` for parameters) -> the dimension that each cut into halves
@@ -75,7 +75,7 @@ class Layout:
         """Returns the name that a parameter has among the tensors of a model's step."""
         return f"p_{parameter}".replace(".", "_")
 
-    def is_cut(self, mesh: Mesh) -> bool:
+    def uses_cuts(self, mesh: Mesh) -> bool:
         """Whether `cuts` count on a mesh.
 
         Raises:
@@ -96,15 +96,15 @@ class Layout:
 
     def parameter(self, name: str, shape: Sequence[int], mesh: Mesh) -> tuple[int | None, ...]:
         """Returns the placements of a parameter, see `placements`."""
-        if self.is_cut(mesh):
+        if self.uses_cuts(mesh):
             cuts = self.cuts.get(self.tensor_of(name)) or self.cuts.get(name) or ()
             placed = (*cuts, *[None] * len(mesh.dimensions))[: len(mesh.dimensions)]
             for over, cut in zip(mesh.dimensions, placed, strict=True):
                 times = 2 ** placed[: list(mesh.dimensions).index(over) + 1].count(cut)
                 if cut is not None and (cut >= len(shape) or shape[cut] % times):
                     raise PlanError(
-                        f"the layout cuts dimension {cut} of {name!r} over {over!r}, but its shape is {tuple(shape)}; "
-                        "describe and partition this model, with sizes that the ranks divide"
+                        f"the layout shards dimension {cut} of {name!r} over {over!r}, but its shape is "
+                        f"{tuple(shape)}; describe and partition this model, with sizes that the ranks divide"
                     )
             return placed
         names = self.names_of(name)
@@ -122,8 +122,8 @@ class Layout:
                 )
             if rules.get(cut, over) != over:
                 raise PlanError(
-                    f"the layout cuts {cut!r} over two dimensions of the mesh, {cut}:{rules[cut]} and {cut}:{over}; a "
-                    "dimension of a tensor can be cut over one: keep one of the rules"
+                    f"the layout shards {cut!r} over two dimensions of the mesh, {cut}:{rules[cut]} and {cut}:{over}; "
+                    "a dimension of a tensor can be sharded over one: keep one of the rules"
                 )
             rules[cut] = over
         return list(rules.items())
@@ -144,7 +144,7 @@ class Layout:
     def placements(
         self, names: str, shape: Sequence[int], mesh: Mesh, tensor: str = "a tensor", *, uneven: bool = False
     ) -> tuple[int | None, ...]:
-        """Returns for each dimension of a mesh the dimension of a tensor that it cuts, or None.
+        """Returns for each dimension of a mesh the dimension of a tensor that it shards, or None.
 
         Args:
             names: of the tensor's dimensions, such as ``batch length d_model``.
@@ -168,7 +168,7 @@ class Layout:
             if over in placed:
                 first = words[placed[over]]
                 raise PlanError(
-                    f"{tensor} ({names}) would be cut twice over {over!r}, by the rules {first}:{over} and "
+                    f"{tensor} ({names}) would be sharded twice over {over!r}, by the rules {first}:{over} and "
                     f"{name}:{over}; remove one of them, or use another name in this tensor"
                 )
             if not uneven and shape[dimension] % mesh.dimensions[over]:
@@ -199,12 +199,12 @@ class Layout:
     ) -> tuple[int | None, ...]:
         """Returns the placements of a tensor that enters or leaves a stage; see `placements`.
 
-        A batch that does not divide, such as a smaller last one, is not cut.
+        A batch that does not divide, such as a smaller last one, is not sharded.
 
         Args:
             names: None if only dimension 0 is known, as the batch where it counts the samples.
         """
-        if self.is_cut(mesh):
+        if self.uses_cuts(mesh):
             parts = len(mesh.dimensions) if shape and shape[0] == samples and samples % mesh.size == 0 else 0
             return (0,) * parts or (None,) * len(mesh.dimensions)
         words = [_UNNAMED] * len(shape) if names is None else names.split()
@@ -238,13 +238,13 @@ class Layout:
                 return str(error)
             used |= {over for over, cut in zip(mesh.dimensions, placed, strict=True) if cut is not None}
         if samples is not None and batch in mesh.dimensions and samples % mesh.dimensions[batch]:
-            return f"a minibatch of {samples} samples cannot be cut over {batch}:{mesh.dimensions[batch]}"
+            return f"a minibatch of {samples} samples cannot be sharded over {batch}:{mesh.dimensions[batch]}"
         unused = [over for over in mesh.dimensions if over not in used]
-        return f"nothing of the model is cut over {unused[0]!r}" if unused and not self.is_cut(mesh) else ""
+        return f"nothing of the model is sharded over {unused[0]!r}" if unused and not self.uses_cuts(mesh) else ""
 
     def rules_on(self, mesh: Mesh) -> str:
         """Returns the rules that have an effect on a mesh, or ``found`` for cuts."""
-        if self.is_cut(mesh):
+        if self.uses_cuts(mesh):
             return "found"
         return ",".join(f"{cut}:{over}" for cut, over in self.over.items() if over in mesh.dimensions)
 
@@ -275,7 +275,7 @@ class Layout:
                     f"output (LAYER{_OUT}){f'; did you mean {near[0]!r}?' if near else ''}"
                 )
         parameter_tensors = {tensor for name in parameters for tensor in (name, self.tensor_of(name))}
-        if any(map(self.is_cut, meshes)) and not parameter_tensors & self.cuts.keys():
+        if any(map(self.uses_cuts, meshes)) and not parameter_tensors & self.cuts.keys():
             raise PlanError(
                 f"the layout was found for the tensors {', '.join(list(self.cuts)[:5])}, none of which is a parameter "
                 "of the model; partition what pipedream.operators(model, ...) returns"
@@ -296,7 +296,7 @@ class Layout:
             )
         used = {*self.over.values(), *([self.shard_weights] if self.shard_weights else [])}
         for mesh in meshes:
-            for over in () if self.is_cut(mesh) else mesh.dimensions:
+            for over in () if self.uses_cuts(mesh) else mesh.dimensions:
                 if over not in used:
                     raise PlanError(
                         f"the mesh {mesh} has the dimension {over!r}, which no rule uses, so that its ranks would all "

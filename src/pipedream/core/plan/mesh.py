@@ -131,11 +131,12 @@ def box_of(
 ) -> Box:
     """Returns the part of a tensor that a rank has.
 
-    A dimension that does not divide is cut as `torch.chunk` does: into parts of the same size, then a smaller one, then
-    empty ones. One that several dimensions of the mesh cut is cut by the first of them, its parts by the next.
+    A dimension that does not divide is sharded as `torch.chunk` does: into parts of the same size, then a smaller one,
+    then empty ones. One that several dimensions of the mesh shard is sharded by the first of them, its parts by the
+    next.
 
     Args:
-        placements: for each dimension of the mesh the dimension of the tensor that it cuts, or None.
+        placements: for each dimension of the mesh the dimension of the tensor that it shards, or None.
         sizes: of the mesh.
         coordinates: of the rank.
     """

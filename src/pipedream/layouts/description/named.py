@@ -1,8 +1,8 @@
 """What a layout makes of operators whose index names are shared by all lines (Mesh-TensorFlow, Shazeer et al. 2018).
 
 A dimension of a tensor has, while no operator uses it, the name of the first index that runs over all of it, alone or
-as the outermost of several (`64*h + k` is cut where `h` is). An operator that has another index there, or `:`, works on
-a copy that is cut by its own indices; Mesh-TensorFlow writes this as a reshape.
+as the outermost of several (`64*h + k` is sharded where `h` is). An operator that has another index there, or `:`,
+works on a copy that is sharded by its own indices; Mesh-TensorFlow writes this as a reshape.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pipedream.layouts.description.operator import Operator
 from pipedream.layouts.description.text import Access
 
 Names = tuple[str | None, ...]
-"""Of a tensor's dimensions; None is never cut."""
+"""Of a tensor's dimensions; None is never sharded."""
 Over = Mapping[str, str]
-"""Name -> the dimension of the mesh that cuts it."""
+"""Name -> the dimension of the mesh that shards it."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Step(NamedTuple):
     """An operator; equal ones cost the same.
 
     Attributes:
-        names: of its indices that may be cut.
+        names: of its indices that may be sharded.
         operations: of all of it.
         reduced: names of `names` that its result lacks.
     """
@@ -171,8 +171,8 @@ class Named:
         groups: of tensors that share a layout.
 
     Attributes:
-        sizes: name -> all its sizes, of names that may be cut.
-        whole: name -> why it cannot be cut.
+        sizes: name -> all its sizes, of names that may be sharded.
+        whole: name -> why it cannot be sharded.
         stored_names: tensor -> the names of its dimensions.
         steps: as they cost.
         live: for each tensor, the first and the last operator during which it exists: an input from the start, others
@@ -201,7 +201,7 @@ class Named:
         return tuple(operator.outermost(index, size) for index, size in zip(access.indices, sizes, strict=True))
 
     def _find_whole_names(self) -> dict[str, str]:
-        """Returns indices that cannot be cut: those of affine expressions, and of two dimensions of one tensor."""
+        """Returns indices that cannot be sharded: those of affine expressions, and of two dimensions of one tensor."""
         whole: dict[str, str] = {}
         for operator in self._operators:
             line = f"line {operator.line.number}, {str(operator)!r}"
@@ -293,17 +293,17 @@ class Named:
         for name in layout.over:
             if name not in self.sizes and name not in self.whole:
                 raise PlanError(
-                    f"the layout {layout} cuts {name!r}, which is an index of no operator; they have "
-                    f"{', '.join(sorted(self.sizes)) or 'no index that may be cut'}"
+                    f"the layout {layout} shards {name!r}, which is an index of no operator; they have "
+                    f"{', '.join(sorted(self.sizes)) or 'no index that may be sharded'}"
                 )
         over = {name: dimension for name, dimension in layout.over.items() if dimension in mesh.dimensions}
         for name, dimension in over.items():
             if name in self.whole:
-                raise PlanError(f"the layout {layout} cuts {name!r}, but {self.whole[name]}; remove the rule")
+                raise PlanError(f"the layout {layout} shards {name!r}, but {self.whole[name]}; remove the rule")
             for size in self.sizes[name]:
                 if size % mesh.dimensions[dimension]:
                     raise PlanError(
-                        f"the layout {layout} cuts {name!r}, which has size {size} in an operator, over "
+                        f"the layout {layout} shards {name!r}, which has size {size} in an operator, over "
                         f"{dimension}:{mesh.dimensions[dimension]}, which does not divide it; choose another size, or "
                         f"remove the rule {name}:{dimension}"
                     )
@@ -312,7 +312,7 @@ class Named:
             for name in sorted(together & over.keys()):
                 if (other := name_on.setdefault(over[name], name)) != name:
                     raise PlanError(
-                        f"the layout {layout} cuts both {other!r} and {name!r} over {over[name]!r}, but {where} has "
+                        f"the layout {layout} shards both {other!r} and {name!r} over {over[name]!r}, but {where} has "
                         "both; remove one of the rules"
                     )
         return over

@@ -96,7 +96,7 @@ class Operators(Artifact):
         return replace(self, text=shared_text(self.tensors, self.groups, self.steps))
 
     def report(self, layout: Layout, mesh: Mesh) -> Report:
-        """Returns what the step takes on a mesh, whose layout cuts indices by name in all lines.
+        """Returns what the step takes on a mesh, whose layout shards indices by name in all lines.
 
         An input lives from the start and each tensor until its last reader, or to the end; operators run in order. A
         partial sum is all-reduced right after its operator. As for layers, a rule whose mesh dimension the mesh lacks

@@ -1,4 +1,4 @@
-"""Which dimension of a mesh cuts which name, as an integer program (auto_mtf, in Mesh-TensorFlow's repository).
+"""Which dimension of a mesh shards which name, as an integer program (auto_mtf, in Mesh-TensorFlow's repository).
 
 A cost is a sum of terms, each of which depends on a few names. For a set of names there is a variable for each way to
 cut them, of which one is 1. So each term is linear, and terms with the same names share variables.
@@ -21,20 +21,20 @@ Row = dict[int, float]
 
 
 class Term(Protocol):
-    """What depends on how some names are cut."""
+    """What depends on how some names are sharded."""
 
     @property
     def names(self) -> frozenset[str]: ...
 
     def value(self, over: Over) -> float:
-        """Returns its value where names are cut over these dimensions of the mesh."""
+        """Returns its value where names are sharded over these dimensions of the mesh."""
 
 
 class IntegerProgram:
     """The variables, and the rows that make them agree.
 
     Args:
-        options: name -> the dimensions of the mesh that may cut it.
+        options: name -> the dimensions of the mesh that may shard it.
         apart: sets of names no two of which may lie on one dimension.
         terms: all that rows will have.
 
@@ -110,7 +110,7 @@ class IntegerProgram:
         return row
 
     def count(self) -> Row:
-        """Returns the number of names that are cut."""
+        """Returns the number of names that are sharded."""
         return dict.fromkeys(self._cut.values(), 1.0)
 
     def at_most(self, row: Row, most: float) -> None:
@@ -123,7 +123,7 @@ class IntegerProgram:
         self._rows.append((row, 1.0 - sum(value < 0 for value in row.values()), np.inf))
 
     def least(self, objective: Row) -> dict[str, str] | None:
-        """Returns how names are cut where an objective is least, or None if nothing satisfies the constraints.
+        """Returns how names are sharded where an objective is least, or None if nothing satisfies the constraints.
 
         HiGHS stops within 1e-6 of the least value and of each constraint's bound, so both should be near 1.
         """

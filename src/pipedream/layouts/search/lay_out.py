@@ -30,16 +30,16 @@ def lay_out(
     operations_per_s: float | None = None,
     elements_per_s: float | Mapping[str, float] | None = None,
 ) -> Layout:
-    """Chooses for each name of an index the dimension of a mesh that cuts it in all operators, or none.
+    """Chooses for each name of an index the dimension of a mesh that shards it in all operators, or none.
 
-    A dimension of the mesh may cut a name if it divides all sizes of the name. No two indices of an operator lie on one
-    dimension. Indices of expressions are not cut, except the outermost of merged dimensions. `Operators.report` says
-    what the layout costs.
+    A dimension of the mesh may shard a name if it divides all sizes of the name. No two indices of an operator lie on
+    one dimension. Indices of expressions are not sharded, except the outermost of merged dimensions. `Operators.report`
+    says what the layout costs.
 
     Args:
         objective: "memory", the least peak of a rank, and among equals the most names cut; or "time", the fewest
             seconds (`Report.seconds`), and among equals the least peak.
-        fixed: names that are not cut.
+        fixed: names that are not sharded.
         memory_elements: that fit on a rank; by default any number.
         operations_per_s: of a rank, for "time".
         elements_per_s: that a rank sends, for "time"; for each dimension of the mesh, or for all.
@@ -135,7 +135,7 @@ class _Search:
     """The layouts of one step on one mesh.
 
     Args:
-        fixed: names that are not cut.
+        fixed: names that are not sharded.
     """
 
     def __init__(self, operators: Operators, mesh: Mesh, fixed: frozenset[str] = frozenset()) -> None:
@@ -256,7 +256,7 @@ def _explain_shortage(search: _Search, memory_elements: int) -> str:
     advice = [f"give each rank {peak}"]
     if search.fixed:
         free = _Search(search.operators, search.mesh).least_peak(memory_elements)
-        advice += [f"let {', '.join(sorted(search.fixed))} be cut ({free} fits)"] if free else []
+        advice += [f"let {', '.join(sorted(search.fixed))} be sharded ({free} fits)"] if free else []
     for mesh in _list_larger_meshes(search.mesh):
         if fitting := _Search(search.operators, mesh, search.fixed).least_peak(memory_elements):
             advice.append(f"take a mesh such as {mesh} ({fitting})")

@@ -1,8 +1,8 @@
 """Channels between workers whose meshes differ: each rank receives its part of every tensor, each element once.
 
 Rank c of the receiving worker gets every message from rank c % n of the n sending ones, and its pieces of the tensors
-from whichever has them (`core.plan.mesh.pieces`). Both ends know these from the cuts that travel in the structure of
-the message. Between equal meshes rank c sends to rank c, and none of this is needed.
+from whichever has them (`core.plan.mesh.pieces`). Both ends know these from the crossings that travel in the structure
+of the message. Between equal meshes rank c sends to rank c, and none of this is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from pipedream.core.plan.boundary import Cut, cuts_of
+from pipedream.core.plan.boundary import Crossing, read_crossings
 from pipedream.core.plan.mesh import Box, Mesh, Piece, box_of, pieces
 from pipedream.runtime.comm.channel import Receiver, RemoteReceiver, Sender
 from pipedream.runtime.comm.message import Message
@@ -30,13 +30,13 @@ class MeshPair:
         """Returns the rank from which another gets every message."""
         return receiver % self.sender.size
 
-    def pieces(self, cut: Cut) -> tuple[Piece, ...]:
-        return _list_pieces(self, cut)
+    def pieces(self, crossing: Crossing) -> tuple[Piece, ...]:
+        return _list_pieces(self, crossing)
 
 
 @lru_cache(maxsize=1024)
-def _list_pieces(pair: MeshPair, cut: Cut) -> tuple[Piece, ...]:
-    return tuple(pieces(cut.shape, pair.sender, cut.sent, pair.receiver, cut.received))
+def _list_pieces(pair: MeshPair, crossing: Crossing) -> tuple[Piece, ...]:
+    return tuple(pieces(crossing.shape, pair.sender, crossing.sent, pair.receiver, crossing.received))
 
 
 def _locate_part(mesh: Mesh, place: int, shape: tuple[int, ...], placements: tuple[int | None, ...]) -> Box:
@@ -63,32 +63,34 @@ class MeshSender(Sender):
         self._peers = peers
 
     def send(self, message: Message) -> None:
-        cuts, _ = cuts_of(message.structure)
+        crossings, _ = read_crossings(message.structure)
         for receiver, peer in self._peers.items():
             is_source = self._pair.source_of(receiver) == self._place
-            if not cuts and is_source:
+            if not crossings and is_source:
                 peer.send(message)
                 continue
-            mine = [self._find_box(cut, receiver) for cut in cuts]
+            mine = [self._find_box(crossing, receiver) for crossing in crossings]
             if is_source or any(box is not None for box in mine):
                 tensors = [
-                    self._select_part(tensor, cut, box, is_source)
-                    for tensor, cut, box in zip(message.tensors, cuts, mine, strict=True)
+                    self._select_part(tensor, crossing, box, is_source)
+                    for tensor, crossing, box in zip(message.tensors, crossings, mine, strict=True)
                 ]
                 peer.send(replace(message, tensors=tuple(tensors)))
 
-    def _find_box(self, cut: Cut, receiver: int) -> Box | None:
+    def _find_box(self, crossing: Crossing, receiver: int) -> Box | None:
         ends = self._place, receiver
-        return next((piece.box for piece in self._pair.pieces(cut) if (piece.sender, piece.receiver) == ends), None)
+        return next(
+            (piece.box for piece in self._pair.pieces(crossing) if (piece.sender, piece.receiver) == ends), None
+        )
 
     def _select_part(
-        self, tensor: torch.Tensor | None, cut: Cut, box: Box | None, is_source: bool
+        self, tensor: torch.Tensor | None, crossing: Crossing, box: Box | None, is_source: bool
     ) -> torch.Tensor | None:
         if tensor is None:
             return None
         if box is None:
             return tensor.new_empty(0) if is_source else None  # says the type to a rank whose part is empty
-        stored_box = _locate_part(self._pair.sender, self._place, cut.shape, cut.sent)
+        stored_box = _locate_part(self._pair.sender, self._place, crossing.shape, crossing.sent)
         return tensor if box == stored_box else tensor[_slice_within(box, stored_box)]
 
     def drain_begin(self) -> None:
@@ -120,25 +122,27 @@ class MeshReceiver(RemoteReceiver):
     def result(self) -> Message:
         source = self._pair.source_of(self._place)
         message = self._peers[source].receive().result()
-        cuts, _ = cuts_of(message.structure)
-        mine = [[piece for piece in self._pair.pieces(cut) if piece.receiver == self._place] for cut in cuts]
+        crossings, _ = read_crossings(message.structure)
+        mine = [
+            [piece for piece in self._pair.pieces(crossing) if piece.receiver == self._place] for crossing in crossings
+        ]
         arrived = {source: message.tensors}
         for sender in sorted({piece.sender for row in mine for piece in row} - {source}):
             arrived[sender] = self._peers[sender].receive().result().tensors
-        if cuts:  # nobody else has seen the message
+        if crossings:  # nobody else has seen the message
             message.tensors = tuple(
                 None
                 if some is None
-                else self._join_parts(some, cut, [(piece.box, arrived[piece.sender][i]) for piece in row])
-                for i, (some, cut, row) in enumerate(zip(message.tensors, cuts, mine, strict=True))
+                else self._join_parts(some, crossing, [(piece.box, arrived[piece.sender][i]) for piece in row])
+                for i, (some, crossing, row) in enumerate(zip(message.tensors, crossings, mine, strict=True))
             )
         return message
 
     def _join_parts(
-        self, some: torch.Tensor, cut: Cut, parts: Iterable[tuple[Box, torch.Tensor | None]]
+        self, some: torch.Tensor, crossing: Crossing, parts: Iterable[tuple[Box, torch.Tensor | None]]
     ) -> torch.Tensor:
         """`some` has the type and the device of the tensor."""
-        stored_box = _locate_part(self._pair.receiver, self._place, cut.shape, cut.received)
+        stored_box = _locate_part(self._pair.receiver, self._place, crossing.shape, crossing.received)
         whole: torch.Tensor | None = None
         for box, tensor in parts:
             assert tensor is not None, "ranks of one worker differ in which gradients exist"

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.core.errors import CaptureError
-from pipedream.core.plan.boundary import Boundary, cuts_of, with_cuts
+from pipedream.core.plan.boundary import Boundary, read_crossings, with_crossings
 from pipedream.core.user_code import note_module
 from pipedream.layouts import partition_layer
 from pipedream.runtime.comm.message import Message
@@ -80,7 +80,7 @@ class SavedForward:
         recompute: fills in graph_inputs and outputs; None if the graph was kept.
         recomputed_weights: if not `weights`.
         deferred: between the halves of a backward.
-        gradient_cuts: structure of the message with the gradients of the received tensors (`with_cuts`).
+        gradient_crossings: structure of the message with the gradients of the received tensors (`with_crossings`).
     """
 
     weights: WeightSet | None
@@ -95,7 +95,7 @@ class SavedForward:
     recompute: Callable[[], object] | None = None
     recomputed_weights: WeightSet | None = None
     deferred: Deferred | None = None
-    gradient_cuts: str = ""
+    gradient_crossings: str = ""
 
     @property
     def leaves(self) -> WeightSet:
@@ -277,9 +277,9 @@ class StageModule:
 
     def value_of(self, structure: str, tensors: Sequence[torch.Tensor]) -> Any:
         """Returns what a stage before this one has sent."""
-        cuts, structure = cuts_of(structure)
+        crossings, structure = read_crossings(structure)
         if self.sharding is not None:
-            tensors = [self.sharding.enter(*pair) for pair in zip(tensors, cuts, strict=True)]
+            tensors = [self.sharding.enter(*pair) for pair in zip(tensors, crossings, strict=True)]
         return unflatten(structure, tensors)
 
     def sent(self, output: Any, samples: int) -> tuple[str, tuple[torch.Tensor, ...]]:
@@ -287,14 +287,16 @@ class StageModule:
         structure, tensors = flatten(output)
         if self._boundary is None:
             return structure, tensors
-        cuts = self._boundary.cuts([tensor.shape for tensor in tensors], samples)
+        crossings = self._boundary.crossings([tensor.shape for tensor in tensors], samples)
         if self.sharding is not None:
-            cuts = [
-                cut if self.sharding.divides(tensor) else self._boundary.whole(tensor.shape)
-                for tensor, cut in zip(tensors, cuts, strict=True)
+            crossings = [
+                crossing if self.sharding.divides(tensor) else self._boundary.whole(tensor.shape)
+                for tensor, crossing in zip(tensors, crossings, strict=True)
             ]
-            tensors = tuple(self.sharding.leave(tensor, cut.sent) for tensor, cut in zip(tensors, cuts, strict=True))
-        return with_cuts(structure, cuts), tensors
+            tensors = tuple(
+                self.sharding.leave(tensor, crossing.sent) for tensor, crossing in zip(tensors, crossings, strict=True)
+            )
+        return with_crossings(structure, crossings), tensors
 
     def whole(self, output: Any) -> Any:
         """Returns an output of the model with whole tensors."""
@@ -306,8 +308,8 @@ class StageModule:
         """Returns the model's input for `forward`."""
         if self.sharding is None:
             return value
-        cut = self.sharding.cut_input
-        return map_tensors(value, lambda tensor: cut(tensor, samples))
+        shard = self.sharding.shard_input
+        return map_tensors(value, lambda tensor: shard(tensor, samples))
 
     def backward(
         self,

@@ -27,18 +27,18 @@ def attention(
 ) -> Any:
     """Returns `F.scaled_dot_product_attention` of tensors [batch, heads, length, d].
 
-    It is computed as they are cut: by batch, or by heads. Where the length is cut, an all-to-all cuts the heads
-    instead, and another one afterwards the length again (DeepSpeed-Ulysses, Jacobs et al. 2023, 3).
+    It is computed as they are sharded: by batch, or by heads. Where the length is sharded, an all-to-all shards the
+    heads instead, and another one afterwards the length again (DeepSpeed-Ulysses, Jacobs et al. 2023, 3).
 
     Raises:
-        PlanError: the ranks that cut the length, or the heads, do not divide the heads of queries, keys or values.
+        PlanError: the ranks that shard the length, or the heads, do not divide the heads of queries, keys or values.
     """
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if not any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
     query, key, value = (sum_partials(tensor) for tensor in make_dtensors(query, key, value))
     mesh, length, heads = query.device_mesh, query.dim() - 2, query.dim() - 3
-    for at in range(mesh.ndim):  # slices, where only some are cut
+    for at in range(mesh.ndim):  # slices, where only some are sharded
         cut = next((tensor.placements[at] for tensor in (query, key, value) if tensor.placements[at] != WHOLE), WHOLE)
         query, key, value = (
             tensor
@@ -59,8 +59,8 @@ def attention(
         for group in groups:
             if uneven := [tensor.shape[heads] for tensor in (q, k, v) if tensor.shape[heads] % group.size()]:
                 raise PlanError(
-                    f"attention was asked for where {group.size()} ranks cut the length, which then cut the heads "
-                    f"instead, but there are {uneven[0]} heads; choose a number of heads that they divide, or cut "
+                    f"attention was asked for where {group.size()} ranks shard the length, which then shard the heads "
+                    f"instead, but there are {uneven[0]} heads; choose a number of heads that they divide, or shard "
                     "'heads' or 'batch' instead of the length"
                 )
             q, k, v = (
@@ -82,14 +82,14 @@ def attention(
 def _check_heads(query: DTensor, key: DTensor, value: DTensor, heads: int, enable_gqa: bool) -> None:
     """Raises a `PlanError` where a rank would have queries whose keys and values are on another."""
     if query.dim() == 3 and not enable_gqa:
-        return  # these are samples, which may be cut unevenly
+        return  # these are samples, which may be sharded unevenly
     ranks = prod(query.device_mesh.size(at) for at, cut in enumerate(query.placements) if cut == Shard(heads))
     counts = tuple(tensor.shape[heads] for tensor in (query, key, value))
     if any(count % ranks for count in counts):
         raise PlanError(
-            f"attention was asked for where {ranks} ranks cut the heads, but there are {counts[0]} heads of queries, "
-            f"{counts[1]} of keys and {counts[2]} of values; choose numbers of heads that they divide, or cut 'batch' "
-            "instead of 'heads'"
+            f"attention was asked for where {ranks} ranks shard the heads, but there are {counts[0]} heads of queries, "
+            f"{counts[1]} of keys and {counts[2]} of values; choose numbers of heads that they divide, or shard "
+            "'batch' instead of 'heads'"
         )
 
 
@@ -120,7 +120,7 @@ def _mask_part(mask: Any, query: DTensor, over: Sequence[int]) -> torch.Tensor:
     """Returns what a rank's part of the attention needs of the mask.
 
     Args:
-        over: dimensions of the mesh that cut the length, and meanwhile the heads.
+        over: dimensions of the mesh that shard the length, and meanwhile the heads.
     """
     mesh, missing = query.device_mesh, query.dim() - mask.dim()
     if not isinstance(mask, DTensor):

@@ -45,7 +45,7 @@ def compute_on_parts(
         if placed not in table:
             raise PlanError(
                 f"{name} of tensors of the sizes {sizes} cannot be computed where the dimension {over!r} of the mesh "
-                f"cuts them as {placed}; change their names in the layout, or a rule"
+                f"shards them as {placed}; change their names in the layout, or a rule"
             )
         cuts = zip(operands, placed, strict=True)
         if shape is None and any(
@@ -53,7 +53,8 @@ def compute_on_parts(
         ):
             raise PlanError(
                 f"{name} of tensors of the sizes {sizes} was asked for, but the dimension {over!r} of the mesh, of "
-                f"{mesh.size(at)} ranks, does not divide what it cuts, {placed}; choose other sizes, or do not cut it"
+                f"{mesh.size(at)} ranks, does not divide what it shards, {placed}; choose other sizes, or "
+                "do not shard it"
             )
         rows.append(table[placed])
     results: Any = [result for result, _ in rows]
@@ -90,20 +91,20 @@ def complete_sums(value: Any) -> Any:
 
 
 def is_sharded(x: Any, dims: Sequence[int] | None = None) -> bool:
-    """Whether one of the dimensions, counted from the end, is cut; None: whether any is."""
+    """Whether one of the dimensions, counted from the end, is sharded; None: whether any is."""
     return isinstance(x, DTensor) and any(
         isinstance(placement, Shard) and (dims is None or placement.dim - x.dim() in dims) for placement in x.placements
     )
 
 
 def check_whole(name: str, operands: Iterable[Any]) -> None:
-    """Raises a `PlanError` if an operand is cut."""
+    """Raises a `PlanError` if an operand is sharded."""
     for operand in operands:
         if isinstance(operand, DTensor) and any(isinstance(placed, Shard) for placed in operand.placements):
             raise PlanError(
-                f"{name} draws random numbers for a tensor of {tuple(operand.shape)} that the layout cuts "
+                f"{name} draws random numbers for a tensor of {tuple(operand.shape)} that the layout shards "
                 f"({operand.placements}), where they would not be those of one process; use nn.Dropout, or a layout "
-                "that does not cut it"
+                "that does not shard it"
             )
 
 

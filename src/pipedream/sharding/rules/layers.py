@@ -29,7 +29,7 @@ def apply_dropout(
     return x.mul_(cut) if inplace else x * cut
 
 
-# Whole weights see a cut batch; output channels, or input channels, may be cut.
+# Whole weights see a sharded batch; output channels, or input channels, may be sharded.
 _CONVOLUTION: Table = {
     (WHOLE, WHOLE): (WHOLE, (WHOLE, WHOLE)),
     (Shard(0), WHOLE): (Shard(0), (Shard(0), SUM)),
@@ -42,7 +42,7 @@ _TRANSPOSED: Table = {  # whose weights are [input channels, output channels, ..
     (WHOLE, Shard(1)): (Shard(1), (SUM, Shard(1))),
     (Shard(1), Shard(0)): (SUM, (Shard(1), Shard(0))),
 }
-_GROUPED: Table = {  # of either; where the weights are cut, each rank has whole groups
+_GROUPED: Table = {  # of either; where the weights are sharded, each rank has whole groups
     (WHOLE, WHOLE): (WHOLE, (WHOLE, WHOLE)),
     (Shard(0), WHOLE): (Shard(0), (Shard(0), SUM)),
     (Shard(1), Shard(0)): (Shard(1), (Shard(1), Shard(0))),
@@ -68,9 +68,9 @@ def apply_convolution(
     ranks = prod(sizes) if groups > 1 else 1
     if groups % ranks:
         raise PlanError(
-            f"{name} with {groups} groups was asked for, but {ranks} ranks cut the channels of its weight of "
+            f"{name} with {groups} groups was asked for, but {ranks} ranks shard the channels of its weight of "
             f"{tuple(weight.shape)}, so that a group would be on several ranks; choose a number of groups that the "
-            "ranks divide, or do not cut these channels"
+            "ranks divide, or do not shard these channels"
         )
     x = sum_partials(x)
     placed = [
@@ -87,10 +87,10 @@ def apply_convolution(
 
 
 def run_recurrent(function: Callable[..., Any], x: Any, *args: Any) -> Any:
-    """Cut by batch; of the weights every rank has all."""
+    """Sharded by batch; of the weights every rank has all."""
     if not isinstance(args[2], bool):
         raise PlanError(
-            f"{function.__name__} of a packed sequence was asked for on a mesh, which does not cut packed sequences; "
+            f"{function.__name__} of a packed sequence was asked for on a mesh, which does not shard packed sequences; "
             "give a padded tensor"
         )
     state, weights, *options = args
@@ -128,7 +128,7 @@ def apply_embedding(
     """Each rank looks up the words whose rows it has; the others give zeros to the sum.
 
     Raises:
-        PlanError: words or weight are cut, and an option needs all of them.
+        PlanError: words or weight are sharded, and an option needs all of them.
     """
     x, weight = make_dtensors(input, weight)
     x, (words, width) = sum_partials(x), weight.shape
@@ -136,8 +136,9 @@ def apply_embedding(
     needs_all = [name for name, is_asked in options.items() if is_asked]
     if needs_all and any(isinstance(placement, Shard) for placement in (*x.placements, *weight.placements)):
         raise PlanError(
-            f"an embedding with {needs_all[0]} was asked for, but the layout cuts its words, placed as {x.placements}, "
-            f"or its weight of {tuple(weight.shape)}, placed as {weight.placements}; leave the option out, or a rule"
+            f"an embedding with {needs_all[0]} was asked for, but the layout shards its words, placed as "
+            f"{x.placements}, or its weight of {tuple(weight.shape)}, placed as {weight.placements}; leave the "
+            "option out, or a rule"
         )
     padding = padding_idx + words if padding_idx is not None and padding_idx < 0 else padding_idx
     mesh, first = weight.device_mesh, 0

@@ -87,8 +87,8 @@ def apply_group_norm(input: DTensor, num_groups: int, weight: Any = None, bias: 
     if any(placed == Shard(1) and num_groups % x.device_mesh.size(at) for at, placed in enumerate(x.placements)):
         raise PlanError(
             f"group_norm with {num_groups} groups was asked for on a tensor of {tuple(x.shape)} whose channels are "
-            f"cut ({x.placements}), so that a group would be on several ranks; choose a number of groups that the "
-            "ranks divide, or do not cut the channels"
+            f"sharded ({x.placements}), so that a group would be on several ranks; choose a number of groups that the "
+            "ranks divide, or do not shard the channels"
         )
     channels = x.shape[1] // num_groups
     normalised = apply_by_channel(lambda part: F.group_norm(part, part.shape[1] // channels, eps=eps), None, x)
