@@ -157,7 +157,7 @@ def test_names_are_found_by_name_and_by_pattern() -> None:
         (lambda: Layout("d_ff:data, d_ff:model"), "d_ff:data and d_ff:model"),
         (
             lambda: Layout("a:model, b:model").placements("a b", (4, 4), Mesh("model:2"), "the weight"),
-            r"the weight \(a b\) would be cut twice over .model., by the rules a:model and b:model",
+            r"the weight \(a b\) would be sharded twice over .model., by the rules a:model and b:model",
         ),
         (
             lambda: Layout("d_ff:model").placements("d_ff d_model", (5, 4), Mesh("model:2"), "the weight"),

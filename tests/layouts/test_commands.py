@@ -186,7 +186,9 @@ def test_the_published_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_json(capsys, "layout product.json --mesh m1:4,m2:2,m3:1")["rules"] == "a:m2,b:m3,c:m1"
     fixed = run_json(capsys, "layout product.json --mesh m1:4,m2:2 --fixed a,c")
     assert (fixed["rules"], fixed["fixed"], fixed["layout"]) == ("", ["a", "c"], fixed["none"])
-    assert run(capsys, "layout product.json --mesh m1:4,m2:2 --fixed a,c").startswith("no name is cut on the mesh m1:4")
+    assert run(capsys, "layout product.json --mesh m1:4,m2:2 --fixed a,c").startswith(
+        "no name is sharded on the mesh m1:4"
+    )
 
 
 def test_layout_by_time_is_that_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,7 +295,7 @@ def test_a_recipe_on_meta_is_described_as_on_a_cpu(capsys: pytest.CaptureFixture
             "layout layer.json --mesh m:2 --memory 120kB",
             "2768 too many; give each rank 32768, or take a mesh such as m:4 (",
         ),
-        ("layout product.json --mesh m1:4,m2:2 --memory 400 --fixed a", "or let a be cut (a:m2,c:m1 fits)"),
+        ("layout product.json --mesh m1:4,m2:2 --memory 400 --fixed a", "or let a be sharded (a:m2,c:m1 fits)"),
     ],
 )
 def test_wrong_calls(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,5 +323,7 @@ def test_wrong_calls(text: str, message: str, capsys: pytest.CaptureFixture[str]
 
 def test_a_step_of_one_rank_moves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "partition product.json --ranks 1").startswith("recursive over 1 rank: 0 elements a step")
-    assert run(capsys, "layout product.json --mesh -").startswith("no name is cut on the mesh -, least peak memory\n")
+    assert run(capsys, "layout product.json --mesh -").startswith(
+        "no name is sharded on the mesh -, least peak memory\n"
+    )
     assert prod(PRODUCT.tensors["z"]) == 200

@@ -168,7 +168,7 @@ RATES = {"operations_per_s": 1.0, "elements_per_s": 1.0}
         ({"objective": "time"} | RATES | {"elements_per_s": {"m1": 1}}, r"no rate for 'm2'"),
         ({"memory_elements": 74}, r"fits 74 elements on a rank: the least is 75, by a:m2,c:m1, 1 too many; give each "),
         ({"objective": "time", "memory_elements": 74} | RATES, r"fits 74 .* 1 too many"),
-        ({"memory_elements": 100, "fixed": "a"}, r"the least is 125, .* or let a be cut \(a:m2,c:m1 fits\)"),
+        ({"memory_elements": 100, "fixed": "a"}, r"the least is 125, .* or let a be sharded \(a:m2,c:m1 fits\)"),
         ({"memory_elements": 0}, r"memory_elements is 0; give at least 1"),
     ],
 )

@@ -232,7 +232,7 @@ def test_layouts_of_models_compute_what_one_process_computes(name: str) -> None:
         result = _convert_layout(operators, layout, mesh)
         _check_partition(name, SimulatedRanks(2), result)
         # Two ranks send half of what they gather, and all of what they reduce. An operator that reads a part of a
-        # tensor may need less, and so does a partial sum that is cut afterwards.
+        # tensor may need less, and so does a partial sum that is sharded afterwards.
         moved = shared.report(layout, mesh).moved
         expected = sum(elements if kind == "all-reduce" else elements // 2 for (kind, _), elements in moved.items())
         sent = Exchanges(operators, result).elements

@@ -1,4 +1,4 @@
-"""What a model says of how its tensors are cut changes where numbers are, and not the numbers."""
+"""What a model says of how its tensors are sharded changes where numbers are, and not the numbers."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def _attend() -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_attention_is_cut_by_batch_heads_or_length() -> None:
-    """With dropout or not, and masks that are learned or not, also where only the queries are cut."""
+    """With dropout or not, and masks that are learned or not, also where only the queries are sharded."""
     for count, refused in processes.kept(4).results(_attend):
         assert count > 100
-        assert "2 ranks cut the length, which then cut the heads instead, but there are 3 heads" in refused
+        assert "2 ranks shard the length, which then shard the heads instead, but there are 3 heads" in refused
 
 
 class Ulysses(Attention):
@@ -211,8 +211,8 @@ def test_in_a_single_process_they_return_the_tensor() -> None:
 @pytest.mark.parametrize(
     ("cuts", "words"),
     [
-        ({4: "model"}, "a cut along dimension 4 was asked for, but the tensor has the shape .*from -4 to 3"),
-        ({-5: "model"}, "a cut along dimension -5 was asked for"),
+        ({4: "model"}, "a shard along dimension 4 was asked for, but the tensor has the shape .*from -4 to 3"),
+        ({-5: "model"}, "a shard along dimension -5 was asked for"),
         ({0: "model", 1: "model"}, "use a dimension twice"),
         ({1: "model", -3: "data"}, "use a dimension twice"),
     ],

@@ -1,4 +1,5 @@
-"""Operators on tensors that are cut compute what they compute on whole ones, and none gathers without being seen."""
+"""Operators on tensors that are sharded compute what they compute on whole ones, and none gathers without being
+seen."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 @pytest.fixture
 def cut(mesh: DeviceMesh) -> Cut:
-    """Returns a tensor of 4 by 4 that is cut along a dimension."""
+    """Returns a tensor of 4 by 4 that is sharded along a dimension."""
 
     def distribute(dim: int | None) -> DTensor:
         placed = Replicate() if dim is None else Shard(dim)
@@ -92,7 +93,7 @@ def _run_nested(function: Callable[[Cut], Any], cut: Cut) -> None:
 class TestNoHiddenGathers:
     @pytest.mark.parametrize("name", HIDDEN)
     def test_an_operator_that_gathers_is_refused(self, cut: Cut, within: Any, name: str) -> None:
-        with pytest.raises(PlanError, match="would have to gather tensors that the layout cuts"), NoHiddenGathers():
+        with pytest.raises(PlanError, match="would have to gather tensors that the layout shards"), NoHiddenGathers():
             within(HIDDEN[name], cut)
 
     @pytest.mark.parametrize("name", ASKED)
@@ -170,7 +171,7 @@ def _compare_embeddings() -> None:
     for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
         for cut in ((Shard(0), WHOLE), (WHOLE, Shard(0))):
             with pytest.raises(
-                PlanError, match=rf"an embedding with {next(iter(option))} .* the layout cuts its words"
+                PlanError, match=rf"an embedding with {next(iter(option))} .* the layout shards its words"
             ):
                 on_mesh(words, weight, cut, **option)
     for outside in (-1, 8):
@@ -185,7 +186,7 @@ def test_embeddings() -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """A function of tensors, the first of which are cut, and the result's placement or the error's words."""
+    """A function of tensors, the first of which are sharded, and the result's placement or the error's words."""
 
     function: Callable[..., Any]
     sizes: tuple[tuple[int, ...], ...]

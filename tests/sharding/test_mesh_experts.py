@@ -71,7 +71,7 @@ def _train_all() -> list[Trained]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_experts_on_meshes_train_as_in_one_process() -> None:
-    """Also the last minibatch, whose microbatches are cut or not; its processes train all cases, one after another."""
+    """Also the last minibatch, whose microbatches are sharded or not; its processes train all cases in turn."""
     outcomes = processes.kept(4).results(_train_all, timeout_s=180.0)[0]
     for (name, case), (losses, state, scores) in zip(CASES.items(), outcomes, strict=True):
         expected, weights, seen = _train(case, "")
@@ -128,7 +128,7 @@ def _compare_layers() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_cut_of_a_layer_keeps_numbers_losses_and_gradients() -> None:
-    """Sums over experts and d_ff stay pending; where experts and batch are cut alike the output is cut as its input."""
+    """Sums over experts and d_ff stay pending; where experts and batch are sharded alike the output is as its input."""
     cut, none = "(Shard(dim=0), Replicate())", "Replicate())"
     expected = [cut, "(Shard(dim=0), Partial(sum))", f"(Partial(sum), {none}", "(Shard(dim=0), Partial(sum))",
               "(Partial(sum), Shard(dim=0))", f"(Partial(sum), {none}"]  # fmt: skip

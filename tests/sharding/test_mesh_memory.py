@@ -25,7 +25,7 @@ NAMES = {"*.up.weight": "d_ff d_model", "*.up.bias": "d_ff", "*.down.weight": "d
 CUT = pipedream.Layout("batch:data, d_ff:model", names=NAMES)
 SHARDED = pipedream.Layout("batch:data", shard_weights="data")
 CASES: dict[str, tuple[pipedream.Layout, str, dict[str, Any]]] = {
-    "weights that are cut": (CUT, "model:2", {"schedule": "pipedream"}),
+    "weights that are sharded": (CUT, "model:2", {"schedule": "pipedream"}),
     "sums of microbatches": (CUT, "data:2", {"schedule": "1f1b", "microbatches": 4}),
     "sharded": (SHARDED, "data:2", {"schedule": "pipedream"}),
 }

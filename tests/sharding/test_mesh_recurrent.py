@@ -1,4 +1,4 @@
-"""Recurrent layers whose batch is cut compute as in one process."""
+"""Recurrent layers whose batch is sharded compute as in one process."""
 
 from __future__ import annotations
 

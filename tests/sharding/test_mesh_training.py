@@ -286,7 +286,7 @@ CASES = (
     Case("halves", "model:2/-", "d_ff:model", "1f1b", options=CLIPPED, names=HALVES),
     Case("halves", "data:2/model:2", "batch:data, d_ff:model", "pipedream", None, names=HALVES),
     Case("mlp", "data:2/-", "batch:data", "pipedream_2bw", None, replicas=2),
-    # The first microbatches of one replica are cut, and those of the other are not.
+    # The first microbatches of one replica are sharded, and those of the other are not.
     Case("mlp", "data:2", "batch:data", "1f1b", stages=(), replicas=2, sizes=(5, 8, 7)),
 )
 
@@ -344,7 +344,7 @@ def test_meshes_train_as_single_ranks_do(case: Case) -> None:
             Case("mlp", "data:2", "batch:data, d_ff:data", stages=()),
             "would have to gather tensors that the layout cuts: .* placed as",
         ),
-        (Case("convolution", "model:2", "d_in:model, d_ff:model", stages=()), "would be cut twice over 'model'"),
+        (Case("convolution", "model:2", "d_in:model, d_ff:model", stages=()), "would be sharded twice over 'model'"),
         (Case("noise", "data:2", "batch:data", stages=()), "rand_like draws random numbers for a tensor of"),
         (
             Case("mlp", "model:2", "d_ff:model", stages=(), options={"loss": _pad_output}),

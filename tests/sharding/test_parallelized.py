@@ -1,4 +1,4 @@
-"""Layers that the user cuts by `parallelize_module` train as on single ranks; anything else is refused."""
+"""Layers that the user shards by `parallelize_module` train as on single ranks; anything else is refused."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_legal_meshes_are_measured() -> None:
     profile = pipedream.profile(model(), torch.randn(5, 8), layout=LAYOUT, meshes="auto:2", runs=1)
     assert [(rank.mesh, rank.layout) for rank in profile.ranks] == [("model:2", "batch:data,d_ff:model")]
     (note,) = (note for note in profile.notes if note.startswith("not measured"))
-    assert note == "not measured, a rank of data:2: a minibatch of 5 samples cannot be cut over data:2"
+    assert note == "not measured, a rank of data:2: a minibatch of 5 samples cannot be sharded over data:2"
     assert profile.ranks[0].layers[0].parameter_bytes < profile.layers[0].parameter_bytes
 
 
@@ -57,9 +57,9 @@ def test_legal_meshes_are_measured() -> None:
     ("layout", "most", "legal", "why"),
     [
         ("batch:data,d_ff:model", 4, ["data:2", "model:2", "data:4", "model:4", "data:2,model:2"], ""),
-        ("batch:data", 8, ["data:2", "data:4"], "a minibatch of 12 samples cannot be cut over data:8"),
+        ("batch:data", 8, ["data:2", "data:4"], "a minibatch of 12 samples cannot be sharded over data:8"),
         ("d_ff:model", 16, ["model:2", "model:4", "model:8"], "has 24 of 'd_ff', which model:16 of the mesh does not"),
-        ("d_ff:model,heads:seq", 2, ["model:2"], "nothing of the model is cut over 'seq'"),
+        ("d_ff:model,heads:seq", 2, ["model:2"], "nothing of the model is sharded over 'seq'"),
         ("", 8, [], ""),
     ],
 )
