@@ -342,7 +342,7 @@ def test_meshes_train_as_single_ranks_do(case: Case) -> None:
     [
         (
             Case("mlp", "data:2", "batch:data, d_ff:data", stages=()),
-            "would have to gather tensors that the layout cuts: .* placed as",
+            "would have to gather tensors that the layout shards: .* placed as",
         ),
         (Case("convolution", "model:2", "d_in:model, d_ff:model", stages=()), "would be sharded twice over 'model'"),
         (Case("noise", "data:2", "batch:data", stages=()), "rand_like draws random numbers for a tensor of"),

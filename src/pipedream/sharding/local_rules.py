@@ -139,7 +139,7 @@ class NoHiddenGathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operator, operands = self._operator
             sizes = ", ".join(f"{tuple(operand.shape)} placed as {operand.placements}" for operand in operands)
             raise PlanError(
-                f"{operator} would have to gather tensors that the layout cuts: {sizes}; name the dimensions of the "
+                f"{operator} would have to gather tensors that the layout shards: {sizes}; name the dimensions of the "
                 "weights so that it does not have to, or remove a rule"
             )
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]  # also in lists
