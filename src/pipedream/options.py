@@ -73,9 +73,9 @@ class ModelOptions:
         phases: methods that take turns, each until a minibatch or an epoch (`Phase`), or as text
             (`core.schedule.phase`): ``"1f1b/4:200,pipedream"``. Each change drains the pipeline. Excludes schedule and
             microbatches.
-        layout: how tensors are cut over the ranks of a worker, where the plan gives it several (`pipedream.Layout`).
+        layout: how tensors are sharded over the ranks of a worker that has several (`pipedream.Layout`).
         parallelize: ``parallelize(name, layer, device_mesh)`` is called for each layer of a worker that is a mesh. It
-            may call torch's `parallelize_module`, whose cuts come before those of the layout.
+            may call torch's `parallelize_module`, whose placements come before those of the layout.
     """
 
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
@@ -273,7 +273,7 @@ class TrainingOptions(MethodOptions):
     )
     layout: str | None = option(
         None,
-        "Which dimension of the mesh cuts which dimension of tensors, e.g. d_ff:model.",
+        "Tensor dimensions to shard over each mesh dimension, e.g. d_ff:model.",
         metavar="TENSOR:MESH[,...]",
         unset="the recipe's",
         panel=Panel.MESH,

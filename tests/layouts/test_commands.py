@@ -156,7 +156,7 @@ def test_the_published_layout(capsys: pytest.CaptureFixture[str]) -> None:
         "operations of all ranks    1,000      8,000",
         "  without duplicates       1,000      1,000",
         "",
-        "not cut: b",
+        "not sharded: b",
     ]
     assert run_json(capsys, "layout product.json --mesh m1:4,m2:2") == {
         "mesh": "m1:4,m2:2",
