@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 
 from pipedream import Profile
 from pipedream.slow_links import Network
+
+sys.path.append(str(Path(__file__).parent))
+from scaffold import stop_processes
 
 REAL = 2
 """Workers that compute, one core each; more wait for the profiled seconds."""
@@ -24,14 +28,14 @@ class Workers:
     def __init__(self, workers: list[subprocess.Popen[str]]) -> None:
         self.workers = workers
 
-    def asked(self, case: dict[str, Any]) -> Any:
+    def ask(self, case: dict[str, Any]) -> Any:
         """Returns rank 0's answer."""
         self.tell(case)
-        return self.heard()
+        return self.hear()
 
     def profile(self, model: str) -> Profile:
         """Returns a model's profile, measured on all workers at the same time."""
-        return Profile.from_json(self.asked({"do": "profile", "model": model}))
+        return Profile.from_json(self.ask({"do": "profile", "model": model}))
 
     def cpu_s(self) -> float:
         """Returns the seconds of a core that the workers have used."""
@@ -45,7 +49,7 @@ class Workers:
             worker.stdin.write(json.dumps(words) + "\n")
             worker.stdin.flush()
 
-    def heard(self) -> Any:
+    def hear(self) -> Any:
         """Returns the next line of rank 0."""
         assert self.workers[0].stdout is not None
         line = self.workers[0].stdout.readline()
@@ -80,12 +84,20 @@ def worker_processes(network: Network, count: int, *command: str) -> Iterator[Wo
         for worker in workers:
             worker.wait(timeout=60)
     finally:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
-                worker.wait()
-            if worker.stdout is not None:
-                worker.stdout.close()
+        stop_processes(workers)
+
+
+class Disturbance:
+    """What other processes take of the cores while workers run."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._busy_s, self._workers_s, self._start_s = cores_busy_s(), workers.cpu_s(), time.monotonic()
+
+    def share(self) -> float:
+        """Returns the share of the cores' time since this was made."""
+        others_s = cores_busy_s() - self._busy_s - (self._workers.cpu_s() - self._workers_s)
+        return max(0.0, others_s / len(os.sched_getaffinity(0)) / (time.monotonic() - self._start_s))
 
 
 def cores_busy_s() -> float:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -19,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,6 +27,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 import pipedream
 from pipedream.core.units import format_bytes, format_seconds
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import Environment, compare_rounds, format_head, format_range, format_row, make_parser, take_turns
 
 Batch = dict[str, torch.Tensor]
 Step = Callable[[list[Batch]], None]
@@ -46,7 +48,7 @@ def batches(count: int, samples: int, length: int, words: int = 256) -> list[Bat
     """Returns minibatches of random words."""
     torch.manual_seed(1)
     ids = [torch.randint(words, (samples, length)) for _ in range(count)]
-    return [{"input_ids": one, "labels": one} for one in ids]
+    return [{"input_ids": words, "labels": words} for words in ids]
 
 
 def plain(model: nn.Module, microbatches: int, forward: Callable[..., Any] | None = None) -> Step:
@@ -95,17 +97,15 @@ def in_pipeline(
 
 def seconds(steps: dict[str, Step], loader: list[Batch], rounds: int) -> dict[str, list[float]]:
     """Returns the seconds of a minibatch in each round; the ways take turns, and each round starts with another one."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    seconds_by_way: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step(loader[:2])
-    for number in range(rounds):
-        names = list(steps)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            gc.collect()
-            began = time.perf_counter()
-            steps[name](loader)
-            found[name].append((time.perf_counter() - began) / len(loader))
-    return found
+    for name in take_turns(steps, rounds):
+        gc.collect()
+        began = time.perf_counter()
+        steps[name](loader)
+        seconds_by_way[name].append((time.perf_counter() - began) / len(loader))
+    return seconds_by_way
 
 
 def overhead(quick: bool) -> None:
@@ -124,15 +124,14 @@ def overhead(quick: bool) -> None:
         steps[alone] = in_slices(gpt2(blocks, 64), loader[0], f"transformer.h.{half}", microbatches)
         for name, cuts in cut.items():
             steps[name] = in_pipeline(stack, gpt2(blocks, 64), loader[0], cuts, microbatches)
-        found = seconds(steps, loader, rounds)
+        seconds_by_way = seconds(steps, loader, rounds)
     print(f"### Overhead: GPT-2, {blocks} blocks of width 64, microbatches of 1 x 16 words\n")
-    print("| | a minibatch | ms beyond the plain loop, per microbatch and stage |")
-    print("| --- | ---: | ---: |")
-    for name, times in found.items():
+    print(format_head(" | a minibatch | ms beyond the plain loop, per microbatch and stage", "lr"))
+    for name, times in seconds_by_way.items():
         stages = 2 if name == alone else len(cut.get(name, ())) + 1
-        more = [(a - b) / microbatches / stages for a, b in zip(times, found["plain"], strict=True)]
-        shown = "" if name == "plain" else f"{1e3 * median(more):.2f} ({1e3 * min(more):.2f} to {1e3 * max(more):.2f})"
-        print(f"| {name} | {format_seconds(median(times))} | {shown} |")
+        more = [(a - b) / microbatches / stages for a, b in zip(times, seconds_by_way["plain"], strict=True)]
+        shown = "" if name == "plain" else format_range([1e3 * value for value in more], "{:.2f}".format)
+        print(format_row((name, format_seconds(median(times)), shown)))
 
 
 def one_stage(quick: bool) -> None:
@@ -162,14 +161,12 @@ def compiled(quick: bool) -> None:
         _ratios(f"Compiled: GPT-2, {blocks} blocks of width {width}", seconds(steps, loader, rounds), "plain")
 
 
-def _ratios(title: str, found: dict[str, list[float]], base: str) -> None:
+def _ratios(title: str, seconds_by_way: dict[str, list[float]], base: str) -> None:
     print(f"### {title}\n")
-    print(f"| | a minibatch (least to most) | of {base} |")
-    print("| --- | ---: | ---: |")
-    for name, times in found.items():
-        share = median(a / b for a, b in zip(times, found[base], strict=True))
-        spread = f"{format_seconds(min(times))} to {format_seconds(max(times))}"
-        print(f"| {name} | {format_seconds(median(times))} ({spread}) | {share:.1%} |")
+    print(format_head(f" | a minibatch (least to most) | of {base}", "lr"))
+    for name, times in seconds_by_way.items():
+        share = median(compare_rounds(times, seconds_by_way[base]))
+        print(format_row((name, format_range(times, format_seconds), f"{share:.1%}")))
 
 
 def capture_alone(quick: bool) -> None:
@@ -197,8 +194,8 @@ def _resident_bytes() -> int:
 def capture_in_processes(quick: bool) -> None:
     """Prints the time and memory of captures, each in a process of its own."""
     print("### Capture and check: GPT-2 medium, 1 x 64 words\n")
-    print("| weights | layers | seconds | memory beyond the model's | model and that, of the model |")
-    print("| ---: | ---: | ---: | ---: | ---: |", flush=True)
+    titles = "weights | layers | seconds | memory beyond the model's | model and that, of the model"
+    print(format_head(titles, "r"), flush=True)
     for _ in range(1 if quick else 3):
         command = [sys.executable, __file__, "--capture-alone", *(["--quick"] if quick else [])]
         subprocess.run(command, check=True)
@@ -206,15 +203,14 @@ def capture_in_processes(quick: bool) -> None:
 
 def questions(names: list[str]) -> Iterator[Callable[[bool], None]]:
     """Returns the parts of this benchmark by name."""
-    known = {"overhead": overhead, "one-stage": one_stage, "capture": capture_in_processes, "compile": compiled}
-    for name in names or known:
-        yield known[name]
+    parts = {"overhead": overhead, "one-stage": one_stage, "capture": capture_in_processes, "compile": compiled}
+    for name in names or parts:
+        yield parts[name]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = make_parser(__doc__, "small: that it runs, not how long it takes")
     parser.add_argument("parts", nargs="*", help="overhead, one-stage, capture, compile; all by default")
-    parser.add_argument("--quick", action="store_true", help="small: that it runs, not how long it takes")
     parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor, where others work on it too")
     parser.add_argument("--capture-alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -225,12 +221,11 @@ def main() -> None:
     if options.capture_alone:
         capture_alone(options.quick)
         return
-    print(f"- 1 thread of {os.cpu_count()} cores, {platform.platform()}, torch {torch.__version__}")
-    print(f"- load average {os.getloadavg()[0]:.2f} before the run")
+    environment = Environment()
     for ask in questions(options.parts):
         print()
         ask(options.quick)
-    print(f"\n- load average {os.getloadavg()[0]:.2f} at its end")
+    print("\n" + environment.describe("1 thread"))
 
 
 if __name__ == "__main__":

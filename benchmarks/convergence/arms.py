@@ -172,7 +172,7 @@ def _with_finish(method: Method) -> tuple[Turn, ...]:
 # -- arms ------------------------------------------------------------------------------------------
 
 
-def _own(name: str, method: Method | tuple[Turn, ...], about: str, source: str, **more: Any) -> tuple[Arm, ...]:
+def _make_arms(name: str, method: Method | tuple[Turn, ...], about: str, source: str, **more: Any) -> tuple[Arm, ...]:
     """Returns an arm for each task, with the task's usual optimizer: momentum SGD for digits, AdamW for the GPT."""
     turns = method if isinstance(method, tuple) else (Turn(method),)
     of = {"digits": "sgd", "char_gpt": "adamw"} | more
@@ -186,34 +186,36 @@ NARAYANAN = "Narayanan et al., PipeDream, SOSP 2019"
 ONE_STEP = "One-Step Gradient Delay, arXiv 2606.30634"
 
 ARMS: tuple[Arm, ...] = (
-    *_own("sync", SYNCHRONOUS, "synchronous: 1F1B with a flush", "Narayanan et al., PipeDream-2BW, ICML 2021"),
-    *_own("naive", NAIVE, "asynchronous 1F1B, one set of weights, written in place", NARAYANAN + ", section 3.3"),
-    *_own(
+    *_make_arms("sync", SYNCHRONOUS, "synchronous: 1F1B with a flush", "Narayanan et al., PipeDream-2BW, ICML 2021"),
+    *_make_arms("naive", NAIVE, "asynchronous 1F1B, one set of weights, written in place", NARAYANAN + ", section 3.3"),
+    *_make_arms(
         "naive_recompute",
         replace(NAIVE, rule="recompute"),
         "the same, with true gradients: forwards are done again at the newest weights",
         "Narayanan et al., PipeDream, SOSP 2019; Ajanthan et al., ICML 2025 (without a stash)",
     ),
-    *_own("pipedream", PIPEDREAM, "weight stashing", NARAYANAN),
-    *_own("vertical_sync", VERTICAL_SYNC, "PipeDream with vertical sync", NARAYANAN),
-    *_own("2bw", TWO_BW, "one update of delay at every stage", "Narayanan et al., PipeDream-2BW, ICML 2021"),
-    *_own(
+    *_make_arms("pipedream", PIPEDREAM, "weight stashing", NARAYANAN),
+    *_make_arms("vertical_sync", VERTICAL_SYNC, "PipeDream with vertical sync", NARAYANAN),
+    *_make_arms("2bw", TWO_BW, "one update of delay at every stage", "Narayanan et al., PipeDream-2BW, ICML 2021"),
+    *_make_arms(
         "paci",
         replace(NAIVE, accumulates=True),
         "naive, with an update every p microbatches",
         "PACI, arXiv 2606.07881",
         char_gpt="",  # eight passes an update take too long
     ),
-    *_own("pb", PIPELINED, "pipelined backpropagation; also PipeMare without T1, T2, T3", KOSSON),
-    *_own("pb_lwp", PREDICTED, "forwards at weights predicted by the velocity, T = D", KOSSON),
-    *_own("pb_sc", _spiked(PIPELINED), "spike compensation", KOSSON, char_gpt=""),
-    *_own("pb_lwp_sc", _spiked(PREDICTED), "both", KOSSON, char_gpt=""),
-    *_own("pipemare_t1", _rescheduled(PIPELINED), "T1: rates by stage, for half of the run", YANG),
-    *_own("pipemare_t2", PIPEMARE, "T2: the backward's weights corrected back", YANG),
-    *_own("pipemare_t1_t2", _rescheduled(PIPEMARE), "T1 and T2", YANG),
-    *_own("pipemare_t1_t2_t3", _after_warm_up(_rescheduled(PIPEMARE)), "T1, T2, T3: a synchronous fifth first", YANG),
-    *_own("hybrid", _with_finish(PIPELINED), "pb, the last third synchronous", "Zhang and Abdelrahman, 2021"),
-    *_own(
+    *_make_arms("pb", PIPELINED, "pipelined backpropagation; also PipeMare without T1, T2, T3", KOSSON),
+    *_make_arms("pb_lwp", PREDICTED, "forwards at weights predicted by the velocity, T = D", KOSSON),
+    *_make_arms("pb_sc", _spiked(PIPELINED), "spike compensation", KOSSON, char_gpt=""),
+    *_make_arms("pb_lwp_sc", _spiked(PREDICTED), "both", KOSSON, char_gpt=""),
+    *_make_arms("pipemare_t1", _rescheduled(PIPELINED), "T1: rates by stage, for half of the run", YANG),
+    *_make_arms("pipemare_t2", PIPEMARE, "T2: the backward's weights corrected back", YANG),
+    *_make_arms("pipemare_t1_t2", _rescheduled(PIPEMARE), "T1 and T2", YANG),
+    *_make_arms(
+        "pipemare_t1_t2_t3", _after_warm_up(_rescheduled(PIPEMARE)), "T1, T2, T3: a synchronous fifth first", YANG
+    ),
+    *_make_arms("hybrid", _with_finish(PIPELINED), "pb, the last third synchronous", "Zhang and Abdelrahman, 2021"),
+    *_make_arms(
         "spectrain",
         replace(
             PIPEDREAM,
@@ -226,32 +228,34 @@ ARMS: tuple[Arm, ...] = (
         "Chen et al., SpecTrain, 2018",
         char_gpt="",
     ),
-    *_own(
+    *_make_arms(
         "pipeoptim",
         replace(PIPEDREAM, schedule="pipeoptim", rule="graph", ahead=_one_after_another),
         "forwards predicted by AdamW's direction",
         "Guan et al., PipeOptim, 2023",
         digits="",
     ),
-    *_own(
+    *_make_arms(
         "nesterov",
         replace(PIPEDREAM, at_once=lambda momentum, late: 1.0, compensation=("nesterov",)),
         "PipeDream with Nesterov momentum",
         AJANTHAN,
         char_gpt="",
     ),
-    *_own("nesterov", PIPEDREAM, "PipeDream, NAdam, beta_1 0.99", AJANTHAN, digits="", char_gpt="nadam"),
-    *_own("sync_nadam", SYNCHRONOUS, "synchronous, NAdam, beta_1 0.99", "control", digits="", char_gpt="nadam"),
-    *_own("sync_adamw", SYNCHRONOUS, "synchronous, AdamW", "control", digits="adamw", char_gpt=""),
-    *_own("2bw_adamw", TWO_BW, "2BW, AdamW", ONE_STEP, digits="adamw", char_gpt=""),
-    *_own("2bw_ef", _fed_back(TWO_BW), "2BW with error feedback, AdamW", ONE_STEP, digits="adamw"),
-    *_own("sync_muon", SYNCHRONOUS, "synchronous, Muon", "control", digits="", char_gpt="muon"),
-    *_own("pipedream_muon", PIPEDREAM, "PipeDream, Muon", ONE_STEP, digits="", char_gpt="muon"),
-    *_own("2bw_muon", TWO_BW, "2BW, Muon", ONE_STEP, digits="", char_gpt="muon"),
-    *_own("2bw_ef_muon", _fed_back(TWO_BW), "2BW with error feedback, Muon", ONE_STEP, digits="", char_gpt="muon"),
-    *_own("sync_sgd", SYNCHRONOUS, "synchronous, momentum SGD", "control", digits="", char_gpt="sgd"),
-    *_own("pb_sgd", PIPELINED, "pipelined backpropagation, momentum SGD", KOSSON, digits="", char_gpt="sgd"),
-    *_own("pb_lwp_sc_sgd", _spiked(PREDICTED), "the same, LWP and SC", KOSSON, digits="", char_gpt="sgd"),
+    *_make_arms("nesterov", PIPEDREAM, "PipeDream, NAdam, beta_1 0.99", AJANTHAN, digits="", char_gpt="nadam"),
+    *_make_arms("sync_nadam", SYNCHRONOUS, "synchronous, NAdam, beta_1 0.99", "control", digits="", char_gpt="nadam"),
+    *_make_arms("sync_adamw", SYNCHRONOUS, "synchronous, AdamW", "control", digits="adamw", char_gpt=""),
+    *_make_arms("2bw_adamw", TWO_BW, "2BW, AdamW", ONE_STEP, digits="adamw", char_gpt=""),
+    *_make_arms("2bw_ef", _fed_back(TWO_BW), "2BW with error feedback, AdamW", ONE_STEP, digits="adamw"),
+    *_make_arms("sync_muon", SYNCHRONOUS, "synchronous, Muon", "control", digits="", char_gpt="muon"),
+    *_make_arms("pipedream_muon", PIPEDREAM, "PipeDream, Muon", ONE_STEP, digits="", char_gpt="muon"),
+    *_make_arms("2bw_muon", TWO_BW, "2BW, Muon", ONE_STEP, digits="", char_gpt="muon"),
+    *_make_arms(
+        "2bw_ef_muon", _fed_back(TWO_BW), "2BW with error feedback, Muon", ONE_STEP, digits="", char_gpt="muon"
+    ),
+    *_make_arms("sync_sgd", SYNCHRONOUS, "synchronous, momentum SGD", "control", digits="", char_gpt="sgd"),
+    *_make_arms("pb_sgd", PIPELINED, "pipelined backpropagation, momentum SGD", KOSSON, digits="", char_gpt="sgd"),
+    *_make_arms("pb_lwp_sc_sgd", _spiked(PREDICTED), "the same, LWP and SC", KOSSON, digits="", char_gpt="sgd"),
 )  # fmt: skip
 
 

@@ -68,8 +68,8 @@ def main() -> int:
 def of_arm(curves: Curves, task: str, arm: str, stages: int) -> dict[int, Curve]:
     """Returns an arm's curves at the rate that it was tuned to, by seed; none where it is not tuned yet."""
     left = due(curves, task, arm, stages, 1)
-    own = 1 if arms_of(task)[arm].synchronous else stages
-    mine = {run: curve for run, curve in curves.items() if run[:3] == (task, arm, own)}
+    arm_stages = 1 if arms_of(task)[arm].synchronous else stages
+    mine = {run: curve for run, curve in curves.items() if run[:3] == (task, arm, arm_stages)}
     tuning = {run.step: curve for run, curve in mine.items() if run.seed not in range(SEEDS)}
     if not tuning or any(run.seed not in range(SEEDS) for run in left):
         return {}
@@ -127,7 +127,7 @@ def _how(path: Path, curves: Curves) -> list[str]:
 
 def _effects(curves: Curves) -> list[str]:
     head = " | ".join(f"{p} stages" for p in STAGES)
-    found = [
+    rows = [
         "### Published, and here",
         "",
         f"Each cell: better arm to worse arm (medians), and whether the effect shows. {_rule()}",
@@ -139,8 +139,8 @@ def _effects(curves: Curves) -> list[str]:
         cells = " | ".join(_cell(curves, effect, p) for p in STAGES)
         sign = "=" if effect.even else ">"
         arms = f"{effect.task}: {effect.better} {sign} {effect.worse}"
-        found.append(f"| {effect.says} | {effect.source} | {effect.published or 'not at hand'} | {arms} | {cells} |")
-    return [*found, ""]
+        rows.append(f"| {effect.says} | {effect.source} | {effect.published or 'not at hand'} | {arms} | {cells} |")
+    return [*rows, ""]
 
 
 def _rule() -> str:
@@ -169,7 +169,7 @@ def _shown(score: float, task: str) -> str:
 
 def _table(curves: Curves, task: str) -> list[str]:
     name = "accuracy" if TASKS[task].metric == "accuracy" else "loss, nats a character"
-    found = [
+    rows = [
         f"### {task}: {name} at the end",
         "",
         "Median (least to greatest) of the seeds, and the tuned rate.",
@@ -180,21 +180,23 @@ def _table(curves: Curves, task: str) -> list[str]:
     for arm in arms_of(task).values():
         cells = []
         for p in STAGES:
-            own = of_arm(curves, task, arm.name, p)
-            scores = sorted(_scores(own, task).values())
+            arm_stages = of_arm(curves, task, arm.name, p)
+            scores = sorted(_scores(arm_stages, task).values())
             if not scores:
                 cells.append("not run")
                 continue
             low, high = sorted((_shown(scores[0], task), _shown(scores[-1], task)))
-            cells.append(f"{_shown(median(scores), task)} ({low} to {high}), {next(iter(own.values())).rate:.3g}")
+            cells.append(
+                f"{_shown(median(scores), task)} ({low} to {high}), {next(iter(arm_stages.values())).rate:.3g}"
+            )
         if arm.synchronous:
             cells = [cells[0]] + ["the same"] * (len(STAGES) - 1)
-        found.append(f"| {arm.name} | {arm.about} | {arm.source} | {' | '.join(cells)} |")
-    return [*found, ""]
+        rows.append(f"| {arm.name} | {arm.about} | {arm.source} | {' | '.join(cells)} |")
+    return [*rows, ""]
 
 
 def _pictures(curves: Curves, task: str, folder: Path) -> list[str]:
-    found = []
+    texts = []
     for by, label in (("updates", "updates"), ("time", "simulated time, in forwards of a minibatch at a stage")):
         rows = []
         for title, names in FAMILIES[task].items():
@@ -211,18 +213,18 @@ def _pictures(curves: Curves, task: str, folder: Path) -> list[str]:
         picture = panels_svg(rows, title=f"{task}: {metric}", x_label=label, y_label=metric, low=low, high=high)
         file = f"{task}_{by}.svg"
         (folder / file).write_text(picture)
-        found += [f"![{task}: {metric} against {label}]({file})", ""]
-    return found
+        texts += [f"![{task}: {metric} against {label}]({file})", ""]
+    return texts
 
 
 def _lines(curves: Curves, task: str, arm: str, stages: int, by: str) -> Iterable[Line]:
-    own = of_arm(curves, task, arm, stages)
-    if not own:
+    arm_stages = of_arm(curves, task, arm, stages)
+    if not arm_stages:
         return
     updates = TASKS[task].updates
     at = [-(-updates * look // LOOKS) for look in range(1, LOOKS + 1)]
     xs: Sequence[float] = at if by == "updates" else times_of(arms_of(task)[arm], stages, updates, at)
-    runs = [curve.scores(task) for curve in own.values()]
+    runs = [curve.scores(task) for curve in arm_stages.values()]
     columns = [sorted(scores) for scores in zip(*runs, strict=True)]
     if TASKS[task].metric == "accuracy":
         columns = [[1 - score for score in reversed(scores)] for scores in columns]

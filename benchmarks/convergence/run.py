@@ -34,6 +34,9 @@ from serial import Emulation, train
 from steppers import STEPPERS
 from tasks import TASKS
 
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import find_processor
+
 CURVES = Path(__file__).with_name("curves.json")
 TUNING_SEED = 100
 SEEDS = 5
@@ -82,11 +85,11 @@ class Curve:
 
     def scores(self, task: str) -> list[float]:
         """Returns what is to be small, at each point: the share of errors, or the loss; infinite where it diverged."""
-        found = [1 - p.accuracy if TASKS[task].metric == "accuracy" else p.loss for p in self.points]
-        found = [
-            value if math.isfinite(point.loss) else math.inf for value, point in zip(found, self.points, strict=True)
+        scores = [1 - p.accuracy if TASKS[task].metric == "accuracy" else p.loss for p in self.points]
+        scores = [
+            value if math.isfinite(point.loss) else math.inf for value, point in zip(scores, self.points, strict=True)
         ]
-        return found + [math.inf] * (LOOKS - len(found))
+        return scores + [math.inf] * (LOOKS - len(scores))
 
     def score(self, task: str) -> tuple[float, float]:
         """Returns what tuning goes by: the mean of the last three scores, then of the losses."""
@@ -123,8 +126,8 @@ def trained(run: Run) -> Curve:
 
 def due(curves: Curves, task: str, arm: str, stages: int, seeds: int) -> list[Run]:
     """Returns the runs that an arm needs next, which do not need each other; none where it is done."""
-    own = arms_of(task)[arm]
-    stages = 1 if own.synchronous else stages
+    arm_here = arms_of(task)[arm]
+    stages = 1 if arm_here.synchronous else stages
     tuning = {run.step: curve for run, curve in curves.items() if run[:4] == (task, arm, stages, TUNING_SEED)}
     missing = [step for step in GRID if step not in tuning]
     if not missing:
@@ -158,11 +161,11 @@ def load(path: Path) -> Curves:
         sys.exit(
             f"{path} has runs of other settings ({data.get('settings')}, not {settings()}): move it away, or give --out"
         )
-    found = {}
+    curves = {}
     for key, (rate, seconds, points) in data["curves"].items():
         task, arm, *numbers = key.split("/")
-        found[Run(task, arm, *map(int, numbers))] = Curve(rate, seconds, tuple(Point(*point) for point in points))
-    return found
+        curves[Run(task, arm, *map(int, numbers))] = Curve(rate, seconds, tuple(Point(*point) for point in points))
+    return curves
 
 
 def save(path: Path, curves: Curves) -> None:
@@ -186,19 +189,13 @@ def settings() -> dict[str, Any]:
 def _environments(path: Path) -> list[dict[str, str]]:
     """Returns where the runs of a file were made, each with its last day; this machine is the last."""
     here = {
-        "machine": f"{os.cpu_count()} cores of {_processor()}, {platform.system()}",
+        "machine": f"{os.cpu_count()} cores of {find_processor()}, {platform.system()}",
         "software": f"Python {platform.python_version()}, torch {torch.__version__}",
     }
-    known = json.loads(path.read_text())["environments"] if path.exists() else []
-    return [other for other in known if not other.items() >= here.items()] + [{"date": str(date.today()), **here}]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    environments = json.loads(path.read_text())["environments"] if path.exists() else []
+    return [other for other in environments if not other.items() >= here.items()] + [
+        {"date": str(date.today()), **here}
+    ]
 
 
 def _rounded(point: Point) -> list[float]:

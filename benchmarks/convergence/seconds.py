@@ -22,13 +22,13 @@ SETTLED = 32
 
 def times_of(arm: Arm, stages: int, updates: int, at: list[int]) -> list[float]:
     """Returns the time at which each of these numbers of updates has been made, of so many in all."""
-    found, begin, first = [], 0.0, 0
+    times, begin, first = [], 0.0, 0
     for turn in arm.turns:
         last = round(turn.until * updates)
         period, fill = _paces(turn.method, stages)
-        found += [begin + fill + (n - first) * period for n in at if first < n <= last]
+        times += [begin + fill + (n - first) * period for n in at if first < n <= last]
         begin, first = begin + fill + (last - first) * period, last
-    return found
+    return times
 
 
 @cache

@@ -130,17 +130,17 @@ class Stage:
 
     def _direction(self) -> Tensor:
         """Returns v of momentum SGD, or Adam's m / (sqrt(v) + eps), m and v corrected for their beginning."""
-        found = {}
+        direction = {}
         for group in self._optimizer.param_groups:
             for handle in group["params"]:
                 state = self._optimizer.state[handle]
                 if "momentum_buffer" in state:
-                    found[id(handle)] = state["momentum_buffer"]
+                    direction[id(handle)] = state["momentum_buffer"]
                     continue
                 first, second = (1 - beta ** float(state["step"]) for beta in group["betas"])
                 size = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
-                found[id(handle)] = state["exp_avg"] / first / size
-        return torch.cat([found[id(handle)].reshape(-1) for handle in self._handles])
+                direction[id(handle)] = state["exp_avg"] / first / size
+        return torch.cat([direction[id(handle)].reshape(-1) for handle in self._handles])
 
     def _set_rates(self, factor: float) -> None:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
@@ -182,18 +182,18 @@ class Emulation:
         Args:
             factor: number of an update -> factor on the learning rates.
         """
-        found = 0.0
+        loss = 0.0
         pieces = zip(x.tensor_split(self._parts), y.tensor_split(self._parts), strict=True)
         for xs, ys in pieces if self._parts > 1 else [(x, y)]:
             for stage in self.stages:
                 stage.read_forward(self._k)
             share = len(xs) / len(x)
-            found += (self._recomputed if self._method.rule == "recompute" else self._passes)(xs, ys, share)
+            loss += (self._recomputed if self._method.rule == "recompute" else self._passes)(xs, ys, share)
             self._k += 1
         for stage in self.stages:
             stage.update(self._number, factor(self._number), factor(self._number + 1))
         self._number += 1
-        return found
+        return loss
 
     def output(self, x: Tensor) -> Tensor:
         """Returns what the newest weights of all stages make of an input."""
@@ -228,11 +228,11 @@ class Emulation:
         output = x.requires_grad_()
         loss = self._loss(output, y) * share
         (slope,) = torch.autograd.grad(loss, output)
-        for stage, given in zip(reversed(self.stages), reversed(inputs), strict=True):
+        for stage, stage_input in zip(reversed(self.stages), reversed(inputs), strict=True):
             stage.read_backward()
-            given = given.detach().requires_grad_(given.is_floating_point())
-            torch.autograd.backward(stage.layers(given), slope)
-            slope = given.grad
+            stage_input = stage_input.detach().requires_grad_(stage_input.is_floating_point())
+            torch.autograd.backward(stage.layers(stage_input), slope)
+            slope = stage_input.grad
         return loss.item()
 
 

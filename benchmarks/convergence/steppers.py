@@ -101,8 +101,8 @@ class Muon(torch.optim.Optimizer):
         state = self.state[p]
         if name not in state:
             state[name] = torch.zeros_like(p)
-        found: Tensor = state[name]
-        return found
+        value: Tensor = state[name]
+        return value
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -58,11 +58,11 @@ class Task:
         """Returns the minibatches of a run, whole ones alone, in an order that follows from the seed."""
         (x, y), _ = self.data()
         draw = torch.Generator().manual_seed(seed)
-        found: list[Pair] = []
-        while len(found) < self.updates:
+        batches: list[Pair] = []
+        while len(batches) < self.updates:
             order = torch.randperm(len(x), generator=draw).split(self.batch)
-            found += [(x[rows], y[rows]) for rows in order if len(rows) == self.batch]
-        return found[: self.updates]
+            batches += [(x[rows], y[rows]) for rows in order if len(rows) == self.batch]
+        return batches[: self.updates]
 
     def factor(self, update: int) -> float:
         """Returns the factor on the learning rate: a linear rise, then half a cosine down to a tenth."""
@@ -149,8 +149,8 @@ def digits() -> tuple[Pair, Pair]:
     """Returns 797 digits of 8 x 8 pixels to train on and 1,000 to test (UCI, carried by scikit-learn)."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    x, y = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(found.target)
+    data = load_digits()
+    x, y = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x[order], y[order]
     return (x[1000:], y[1000:]), (x[:1000], y[:1000])

@@ -59,22 +59,22 @@ def read(path: Path) -> tuple[Checkpoint, dict[str, bytes]]:
 def damaged(data: bytes, kind: str, rng: random.Random) -> bytes:
     """Returns a file with one damage that changes it."""
     while True:
-        found = bytearray(data)
-        at = rng.randrange(len(found))
+        changed = bytearray(data)
+        at = rng.randrange(len(changed))
         if kind == "flipped bit":
-            found[at] ^= 1 << rng.randrange(8)
+            changed[at] ^= 1 << rng.randrange(8)
         elif kind == "zeroed range":
-            end = min(len(found), at + rng.choice((1, 16, 512, 4096)))
-            found[at:end] = bytes(end - at)
+            end = min(len(changed), at + rng.choice((1, 16, 512, 4096)))
+            changed[at:end] = bytes(end - at)
         else:
-            del found[at:]
-        if found != data:
-            return bytes(found)
+            del changed[at:]
+        if changed != data:
+            return bytes(changed)
 
 
 def trials(path: Path, count: int, seed: int = 0) -> Counter[tuple[str, str, str]]:
     """Makes `count` damages of each kind to each file; returns (file, kind, outcome) -> number."""
-    wanted, rng = read(path), random.Random(seed)
+    expected, rng = read(path), random.Random(seed)
     counts: Counter[tuple[str, str, str]] = Counter()
     for file in sorted(path.iterdir()):
         data = file.read_bytes()
@@ -82,7 +82,7 @@ def trials(path: Path, count: int, seed: int = 0) -> Counter[tuple[str, str, str
             for _ in range(count):
                 file.write_bytes(damaged(data, kind, rng))
                 try:
-                    outcome = "exact" if read(path) == wanted else "wrong"
+                    outcome = "exact" if read(path) == expected else "wrong"
                 except ArtifactError:
                     outcome = "refused"
                 counts[file.name, kind, outcome] += 1

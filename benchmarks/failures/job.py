@@ -39,13 +39,13 @@ def count(what: str) -> None:
     if (trial["rank"], trial["event"], trial["count"]) != (RANK, what, COUNTS[what]):
         return
     launcher = int(os.environ.get("PIPEDREAM_LAUNCHER", f"{os.getppid()} 0").split()[0])
-    own, others = [], []
+    ours, others = [], []
     for target in trial["targets"]:
         pid = launcher if target == "launcher" else int(read(FOLDER / f"pid{target}"))
-        (own if pid == os.getpid() else others).append(pid)
+        (ours if pid == os.getpid() else others).append(pid)
     TRIAL.rename(TRIAL.with_name("fired.json"))
     TRIAL.with_name("fired_at").write_text(str(time.time()), encoding="utf-8")
-    for pid in [*others, *own]:
+    for pid in [*others, *ours]:
         os.kill(pid, getattr(signal, trial["signal"]))
 
 

@@ -195,12 +195,12 @@ class Job:
             forked.Process(target=worker, args=(rank, variables, [*self._command, *options], errors))
             for rank in range(ranks)
         ]
-        for one in workers:
-            one.start()
-        for one in workers:
-            one.join(PATIENCE_S)
-            one.kill()
-        return all(one.exitcode == 0 for one in workers), errors.read_text()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(PATIENCE_S)
+            worker.kill()
+        return all(worker.exitcode == 0 for worker in workers), errors.read_text()
 
     def _signal_soon(self, launcher: subprocess.Popen[bytes]) -> None:
         """Sends the trial's signal soon after its targets exist, while they import."""
@@ -208,9 +208,9 @@ class Job:
         assert isinstance(targets, list)
         pids = [launcher.pid]
         while targets != ["launcher"]:
-            found = [self.left(f"RANK={rank}") for rank in targets]
-            if all(found):
-                pids = [pid for (pid,) in found]
+            pids_by_target = [self.left(f"RANK={rank}") for rank in targets]
+            if all(pids_by_target):
+                pids = [pid for (pid,) in pids_by_target]
                 break
             time.sleep(0.02)
         time.sleep(random.Random(self.trial.number).uniform(0.0, LAUNCH_S))
@@ -220,22 +220,22 @@ class Job:
 
     def left(self, variable: str = "") -> list[int]:
         """Returns the processes of this job that are still there, with a variable of theirs."""
-        found, wanted = [], {f"TRIAL_MARK={self.mark}".encode(), variable.encode()} - {b""}
+        pids, marks = [], {f"TRIAL_MARK={self.mark}".encode(), variable.encode()} - {b""}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 try:
-                    if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
-                        found.append(int(entry.name))
+                    if marks <= set((entry / "environ").read_bytes().split(b"\0")):
+                        pids.append(int(entry.name))
                 except OSError:
                     continue
-        return found
+        return pids
 
     def kill(self) -> int:
         """Kills what is left; returns how many."""
-        found = self.left()
-        for pid in found:
+        pids = self.left()
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        return len(found)
+        return len(pids)
 
 
 def worker(rank: int, variables: dict[str, str], command: list[str], errors: Path) -> None:
@@ -261,22 +261,22 @@ def plan_file(folder: Path, trial: Trial) -> Path:
     graph = capture(model, (torch.zeros(32, 16),)).graph
     profile = Profile("Sequential", graph, tuple(LayerProfile(1e-3, 2e-3, 512, 64) for _ in graph.layers), 32)
     if trial.method == "chimera":
-        made = plan(profile, Cluster.flat(2), schedule="chimera", microbatches=4, shape="pipeline")
+        new_plan = plan(profile, Cluster.flat(2), schedule="chimera", microbatches=4, shape="pipeline")
     else:
         cuts, counts = PLANS[trial.plan]
-        made = manual_plan(profile, Cluster.flat(sum(counts)), cuts, counts)
-    assert made.config == trial.plan, made
-    return made.save(folder / "plan.json")
+        new_plan = manual_plan(profile, Cluster.flat(sum(counts)), cuts, counts)
+    assert new_plan.config == trial.plan, new_plan
+    return new_plan.save(folder / "plan.json")
 
 
-def attempt(trial: Trial, folder: Path, plan: Path, wanted: dict[str, torch.Tensor]) -> None:
+def attempt(trial: Trial, folder: Path, plan: Path, expected: dict[str, torch.Tensor]) -> None:
     """Makes a trial and notes what came of it."""
     job = Job(folder, plan, trial)
     (folder / "trial.json").write_text(json.dumps(order(trial)))
-    trial.status, ended, said = job.run("--out", str(folder / "run"))
+    trial.status, ended, errors = job.run("--out", str(folder / "run"))
     trial.load = os.getloadavg()[0]
     trial.left = job.kill()
-    trial.message, trial.tracebacks = said.strip()[-1000:], said.count("Traceback")
+    trial.message, trial.tracebacks = errors.strip()[-1000:], errors.count("Traceback")
     trial.fired = (folder / "fired_at").exists()
     if not trial.fired:
         return
@@ -286,18 +286,18 @@ def attempt(trial: Trial, folder: Path, plan: Path, wanted: dict[str, torch.Tens
     trial.checkpoint = saved[-1].name if saved else "none"
     again = ("--resume", str(run)) if saved else ("--out", str(folder / "again"))
     (folder / "trial.json").unlink(missing_ok=True)  # of a moment that did not come
-    in_order, said = job.train(*again)
+    in_order, errors = job.train(*again)
     if not in_order:
-        trial.message += f" | resumed: {said.strip()[-500:]}"
-    same = in_order and equal(run if saved else folder / "again", wanted)
+        trial.message += f" | resumed: {errors.strip()[-500:]}"
+    same = in_order and equal(run if saved else folder / "again", expected)
     other_drain = trial.signal == "SIGINT" and not trial.drains_anywhere
     trial.exact = None if other_drain and in_order and not same else same
 
 
-def equal(run: Path, wanted: dict[str, torch.Tensor]) -> bool:
+def equal(run: Path, expected: dict[str, torch.Tensor]) -> bool:
     """Returns whether a run ended with these weights, and this average of them."""
-    found = weights(run)
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual = weights(run)
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -345,16 +345,16 @@ def main() -> None:
             if case not in cases:
                 whole = base / "-".join(case)
                 whole.mkdir()
-                made = plan_file(whole, trial)
-                in_order, said = Job(whole, made, trial).train("--out", str(whole / "run"))
-                assert in_order, said[:1000]
-                cases[case] = made, weights(whole / "run")
+                new_plan = plan_file(whole, trial)
+                in_order, errors = Job(whole, new_plan, trial).train("--out", str(whole / "run"))
+                assert in_order, errors[:1000]
+                cases[case] = new_plan, weights(whole / "run")
             folder = base / str(trial.number)
             folder.mkdir()
             attempt(trial, folder, *cases[case])
             shutil.rmtree(folder)
             done.append(trial)
-            options.output.write_text(json.dumps([asdict(one) for one in done], indent=1) + "\n")
+            options.output.write_text(json.dumps([asdict(trial) for trial in done], indent=1) + "\n")
             print(line(trial), flush=True)
     print(table(done))
 
@@ -393,7 +393,7 @@ def counts(trials: list[Trial]) -> list[str]:
     seconds = [trial.ended_s for trial in trials]
     numbers = [
         len(trials),
-        sum(one > SOON_S for one in seconds),
+        sum(second > SOON_S for second in seconds),
         sum(trial.left for trial in trials),
         sum(trial.tracebacks for trial in trials),
         sum(trial.exact is True for trial in trials),

@@ -71,9 +71,9 @@ def dense(width: int, layers: int = 8, dropout: float = 0.0) -> nn.Sequential:
 
 def batches_of(width: int, samples: int, count: int) -> list[Batch]:
     """Returns minibatches on the CPU, as a loader gives them."""
-    made = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED)
     return [
-        (torch.randn(samples, width, generator=made), torch.randint(CLASSES, (samples,), generator=made))
+        (torch.randn(samples, width, generator=generator), torch.randint(CLASSES, (samples,), generator=generator))
         for _ in range(count)
     ]
 
@@ -137,22 +137,22 @@ def train(
         options: of the pipeline.
     """
     options = {"loss": summed_loss, "optimizer": partial(torch.optim.SGD, **SGD), "seed": SEED} | options
-    found = Trained()
+    trained = Trained()
     with pd.Pipeline(copy.deepcopy(model), plan, device=str(device), **options) as pipeline:
         wait_for(device)
         began = time.perf_counter()
         for done in pipeline.train(batches):
-            found.losses.append(done.loss)
+            trained.losses.append(done.loss)
             on_done(pipeline, done)
         wait_for(device)
-        found.seconds = time.perf_counter() - began
-        found.at_drains.append(allocated_bytes(device))
-        found.skipped = max(pipeline.skipped_updates())
-        found.scale = next(
+        trained.seconds = time.perf_counter() - began
+        trained.at_drains.append(allocated_bytes(device))
+        trained.skipped = max(pipeline.skipped_updates())
+        trained.scale = next(
             state.optimizer.scale for worker in pipeline._session.workers for state in worker.stage_states.values()
         )
-        found.state = {name: tensor.detach().cpu().clone() for name, tensor in pipeline.state_dict().items()}
-    return found
+        trained.state = {name: tensor.detach().cpu().clone() for name, tensor in pipeline.state_dict().items()}
+    return trained
 
 
 def plain_loop(
@@ -173,7 +173,7 @@ def plain_loop(
     model = copy.deepcopy(model).to(device).train()
     parameters = list(model.parameters())
     stepper = torch.optim.SGD(parameters, **SGD)
-    found, number = Trained(), [0]
+    trained, number = Trained(), [0]
     hooks = []
     for name, layer in model.named_children():
         if any(isinstance(m, nn.Dropout) or getattr(m, "dropout", 0.0) for m in layer.modules()):
@@ -189,14 +189,18 @@ def plain_loop(
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 loss, amount = summed_loss(model(xs.to(device)), ys)
             # A loss scale is of the mean over the minibatch.
-            own = torch.autograd.grad(loss if scaler is None else scaler.scale(loss / len(y)), parameters)
-            held = gradients[part % holders]
-            gradients[part % holders] = list(own) if held is None else [a + b for a, b in zip(held, own, strict=True)]
+            gradient = torch.autograd.grad(loss if scaler is None else scaler.scale(loss / len(y)), parameters)
+            sums_of_holder = gradients[part % holders]
+            gradients[part % holders] = (
+                list(gradient)
+                if sums_of_holder is None
+                else [a + b for a, b in zip(sums_of_holder, gradient, strict=True)]
+            )
             losses.append(loss.detach())
             weight += amount
-        sums = [held for held in gradients if held is not None]
+        sums = [sums for sums in gradients if sums is not None]
         for index, parameter in enumerate(parameters):
-            parameter.grad = sum((held[index] for held in sums[1:]), start=sums[0][index])
+            parameter.grad = sum((sums[index] for sums in sums[1:]), start=sums[0][index])
             if scaler is None:
                 parameter.grad /= weight
         if scaler is None:
@@ -205,32 +209,32 @@ def plain_loop(
             before = scaler.get_scale()
             scaler.step(stepper)
             scaler.update()
-            found.skipped += scaler.get_scale() < before
-            found.scale = scaler.get_scale()
-        found.losses.append(sum(float(one) for one in losses) / weight)
+            trained.skipped += scaler.get_scale() < before
+            trained.scale = scaler.get_scale()
+        trained.losses.append(sum(float(loss) for loss in losses) / weight)
     wait_for(device)
-    found.seconds = time.perf_counter() - began
-    found.state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    trained.seconds = time.perf_counter() - began
+    trained.state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
     for hook in hooks:
         hook.remove()
-    return found
+    return trained
 
 
 def _seed(name: str, number: Sequence[int], layer: nn.Module, inputs: Any) -> None:
     torch.manual_seed(layer_seed(SEED, number[0], name))
 
 
-def differing_bits(found: Trained, wanted: Trained) -> int:
+def differing_bits(trained: Trained, expected: Trained) -> int:
     """Returns how many elements of the weights are not the same."""
-    assert set(found.state) == set(wanted.state)
-    return sum(int((found.state[name] != tensor).sum()) for name, tensor in wanted.state.items())
+    assert set(trained.state) == set(expected.state)
+    return sum(int((trained.state[name] != tensor).sum()) for name, tensor in expected.state.items())
 
 
-def distance(found: Trained, wanted: Trained) -> float:
+def distance(trained: Trained, expected: Trained) -> float:
     """Returns the largest distance of a tensor of the weights, as a share of its norm."""
     return max(
-        float((found.state[name].double() - tensor.double()).norm() / tensor.double().norm().clamp_min(1e-30))
-        for name, tensor in wanted.state.items()
+        float((trained.state[name].double() - tensor.double()).norm() / tensor.double().norm().clamp_min(1e-30))
+        for name, tensor in expected.state.items()
     )
 
 
@@ -261,9 +265,9 @@ def allocated_bytes(device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
     storages = {}
-    for one in gc.get_objects():
-        if type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu" and one.layout is torch.strided:
-            storage = one.untyped_storage()
+    for item in gc.get_objects():
+        if type(item) in (Tensor, nn.Parameter) and item.device.type == "cpu" and item.layout is torch.strided:
+            storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

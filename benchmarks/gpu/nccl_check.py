@@ -108,7 +108,7 @@ def _two_ranks(device: torch.device) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         started = start_job(Job(folder, str(device), 2, 8, 8, 1, do="share_card_over_nccl"))
         seconds = wait_for_all(started, 60)
-        said = (Path(folder) / "0.said").read_text(encoding="utf-8")
-    duplicate = [line for line in said.splitlines() if "Duplicate GPU" in line]
-    note = (duplicate or said.strip().splitlines()[-1:] or [""])[0]
+        printed = (Path(folder) / "0.said").read_text(encoding="utf-8")
+    duplicate = [line for line in printed.splitlines() if "Duplicate GPU" in line]
+    note = (duplicate or printed.strip().splitlines()[-1:] or [""])[0]
     yield Finding("two_ranks_on_one_card_s", seconds, note=note[:300])

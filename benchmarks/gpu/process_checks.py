@@ -52,12 +52,12 @@ def start_job(job: Job) -> list[subprocess.Popen[str]]:
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(job.stages), "LOCAL_RANK": "0"}
     started = []
     for rank in range(job.stages):
-        with (Path(job.folder) / f"{rank}.said").open("w", encoding="utf-8") as said:
+        with (Path(job.folder) / f"{rank}.said").open("w", encoding="utf-8") as printed:
             started.append(
                 subprocess.Popen(
                     [sys.executable, str(WORKER), json.dumps(asdict(job))],
                     env=os.environ | world | {"RANK": str(rank)},
-                    stdout=said,
+                    stdout=printed,
                     stderr=subprocess.STDOUT,
                     text=True,
                 )
@@ -87,8 +87,8 @@ def run_job(job: Job) -> list[dict[str, list[float]]]:
     wait_for_all(started, PATIENCE_S)
     for rank, process in enumerate(started):
         if process.returncode:
-            said = (Path(job.folder) / f"{rank}.said").read_text(encoding="utf-8")[-600:]
-            raise RuntimeError(f"rank {rank} of {job.stages} ended with status {process.returncode}: {said}")
+            printed = (Path(job.folder) / f"{rank}.said").read_text(encoding="utf-8")[-600:]
+            raise RuntimeError(f"rank {rank} of {job.stages} ended with status {process.returncode}: {printed}")
     return [json.loads((Path(job.folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(job.stages)]
 
 
@@ -101,7 +101,7 @@ def processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
                 folder, str(device), stages, scale.width, scale.samples, minibatches, dropout=0.1,
                 waits=50 if stages == 2 else 0,
             )  # fmt: skip
-            found = run_job(job)
+            answers = run_job(job)
             state = torch.load(Path(folder) / "state.pt", weights_only=True)
             model = dense(scale.width, dropout=0.1)
             few = batches_of(scale.width, scale.samples, 4)
@@ -113,11 +113,11 @@ def processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
                 alone = train(model, plan, batches, device, schedule="1f1b", microbatches=job.microbatches)
             name = f"{stages}_processes"
             yield Finding(f"{name}_differing_weights", differing_bits(Trained(state=state), alone), "==", 0)
-            growth = max(abs(one["at_drains"][1] - one["at_drains"][0]) for one in found)
+            growth = max(abs(answer["at_drains"][1] - answer["at_drains"][0]) for answer in answers)
             yield Finding(f"{name}_growth_bytes", growth, "==", 0, f"{minibatches} minibatches")
             if job.waits:
-                longest = max((wait for one in found for wait in one["waits_s"]), default=0.0)
-                count = sum(len(one["waits_s"]) for one in found)
+                longest = max((wait for answer in answers for wait in answer["waits_s"]), default=0.0)
+                count = sum(len(answer["waits_s"]) for answer in answers)
                 yield Finding("longest_wait_for_the_device_s", longest, "<=", 1.0, f"of {count}")
     yield from _death(device, scale)
 
@@ -132,8 +132,8 @@ def _death(device: torch.device, scale: Scale) -> Iterator[Finding]:
             time.sleep(0.1)
         started[1].send_signal(signal.SIGKILL)
         seconds = wait_for_all(started, 30)
-        said = (Path(folder) / "0.said").read_text(encoding="utf-8")
-    lines = said.strip().splitlines()
+        printed = (Path(folder) / "0.said").read_text(encoding="utf-8")
+    lines = printed.strip().splitlines()
     yield Finding("seconds_until_all_are_gone", seconds, "<=", 15, lines[-1][:300] if lines else "")
     need_card(device)
     missing = free_bytes - torch.cuda.mem_get_info(device)[0]
@@ -144,6 +144,6 @@ def host_of_processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
     """Seconds of a microbatch at a stage of two processes, with layers of no work."""
     with tempfile.TemporaryDirectory() as folder:
         job = Job(folder, str(device), 2, 8, 32, max(8, 2 * scale.repeats), microbatches=8)
-        found = run_job(job)
-    us = max(one["seconds"] for one in found) / job.microbatches * 1e6
+        answers = run_job(job)
+    us = max(answer["seconds"] for answer in answers) / job.microbatches * 1e6
     yield Finding("two_processes_us_of_a_microbatch", us, "<=", 350, "with the layers and waits for the other")

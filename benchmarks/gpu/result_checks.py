@@ -70,22 +70,22 @@ def equality(device: torch.device, scale: Scale) -> Iterator[Finding]:
         ):
             model = dense(scale.width, dropout=dropout)
             plan = plan_of(model, x, STAGES, method, recompute=recompute)
-            found = train(model, plan, batches, device, schedule=method, microbatches=MICROBATCHES)
+            trained = train(model, plan, batches, device, schedule=method, microbatches=MICROBATCHES)
             holders = 2 if method == "chimera" else 1
-            wanted = plain_loop(model, batches, device, microbatches=MICROBATCHES, holders=holders)
+            expected = plain_loop(model, batches, device, microbatches=MICROBATCHES, holders=holders)
             if name == "zb_h1":  # the gradients of the weights come from other operations
-                yield Finding("zb_h1_distance", distance(found, wanted), "<=", 1e-6)
+                yield Finding("zb_h1_distance", distance(trained, expected), "<=", 1e-6)
             else:
-                yield Finding(f"{name}_differing_weights", differing_bits(found, wanted), "==", 0)
+                yield Finding(f"{name}_differing_weights", differing_bits(trained, expected), "==", 0)
         for method in ("pipedream", "pipedream_2bw", "pipemare", "spectrain"):
             parts = 1 if method in ("pipedream", "spectrain") else MICROBATCHES
             model = dense(scale.width)
             plan = plan_of(model, x, STAGES)
-            found = train(model, plan, batches, device, schedule=method, microbatches=parts)
+            trained = train(model, plan, batches, device, schedule=method, microbatches=parts)
             late = _late_answer(
                 method, parts, model.to(device), [stage.names for stage in plan.stages], batches, device
             )
-            yield Finding(f"{method}_distance", distance(found, late), "<=", 1e-5)
+            yield Finding(f"{method}_distance", distance(trained, late), "<=", 1e-5)
 
 
 def _late_answer(
@@ -139,35 +139,35 @@ def precision(device: torch.device, scale: Scale) -> Iterator[Finding]:
     model = dense(scale.width)
     plan = plan_of(model, batches[0][0], STAGES)
     how: dict[str, Any] = {"microbatches": MICROBATCHES, "autocast": torch.bfloat16}
-    found, wanted = (
+    trained, expected = (
         train(model, plan, batches, device, schedule="1f1b", **how),
         plain_loop(model, batches, device, **how),
     )
-    yield Finding("bf16_loss_distance", _most_apart(found.losses, wanted.losses), "<=", 2e-2)
+    yield Finding("bf16_loss_distance", _most_apart(trained.losses, expected.losses), "<=", 2e-2)
 
     def scaler() -> torch.amp.GradScaler:
         # The gradient of the mean overflows at first, and again when the scale has grown.
         return torch.amp.GradScaler(device.type, init_scale=scale.samples * 2.0**17, growth_interval=3)
 
     how["autocast"] = torch.float16
-    found = train(model, plan, batches, device, schedule="1f1b", grad_scaler=scaler(), **how)
-    wanted = plain_loop(model, batches, device, scaler=scaler(), **how)
-    yield Finding("fp16_skipped_updates", found.skipped, "==", wanted.skipped)
-    yield Finding("fp16_last_scale", found.scale, "==", wanted.scale)
+    trained = train(model, plan, batches, device, schedule="1f1b", grad_scaler=scaler(), **how)
+    expected = plain_loop(model, batches, device, scaler=scaler(), **how)
+    yield Finding("fp16_skipped_updates", trained.skipped, "==", expected.skipped)
+    yield Finding("fp16_last_scale", trained.scale, "==", expected.scale)
 
     model = nn.Sequential(nn.Linear(scale.width, scale.width), Recurrent(scale.width))
     plan = plan_of(model, batches[0][0], 2)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # pipedream keeps several versions of the weights.
         train(model, plan, batches, device, schedule="pipedream")
-        found = train(model, plan, batches, device, schedule="1f1b", microbatches=MICROBATCHES)
-    wanted = plain_loop(model, batches, device, microbatches=MICROBATCHES)
-    chunks = [one for one in said if "contiguous chunk" in str(one.message)]
-    yield Finding("lstm_distance", distance(found, wanted), "<=", 1e-4)
+        trained = train(model, plan, batches, device, schedule="1f1b", microbatches=MICROBATCHES)
+    expected = plain_loop(model, batches, device, microbatches=MICROBATCHES)
+    chunks = [warning for warning in caught if "contiguous chunk" in str(warning.message)]
+    yield Finding("lstm_distance", distance(trained, expected), "<=", 1e-4)
     yield Finding("lstm_contiguous_chunk_warnings", len(chunks), "==", 0)
     start = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-    still = [name for name, tensor in found.state.items() if torch.equal(tensor, start[name])]
+    still = [name for name, tensor in trained.state.items() if torch.equal(tensor, start[name])]
     yield Finding("lstm_weights_that_did_not_move", len(still), "==", 0, ", ".join(still))
     need_card(device)
     one_stage = plan_of(model, batches[0][0], 1)
@@ -182,8 +182,8 @@ def precision(device: torch.device, scale: Scale) -> Iterator[Finding]:
     yield Finding("lstm_seconds_by_plain", piped_s / plain_s, "<=", 1.1)
 
 
-def _most_apart(found: list[float], wanted: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+def _most_apart(losses: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
 def waits(device: torch.device, scale: Scale) -> Iterator[Finding]:
@@ -229,7 +229,7 @@ def _waits_noted(device: torch.device, places: Counter[str]) -> Iterator[None]:
         return wait
 
     with ExitStack() as stack:
-        said = stack.enter_context(warnings.catch_warnings(record=True))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         for what, owner, name in (
             ("event", torch.cuda.Event, "synchronize"),
@@ -241,9 +241,9 @@ def _waits_noted(device: torch.device, places: Counter[str]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("warn")
             stack.callback(torch.cuda.set_sync_debug_mode, "default")
         yield
-    for one in said:
-        if "synchronizing CUDA operation" in str(one.message):
-            places[f"{Path(one.filename).name}:{one.lineno}"] += 1
+    for warning in caught:
+        if "synchronizing CUDA operation" in str(warning.message):
+            places[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
 
 
 def checkpoint(device: torch.device, scale: Scale) -> Iterator[Finding]:
@@ -320,11 +320,11 @@ def compiled(device: torch.device, scale: Scale) -> Iterator[Finding]:
         if done.number == 0:
             counts["early"] = counts["compiled"]
 
-    found = train(model, plan, batches, device, schedule="pipedream", compile={"backend": counting}, on_done=note)
-    wanted = train(model, plan, batches, device, schedule="pipedream")
+    trained = train(model, plan, batches, device, schedule="pipedream", compile={"backend": counting}, on_done=note)
+    expected = train(model, plan, batches, device, schedule="pipedream")
     yield Finding("compilations_before_the_first_update", counts["early"], ">=", 1)
     yield Finding("recompilations", counts["compiled"] - counts["early"], "<=", 2)
-    yield Finding("distance", distance(found, wanted), "<=", 1e-3)
+    yield Finding("distance", distance(trained, expected), "<=", 1e-3)
 
 
 def full_card(device: torch.device, scale: Scale) -> Iterator[Finding]:
@@ -338,13 +338,13 @@ def full_card(device: torch.device, scale: Scale) -> Iterator[Finding]:
     model = dense(scale.width)
     batches = batches_of(scale.width, samples, 1)
     plan = plan_of(model, batches[0][0][:8], 2)
-    began, said = time.perf_counter(), ""
+    began, caught = time.perf_counter(), ""
     try:
         train(model, plan, batches, device, schedule="pipedream")
     except WorkerError as error:
-        said = str(error)
-    yield Finding("full_card_names_the_op", float("stage" in said), "==", 1, said[:300])
-    yield Finding("full_card_seconds", time.perf_counter() - began if said else math.inf, "<=", 15)
+        caught = str(error)
+    yield Finding("full_card_names_the_op", float("stage" in caught), "==", 1, caught[:300])
+    yield Finding("full_card_seconds", time.perf_counter() - began if caught else math.inf, "<=", 15)
     del filler
     wait_for(device)
     yield Finding("full_card_seconds_of_a_sum_after", seconds_of(lambda: torch.ones(8, device=device).sum(), device, 1))

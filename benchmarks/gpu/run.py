@@ -97,10 +97,10 @@ def rows(
             yield _row(name, [], {"skipped": note}, ok=False, seconds=0.0)
             continue
         findings, wrong = start(name, left)
-        notes = {one["name"]: one["note"] for one in findings if one["note"]}
+        notes = {finding["name"]: finding["note"] for finding in findings if finding["note"]}
         notes |= {"error": wrong} if wrong else {}
         notes |= {} if findings or wrong else {"skipped": "needs a CUDA device"}
-        ok = not wrong and all(one["ok"] for one in findings)
+        ok = not wrong and all(finding["ok"] for finding in findings)
         yield _row(name, findings, notes, ok=ok, seconds=round(now_s() - since, 1))
 
 
@@ -109,10 +109,10 @@ def _row(
 ) -> dict[str, Any]:
     return {
         "name": name,
-        "number": {one["name"]: one["number"] for one in findings},
-        "bound": {one["name"]: one["bound"] for one in findings if one["bound"]},
+        "number": {finding["name"]: finding["number"] for finding in findings},
+        "bound": {finding["name"]: finding["bound"] for finding in findings if finding["bound"]},
         "ok": ok,
-        "failed": [one["name"] for one in findings if not one["ok"]],
+        "failed": [finding["name"] for finding in findings if not finding["ok"]],
         "seconds": seconds,
         "note": notes,
     }
@@ -129,13 +129,13 @@ def one_check(name: str, device: str, scale: str) -> Iterator[dict[str, Any]]:
         module, _, function = path.partition(".")
         check = getattr(importlib.import_module(module), function)
         try:
-            for found in check(torch.device(device), loops.FULL if scale == "full" else loops.TINY):
+            for finding in check(torch.device(device), loops.FULL if scale == "full" else loops.TINY):
                 yield {
-                    "name": found.name,
-                    "number": found.number if math.isfinite(found.number) else None,
-                    "bound": found.bound_text,
-                    "ok": found.ok,
-                    "note": found.note,
+                    "name": finding.name,
+                    "number": finding.number if math.isfinite(finding.number) else None,
+                    "bound": finding.bound_text,
+                    "ok": finding.ok,
+                    "note": finding.note,
                 }
         except findings.NeedsCard:
             continue
@@ -143,8 +143,8 @@ def one_check(name: str, device: str, scale: str) -> Iterator[dict[str, Any]]:
 
 def _print_findings(name: str, device: str, scale: str, folder: Path) -> int:
     kind, _, model = name.partition(" ")
-    for found in _profile(model, device, folder) if kind == "profile" else one_check(name, device, scale):
-        print(json.dumps(found), flush=True)
+    for finding in _profile(model, device, folder) if kind == "profile" else one_check(name, device, scale):
+        print(json.dumps(finding), flush=True)
     return 0
 
 
@@ -152,9 +152,9 @@ def _profile(model: str, device: str, folder: Path) -> Iterator[dict[str, Any]]:
     import torch
     from profiles import write_profile
 
-    found = write_profile(model, torch.device(device), folder)
+    finding = write_profile(model, torch.device(device), folder)
     for name in ("forward_s", "backward_s", "update_s"):
-        yield {"name": name, "number": getattr(found, name), "bound": "", "ok": True, "note": ""}
+        yield {"name": name, "number": getattr(finding, name), "bound": "", "ok": True, "note": ""}
 
 
 def _start(name: str, common: Sequence[str], limit_s: float) -> tuple[list[dict[str, Any]], str]:
@@ -178,14 +178,14 @@ def _start(name: str, common: Sequence[str], limit_s: float) -> tuple[list[dict[
     timer = threading.Timer(limit_s, stop)
     timer.start()
     try:
-        out, said = child.communicate()
+        out, errors = child.communicate()
     finally:
         timer.cancel()
     findings = [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
     if late.is_set():
         return findings, f"stopped after {limit_s:.0f} s"
     if child.returncode:
-        last = said.strip().splitlines()[-1:] or [""]
+        last = errors.strip().splitlines()[-1:] or [""]
         return findings, f"ended with status {child.returncode}: {last[0][:500]}"
     return findings, ""
 

@@ -63,14 +63,14 @@ def facts(device: torch.device, scale: Scale) -> Iterator[Finding]:
     yield Finding("mark_s", (time.perf_counter() - began) / len(marks), "<=", 4e-6, "of the host")
     measured = measure_device(device, seconds=0.01 * scale.repeats)
     try:
-        known = device_named(device_text(device))
+        device_entry = device_named(device_text(device))
     except ProfileError:
-        known = None  # a device that the table does not have
-    if known is not None:
-        wanted = known.flops_per_s["bfloat16"] * known.flop_share
-        yield Finding("measured_by_table_bf16", abs(measured.flops_per_s["bfloat16"] / wanted - 1), "<=", 0.15)
-        wanted = known.bytes_per_s * known.byte_share
-        yield Finding("measured_by_table_bytes", abs(measured.bytes_per_s / wanted - 1), "<=", 0.15)
+        device_entry = None  # a device that the table does not have
+    if device_entry is not None:
+        expected = device_entry.flops_per_s["bfloat16"] * device_entry.flop_share
+        yield Finding("measured_by_table_bf16", abs(measured.flops_per_s["bfloat16"] / expected - 1), "<=", 0.15)
+        expected = device_entry.bytes_per_s * device_entry.byte_share
+        yield Finding("measured_by_table_bytes", abs(measured.bytes_per_s / expected - 1), "<=", 0.15)
     need_card(device)
     pinned = torch.empty(scale.copied_bytes, dtype=torch.uint8, pin_memory=True)
     copy_s = seconds_of(lambda: target.copy_(pinned, non_blocking=True), device, scale.repeats // 4)
@@ -161,7 +161,7 @@ def memory(device: torch.device, scale: Scale) -> Iterator[Finding]:
     few = batches_of(scale.width, scale.samples, 4)
     plan = plan_of(model, few[0][0], STAGES)
     for method, parts in (("1f1b", MICROBATCHES), ("pipedream", 1)):
-        held: list[int] = []
+        live_bytes: list[int] = []
         with pd.Pipeline(
             dense(scale.width, dropout=0.1),
             plan,
@@ -175,8 +175,8 @@ def memory(device: torch.device, scale: Scale) -> Iterator[Finding]:
             for minibatches in (count // 4, count - count // 4):
                 for _ in pipeline.train([few[k % len(few)] for k in range(minibatches)]):
                     pass
-                held.append(allocated_bytes(device))
-        yield Finding(f"{method}_growth_bytes", held[1] - held[0], "==", 0, f"{count} minibatches")
+                live_bytes.append(allocated_bytes(device))
+        yield Finding(f"{method}_growth_bytes", live_bytes[1] - live_bytes[0], "==", 0, f"{count} minibatches")
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) / max(1, torch.cuda.max_memory_allocated(device))
         yield Finding("reserved_by_allocated", reserved, "<=", 1.15, "at most allocated")

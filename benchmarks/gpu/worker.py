@@ -30,7 +30,7 @@ def train(job: dict[str, Any]) -> None:
     model = dense(job["width"], dropout=job["dropout"])
     few = batches_of(job["width"], job["samples"], 4)
     plan = plan_of(model, few[0][0], job["stages"], job["method"])
-    found: dict[str, Any] = {"at_drains": [], "waits_s": []}
+    answer: dict[str, Any] = {"at_drains": [], "waits_s": []}
     draws = random.Random(rank)
     with (
         deterministic(),
@@ -51,18 +51,18 @@ def train(job: dict[str, Any]) -> None:
             for done in pipeline.train([few[k % len(few)] for k in range(minibatches)]):
                 if done.number == 1:
                     (folder / f"{rank}.started").touch()
-                if len(found["waits_s"]) < job["waits"] and draws.random() < 0.5:
+                if len(answer["waits_s"]) < job["waits"] and draws.random() < 0.5:
                     since = time.perf_counter()
                     wait_for(device)  # while receives may be posted
-                    found["waits_s"].append(time.perf_counter() - since)
+                    answer["waits_s"].append(time.perf_counter() - since)
             wait_for(device)
-            found["seconds"] = (time.perf_counter() - began) / minibatches
+            answer["seconds"] = (time.perf_counter() - began) / minibatches
             dist.barrier()
-            found["at_drains"].append(allocated_bytes(device))
+            answer["at_drains"].append(allocated_bytes(device))
         state = pipeline.state_dict()
     if rank == 0:
         torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, folder / "state.pt")
-    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    (folder / f"{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -71,13 +71,13 @@ def share_card_over_nccl(job: dict[str, Any]) -> None:
     device = torch.device(job["device"])
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    one = torch.ones(1, device=device)
-    dist.all_reduce(one)
+    tensor = torch.ones(1, device=device)
+    dist.all_reduce(tensor)
     torch.cuda.synchronize()
-    print(f"the sum is {one.item():g}")
+    print(f"the sum is {tensor.item():g}")
     os._exit(0)  # leaving the group may wait for the other rank
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    {"train": train, "share_card_over_nccl": share_card_over_nccl}[asked["do"]](asked)
+    request = json.loads(sys.argv[1])
+    {"train": train, "share_card_over_nccl": share_card_over_nccl}[request["do"]](request)

@@ -8,21 +8,15 @@ Prints the table of README.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
@@ -33,9 +27,8 @@ from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.workflows.methods import versions_of
 
 sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import TIGHT_MALLOC, Environment, format_head, local_world, make_parser
 from scatter import Pair, scatter_svg
-
-TRUE = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
@@ -101,41 +94,34 @@ VARIANTS = (
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="a small model, two variants")
+    parser = make_parser(__doc__, "a small model, two variants")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=9)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--minibatches", type=int, default=6)
     parser.add_argument("--plot", type=Path, help="file for a picture")
     options = parser.parse_args()
-    asked = {name: getattr(options, name) for name in ("width", "blocks", "batch", "minibatches")}
+    request = {name: getattr(options, name) for name in ("width", "blocks", "batch", "minibatches")}
     chosen = VARIANTS
     if options.quick:
-        asked |= {"width": 192, "blocks": 3, "batch": 240}
+        request |= {"width": 192, "blocks": 3, "batch": 240}
         chosen = VARIANTS[:2]
-    before, start = os.getloadavg()[0], time.monotonic()
+    environment = Environment()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        profiles = {name: _profile(asked, name, Path(folder)) for name in sorted({v.optimizer for v in chosen})}
+        profiles = {name: _profile(request, name, Path(folder)) for name in sorted({v.optimizer for v in chosen})}
         for variant in chosen:
-            for row in _rows(variant, profiles[variant.optimizer], asked, Path(folder)):
+            for row in _rows(variant, profiles[variant.optimizer], request, Path(folder)):
                 rows.append(row)
                 print(row, file=sys.stderr)
     weights = next(iter(profiles.values())).parameter_bytes
-    minutes = (time.monotonic() - start) / 60
     print(
-        f"- {time.strftime('%Y-%m-%d')}, {minutes:.0f} minutes, {asked['minibatches']} minibatches of "
-        f"{asked['batch']} a variant\n"
-        f"- {asked['blocks']} blocks of width {asked['width']}, {weights / 1e6:.0f} MB of weights\n"
-        f"- Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"load average {before:.2f} before the run\n"
-        f"- command: python benchmarks/memory/run.py {' '.join(sys.argv[1:])}\n\n"
-        "| variant | stage | predicted | live | off | predicted rise | resident rise | off |\n"
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+        environment.describe(f"{request['minibatches']} minibatches of {request['batch']} a variant")
+        + f"\n- {request['blocks']} blocks of width {request['width']}, {weights / 1e6:.0f} MB of weights\n\n"
+        + format_head("variant | stage | predicted | live | off | predicted rise | resident rise | off", "lr")
     )
     print(*rows, sep="\n")
-    print("\n| malloc gives back what is freed | workers | median off | worst off |\n| --- | ---: | ---: | ---: |")
+    print("\n" + format_head("malloc gives back what is freed | workers | median off | worst off", "lr"))
     for name, offs in (
         ("live", [abs(row.live_off) for row in rows if row.malloc]),
         ("resident rise", [abs(row.rise_off) for row in rows if row.malloc]),
@@ -149,9 +135,9 @@ def main() -> int:
     return 0
 
 
-def _profile(asked: dict[str, int], optimizer: str, folder: Path) -> Profile:
+def _profile(request: dict[str, int], optimizer: str, folder: Path) -> Profile:
     file = folder / f"{optimizer}.json"
-    _wait([_start("profile", asked | {"optimizer": optimizer, "file": str(file)}, TRUE)])
+    _wait([_start("profile", request | {"optimizer": optimizer, "file": str(file)}, TIGHT_MALLOC)])
     return Profile.load(file)
 
 
@@ -165,39 +151,35 @@ def _plan(variant: Variant, profile: Profile, blocks: int) -> Plan:
     return SearchSpace.of(profile, cluster, **how).at_depth(replace(plan, stages=again), plan.in_flight)
 
 
-def _rows(variant: Variant, profile: Profile, asked: dict[str, int], folder: Path) -> Iterator[Row]:
-    plan = _plan(variant, profile, asked["blocks"])
+def _rows(variant: Variant, profile: Profile, request: dict[str, int], folder: Path) -> Iterator[Row]:
+    plan = _plan(variant, profile, request["blocks"])
     plan.save(folder / "plan.json")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(plan.workers)}
-    job = asked | {
+    job = request | {
         "plan": str(folder / "plan.json"),
         "out": str(folder),
         "schedule": variant.schedule,
         "microbatches": variant.microbatches,
         "optimizer": variant.optimizer,
     }
-    malloc = TRUE if variant.malloc else {}
-    _wait([_start("train", job, malloc | world | {"RANK": str(rank)}) for rank in range(plan.workers)])
+    malloc = TIGHT_MALLOC if variant.malloc else {}
+    _wait([_start("train", job, world | malloc) for world in local_world(plan.workers)])
     for rank in range(plan.workers):
-        found = json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
-        peak = plan.stages[found["stage"]].peak_bytes
+        answer = json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+        peak = plan.stages[answer["stage"]].peak_bytes
         yield Row(
             str(variant),
             variant.malloc,
-            found["stage"],
+            answer["stage"],
             peak,
-            found["live_bytes"],
-            peak - found["start_bytes"],
-            found["resident_rise_bytes"],
+            answer["live_bytes"],
+            peak - answer["start_bytes"],
+            answer["resident_rise_bytes"],
         )
 
 
-def _start(command: str, asked: dict[str, object], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: str, request: dict[str, object], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     worker = Path(__file__).with_name("worker.py")
-    return subprocess.Popen([sys.executable, str(worker), command, json.dumps(asked)], env=os.environ | environment)
+    return subprocess.Popen([sys.executable, str(worker), command, json.dumps(request)], env=os.environ | environment)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -62,32 +62,32 @@ def model_of(width: int, blocks: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, width), *(Block(width) for _ in range(blocks)), nn.Linear(width, CLASSES))
 
 
-def profile(asked: dict[str, Any]) -> None:
+def profile(request: dict[str, Any]) -> None:
     """Measures the model with an optimizer into a file."""
-    x, y = next(iter(Loader(asked["batch"], 1)))
+    x, y = next(iter(Loader(request["batch"], 1)))
     pd.profile(
-        model_of(asked["width"], asked["blocks"]),
+        model_of(request["width"], request["blocks"]),
         x,
         loss=lambda output: F.cross_entropy(output, y),
-        optimizer=OPTIMIZERS[asked["optimizer"]],
+        optimizer=OPTIMIZERS[request["optimizer"]],
         warmup=0,
         runs=1,
-    ).save(asked["file"])
+    ).save(request["file"])
 
 
-def train(asked: dict[str, Any]) -> None:
+def train(request: dict[str, Any]) -> None:
     """Trains as one rank, and writes what it held into a file of its own."""
     dist.init_process_group("gloo")
-    plan = Plan.load(asked["plan"])
+    plan = Plan.load(request["plan"])
     with Allocations(torch.device("cpu")) as watch:
         gc.enable()
         with pd.Pipeline(
-            model_of(asked["width"], asked["blocks"]),
+            model_of(request["width"], request["blocks"]),
             plan,
-            schedule=asked["schedule"],
-            microbatches=asked["microbatches"],
+            schedule=request["schedule"],
+            microbatches=request["microbatches"],
             loss=F.cross_entropy,
-            optimizer=OPTIMIZERS[asked["optimizer"]],
+            optimizer=OPTIMIZERS[request["optimizer"]],
             check=False,
         ) as pipeline:
             gc.collect()
@@ -95,21 +95,21 @@ def train(asked: dict[str, Any]) -> None:
             before = status()["VmRSS"]
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
             watch.mark()
-            for _ in pipeline.train(Loader(asked["batch"], asked["minibatches"])):
+            for _ in pipeline.train(Loader(request["batch"], request["minibatches"])):
                 pass
             watch.mark()
             highest = status()["VmHWM"]
     section = watch.sections[1]
     rank = dist.get_rank()
     stage = next(s for s, row in enumerate(pipeline.program.placement.ranks) if rank in row)
-    found = {
+    answer = {
         "rank": rank,
         "stage": stage,
         "start_bytes": section.start_bytes,
         "live_bytes": section.peak_bytes,
         "resident_rise_bytes": highest - before,
     }
-    Path(asked["out"]).joinpath(f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    Path(request["out"]).joinpath(f"{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
     dist.destroy_process_group()
 
 

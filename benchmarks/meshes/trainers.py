@@ -33,10 +33,10 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.mixed = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = (one(x).unflatten(2, (-1, HEAD)).transpose(1, 2) for one in (self.query, self.key, self.value))
+        heads = (project(x).unflatten(2, (-1, HEAD)).transpose(1, 2) for project in (self.query, self.key, self.value))
         y = F.scaled_dot_product_attention(*heads, is_causal=True)
-        found: torch.Tensor = self.mixed(y.transpose(1, 2).flatten(2))
-        return found
+        output: torch.Tensor = self.mixed(y.transpose(1, 2).flatten(2))
+        return output
 
 
 class FeedForward(nn.Module):
@@ -45,8 +45,8 @@ class FeedForward(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(F.gelu(self.up(x)))
-        return found
+        output: torch.Tensor = self.down(F.gelu(self.up(x)))
+        return output
 
 
 class Block(nn.Module):
@@ -59,8 +59,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norms[0](x))
-        found: torch.Tensor = x + self.feed_forward(self.norms[1](x))
-        return found
+        output: torch.Tensor = x + self.feed_forward(self.norms[1](x))
+        return output
 
 
 class Shape:
@@ -88,7 +88,7 @@ def plan_of(layers: int, mesh: str) -> pipedream.Plan:
     count = len(mesh.split("/"))
     ends = range(layers - count + 1, layers + 1)
     plan = pipedream.Plan.uniform(count)
-    stages = [replace(one, first=a, last=b) for one, a, b in zip(plan.stages, [0, *ends], ends, strict=False)]
+    stages = [replace(stage, first=a, last=b) for stage, a, b in zip(plan.stages, [0, *ends], ends, strict=False)]
     return replace(plan, stages=tuple(stages)).with_mesh(mesh)
 
 

@@ -26,12 +26,12 @@ import pipedream
 _KINDS = "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
 
 
-def _times(asked: dict[str, Any]) -> dict[str, Any]:
+def _times(request: dict[str, Any]) -> dict[str, Any]:
     """Trainer -> rounds of [wall seconds of the slowest rank, CPU seconds of all ranks], per minibatch."""
-    shape = Shape(**asked["shape"])
-    trainers = {name: make(shape) for name, make in TRAINERS[asked["question"]].items()}
+    shape = Shape(**request["shape"])
+    trainers = {name: make(shape) for name, make in TRAINERS[request["question"]].items()}
     torch.manual_seed(1)
-    batches = shape.batches(asked["minibatches"])
+    batches = shape.batches(request["minibatches"])
     collectives, losses = {}, {}
     for name, trainer in trainers.items():
         trainer.train(batches)  # the first minibatches make buffers
@@ -41,7 +41,7 @@ def _times(asked: dict[str, Any]) -> dict[str, Any]:
     if abs(losses["torch"] - losses["ours"]) > 1e-3 * losses["torch"]:
         raise SystemExit(f"the two train differently: losses {losses}")
     rounds: dict[str, list[Any]] = {name: [] for name in trainers}
-    for number in range(asked["rounds"]):
+    for number in range(request["rounds"]):
         for name in sorted(trainers, reverse=bool(number % 2)):
             dist.barrier()
             start = time.perf_counter(), time.process_time()
@@ -73,22 +73,22 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _memory(asked: dict[str, Any]) -> float:
+def _memory(request: dict[str, Any]) -> float:
     """The rise of resident bytes over those of a process that has trained a tiny model, of the fullest rank."""
-    make = TRAINERS[asked["question"]][asked["trainer"]]
+    make = TRAINERS[request["question"]][request["trainer"]]
     tiny = make(Shape(128, 2, 2, 8))
     tiny.train(Shape(128, 2, 2, 8).batches(2))
     before = _resident()["VmRSS"]
-    shape = Shape(**asked["shape"])
+    shape = Shape(**request["shape"])
     trainer = make(shape)
     trainer.train(shape.batches(2))
     _resident()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
     trainer.train(shape.batches(3))
-    found = max(_gathered(float(_resident()["VmHWM"] - before)))
-    for one in (tiny, trainer):
-        one.close()
-    return found
+    peak_bytes = max(_gathered(float(_resident()["VmHWM"] - before)))
+    for trainer_here in (tiny, trainer):
+        trainer_here.close()
+    return peak_bytes
 
 
 def _resident() -> dict[str, int]:
@@ -98,16 +98,16 @@ def _resident() -> dict[str, int]:
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
 
 
-def _stash(asked: dict[str, Any]) -> int:
+def _stash(request: dict[str, Any]) -> int:
     """The bytes of stashed weights on the fullest rank of the first stage, which keeps two versions."""
-    shape = Shape(**asked["shape"])
-    rules, shard_weights = asked["rules"], asked["shard_weights"]
+    shape = Shape(**request["shape"])
+    rules, shard_weights = request["rules"], request["shard_weights"]
     layout = pipedream.Layout(rules, shard_weights=shard_weights, names=NAMES if "model" in rules else {})
-    trainer = Ours(shape, asked["mesh"], layout, "pipedream")
+    trainer = Ours(shape, request["mesh"], layout, "pipedream")
     trainer.train(shape.batches(4))
-    found = max(_gathered(_stashed_bytes(trainer.pipeline)))
+    stash_bytes = max(_gathered(_stashed_bytes(trainer.pipeline)))
     trainer.close()
-    return found
+    return stash_bytes
 
 
 def _stashed_bytes(pipeline: Any) -> int:
@@ -122,25 +122,27 @@ def _stashed_bytes(pipeline: Any) -> int:
     return sum(size for place, size in storages.items() if place not in newest)
 
 
-def _experts(asked: dict[str, Any]) -> dict[str, Any]:
+def _experts(request: dict[str, Any]) -> dict[str, Any]:
     """Form -> rounds of [wall seconds, CPU seconds], per minibatch; in one process."""
     layers = {}
     for form in ("dense", "sorted"):
         torch.manual_seed(0)
         layers[form] = pipedream.experts.MixtureOfExperts(
-            asked["d_model"], asked["d_ff"], asked["experts"], groups=asked["groups"], form=form
+            request["d_model"], request["d_ff"], request["experts"], groups=request["groups"], form=form
         )
-    x = torch.randn(asked["groups"], asked["tokens"], asked["d_model"], requires_grad=True)  # as inside of a model
+    x = torch.randn(
+        request["groups"], request["tokens"], request["d_model"], requires_grad=True
+    )  # as inside of a model
     outputs = {form: _forward_backward(layer, x) for form, layer in layers.items()}
     torch.testing.assert_close(outputs["sorted"], outputs["dense"], rtol=1e-3, atol=1e-4)
     rounds: dict[str, list[Any]] = {form: [] for form in layers}
-    for number in range(asked["rounds"]):
+    for number in range(request["rounds"]):
         for form in sorted(layers, reverse=bool(number % 2)):
             start = time.perf_counter(), time.process_time()
-            for _ in range(asked["minibatches"]):
+            for _ in range(request["minibatches"]):
                 _forward_backward(layers[form], x)
             used = time.perf_counter() - start[0], time.process_time() - start[1]
-            rounds[form].append([one / asked["minibatches"] for one in used])
+            rounds[form].append([seconds / request["minibatches"] for seconds in used])
     return {"rounds": rounds}
 
 
@@ -153,25 +155,25 @@ def _forward_backward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _mean(value: float) -> float:
-    found = _gathered(value)
-    return float(sum(found) / len(found))
+    values = _gathered(value)
+    return float(sum(values) / len(values))
 
 
-def main(asked: dict[str, Any]) -> None:
+def main(request: dict[str, Any]) -> None:
     """Answers one question."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # nobody writes its output in place
     dist.init_process_group("gloo")
     answers = {"times": _times, "memory": _memory, "stash": _stash, "experts": _experts}
-    found = answers[asked["do"]](asked)
+    answer = answers[request["do"]](request)
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(answer), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -26,7 +26,7 @@ optimizer = partial(torch.optim.SGD, lr=1e-3)
 loss = functional.mse_loss
 
 
-def main(asked: dict[str, Any]) -> None:
+def main(request: dict[str, Any]) -> None:
     """Runs what was asked: keys `shape`, `variant` ('torch' or a schedule), `parts` (minibatches between two looks).
 
     For each part: `rise_bytes`, by which the process grew at most, and `resident_bytes` and `objects` (Python's, that
@@ -34,10 +34,10 @@ def main(asked: dict[str, Any]) -> None:
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    shape = Shape(**asked["shape"])
-    run = _torch if asked["variant"] == "torch" else partial(_ours, schedule=asked["variant"])
+    shape = Shape(**request["shape"])
+    run = _torch if request["variant"] == "torch" else partial(_ours, schedule=request["variant"])
     rows = []
-    stream = run(shape, asked["parts"])
+    stream = run(shape, request["parts"])
     next(stream)
     before = _look()["VmRSS"]
     for _ in stream:
@@ -45,10 +45,10 @@ def main(asked: dict[str, Any]) -> None:
         now = _look()
         rows.append({"rise_bytes": highest - before, "resident_bytes": now["VmRSS"], "objects": len(gc.get_objects())})
         before = now["VmRSS"]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, rows)
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, rows)
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(answers), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -25,47 +25,47 @@ import pipedream as pd
 optimizer = partial(torch.optim.SGD, lr=1e-3)
 
 
-def main(asked: dict[str, Any]) -> None:
+def main(request: dict[str, Any]) -> None:
     """Runs what was asked: keys `model` ('tiny': two layers, or (rows, width, products) of one), `stages`,
     `schedule`, `slices`, `slice` (minibatches), `profile`."""
     torch.set_num_threads(1)
-    made = partial(_model, asked["model"])
-    rows, width = (8, 8) if asked["model"] == "tiny" else asked["model"][:2]
+    make_model = partial(_model, request["model"])
+    rows, width = (8, 8) if request["model"] == "tiny" else request["model"][:2]
     batch = torch.randn(rows, width), torch.zeros(rows, width)
-    plan = pd.Plan.uniform(asked["stages"])
-    plain, by_hand = _plain(made(), batch), _by_hand(made(), batch)
+    plan = pd.Plan.uniform(request["stages"])
+    plain, by_hand = _plain(make_model(), batch), _by_hand(make_model(), batch)
     with pd.Pipeline(
-        made(),
+        make_model(),
         plan,
-        schedule=asked["schedule"],
+        schedule=request["schedule"],
         microbatches=1,
         loss=functional.mse_loss,
         optimizer=optimizer,
         sample=batch[0],
     ) as pipeline:
         profiler = cProfile.Profile(time.thread_time)
-        count, found = asked["slice"], []
+        count, slices = request["slice"], []
         # One stream, which rests while the others run.
-        ours = pipeline.train([batch] * (asked["slices"] + 2) * count)
+        ours = pipeline.train([batch] * (request["slices"] + 2) * count)
         streams = plain, by_hand, ours
-        for number in range(asked["slices"] + 1):
+        for number in range(request["slices"] + 1):
             times = {}
             # Each slice begins with another one: what disturbs the machine disturbs all.
             for stream in streams[number % 3 :] + streams[: number % 3]:
-                if asked["profile"] and stream is ours and number:
+                if request["profile"] and stream is ours and number:
                     profiler.enable()
                 start, cpu_start = time.perf_counter(), time.thread_time()
                 for _ in islice(stream, count):
                     pass
                 times[stream] = (time.perf_counter() - start) / count, (time.thread_time() - cpu_start) / count
                 profiler.disable()
-            found.append([times[stream] for stream in streams])
+            slices.append([times[stream] for stream in streams])
         ours.close()
-    if asked["profile"]:
-        print(f"== one process, {asked}: CPU seconds of the main thread", file=sys.stderr)
+    if request["profile"]:
+        print(f"== one process, {request}: CPU seconds of the main thread", file=sys.stderr)
         for order in ("tottime", "cumulative"):
             pstats.Stats(profiler, stream=sys.stderr).sort_stats(order).print_stats(40)
-    print(json.dumps(found[1:]), flush=True)  # the first slice warms up
+    print(json.dumps(slices[1:]), flush=True)  # the first slice warms up
 
 
 def _model(which: Any) -> nn.Sequential:

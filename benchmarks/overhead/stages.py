@@ -32,8 +32,8 @@ class Shape:
     def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets, float32."""
         rows, width = (1, 1) if self.compute is None else self.compute[:2]
-        made = torch.Generator().manual_seed(1)
-        inputs = torch.randn(rows * microbatches, width, generator=made)
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(rows * microbatches, width, generator=generator)
         return inputs, torch.zeros(rows * microbatches, width)
 
 
@@ -71,11 +71,11 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:  # type: ignore[override]
         start = time.perf_counter()
         time.sleep(ctx.layer.shape.backward_s)
-        wanted = gradient.new_zeros(ctx.sizes[0]) if ctx.needs_input_grad[0] else None
+        input_gradient = gradient.new_zeros(ctx.sizes[0]) if ctx.needs_input_grad[0] else None
         weights = gradient.new_zeros(ctx.sizes[1])
         ctx.layer.waits.backward_s += time.perf_counter() - start
         ctx.layer.waits.backwards += 1
-        return wanted, weights, None
+        return input_gradient, weights, None
 
 
 class WaitingLayer(nn.Module):

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,37 +20,37 @@ import torch.distributed as dist
 from stages import Shape, Waits
 from variants import VARIANTS, Bench
 
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import take_turns
 
-def main(asked: dict[str, Any]) -> None:
+
+def main(request: dict[str, Any]) -> None:
     """Runs what was asked: keys `shape`, `variants`, `rounds`, `segment`, `profile`, `pinned` (each rank to a core).
 
     Prints variant -> rounds -> ranks -> `Segment` as a list.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if asked["pinned"]:
+    if request["pinned"]:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[dist.get_rank()]})
     group = dist.new_group(backend="gloo")
-    profiled = asked["profile"]
-    shape = Shape(**asked["shape"])
-    found: dict[str, list[Any]] = {name: [] for name in asked["variants"]}
-    names = list(found)
-    for number in range(asked["rounds"]):
-        # Each round begins with another one: none is always the first.
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            profiler = cProfile.Profile(time.thread_time) if profiled else None
-            bench = Bench(dist.get_rank(), shape, group, asked["segment"], Waits(), profiler)
+    profiled = request["profile"]
+    shape = Shape(**request["shape"])
+    segments_by_variant: dict[str, list[Any]] = {name: [] for name in request["variants"]}
+    for name in take_turns(segments_by_variant, request["rounds"]):
+        profiler = cProfile.Profile(time.thread_time) if profiled else None
+        bench = Bench(dist.get_rank(), shape, group, request["segment"], Waits(), profiler)
+        dist.barrier(group)
+        segments: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(segments, astuple(VARIANTS[name](bench)), group=group)
+        segments_by_variant[name].append(segments)
+        for rank in range(len(segments)):
+            if profiled and bench.rank == rank:
+                bench.print_profile(name)
             dist.barrier(group)
-            segments: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(segments, astuple(VARIANTS[name](bench)), group=group)
-            found[name].append(segments)
-            for rank in range(len(segments)):
-                if profiled and bench.rank == rank:
-                    bench.print_profile(name)
-                dist.barrier(group)
-            gc.collect()
+        gc.collect()
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(segments_by_variant), flush=True)
     dist.barrier(group)
     dist.destroy_process_group()
 

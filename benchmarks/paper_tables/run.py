@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import time
+import sys
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 
 from pipedream.core.errors import PipelineError
@@ -20,6 +18,9 @@ from pipedream.core.hardware import presets
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows import plan as planning
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import Environment, format_head, format_row
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,18 @@ def main() -> None:
     folder = parser.parse_args().profiles
     if folder is None or not Path(folder).is_dir():
         parser.error("give the folder of the original's profiles: --profiles FOLDER, or PIPEDREAM_PROFILES")
-    began = time.perf_counter()
+    environment = Environment()
     rows = [answer(row, GraphText.load(Path(folder) / f"{row.profile}.txt")) for row in TABLE_1]
-    print(f"- {date.today()}, {time.perf_counter() - began:.0f} s of planning, Python {platform.python_version()}\n")
+    print(environment.describe() + "\n")
     print(
-        "| model | cluster | paper | measured | classic | predicted | pipedream | predicted | "
-        "the paper's configuration, predicted by pipedream |"
+        format_head(
+            "model | cluster | paper | measured | classic | predicted | pipedream | predicted | "
+            "the paper's configuration, predicted by pipedream",
+            "lllrlrlrr",
+        )
     )
-    print("| --- | --- | --- | ---: | --- | ---: | --- | ---: | ---: |")
     for cells in rows:
-        print(f"| {' | '.join(cells)} |")
+        print(format_row(cells))
 
 
 def answer(row: Row, text: GraphText) -> tuple[str, ...]:

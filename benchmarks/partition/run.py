@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from pipedream.layouts import METHODS, PartitionedStep, SimulatedRanks
 from pipedream.slow_links import slow_network, why_not
 
 sys.path.append(str(Path(__file__).parents[1]))
-from worker_processes import Workers, cores_busy_s, worker_processes
+from scaffold import Environment, format_head, make_parser
+from worker_processes import Disturbance, Workers, worker_processes
 
 SEARCH_S = {"WResNet-152, widened 10 times": 8.3, "RNN, 10 layers, 20 time steps, 4096 units": 66.6}
 """Published, on 8 ranks (EuroSys 2019, section 7)."""
@@ -51,23 +51,22 @@ def main() -> int:
     """Runs the benchmark; returns the exit status."""
     options = _options()
     torch.set_num_threads(1)
-    before, start = os.getloadavg()[0], time.monotonic()
+    environment = Environment()
     for name, question in {"search": _search, "bytes": _bytes, "seconds": _seconds}.items():
         if options.only in (None, name):
             for line in question(options):
                 print(line, flush=True)
             print()
-    print(_environment(before, time.monotonic() - start))
+    print(environment.describe())
     return 0
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = make_parser(__doc__, "few steps, few models")
     parser.add_argument("--only", choices=("search", "bytes", "seconds"))
     parser.add_argument("--rate", type=float, default=25e6, help="of a link, in bytes per second")
     parser.add_argument("--rounds", type=int, default=7, help="steps that are timed")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for other processes to end")
-    parser.add_argument("--quick", action="store_true", help="few steps, few models")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.patience = 2, 0.0
@@ -79,19 +78,21 @@ def _first(models: dict[str, Model], options: argparse.Namespace) -> Iterator[tu
 
 
 def _search(options: argparse.Namespace) -> Iterator[str]:
-    yield "| search on 8 ranks | operators | published | measured, recursive | data | tracing |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    yield format_head("search on 8 ranks | operators | published | measured, recursive | data | tracing", "lr")
     for name, model in _first(PUBLISHED, options):
         began = time.perf_counter()
         operators = model.traced("meta", updates=True)[2].operators
         traced_s = time.perf_counter() - began
-        found: dict[str, list[float]] = {"recursive": [], "data": []}
+        seconds_by_method: dict[str, list[float]] = {"recursive": [], "data": []}
         for _ in range(1 if options.quick else 3):
-            for method, seconds in found.items():
+            for method, seconds in seconds_by_method.items():
                 began = time.perf_counter()
                 partition(operators, 8, method, batch="x0")
                 seconds.append(time.perf_counter() - began)
-        cells = [f"{statistics.median(one):.1f} s ({min(one):.1f} to {max(one):.1f})" for one in found.values()]
+        cells = [
+            f"{statistics.median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})"
+            for seconds in seconds_by_method.values()
+        ]
         yield (
             f"| {name} | {len(operators.steps):,} | {SEARCH_S[name]} s | {cells[0]} | {cells[1]} | {traced_s:.0f} s |"
         )
@@ -102,28 +103,28 @@ def _bytes(options: argparse.Namespace) -> Iterator[str]:
     yield "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |"
     for name, model in _first(COUNTED, options):
         module, sample, step = model.traced()
-        sizes = next((one for one in SQUARE if f"{one[0]} x {one[1]}" in name), None)
+        sizes = next((size for size in SQUARE if f"{size[0]} x {size[1]}" in name), None)
         larger = SCALE**2 if sizes else 1
-        values = {step.parameters[key]: one.detach() for key, one in module.named_parameters()}
-        values |= {step.buffers[key]: one for key, one in module.named_buffers()} | {step.inputs[0]: sample}
+        values = {step.parameters[key]: tensor.detach() for key, tensor in module.named_parameters()}
+        values |= {step.buffers[key]: tensor for key, tensor in module.named_buffers()} | {step.inputs[0]: sample}
         values |= {tensor: torch.randn(step.operators.tensors[tensor]) for tensor in step.tangents}
-        made = {*step.gradients.values(), *step.input_gradients, *step.updated.values(), *step.outputs}
+        results = {*step.gradients.values(), *step.input_gradients, *step.updated.values(), *step.outputs}
         for count in (2, 4, 8):
             least = 0
             for method in METHODS:
                 try:
-                    found = partition(step.operators, count, method, batch="x0")
+                    plan = partition(step.operators, count, method, batch="x0")
                 except PlanError:
                     yield f"| {name} | {count} | {method} | | too large to search | | | |"
                     continue
                 ranks = SimulatedRanks(count)
-                run = PartitionedStep(step, found, ranks)
-                run.run({key: run.part(key, one) for key, one in values.items()}, made)
+                run = PartitionedStep(step, plan, ranks)
+                run.run({key: run.part(key, tensor) for key, tensor in values.items()}, results)
                 least = least or ranks.sent_bytes
                 expected = EXPECTED[sizes][count] if sizes and method == "recursive" else None
                 cells = (
                     "" if expected is None else f"{expected:,}",
-                    f"{larger * found.elements:,}",
+                    f"{larger * plan.elements:,}",
                     f"{larger * run.sent_bytes:,}",
                     f"{larger * ranks.sent_bytes:,}",
                     f"{ranks.sent_bytes / least:.2f}",
@@ -151,18 +152,21 @@ def _seconds(options: argparse.Namespace) -> Iterator[str]:
             for name, _ in _first(TIMED, options):
                 least = 0.0
                 for method in SLOW_METHODS:
-                    found, others = _asked(workers, options, {"model": name, "method": method, "link": link})
-                    alone_s = statistics.median(found["alone_s"]) * max(1.0, count / cores)
-                    measured_s = statistics.median(found["together_s"])
-                    predicted_s = alone_s + found["exchange_s"]
+                    answer, others = _ask_least_disturbed(
+                        workers, options, {"model": name, "method": method, "link": link}
+                    )
+                    alone_s = statistics.median(answer["alone_s"]) * max(1.0, count / cores)
+                    measured_s = statistics.median(answer["together_s"])
+                    predicted_s = alone_s + answer["exchange_s"]
                     errors.append(predicted_s / measured_s - 1)
                     least = least or measured_s
-                    sent = f"{found['sent_bytes']:,}"
-                    if found["sent_bytes"] != found["predicted_bytes"]:
-                        sent += f" (predicted {found['predicted_bytes']:,})"
-                    low, high = min(found["together_s"]), max(found["together_s"])
+                    sent = f"{answer['sent_bytes']:,}"
+                    if answer["sent_bytes"] != answer["predicted_bytes"]:
+                        sent += f" (predicted {answer['predicted_bytes']:,})"
+                    low, high = min(answer["together_s"]), max(answer["together_s"])
                     cells = (
-                        f"{found['exchanges']} | {sent} | {alone_s * 1e3:.0f} ms | {found['exchange_s'] * 1e3:.0f} ms",
+                        f"{answer['exchanges']} | {sent}",
+                        f"{alone_s * 1e3:.0f} ms | {answer['exchange_s'] * 1e3:.0f} ms",
                         f"{predicted_s * 1e3:.0f} ms | {measured_s * 1e3:.0f} ms ({low * 1e3:.0f} to {high * 1e3:.0f})",
                         f"{errors[-1]:+.1%} | {measured_s / least:.2f} | {others:.0%}",
                     )
@@ -173,34 +177,23 @@ def _seconds(options: argparse.Namespace) -> Iterator[str]:
 
 def _link(workers: Workers) -> tuple[float, float]:
     """Returns bytes per second and latency of an exchange between all ranks."""
-    small_s, large_s = workers.asked({"do": "link", "sizes": LINK_BYTES, "times": 20})
+    small_s, large_s = workers.ask({"do": "link", "sizes": LINK_BYTES, "times": 20})
     bytes_per_s = (LINK_BYTES[1] - LINK_BYTES[0]) / (large_s - small_s)
     return bytes_per_s, max(0.0, small_s - LINK_BYTES[0] / bytes_per_s)
 
 
-def _asked(workers: Workers, options: argparse.Namespace, case: dict[str, Any]) -> tuple[dict[str, Any], float]:
+def _ask_least_disturbed(
+    workers: Workers, options: argparse.Namespace, case: dict[str, Any]
+) -> tuple[dict[str, Any], float]:
     """Returns the least disturbed of several answers, and the share of the cores that others took meanwhile."""
-    cores, until = len(os.sched_getaffinity(0)), time.monotonic() + options.patience
-    tries: list[tuple[float, dict[str, Any]]] = []
-    while not tries or (min(share for share, _ in tries) > 0.05 and time.monotonic() < until):
-        busy_s, own_s, began = cores_busy_s(), workers.cpu_s(), time.monotonic()
-        found = workers.asked({"do": "step", "rounds": options.rounds, **case})
-        others_s = (cores_busy_s() - busy_s) - (workers.cpu_s() - own_s)
-        tries.append((max(0.0, others_s / cores / (time.monotonic() - began)), found))
-    share, found = min(tries, key=lambda one: one[0])
-    return found, share
-
-
-def _environment(before: float, seconds: float) -> str:
-    lines: Sequence[str] = ()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return (
-        f"- {time.strftime('%Y-%m-%d')}, {seconds / 60:.1f} minutes, load average {before:.2f} before the run\n"
-        f"- {os.cpu_count()} cores of {cpu}, Linux {platform.release()}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}\n- command: python {' '.join(sys.argv)}"
-    )
+    until = time.monotonic() + options.patience
+    attempts: list[tuple[float, dict[str, Any]]] = []
+    while not attempts or (min(share for share, _ in attempts) > 0.05 and time.monotonic() < until):
+        disturbance = Disturbance(workers)
+        answer = workers.ask({"do": "step", "rounds": options.rounds, **case})
+        attempts.append((disturbance.share(), answer))
+    share, answer = min(attempts, key=lambda attempt: attempt[0])
+    return answer, share
 
 
 if __name__ == "__main__":

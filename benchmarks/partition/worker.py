@@ -33,7 +33,7 @@ from pipedream.sharding.exchange import exchange
 class AloneRank(GroupRanks):
     """A rank that computes its own parts, and packs and unpacks what it would send and get; nothing is sent."""
 
-    def _send(self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int], given: list[int]) -> None:
+    def _send(self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int], sent: list[int]) -> None:
         incoming.zero_()
 
 
@@ -47,10 +47,10 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for line in sys.stdin:
-        asked = json.loads(line)
-        found = {"link": _link, "step": _step}[asked.pop("do")](**asked)
+        request = json.loads(line)
+        answer = {"link": _link, "step": _step}[request.pop("do")](**request)
         if dist.get_rank() == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(answer), flush=True)
     dist.destroy_process_group()
     return 0
 
@@ -76,8 +76,8 @@ def _link(sizes: list[int], times: int) -> list[float]:
 
 def _exchange_of(size: int) -> Callable[[], None]:
     """Returns what sends so many bytes from each rank to the others, in equal parts."""
-    own, count = dist.get_rank(), dist.get_world_size()
-    parts = [0 if rank == own else size // (count - 1) for rank in range(count)]
+    place, count = dist.get_rank(), dist.get_world_size()
+    parts = [0 if rank == place else size // (count - 1) for rank in range(count)]
     incoming, outgoing = (torch.zeros(sum(parts), dtype=torch.uint8) for _ in range(2))
     group: Any = dist.group.WORLD
     return lambda: exchange(incoming, outgoing, parts, parts, group.group_name, EXCHANGE)
@@ -99,23 +99,23 @@ def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> di
     Also what the exchanges are, and the bytes that all ranks sent.
     """
     module, sample, step = _traced(model)
-    found = partition(step.operators, dist.get_world_size(), method, batch="x0")
+    plan = partition(step.operators, dist.get_world_size(), method, batch="x0")
     ranks = GroupRanks()
-    several, alone = (PartitionedStep(step, found, one) for one in (ranks, AloneRank()))
-    values = {step.parameters[name]: one.detach() for name, one in module.named_parameters()}
-    values |= {step.buffers[name]: one for name, one in module.named_buffers()} | {step.inputs[0]: sample}
-    parts = {name: several.part(name, one) for name, one in values.items()}
-    wanted = [*step.gradients.values(), *step.updated.values(), *step.outputs]
-    several.run(parts, wanted)
+    several, alone = (PartitionedStep(step, plan, step_ranks) for step_ranks in (ranks, AloneRank()))
+    values = {step.parameters[name]: tensor.detach() for name, tensor in module.named_parameters()}
+    values |= {step.buffers[name]: tensor for name, tensor in module.named_buffers()} | {step.inputs[0]: sample}
+    parts = {name: several.part(name, tensor) for name, tensor in values.items()}
+    results = [*step.gradients.values(), *step.updated.values(), *step.outputs]
+    several.run(parts, results)
     sent = torch.tensor(ranks.sent_bytes)
     dist.all_reduce(sent)
-    alone.run(parts, wanted)
+    alone.run(parts, results)
     gc.collect()
     gc.disable()
     together_s, alone_s = [], []
     for _ in range(rounds):
-        alone_s.append(_one_after_the_other_s(lambda: alone.run(parts, wanted)))
-        together_s.append(_together_s(lambda: several.run(parts, wanted)))
+        alone_s.append(_one_after_the_other_s(lambda: alone.run(parts, results)))
+        together_s.append(_together_s(lambda: several.run(parts, results)))
     gc.enable()
     sizes = {name: dtype.itemsize for name, dtype in step.dtypes.items()}
     return {
@@ -125,7 +125,7 @@ def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> di
         "exchange_s": several.exchanges.seconds(sizes, *link, len(step.calls)),
         "sent_bytes": int(sent),
         "predicted_bytes": several.sent_bytes,
-        "elements": found.elements,
+        "elements": plan.elements,
     }
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,9 @@ from pipedream.core.plan.plan import Plan
 from pipedream.planner import MeshSearch
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import Environment, format_head
 
 CLASSIC = (
     ("resnet50", (8, 2), (30e9, 3.125e9), "268 s"),
@@ -52,16 +54,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profiles", type=Path, default=os.environ.get("PIPEDREAM_PROFILES"))
     parser.add_argument("--meshes", action="store_true")
-    given = parser.parse_args()
-    if given.meshes:
+    options = parser.parse_args()
+    if options.meshes:
         table_of_meshes()
         return
-    folder = given.profiles
+    folder = options.profiles
     if folder is None or not Path(folder).is_dir():
         parser.error("give the folder of the original's profiles: --profiles FOLDER, or PIPEDREAM_PROFILES")
-    print(
-        f"- {date.today()}, Python {platform.python_version()}, load average {os.getloadavg()[0]:.2f} before the run\n"
-    )
+    print(Environment().describe() + "\n")
 
     print("| the classic model | original | here | slowest stage |\n| --- | ---: | ---: | ---: |")
     for name, widths, rates, original in CLASSIC:
@@ -117,15 +117,18 @@ def main() -> None:
 
 def table_of_meshes() -> None:
     """Prints how long plans with meshes take."""
-    print("| 96 layers on 64 ranks | search with meshes | gap | none and each single mesh as well | simulate |")
-    print("| --- | ---: | ---: | ---: | ---: |")
+    print(
+        format_head(
+            "96 layers on 64 ranks | search with meshes | gap | none and each single mesh as well | simulate", "lr"
+        )
+    )
     profile = on_meshes(96)
     machines = Cluster((Level(8, 50e9, 1e-5), Level(8, 5e9, 2e-5)))
     meshes = [Mesh(), *(Mesh(rank.mesh) for rank in profile.ranks)]
     for name, cluster in (("flat", Cluster.flat(64, 5e9, 1e-5)), ("8x8", machines)):
         for memory_bytes in (None, 4_000_000_000, 7_000_000_000):
             limited = replace(cluster, memory_bytes=memory_bytes)
-            alone_s, plan = timed(lambda one=limited: MeshSearch.of(profile, one, meshes).best("any"))  # type: ignore[misc]
+            alone_s, plan = timed(lambda cluster=limited: MeshSearch.of(profile, cluster, meshes).best("any"))  # type: ignore[misc]
             search_s, _ = timed(partial(search, profile, limited, mesh="auto"))
             whole_s, _ = timed(partial(planning.plan, profile, limited, mesh="auto"))
             size = "" if memory_bytes is None else f", {memory_bytes / 1e9:.0f} GB a rank"
@@ -160,8 +163,10 @@ def on_meshes(count: int) -> Profile:
         sums = (Collective("all-reduce", "model", 1, int(8e6 / data)),) if model > 1 else ()
         weights = sum(layer.parameter_bytes for layer in layers(mesh))
         update = (Collective("all-reduce", "data", count, weights, of_weights=True),) if data > 1 else ()
-        own = {"update_s": 0.02 / model, "optimizer_bytes": 2 * weights}
-        return RankProfile(text, "batch:data,d_ff:model", layers(mesh), (sums,) * count, (sums,) * count, update, **own)
+        options = {"update_s": 0.02 / model, "optimizer_bytes": 2 * weights}
+        return RankProfile(
+            text, "batch:data,d_ff:model", layers(mesh), (sums,) * count, (sums,) * count, update, **options
+        )
 
     whole = layers(Mesh())
     weights = 2 * sum(layer.parameter_bytes for layer in whole)
@@ -178,8 +183,8 @@ def gap_of(plan: Plan) -> str:
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """Returns seconds and result."""
     began = time.perf_counter()
-    found = work()
-    return time.perf_counter() - began, found
+    result = work()
+    return time.perf_counter() - began, result
 
 
 def chain(count: int) -> Profile:

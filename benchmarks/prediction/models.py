@@ -62,8 +62,8 @@ class _Mean(nn.Module):
 
 
 def _batch(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(1)
-    return torch.randn(*shape, generator=made), torch.randint(0, _CLASSES, (shape[0],), generator=made)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*shape, generator=generator), torch.randint(0, _CLASSES, (shape[0],), generator=generator)
 
 
 MODELS = {

@@ -56,9 +56,9 @@ class _Paced(nn.Module):
         start_s = time.perf_counter()
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
         value = _Begin.apply(value, anchor, self)  # type: ignore[no-untyped-call]
-        made = _End.apply(self.layer(value), self)  # type: ignore[no-untyped-call]
+        output = _End.apply(self.layer(value), self)  # type: ignore[no-untyped-call]
         _sleep_until(start_s + self.forward_s)
-        return torch.as_tensor(made)
+        return torch.as_tensor(output)
 
 
 class _Begin(torch.autograd.Function):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -21,14 +20,15 @@ from math import ceil
 from pathlib import Path
 
 from models import MODELS
-from telling import environment, plot, tables
+from telling import describe_profiles, plot, tables
 
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile, metrics
 from pipedream.slow_links import Network, slow_network, why_not
 
 sys.path.append(str(Path(__file__).parents[1]))
-from worker_processes import REAL, Workers, cores_busy_s, worker_processes
+from scaffold import Environment, make_parser
+from worker_processes import REAL, Disturbance, Workers, worker_processes
 
 RATES = {"100 mbit/s": 12.5e6, "400 mbit/s": 50e6, "1 gbit/s": 125e6}
 """Name -> bytes per second."""
@@ -114,23 +114,23 @@ def main() -> int:
     if (reason := why_not()) is not None:
         print(f"benchmarks/prediction cannot run here: {reason}")
         return 0
-    load, began = os.getloadavg()[0], time.monotonic()
-    wanted = [plan for plan in PLANS if not options.plans or plan[0] in options.plans]
+    place, began = Environment(), time.monotonic()
+    shapes = [plan for plan in PLANS if not options.plans or plan[0] in options.plans]
     patience = _Patience(options.rounds, options.free, options.patience)
     links = options.rates or list(RATES)
     rows: list[Row] = []
-    counts = [_workers(config) for config, _ in wanted]
+    counts = [_workers(config) for config, _ in shapes]
     with slow_network((max(counts),), (None,)) as network:
         with worker_processes(network, REAL, _WORKER) as workers:
             profiles = {name: workers.profile(name) for name in options.models or MODELS}
             patience.end_s = began + 60 * options.minutes * sum(count <= REAL for count in counts) / len(counts)
-            rows += _all(workers, network, wanted, profiles, patience, links, options.every)
+            rows += _all(workers, network, shapes, profiles, patience, links, options.every)
         for count in sorted(set(counts) - {REAL}):
             # Each number of workers has its share of the time, so that none is left out alone.
             patience.end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
             with worker_processes(network, count, _WORKER) as workers:
-                rows += _all(workers, network, wanted, profiles, patience, links, options.every)
-    print(environment(load, time.monotonic() - began, options.rounds, profiles))
+                rows += _all(workers, network, shapes, profiles, patience, links, options.every)
+    print(place.describe(f"{options.rounds} segments a plan") + "\n" + describe_profiles(profiles))
     _written(rows, options.out)
     return 0
 
@@ -149,8 +149,7 @@ def _predicted_again(row: Row) -> Row:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three plans, one rate, short segments")
+    parser = make_parser(__doc__, "three plans, one rate, short segments")
     parser.add_argument("--again", type=Path, metavar="ROWS.JSON", help="predict again what was measured before")
     parser.add_argument("--every", action="store_true", help="each plan and model over each rate, and not over one")
     parser.add_argument("--rounds", type=int, default=3, help="segments of each plan, of which the median counts")
@@ -162,17 +161,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", choices=list(RATES), help="all unless given")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="all unless given")
     parser.add_argument("--out", type=Path, help="folder for rows.json and prediction.svg")
-    found = parser.parse_args()
-    if found.quick:
-        found.plans, found.rates = found.plans or ["1-1", "2-1", "2-2"], found.rates or ["400 mbit/s"]
-        found.patience, found.every = 0, True
-    return found
+    options = parser.parse_args()
+    if options.quick:
+        options.plans, options.rates = options.plans or ["1-1", "2-1", "2-2"], options.rates or ["400 mbit/s"]
+        options.patience, options.every = 0, True
+    return options
 
 
 def _all(
     workers: Workers,
     network: Network,
-    wanted: list[tuple[str, str]],
+    shapes: list[tuple[str, str]],
     profiles: dict[str, Profile],
     patience: _Patience,
     links: list[str],
@@ -181,7 +180,7 @@ def _all(
     """Yields a row for each plan of as many workers as there are processes, each model and each rate."""
     for link in links:
         for model, profile in profiles.items():
-            for config, depth in wanted:
+            for config, depth in shapes:
                 if _workers(config) != len(workers.workers):
                     continue
                 if not every and (PLANS.index((config, depth)) + list(MODELS).index(model)) % 3 != list(RATES).index(
@@ -247,7 +246,7 @@ def _measured(
             others = max(others, taken)
         # A machine is not equally fast all the time: predicted is what it was before, between and behind the runs.
         profiles.append(workers.profile(model))
-        works = [_work_s(one) for one in profiles]
+        works = [_work_s(profile) for profile in profiles]
         drift = (max(works) - min(works)) / statistics.median(works)
         cuts = tuple(stage.first for stage in plan.stages[1:])
         plan = pd.plan(_middle(profiles), cluster, shape=config, cuts=cuts, in_flight=plan.in_flight)
@@ -288,7 +287,7 @@ def _run(
     """Returns the seconds of a minibatch in each segment of a run, undilated, and the share that others took of it."""
     turn = _cycle(plan)
     network.limit(None)
-    ready = workers.asked(
+    ready = workers.ask(
         {
             "do": "run",
             "plan": plan.to_json(),
@@ -300,13 +299,10 @@ def _run(
     )
     assert ready == "ready"
     network.limit(bytes_per_s / compute.dilation)
-    busy_s, own_s, began = cores_busy_s(), workers.cpu_s(), time.monotonic()
+    disturbance = Disturbance(workers)
     workers.tell("go")
-    seconds = workers.heard()
-    taken_s = cores_busy_s() - busy_s - (workers.cpu_s() - own_s)
-    return [one / compute.dilation for one in seconds], max(
-        0.0, taken_s / (time.monotonic() - began) / (os.cpu_count() or 1)
-    )
+    seconds = workers.hear()
+    return [segment_s / compute.dilation for segment_s in seconds], disturbance.share()
 
 
 def _middle(profiles: list[Profile]) -> Profile:
@@ -317,7 +313,7 @@ def _middle(profiles: list[Profile]) -> Profile:
         replace(rows[0], **{name: sum(getattr(row, name) for row in rows) / count for name in seconds})
         for rows in zip(*(profile.layers for profile in profiles), strict=True)
     )
-    update_s, loss_s = (sum(getattr(one, name) for one in profiles) / count for name in ("update_s", "loss_s"))
+    update_s, loss_s = (sum(getattr(profile, name) for profile in profiles) / count for name in ("update_s", "loss_s"))
     return replace(profiles[0], layers=layers, update_s=update_s, loss_s=loss_s)
 
 

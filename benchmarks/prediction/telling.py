@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 from scatter import Pair, scatter_svg
@@ -75,14 +70,14 @@ def _error(row: Any) -> float:
     return float(row.predicted_s / row.measured_s - 1)
 
 
-def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    if len(one) < 2:
+def _spearman(values: Sequence[float], other: Sequence[float]) -> float:
+    if len(values) < 2:
         return 1.0
 
     def ranks(values: Sequence[float]) -> list[float]:
         return [sum(v < value for v in values) + sum(v == value for v in values) / 2 for value in values]
 
-    return statistics.correlation(ranks(one), ranks(other))
+    return statistics.correlation(ranks(values), ranks(other))
 
 
 def plot(rows: Sequence[Any]) -> str:
@@ -100,25 +95,11 @@ def plot(rows: Sequence[Any]) -> str:
     return scatter_svg(pairs, title="Plans predicted and measured", unit="minibatches/s", tolerance=0.15)
 
 
-def environment(load: float, seconds: float, rounds: int, profiles: dict[str, Any]) -> str:
-    """Returns where and when this was measured."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        cpu = platform.processor()
-    return "\n".join(
-        (
-            f"- {time.strftime('%Y-%m-%d')}, {seconds / 60:.0f} minutes, median of {rounds} segments",
-            f"- {os.cpu_count()} cores of {cpu}, Linux {platform.release()}, Python {platform.python_version()}, torch "
-            f"{torch.__version__}",
-            f"- load average {load:.2f} before the run, {os.getloadavg()[0]:.2f} at its end",
-            *(
-                f"- {name}: {(p.forward_s + p.backward_s + p.update_s + p.loss_s) * 1e3:.0f} ms a minibatch on "
-                f"one core, weights {p.parameter_bytes / 1e6:.0f} MB"
-                for name, p in profiles.items()
-            ),
-            f"- command: python {' '.join(sys.argv)}",
-            "",
-        )
+def describe_profiles(profiles: dict[str, Any]) -> str:
+    """Returns a list in Markdown of what was profiled."""
+    lines = (
+        f"- {name}: {(p.forward_s + p.backward_s + p.update_s + p.loss_s) * 1e3:.0f} ms a minibatch on one core, "
+        f"weights {p.parameter_bytes / 1e6:.0f} MB\n"
+        for name, p in profiles.items()
     )
+    return "".join(lines)

@@ -38,8 +38,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     for line in sys.stdin:
-        asked = json.loads(line)
-        answer = _profile(asked["model"]) if asked["do"] == "profile" else _run(asked)
+        request = json.loads(line)
+        answer = _profile(request["model"]) if request["do"] == "profile" else _run(request)
         gc.collect()
         if rank == 0:
             _say(answer)
@@ -53,10 +53,10 @@ def _profile(name: str) -> str:
     job = MODELS[name]
     inputs, targets = job.batch
     model = job.make()
-    found = capture(model, (inputs,))
+    captured = capture(model, (inputs,))
     return measure(
-        found.layers,
-        found.graph,
+        captured.layers,
+        captured.graph,
         (inputs,),
         model_name=name,
         preserve_state=preserve_state,
@@ -70,27 +70,29 @@ def _profile(name: str) -> str:
     ).to_json()
 
 
-def _run(asked: dict[str, Any]) -> list[float]:
+def _run(request: dict[str, Any]) -> list[float]:
     """Runs warm-up, segments and drain of a plan; returns the seconds of a minibatch in each segment."""
-    plan = Plan.from_json(asked["plan"])
-    warm, segment, segments = asked["warm"], asked["segment"], asked["segments"]
+    plan = Plan.from_json(request["plan"])
+    warm, segment, segments = request["warm"], request["segment"], request["segments"]
     # Minibatches after the timed ones, so that the drain is not among what is timed.
     count = warm + segment * segments + ceil(plan.in_flight[0] * plan.replicas[0] / plan.microbatches)
-    if asked["model"] is None:
+    if request["model"] is None:
         name, parts = resolve_method(plan, None)
-        byte_scale = asked.get("byte_scale", 1.0)
-        scaled = scale_plan(plan, asked["dilation"], byte_scale)
-        made = build_emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale)
-        batches: Any = list(make_emulated_batches(made, count))
+        byte_scale = request.get("byte_scale", 1.0)
+        scaled = scale_plan(plan, request["dilation"], byte_scale)
+        trained = build_emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale)
+        batches: Any = list(make_emulated_batches(trained, count))
     else:
-        job = MODELS[asked["model"]]
+        job = MODELS[request["model"]]
         model = job.make()
-        if asked["profile"] is not None:
-            model = paced(model, Profile.from_json(asked["profile"]), asked["dilation"])
-        made = Pipeline(model, plan, loss=job.loss, optimizer=partial(optimizer, factor=asked["dilation"]), check=False)
+        if request["profile"] is not None:
+            model = paced(model, Profile.from_json(request["profile"]), request["dilation"])
+        trained = Pipeline(
+            model, plan, loss=job.loss, optimizer=partial(optimizer, factor=request["dilation"]), check=False
+        )
         batches = [job.batch] * count
     ends: list[float] = []
-    with made as pipeline:
+    with trained as pipeline:
         if pipeline.rank == 0:
             _say("ready")
         sys.stdin.readline()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,15 +25,18 @@ from torch.nn.parallel import DistributedDataParallel
 import pipedream as pd
 from pipedream.runtime.update.all_reduce import GradientAllReduce
 
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import take_turns
+
 WARMUP = 3
 MIB = 1 << 20
 
 
-def main(asked: dict[str, Any]) -> None:
+def main(request: dict[str, Any]) -> None:
     """Runs what was asked: keys `rounds`, `segment`, `batch`, `width`, `dense`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, sizes = dist.get_rank(), Sizes(asked["batch"], asked["width"], asked["dense"])
+    rank, sizes = dist.get_rank(), Sizes(request["batch"], request["width"], request["dense"])
     variants: dict[str, Callable[[Sizes, int], float]] = {
         "one worker, no sums": alone,
         "pipedream, sums at the update": partial(ours, early=False, mib=4),
@@ -42,20 +46,17 @@ def main(asked: dict[str, Any]) -> None:
         "torch, DDP, 25 MiB (its default)": partial(theirs, mib=25),
         "torch, DDP, 4 MiB": partial(theirs, mib=4),
     }
-    found: dict[str, list[float]] = {name: [] for name in variants}
-    names = list(variants)
-    for number in range(asked["rounds"]):
-        # Each round begins with another one: none is always the first.
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            dist.barrier()
-            seconds = torch.tensor(variants[name](sizes, asked["segment"]), dtype=torch.float64)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            found[name].append(float(seconds))
-            gc.collect()
-            if rank == 0:
-                print(f"  round {number + 1}: {name}: {found[name][-1]:.3f} s", file=sys.stderr, flush=True)
+    seconds_by_variant: dict[str, list[float]] = {name: [] for name in variants}
+    for name in take_turns(variants, request["rounds"]):
+        dist.barrier()
+        seconds = torch.tensor(variants[name](sizes, request["segment"]), dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        seconds_by_variant[name].append(float(seconds))
+        gc.collect()
+        if rank == 0:
+            print(f"  {name}: {float(seconds):.3f} s", file=sys.stderr, flush=True)
     if rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(seconds_by_variant), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

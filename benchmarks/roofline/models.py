@@ -23,8 +23,8 @@ class First(nn.Module):
 
     def forward(self, value: Any) -> Tensor:
         """Returns it."""
-        found: Tensor = value[0]
-        return found
+        output: Tensor = value[0]
+        return output
 
 
 def cnn() -> tuple[nn.Module, Tensor]:

@@ -66,7 +66,7 @@ class Task:
     minibatches: int | None
     bytes_per_s: float
 
-    def asked(self, rate: float, *, batch: int = 1, each_update: int = 1) -> str:
+    def describe_request(self, rate: float, *, batch: int = 1, each_update: int = 1) -> str:
         """Returns what the recipe reads."""
         numbers = {"rate": rate, "epochs": self.epochs, "minibatches": self.minibatches}
         return json.dumps({"task": self.name, "batch": batch, "each_update": each_update} | numbers)
@@ -99,10 +99,10 @@ SIZES = {
 
 def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
     """Returns a row for each run, those that tune a rate included."""
-    asked, rows = SIZES[size], []
+    size_options, rows = SIZES[size], []
     with tempfile.TemporaryDirectory() as folder, slow_network((2,), (None,)) as network, limit_threads(2):
-        for task in asked.tasks:
-            rows += _Bench(task, asked, network, Path(folder, task.name), log).rows()
+        for task in size_options.tasks:
+            rows += _Bench(task, size_options, network, Path(folder, task.name), log).rows()
     return rows
 
 
@@ -119,8 +119,8 @@ class _Bench:
 
     def rows(self) -> list[dict[str, Any]]:
         task = self.task
-        found = [row for each_update in (1, 2) for row in self._tuning(each_update)]
-        rates = {row["each_update"]: row["rate"] for row in found if row["is_best"]}
+        rows = [row for each_update in (1, 2) for row in self._tuning(each_update)]
+        rates = {row["each_update"]: row["rate"] for row in rows if row["is_best"]}
         os.environ[ASKED] = task.asked(rates[1])
         self.network.limit(None)
         profile, _ = profile_together(self._runs(TUNING_SEED), 2, PARTS)
@@ -128,19 +128,19 @@ class _Bench:
         for seed in range(self.size.seeds):
             for name in self.size.variants:
                 row = self._least_disturbed(name, seed, profile, rates[2 if name == DDP else 1])
-                found.append(row)
+                rows.append(row)
                 self.log(
                     f"{task.name}, seed {seed}, {name}: {row['samples_per_s']:.4g} samples/s, "
                     f"{task.metric} {row['final']:.4f}, others' share of the cores {row['others']:.0%}"
                 )
-        return found
+        return rows
 
     def _tuning(self, each_update: int) -> list[dict[str, Any]]:
         """Tries rates for updates of so many minibatches, in this process, as DDP's sums do not depend on the link.
 
         The one with the least loss is taken.
         """
-        task, found = self.task, []
+        task, rows = self.task, []
         for factor in self.size.rates:
             row = {"task": task.name, "tunes": DDP if each_update == 2 else SAME_BATCH, "each_update": each_update}
             row |= {"rate": task.rate * factor, "metric": task.metric, "final": None, "loss": 0.0, "is_best": False}
@@ -152,9 +152,9 @@ class _Bench:
                 metrics = loop.train(task.epochs, None)["metrics"]
                 row |= {"final": metrics[task.metric], "loss": metrics["loss"]}
                 self.log(f"{task.name}, {row['tunes']}, rate {row['rate']:g}: {task.metric} {row['final']:.4f}")
-            found.append(row)
-        min(found, key=lambda row: row["loss"])["is_best"] = True
-        return found
+            rows.append(row)
+        min(rows, key=lambda row: row["loss"])["is_best"] = True
+        return rows
 
     def _runs(self, seed: int) -> Runs:
         self._count += 1
@@ -183,24 +183,26 @@ class _Bench:
         if how is None:
             workers, parts = (1 if name == ONE_WORKER else 2), (PARTS if name == SAME_BATCH else 1)
             file, sent = runs.run_worker("plain" if workers == 1 else "ddp", workers, name, parts=parts, bounds=())
-            found = json.loads(file.read_text(encoding="utf-8"))
-            rate = found["samples_per_s"]
+            summary = json.loads(file.read_text(encoding="utf-8"))
+            rate = summary["samples_per_s"]
         else:
             cluster = Cluster.flat(2, bandwidth_bytes_per_s=task.bytes_per_s)
             plan: Plan = make_plan(profile, cluster, shape="pipeline", all_workers=True, **how)
-            found, sent = runs.train(plan, name)
-            rate = found["throughput"]["measured_per_s"]
-        seconds = found["seconds_to_target"]
-        reached = [one["minibatches"] for one in found["evaluations"] if one["seconds"] == seconds]
+            summary, sent = runs.train(plan, name)
+            rate = summary["throughput"]["measured_per_s"]
+        seconds = summary["seconds_to_target"]
+        reached = [
+            evaluation["minibatches"] for evaluation in summary["evaluations"] if evaluation["seconds"] == seconds
+        ]
         return {
             "metric": task.metric,
             "bytes_per_s": task.bytes_per_s,
             "samples_per_s": rate,
             "target": recipe().target[1],
             "seconds_to_target": seconds,
-            "bytes_to_target": (sent or 0) * reached[0] / found["minibatches"] if reached else None,
-            "final": found["metrics"][task.metric],
-            "evaluations": found["evaluations"],
+            "bytes_to_target": (sent or 0) * reached[0] / summary["minibatches"] if reached else None,
+            "final": summary["metrics"][task.metric],
+            "evaluations": summary["evaluations"],
         }
 
 
@@ -214,30 +216,30 @@ def _table(rows: list[dict[str, Any]], task: str) -> str:
     for row in rows:
         if row["task"] == task and "variant" in row:
             runs.setdefault(row["variant"], []).append(row)
-    one = runs[DDP][0]
-    metric, seeds = one["metric"], len(runs[DDP])
+    baseline = runs[DDP][0]
+    metric, seeds = baseline["metric"], len(runs[DDP])
     ddp = _middle(row["seconds_to_target"] for row in runs[DDP])
     lines = [
-        f"### {task}, {format_link(one['bytes_per_s'])}",
+        f"### {task}, {format_link(baseline['bytes_per_s'])}",
         "",
-        f"Target: {metric} {one['target']:g}. Medians of {seeds} seeds (their range).",
+        f"Target: {metric} {baseline['target']:g}. Medians of {seeds} seeds (their range).",
         "",
         f"| variant | learning rate | {metric} at the end | s to target | DDP's over them | bytes to target | "
         "samples/s | others' share of the cores |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for name, found in runs.items():
-        seconds = [row["seconds_to_target"] for row in found]
+    for name, variant_runs in runs.items():
+        seconds = [row["seconds_to_target"] for row in variant_runs]
         middle = _middle(seconds)
         cells = [
             name,
-            f"{found[0]['rate']:g}",
-            _range([row["final"] for row in found], lambda value: f"{value:.3f}"),
+            f"{variant_runs[0]['rate']:g}",
+            _range([row["final"] for row in variant_runs], lambda value: f"{value:.3f}"),
             _range(seconds, lambda value: f"{value:.1f}"),
             "-" if None in (middle, ddp) else format_ratio(ddp / middle),
-            _range([row["bytes_to_target"] for row in found], format_bytes),
-            _range([row["samples_per_s"] for row in found], format_number),
-            f"{max(row['others'] for row in found):.0%}",
+            _range([row["bytes_to_target"] for row in variant_runs], format_bytes),
+            _range([row["samples_per_s"] for row in variant_runs], format_number),
+            f"{max(row['others'] for row in variant_runs):.0%}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     tried = [row for row in rows if row["task"] == task and "tunes" in row and row["final"] is not None]
@@ -253,14 +255,14 @@ def _table(rows: list[dict[str, Any]], task: str) -> str:
 
 def _middle(values: Iterable[float | None]) -> float | None:
     """Returns the median; None if the target was not always reached."""
-    found = list(values)
-    return None if None in found else median(found)
+    numbers = list(values)
+    return None if None in numbers else median(numbers)
 
 
 def _range(values: list[float | None], words: Callable[[float], str]) -> str:
     """Returns the median and the range; says how many runs have no value."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return f"not reached by {len(values) - len(known)} of {len(values)}"
-    middle = words(median(known))
-    return middle if len(known) == 1 else f"{middle} ({words(min(known))} to {words(max(known))})"
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return f"not reached by {len(values) - len(numbers)} of {len(values)}"
+    middle = words(median(numbers))
+    return middle if len(numbers) == 1 else f"{middle} ({words(min(numbers))} to {words(max(numbers))})"

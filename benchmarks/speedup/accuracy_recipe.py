@@ -29,18 +29,18 @@ ROOT = Path(__file__).parents[2]
 
 def recipe(seed: int = 0) -> Recipe:
     """Returns the recipe of the asked task."""
-    asked = json.loads(os.environ[ASKED])
-    return {"digits": digits, "characters": characters}[asked["task"]](seed, asked)
+    settings = json.loads(os.environ[ASKED])
+    return {"digits": digits, "characters": characters}[settings["task"]](seed, settings)
 
 
-def digits(seed: int, asked: dict[str, Any]) -> Recipe:
+def digits(seed: int, settings: dict[str, Any]) -> Recipe:
     """examples/vgg_digits.py."""
     base = load_recipe(str(ROOT / "examples" / "vgg_digits.py"), seed=seed)
-    optimizer = partial(torch.optim.SGD, lr=asked["rate"], momentum=0.9)
-    return replace(base, optimizer=optimizer, **_read(base.train.dataset, 32, seed, asked))
+    optimizer = partial(torch.optim.SGD, lr=settings["rate"], momentum=0.9)
+    return replace(base, optimizer=optimizer, **_read(base.train.dataset, 32, seed, settings))
 
 
-def characters(seed: int, asked: dict[str, Any]) -> Recipe:
+def characters(seed: int, settings: dict[str, Any]) -> Recipe:
     """The GPT of benchmarks/convergence over the source of Python's library, wider: 0.8 million weights.
 
     NAdam with long momentum bears late gradients, and is as good without them (Ajanthan et al., ICML 2025, section 5).
@@ -55,25 +55,25 @@ def characters(seed: int, asked: dict[str, Any]) -> Recipe:
         model=nn.Sequential(*char_gpt_units(width=128, heads=4, count=4)),
         loss=_per_token,
         targets=lambda batch: batch[1],
-        optimizer=partial(torch.optim.NAdam, lr=asked["rate"], betas=(0.99, 0.999)),
+        optimizer=partial(torch.optim.NAdam, lr=settings["rate"], betas=(0.99, 0.999)),
         test=DataLoader(TensorDataset(*test), batch_size=50),
         target=("loss", 2.1),
-        **_read(TensorDataset(*train), 16, seed, asked),
+        **_read(TensorDataset(*train), 16, seed, settings),
     )
 
 
-def _read(data: Dataset[Any], batch: int, seed: int, asked: dict[str, Any]) -> dict[str, Any]:
+def _read(data: Dataset[Any], batch: int, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the data in a random order, and a learning rate that rises, then falls as half a cosine."""
-    samples = len(data) if asked["minibatches"] is None else batch * asked["minibatches"]
+    samples = len(data) if settings["minibatches"] is None else batch * settings["minibatches"]
     order = RandomSampler(data, num_samples=samples, generator=torch.Generator().manual_seed(seed))
-    train = DataLoader(data, batch * asked["batch"], sampler=order, drop_last=True)
-    updates = asked["epochs"] * (len(train) // asked["each_update"])
+    train = DataLoader(data, batch * settings["batch"], sampler=order, drop_last=True)
+    updates = settings["epochs"] * (len(train) // settings["each_update"])
 
     def factor(update: int) -> float:
         return min(1.0, (update + 1) / (0.1 * updates)) * (1 + math.cos(math.pi * min(update / updates, 1.0))) / 2
 
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor)
-    return {"train": train, "scheduler": schedule, "epochs": asked["epochs"]}
+    return {"train": train, "scheduler": schedule, "epochs": settings["epochs"]}
 
 
 def _per_token(output: Tensor, targets: Tensor) -> Tensor:

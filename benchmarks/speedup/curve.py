@@ -81,7 +81,7 @@ VARIANTS = (
     _Variant("zero bubble (ZB-V)", M, "pipeline", "zbv", {}, 2),
     _Variant("torch zero bubble (ZB-V)", M, "torch", "zbv", {}, 2),
 )
-BESIDE = {one.name: one.name.removeprefix("torch ") for one in VARIANTS if one.runs == "torch"}
+BESIDE = {variant.name: variant.name.removeprefix("torch ") for variant in VARIANTS if variant.runs == "torch"}
 """torch's schedules -> this library's."""
 
 
@@ -105,7 +105,7 @@ _SHORT = ("torch DDP", "data parallel", "PipeDream, full", "2BW, full", "1F1B, f
 _SIZES = {
     "test": _Size(("gpt",), (1.0,), ("torch DDP", "PipeDream, full", "torch 1F1B"), 1, 0.0),
     "short": _Size(("vgg",), (0.5, 4.0), _SHORT, 1, 5.0),
-    "full": _Size(tuple(MODELS), RHOS, tuple(one.name for one in VARIANTS), 3, 1.0),
+    "full": _Size(tuple(MODELS), RHOS, tuple(variant.name for variant in VARIANTS), 3, 1.0),
 }
 
 CHOICES = {"planner, 1 microbatch": 1, f"planner, {M} microbatches": M}
@@ -136,7 +136,7 @@ def measure(
         with slow_network((2,), (None,)) as network, worker_processes(network, 2, _WORKER, model, str(M)) as workers:
             ask = {"do": "profile", "patience_s": few.patience_s}
             profiles = {
-                count: Profile.from_json(workers.asked(ask | {"microbatches": count})["profile"]) for count in (1, M)
+                count: Profile.from_json(workers.ask(ask | {"microbatches": count})["profile"]) for count in (1, M)
             }
             points: list[tuple[dict[str, dict[str, Any]], dict[str, Plan]]] = []
             for rho in rhos or few.rhos:
@@ -164,31 +164,33 @@ def _point(
     network.limit(bytes_per_s)
     message_s_per_byte = _message_s_per_byte(workers, profile, bytes_per_s, size)
     profiles = {
-        count: replace(one, runtime=replace(one.runtime, message_s_per_byte=message_s_per_byte))
-        for count, one in profiles.items()
+        count: replace(variant, runtime=replace(variant.runtime, message_s_per_byte=message_s_per_byte))
+        for count, variant in profiles.items()
     }
     plans: dict[str, Plan] = {}
-    for one in VARIANTS:
-        if one.name in names:
-            how = one.how | ({"microbatches": M} if one.samples == M else {})
-            plans[one.name] = pd.plan(profiles[M if one.samples == M else 1], cluster, schedule=one.schedule, **how)
+    for variant in VARIANTS:
+        if variant.name in names:
+            how = variant.how | ({"microbatches": M} if variant.samples == M else {})
+            plans[variant.name] = pd.plan(
+                profiles[M if variant.samples == M else 1], cluster, schedule=variant.schedule, **how
+            )
     verdicts = {}
     for name, count in CHOICES.items():
-        found = choose(profiles[count], PlanRequest(cluster, schedule="auto", allow_asynchronous=True))
-        plans[name], verdicts[name] = found.plan, found.verdict
-    runs = {one.name: one for one in VARIANTS}
+        answer = choose(profiles[count], PlanRequest(cluster, schedule="auto", allow_asynchronous=True))
+        plans[name], verdicts[name] = answer.plan, answer.verdict
+    runs = {variant.name: variant for variant in VARIANTS}
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}
     copies = {name: same for name in CHOICES for same in names if _alike(plans[name], plans[same], runs[same])}
     for number in range(size.rounds):
         turns = [name for name in measured if name not in copies]
         shift = number * len(turns) // size.rounds
         for name in turns[shift:] + turns[:shift]:
-            known = measured[name]
-            if known and "why" in known[-1]:
+            point_row = measured[name]
+            if point_row and "why" in point_row[-1]:
                 continue
-            found = workers.asked(_asked(name, runs.get(name), plans.get(name)) | {"patience_s": size.patience_s})
-            known.append(found)
-            log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {_words(found)}")
+            answer = workers.ask(_make_request(name, runs.get(name), plans.get(name)) | {"patience_s": size.patience_s})
+            point_row.append(answer)
+            log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {_words(answer)}")
     for name, same in copies.items():
         measured[name] = measured[same]
     common = {"model": model, "rho": rho, "bytes_per_s": bytes_per_s}
@@ -221,8 +223,8 @@ def _message_s_per_byte(workers: Workers, profile: Profile, bytes_per_s: float, 
     """
     message_bytes = int(min(2e6, 0.4 * bytes_per_s * _compute_s(profile)))
     rates = [
-        workers.asked(asked | {"patience_s": size.patience_s})["samples_per_s"]
-        for asked in ({"do": "solo", "steps": 8}, {"do": "exchange", "steps": 8, "message_bytes": message_bytes})
+        workers.ask(request | {"patience_s": size.patience_s})["samples_per_s"]
+        for request in ({"do": "solo", "steps": 8}, {"do": "exchange", "steps": 8, "message_bytes": message_bytes})
     ]
     lost_s = profile.batch * (1 / rates[1] - 1 / rates[0])
     return max(lost_s / (2 * message_bytes), 0.0)
@@ -234,7 +236,7 @@ def _predicted(
     """Returns the rows with the predicted rates, for cores as fast as they were alone in the middle of all rounds."""
     alone = statistics.median(rows["solo"]["samples_per_s"] for rows, _ in points)
     speed = (_compute_s(profile) + profile.update_s) * alone / profile.batch
-    runs = {one.name: one for one in VARIANTS if one.runs in ("ddp", "fsdp")}
+    runs = {variant.name: variant for variant in VARIANTS if variant.runs in ("ddp", "fsdp")}
     for rows, plans in points:
         rows["solo"]["speed"] = speed
         for name, plan in plans.items():
@@ -248,7 +250,7 @@ def _compute_s(profile: Profile) -> float:
     return profile.forward_s + profile.backward_s + profile.loss_s
 
 
-def _asked(name: str, variant: _Variant | None, plan: Plan | None) -> dict[str, Any]:
+def _make_request(name: str, variant: _Variant | None, plan: Plan | None) -> dict[str, Any]:
     if plan is None:
         return {"do": "solo", "steps": 4}
     text = plan.to_json()
@@ -268,11 +270,11 @@ def _asked(name: str, variant: _Variant | None, plan: Plan | None) -> dict[str, 
 def _alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
     """Whether a row runs what the planner chose; DDP runs our data parallelism."""
 
-    def ran(one: Plan) -> tuple[Any, ...]:
-        cuts = tuple((stage.first, stage.last, stage.replicas) for stage in one.stages)
-        if len(one.stages) == 1:  # all methods are one
-            return cuts, one.batch, one.microbatches > 1
-        return cuts, one.batch, one.schedule, one.microbatches, one.in_flight
+    def ran(plan: Plan) -> tuple[Any, ...]:
+        cuts = tuple((stage.first, stage.last, stage.replicas) for stage in plan.stages)
+        if len(plan.stages) == 1:  # all methods are one
+            return cuts, plan.batch, plan.microbatches > 1
+        return cuts, plan.batch, plan.schedule, plan.microbatches, plan.in_flight
 
     return variant.runs in ("pipeline", "ddp") and ran(plan) == ran(other)
 
@@ -300,14 +302,14 @@ def _predicted_per_s(plan: Plan, speed: float) -> float:
     return metrics.steady_metrics(timeline).samples_per_s
 
 
-def _words(found: dict[str, Any]) -> str:
-    return found.get("why") or f"{found['samples_per_s']:.1f} samples/s, others {found['others']:.0%}"
+def _words(row: dict[str, Any]) -> str:
+    return row.get("why") or f"{row['samples_per_s']:.1f} samples/s, others {row['others']:.0%}"
 
 
 def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
     """Returns a picture of each model: file name -> SVG."""
     drawn = ("torch DDP", "torch DDP, accumulating", "torch 1F1B", "PipeDream, full", "2BW, full", "1F1B, full")
-    found = {}
+    svg_by_name = {}
     for model in dict.fromkeys(row["model"] for row in rows):
         links = []
         for _, point in _points(rows, model):
@@ -321,8 +323,8 @@ def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
                     )
                 )
             links.append(OverLink((point["solo"]["bytes_per_s"],), tuple(variants)))
-        found[f"{model}.svg"] = comparison_svg(RecipeComparison(MODELS[model].title, 2, None, tuple(links)))
-    return found
+        svg_by_name[f"{model}.svg"] = comparison_svg(RecipeComparison(MODELS[model].title, 2, None, tuple(links)))
+    return svg_by_name
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
@@ -361,12 +363,12 @@ def _message(points: _Points) -> int:
 
 def _rates(points: _Points) -> str:
     """Samples per second of all variants, and how many of the predicted ones these are."""
-    names = [one.name for one in VARIANTS if any(one.name in point for _, point in points)]
+    names = [variant.name for variant in VARIANTS if any(variant.name in point for _, point in points)]
     lines = ["Samples per second of both workers (of the predicted ones; range over the rounds):\n"]
     lines.append("| variant | an update takes | " + " | ".join(_where(rho, point) for rho, point in points) + " |")
     lines.append("| --- | ---: |" + " ---: |" * len(points))
     for name in names:
-        count = next(one.samples for one in VARIANTS if one.name == name)
+        count = next(variant.samples for variant in VARIANTS if variant.name == name)
         cells = [_rate(point.get(name)) for _, point in points]
         lines.append(f"| {name} | {count} microbatch{'es' * (count > 1)} | {' | '.join(cells)} |")
     alone = " | ".join(f"{point['solo']['samples_per_s']:.4g}" for _, point in points)
@@ -411,8 +413,8 @@ def _speedups(points: _Points) -> str:
 def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     if "samples_per_s" not in ours or "samples_per_s" not in theirs:
         return "-"
-    found = (ours[key] / theirs[key] for key in ("samples_per_s", "predicted_per_s"))
-    return "{} ({})".format(*(_floor(ratio) for ratio in found))
+    ratios = (ours[key] / theirs[key] for key in ("samples_per_s", "predicted_per_s"))
+    return "{} ({})".format(*(_floor(ratio) for ratio in ratios))
 
 
 def _floor(ratio: float) -> str:
@@ -445,9 +447,13 @@ def _choices(rows: list[dict[str, Any]]) -> str:
                     continue
                 row = point[name]
                 rivals = [
-                    one for one in VARIANTS if _is_rival(one, count) and "samples_per_s" in point.get(one.name, {})
+                    variant
+                    for variant in VARIANTS
+                    if _is_rival(variant, count) and "samples_per_s" in point.get(variant.name, {})
                 ]
-                best = max((point[one.name] for one in rivals), key=lambda one: one["samples_per_s"], default=row)
+                best = max(
+                    (point[rival.name] for rival in rivals), key=lambda rival: rival["samples_per_s"], default=row
+                )
                 chosen = "data parallelism" if row["config"] == "2" else f"{row['method']} on {row['config']}"
                 lines.append(
                     f"| {MODELS[model].title} | {rho:g} | {count} | {chosen} | {row['samples_per_s']:.4g} | "
@@ -457,9 +463,9 @@ def _choices(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _is_rival(one: _Variant, count: int) -> bool:
+def _is_rival(variant: _Variant, count: int) -> bool:
     """Whether a variant's updates are made of minibatches of so many microbatches, one or (DDP) two."""
-    return one.samples in ((1, 2) if count == 1 else (M,)) and one.schedule not in ("interleaved_1f1b", "zbv")
+    return variant.samples in ((1, 2) if count == 1 else (M,)) and variant.schedule not in ("interleaved_1f1b", "zbv")
 
 
 def _bytes(rows: list[dict[str, Any]]) -> str:
@@ -470,9 +476,9 @@ def _bytes(rows: list[dict[str, Any]]) -> str:
     lines.append("| --- |" + " ---: |" * (len(names) + 1))
     for model in dict.fromkeys(row["model"] for row in rows):
         _, point = min(_points(rows, model), key=lambda pair: abs(math.log(pair[0])))
-        found = [point.get(name, {}).get("bytes_per_sample") for name in names]
-        cells = ["-" if one is None else format_bytes(one) for one in found]
-        fewer = "-" if found[0] is None or found[2] is None else f"{math.floor(1000 * (1 - found[2] / found[0])) / 10}%"
+        sizes = [point.get(name, {}).get("bytes_per_sample") for name in names]
+        cells = ["-" if size is None else format_bytes(size) for size in sizes]
+        fewer = "-" if sizes[0] is None or sizes[2] is None else f"{math.floor(1000 * (1 - sizes[2] / sizes[0])) / 10}%"
         lines.append(f"| {MODELS[model].title} | {' | '.join(cells)} | {fewer} |")
     return "\n".join(lines)
 
@@ -485,9 +491,13 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     ran = [row for row in rows if "samples_per_s" in row and row["variant"] != "solo"]
     lines = []
     kinds = {
-        "PipeDream, 2BW and 1F1B": [one.name for one in VARIANTS if one.name.startswith(("PipeDream", "2BW", "1F1B"))],
-        "torch DDP": [one.name for one in VARIANTS if one.runs == "ddp"],
-        "this library's data parallelism": [one.name for one in VARIANTS if one.name.startswith("data parallel")],
+        "PipeDream, 2BW and 1F1B": [
+            variant.name for variant in VARIANTS if variant.name.startswith(("PipeDream", "2BW", "1F1B"))
+        ],
+        "torch DDP": [variant.name for variant in VARIANTS if variant.runs == "ddp"],
+        "this library's data parallelism": [
+            variant.name for variant in VARIANTS if variant.name.startswith("data parallel")
+        ],
     }
     for title, names in kinds.items():
         shares = sorted(row["samples_per_s"] / row["predicted_per_s"] for row in ran if row["variant"] in names)
@@ -506,28 +516,28 @@ def _summary(rows: list[dict[str, Any]]) -> str:
         if ratios:
             lines.append(f"- {ours} / {theirs}: median {_floor(statistics.median(ratios))}, {_floor(min(ratios))} to "
                          f"{_floor(max(ratios))}")  # fmt: skip
-    for title, model, wanted in PAPER:
-        found = [
+    for title, model, target in PAPER:
+        points = [
             (rho, point["PipeDream, full"]["samples_per_s"] / point["torch DDP"]["samples_per_s"])
             for rho, point in _points(rows, model)
             if "samples_per_s" in point.get("PipeDream, full", {}) and "samples_per_s" in point.get("torch DDP", {})
         ]
-        if len(found) > 1:
-            lines.append(f"- the paper's {wanted} of {title}: {_reached(found, wanted)} ({MODELS[model].title})")
+        if len(points) > 1:
+            lines.append(f"- the paper's {target} of {title}: {_reached(points, target)} ({MODELS[model].title})")
     others = [row["others"] for row in ran]
     lines += [f"- share of the cores that other processes took: median {statistics.median(others):.1%}, at most "
               f"{max(others):.1%}"] if others else []  # fmt: skip
     return "\n".join(lines)
 
 
-def _reached(found: Sequence[tuple[float, float]], wanted: float) -> str:
+def _reached(points: Sequence[tuple[float, float]], target: float) -> str:
     """Says at which rho a speed-up is reached, between two measured ones."""
-    for (low, less), (high, more) in pairwise(found):
-        if less < wanted <= more:
-            share = math.log(wanted / less) / math.log(more / less)
+    for (low, less), (high, more) in pairwise(points):
+        if less < target <= more:
+            share = math.log(target / less) / math.log(more / less)
             return f"at rho {low * (high / low) ** share:.2g}"
     return (
-        f"not up to rho {found[-1][0]:g}, where it is {_floor(found[-1][1])}"
-        if found[-1][1] < wanted
-        else (f"already at rho {found[0][0]:g}")
+        f"not up to rho {points[-1][0]:g}, where it is {_floor(points[-1][1])}"
+        if points[-1][1] < target
+        else (f"already at rho {points[0][0]:g}")
     )

@@ -160,13 +160,13 @@ def _seeded(make: Callable[[], nn.Sequential]) -> nn.Sequential:
 
 
 def _images(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(1)
-    return torch.randn(samples, 3, 32, 32, generator=made), torch.randint(0, 10, (samples,), generator=made)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(samples, 3, 32, 32, generator=generator), torch.randint(0, 10, (samples,), generator=generator)
 
 
 def _tokens(samples: int, *, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, _VOCABULARY, (samples, length + 1), generator=made)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, _VOCABULARY, (samples, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 

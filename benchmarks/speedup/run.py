@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import accuracy
 import curve
-import torch
 import workers
 
 from pipedream.slow_links import why_not
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import Environment, make_parser
 
 PARTS = {"curve": curve, "accuracy": accuracy, "workers": workers}
 """Each has `measure` and `tables`, and may have `pictures`."""
@@ -34,7 +33,7 @@ def main() -> int:
     """Runs the benchmark; returns the exit status."""
     options = _options()
     file = options.out / "rows.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    parts: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     names = [name for name in PARTS if not options.only or name in options.only]
     if not options.again:
         if (reason := why_not()) is not None:
@@ -45,19 +44,19 @@ def main() -> int:
             if name == "curve":
                 how = {"models": options.models, "rhos": options.rhos}
                 how |= {"only": options.variants, "rounds": options.rounds}
-            save = partial(_save, file, found, name, _environment(options.size))
+            save = partial(_save, file, parts, name, Environment().describe(f"size {options.size}"))
             log = partial(print, file=sys.stderr, flush=True)
             save(PARTS[name].measure(options.size, log, **how, **({"keep": save} if name == "curve" else {})))
     for name in names:
-        if name in found:
-            print(f"## {name}\n\n{found[name]['environment']}\n\n{PARTS[name].tables(found[name]['rows'])}\n")
-            for picture, svg in getattr(PARTS[name], "pictures", lambda rows: {})(found[name]["rows"]).items():
+        if name in parts:
+            print(f"## {name}\n\n{parts[name]['environment']}\n\n{PARTS[name].tables(parts[name]['rows'])}\n")
+            for picture, svg in getattr(PARTS[name], "pictures", lambda rows: {})(parts[name]["rows"]).items():
                 (options.out / picture).write_text(svg)
     return 0
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = make_parser(__doc__)
     parser.add_argument("--size", choices=("test", "short", "full"), default="short")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="parts to run; all by default")
     parser.add_argument(
@@ -68,43 +67,31 @@ def _options() -> argparse.Namespace:
         help="of the curve; other rows of rows.json are kept",
     )
     parser.add_argument("--rhos", nargs="+", type=float, default=(), help="of the curve")
-    parser.add_argument("--variants", nargs="+", default=(), choices=[one.name for one in curve.VARIANTS])
+    parser.add_argument("--variants", nargs="+", default=(), choices=[variant.name for variant in curve.VARIANTS])
     parser.add_argument("--rounds", type=int, help="of the curve")
     parser.add_argument("--again", action="store_true", help="only print and draw what rows.json has")
     parser.add_argument("--out", type=Path, default=Path("build/speedup"), help="folder of rows.json and the pictures")
     return parser.parse_args()
 
 
-def _save(file: Path, found: dict[str, Any], name: str, environment: str, rows: list[dict[str, Any]]) -> None:
+def _save(file: Path, measured: dict[str, Any], name: str, environment: str, rows: list[dict[str, Any]]) -> None:
     """Writes the rows of a part; of the curve it keeps those of points and variants that were not measured again."""
-    if name == "curve" and name in found:
+    if name == "curve" and name in measured:
         new = {_key(row) for row in rows}
-        rows = [row for row in found[name]["rows"] if _key(row) not in new] + rows
-    found[name] = {"environment": environment, "rows": rows}
+        rows = [row for row in measured[name]["rows"] if _key(row) not in new] + rows
+    measured[name] = {"environment": environment, "rows": rows}
     file.parent.mkdir(parents=True, exist_ok=True)
     parts = []
-    for part, one in found.items():
-        lines = ",\n".join(map(json.dumps, one["rows"]))
-        parts.append(f'{json.dumps(part)}: {{"environment": {json.dumps(one["environment"])}, "rows": [\n{lines}\n]}}')
+    for part, part_rows in measured.items():
+        lines = ",\n".join(map(json.dumps, part_rows["rows"]))
+        parts.append(
+            f'{json.dumps(part)}: {{"environment": {json.dumps(part_rows["environment"])}, "rows": [\n{lines}\n]}}'
+        )
     file.write_text("{" + ",\n".join(parts) + "}\n")
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["model"], row["rho"], row["variant"]
-
-
-def _environment(size: str) -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        cpu = platform.processor()
-    return (
-        f"- {time.strftime('%Y-%m-%d')}, size {size}, load average {os.getloadavg()[0]:.1f} before\n"
-        f"- {os.cpu_count()} cores of {cpu}, Linux {platform.release()}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}\n"
-        f"- command: python {' '.join(sys.argv)}"
-    )
 
 
 if __name__ == "__main__":

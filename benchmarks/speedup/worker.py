@@ -74,7 +74,7 @@ class _Worker:
         """Measures a minibatch of so many microbatches through every layer, on both workers at the same time."""
         inputs, targets = self.job.batch(self.job.samples * microbatches)
         dist.barrier(self.group)
-        found = pd.profile(
+        profile_found = pd.profile(
             self.job.make(),
             inputs,
             loss=lambda output: self.job.loss(output, targets),
@@ -82,7 +82,7 @@ class _Worker:
             microbatches=microbatches,
             runs=9 if microbatches == 1 else 3,
         )
-        return {"profile": found.to_json()}
+        return {"profile": profile_found.to_json()}
 
     def solo(self, steps: int) -> dict[str, float]:
         """Trains the whole model here, while the other worker does the same; no messages."""
@@ -133,21 +133,21 @@ class _Worker:
 
     def torch(self, steps: int, schedule: str, plan: str) -> dict[str, float]:
         """Runs torch's schedule on the stages of a plan."""
-        made = pd.Plan.from_json(plan, "the plan")
+        plan_here = pd.Plan.from_json(plan, "the plan")
         layers = list(self.job.make())
-        mine = [number for number, ranks in enumerate(made.placement.ranks) if self.rank in ranks]
-        modules = [_Stage(*layers[made.stages[one].first : made.stages[one].last]) for one in mine]
+        mine = [number for number, ranks in enumerate(plan_here.placement.ranks) if self.rank in ranks]
+        modules = [_Stage(*layers[plan_here.stages[stage].first : plan_here.stages[stage].last]) for stage in mine]
         stages = [
-            PipelineStage(module, one, len(made.stages), torch.device("cpu"), group=self.group)
-            for one, module in zip(mine, modules, strict=True)
+            PipelineStage(module, stage, len(plan_here.stages), torch.device("cpu"), group=self.group)
+            for stage, module in zip(mine, modules, strict=True)
         ]
         runs = TORCH[schedule]
-        given: Any = stages if issubclass(runs, schedules.PipelineScheduleMulti) else stages[0]
-        runner = runs(given, self.microbatches, loss_fn=self.job.loss)
+        pipeline_stages: Any = stages if issubclass(runs, schedules.PipelineScheduleMulti) else stages[0]
+        runner = runs(pipeline_stages, self.microbatches, loss_fn=self.job.loss)
         update = optimizer([weight for module in modules for weight in module.parameters()])
         inputs, targets = self.job.batch(self.job.samples * self.microbatches)
         arguments = (inputs,) if 0 in mine else ()
-        last = {"target": targets} if len(made.stages) - 1 in mine else {}
+        last = {"target": targets} if len(plan_here.stages) - 1 in mine else {}
 
         def step() -> None:
             update.zero_grad()
@@ -158,26 +158,26 @@ class _Worker:
 
     def pipeline(self, steps: int, plan: str) -> dict[str, float]:
         """Runs a plan with this library, and times its steady part."""
-        made = pd.Plan.from_json(plan, "the plan")
+        plan_here = pd.Plan.from_json(plan, "the plan")
         job = self.job
         with pd.Pipeline(
-            job.make(), made, loss=job.loss, targets=lambda batch: batch[1], optimizer=optimizer, check=False
+            job.make(), plan_here, loss=job.loss, targets=lambda batch: batch[1], optimizer=optimizer, check=False
         ) as pipeline:
             rules = pipeline.program
             parts = rules.microbatches
-            warm = 1 if rules.flushes else made.in_flight[0] + 2
+            warm = 1 if rules.flushes else plan_here.in_flight[0] + 2
             if parts > 1 and not rules.flushes:
                 warm = 2
             # Minibatches after the timed ones, so that the drain is not among what is timed.
-            further = 0 if rules.flushes else -(-made.in_flight[0] // parts) + 1
+            further = 0 if rules.flushes else -(-plan_here.in_flight[0] // parts) + 1
             ends: list[tuple[float, int]] = []
-            replicas = made.replicas[0]
+            replicas = plan_here.replicas[0]
             count = (warm + steps + further) * replicas
-            for done in pipeline.train([job.batch(made.batch)] * count):
+            for done in pipeline.train([job.batch(plan_here.batch)] * count):
                 if done.number % replicas == 0:
                     ends.append((time.perf_counter(), _sent_bytes()))
         begin, end = ends[warm - 1], ends[warm + steps - 1]
-        return self._shared(steps * replicas * made.batch, end[0] - begin[0], end[1] - begin[1])
+        return self._shared(steps * replicas * plan_here.batch, end[0] - begin[0], end[1] - begin[1])
 
     def _step_of(self, model: nn.Module) -> Callable[[], None]:
         """Returns a function that trains a model on one microbatch."""
@@ -207,7 +207,7 @@ class _Worker:
         dist.all_reduce(sent, group=self.group)
         return {"samples_per_s": samples / float(slowest), "bytes_per_sample": float(sent) / samples}
 
-    def least_disturbed(self, do: str, patience_s: float, asked: dict[str, Any]) -> dict[str, Any]:
+    def least_disturbed(self, do: str, patience_s: float, request: dict[str, Any]) -> dict[str, Any]:
         """Runs what is asked until other processes have left the cores alone meanwhile, or the patience is over.
 
         The answer of the least disturbed run has the share of the cores' time that others took.
@@ -217,14 +217,14 @@ class _Worker:
         while True:
             dist.barrier(self.group)
             busy_s, own_s, begun = cores_busy_s(), sum(os.times()[:2]), time.monotonic()
-            found = getattr(self, do)(**asked)
+            answer = getattr(self, do)(**request)
             gc.collect()
-            own = torch.tensor([sum(os.times()[:2]) - own_s], dtype=torch.float64)
-            dist.all_reduce(own, group=self.group)
-            taken_s = max(0.0, cores_busy_s() - busy_s - float(own))
-            found["others"] = taken_s / (time.monotonic() - begun) / (os.cpu_count() or 1)
-            if not best or found["others"] < best["others"]:
-                best = found
+            own_cpu_s = torch.tensor([sum(os.times()[:2]) - own_s], dtype=torch.float64)
+            dist.all_reduce(own_cpu_s, group=self.group)
+            taken_s = max(0.0, cores_busy_s() - busy_s - float(own_cpu_s))
+            answer["others"] = taken_s / (time.monotonic() - begun) / (os.cpu_count() or 1)
+            if not best or answer["others"] < best["others"]:
+                best = answer
             # Rank 0 decides for both.
             enough = torch.tensor([best["others"] <= _QUIET or time.monotonic() - start > patience_s])
             dist.broadcast(enough, 0, group=self.group)
@@ -238,15 +238,15 @@ def main(model: str, microbatches: int) -> None:
     dist.init_process_group("gloo")
     worker = _Worker(MODELS[model], microbatches)
     for line in sys.stdin:
-        asked = json.loads(line)
-        do, patience_s = asked.pop("do"), asked.pop("patience_s")
+        request = json.loads(line)
+        do, patience_s = request.pop("do"), request.pop("patience_s")
         try:
-            found = worker.least_disturbed(do, patience_s, asked)
+            answer = worker.least_disturbed(do, patience_s, request)
         except (RuntimeError, NotImplementedError, ValueError) as error:
             # torch's schedules refuse some models, on both workers alike.
-            found = {"why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            answer = {"why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         if worker.rank == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(answer), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -112,14 +112,14 @@ def _cases(size: str) -> Iterator[Case]:
     if size != "full":
         return
     for cluster, machines, paper in (("pipedream-a", 4, 0.45), ("pipedream-b", 2, 0.29)):
-        one = Case("flush", "GNMT-16", cluster, machines, "straight")
-        yield one
-        yield replace(one, schedule="gpipe", microbatches=16, paper=paper)
-        yield replace(one, schedule="1f1b", microbatches=16)
+        case = Case("flush", "GNMT-16", cluster, machines, "straight")
+        yield case
+        yield replace(case, schedule="gpipe", microbatches=16, paper=paper)
+        yield replace(case, schedule="1f1b", microbatches=16)
     for microbatches, paper in ((8, 1.6), (32, 1.15)):
-        one = Case("2bw", _GPT, "pipedream-2bw", 1, "straight", schedule="1f1b", microbatches=microbatches)
-        yield one
-        yield replace(one, schedule="pipedream_2bw", paper=paper)
+        case = Case("2bw", _GPT, "pipedream-2bw", 1, "straight", schedule="1f1b", microbatches=microbatches)
+        yield case
+        yield replace(case, schedule="pipedream_2bw", paper=paper)
 
 
 def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -171,20 +171,20 @@ def _emulated(plan: Plan, workers: Workers, network: Network, seconds: float) ->
     for level in range(len(plan.cluster.levels)):
         network.limit(None, level=level)
     how = {"dilation": dilation, "byte_scale": byte_scale}
-    asked = {"do": "run", "plan": plan.to_json(), "model": None, "warm": warm, "segment": segment}
-    assert workers.asked(asked | how | {"segments": _SEGMENTS}) == "ready"
+    request = {"do": "run", "plan": plan.to_json(), "model": None, "warm": warm, "segment": segment}
+    assert workers.ask(request | how | {"segments": _SEGMENTS}) == "ready"
     for number, level in enumerate(scale_plan(plan, dilation, byte_scale).cluster.levels):
         network.limit(level.bandwidth_bytes_per_s, level=number)
     busy_s, own_s, began = cores_busy_s(), workers.cpu_s(), time.monotonic()
     workers.tell("go")
-    found = workers.heard()
+    segments = workers.hear()
     cores_s = (time.monotonic() - began) * (os.cpu_count() or 1)
     own_s = workers.cpu_s() - own_s
     return how | {
         "config": plan.config,
         "workers": plan.workers,
         "predicted_s": predicted_s,
-        "segments_s": [one / dilation for one in found],
+        "segments_s": [seconds / dilation for seconds in segments],
         "own": own_s / cores_s,
         "others": max(0.0, cores_busy_s() - busy_s - own_s) / cores_s,
     }
@@ -199,12 +199,12 @@ def tables(rows: list[dict[str, Any]]) -> str:
     }
     parts = []
     for table, head in heads.items():
-        if own := [row for row in rows if row["table"] == table]:
-            parts.append("\n".join([head, "", *_lines(own)]))
+        if table_rows := [row for row in rows if row["table"] == table]:
+            parts.append("\n".join([head, "", *_lines(table_rows)]))
     if not parts:
         return ""
     off = [abs(_off(row)) for row in rows]
-    within = sum(one <= 0.1 for one in off)
+    within = sum(error <= 0.1 for error in off)
     parts.append(
         f"*off*: samples per second emulated over predicted, minus one. {within} of {len(off)} runs are within 10% of "
         f"predicted; median {statistics.median(off):.1%}, most {max(off):.1%}. The runs' own processes took up to "
@@ -221,7 +221,7 @@ def _lines(rows: list[dict[str, Any]]) -> list[str]:
     first: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         other = first.setdefault(_case(row).against, row)
-        rates = sorted(_middle(other) / one for one in row["segments_s"])
+        rates = sorted(_middle(other) / seconds for seconds in row["segments_s"])
         lines.append(
             f"| {row['model']} | {_place(row)} | {row['config']}{' (planner)' if row['shape'] == _PLANNED else ''} | "
             f"{_method(row)} | {'' if row['paper'] is None else format(row['paper'], '.2f')} | "
@@ -293,11 +293,11 @@ def _gpt(samples: int) -> Profile:
 
 def _carried_bytes(plan: Plan) -> float:
     """Returns what all workers send for a minibatch."""
-    found = 2.0 * sum(stage.output_bytes for stage in plan.stages[:-1])
+    carried_bytes = 2.0 * sum(stage.output_bytes for stage in plan.stages[:-1])
     for stage in plan.stages:
         updates = stage.replicas if plan.microbatches > 1 else 1  # in the time of as many minibatches as replicas
-        found += float(all_reduce_bytes(stage.parameter_bytes, stage.replicas)) * updates
-    return found
+        carried_bytes += float(all_reduce_bytes(stage.parameter_bytes, stage.replicas)) * updates
+    return carried_bytes
 
 
 def _widths(cluster: Cluster) -> tuple[int, ...]:

@@ -18,30 +18,30 @@ def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The benchmark, as a module."""
     monkeypatch.syspath_prepend(str(RUN.parent))
     monkeypatch.delitem(sys.modules, "run", raising=False)
-    import run as found
+    import run as run_module
 
     monkeypatch.delitem(sys.modules, "run")
-    return found
+    return run_module
 
 
 def test_each_signal_goes_to_each_target_at_each_moment(run: ModuleType) -> None:
     for seed in (0, 1):
-        made = run.trials(seed)
-        assert len({(one.signal, one.target, one.moment) for one in made}) == len(made) == 160
-        assert {(one.plan, one.method, one.training) for one in made} == set(run.CASES)
-        assert made == run.trials(seed)
+        trials = run.trials(seed)
+        assert len({(trial.signal, trial.target, trial.moment) for trial in trials}) == len(trials) == 160
+        assert {(trial.plan, trial.method, trial.training) for trial in trials} == set(run.CASES)
+        assert trials == run.trials(seed)
     assert run.trials(0) != run.trials(1)
 
 
 def test_what_is_counted(run: ModuleType) -> None:
-    made = [one for one in run.trials(0) if one.signal == "SIGKILL"][:6]
+    trials = [trial for trial in run.trials(0) if trial.signal == "SIGKILL"][:6]
     ends = [(1, 0, 0, True), (15.1, 0, 0, True), (2, 1, 0, True), (3, 0, 2, True), (4, 0, 0, None), (5, 0, 0, False)]
-    for one, end in zip(made, ends, strict=True):
-        one.ended_s, one.left, one.tracebacks, one.exact = end
-    assert [one.good for one in made] == [True, False, False, False, True, False]
-    made.append(run.Trial(0, 7, "1-1", "1f1b", "sgd", "SIGSTOP", "two", "end", fired=False, ended_s=99.0))
-    assert "| SIGKILL | 6 | 1 | 1 | 2 | 4 | 1 | 3.5 | 15.1 |" in run.table(made)
-    assert "SIGSTOP | 1" not in run.table(made)
+    for trial, end in zip(trials, ends, strict=True):
+        trial.ended_s, trial.left, trial.tracebacks, trial.exact = end
+    assert [trial.good for trial in trials] == [True, False, False, False, True, False]
+    trials.append(run.Trial(0, 7, "1-1", "1f1b", "sgd", "SIGSTOP", "two", "end", fired=False, ended_s=99.0))
+    assert "| SIGKILL | 6 | 1 | 1 | 2 | 4 | 1 | 3.5 | 15.1 |" in run.table(trials)
+    assert "SIGSTOP | 1" not in run.table(trials)
 
 
 @pytest.mark.long

@@ -66,16 +66,16 @@ def test_every_check_has_a_row_until_the_limit() -> None:
             "third": ([_finding("four")], ""),
         }[name]
 
-    found = list(run.rows(["first", "second", "third", "fourth"], start, limit_s=540.0, now_s=clock))
+    rows = list(run.rows(["first", "second", "third", "fourth"], start, limit_s=540.0, now_s=clock))
     assert limits == [540.0, 290.0, 40.0]
-    assert [row["name"] for row in found] == ["first", "second", "third", "fourth"]
-    assert [row["ok"] for row in found] == [False, False, True, False]
-    assert [row["seconds"] for row in found] == [250.0, 250.0, 250.0, 0.0]
-    assert found[0]["number"] == {"one": 1.0, "two": 1.0}
-    assert (found[0]["bound"], found[0]["failed"]) == ({"two": ">= 2"}, ["two"])
-    assert found[1]["note"] == {"error": "ended with status 1: ValueError"}
-    assert found[3]["note"] == {"skipped": "the limit of 540 s was reached"}
-    assert len({tuple(row) for row in found}) == 1, "all rows have the same keys"
+    assert [row["name"] for row in rows] == ["first", "second", "third", "fourth"]
+    assert [row["ok"] for row in rows] == [False, False, True, False]
+    assert [row["seconds"] for row in rows] == [250.0, 250.0, 250.0, 0.0]
+    assert rows[0]["number"] == {"one": 1.0, "two": 1.0}
+    assert (rows[0]["bound"], rows[0]["failed"]) == ({"two": ">= 2"}, ["two"])
+    assert rows[1]["note"] == {"error": "ended with status 1: ValueError"}
+    assert rows[3]["note"] == {"skipped": "the limit of 540 s was reached"}
+    assert len({tuple(row) for row in rows}) == 1, "all rows have the same keys"
     assert len(run.CHECKS) == 12
 
 
@@ -88,10 +88,10 @@ def test_a_finding_is_compared_with_its_bound(sign: str, ok: tuple[bool, ...]) -
 
 
 def test_differing_weights_are_counted() -> None:
-    one, other = (loops.Trained(state={"w": torch.tensor([1.0, 2.0, last])}) for last in (3.0, 3.0000002))
-    assert loops.differing_bits(one, one) == 0
-    assert loops.differing_bits(one, other) == 1
-    assert 1e-9 < loops.distance(one, other) < 1e-6
+    first, other = (loops.Trained(state={"w": torch.tensor([1.0, 2.0, last])}) for last in (3.0, 3.0000002))
+    assert loops.differing_bits(first, first) == 0
+    assert loops.differing_bits(first, other) == 1
+    assert 1e-9 < loops.distance(first, other) < 1e-6
 
 
 def test_without_a_card_one_line_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ def test_without_a_card_one_line_says_so(capsys: pytest.CaptureFixture[str], mon
 
 @pytest.mark.processes
 def test_a_check_that_fails_or_hangs_is_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found, wrong = run._start("no such check", TINY, 60.0)
-    assert found == []
+    rows, wrong = run._start("no such check", TINY, 60.0)
+    assert rows == []
     assert wrong.startswith("ended with status 1: KeyError: 'no such check'")
     assert run._start("facts", TINY, 0.2) == ([], "stopped after 0 s")
     table = tmp_path / "table.jsonl"
@@ -132,12 +132,12 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in run.CHECKS if name != "nccl"])
 def test_each_check_runs_on_a_cpu(name: str) -> None:
-    found = list(run.one_check(name, "cpu", "tiny"))
-    assert found
-    json.dumps(found)
+    rows = list(run.one_check(name, "cpu", "tiny"))
+    assert rows
+    json.dumps(rows)
     if name not in SPEED:  # of a few minibatches of several processes the memory is not yet constant
         ignored = "growth_bytes" if name == "processes" else "no name"
-        assert [one for one in found if not one["ok"] and ignored not in one["name"]] == []
+        assert [finding for finding in rows if not finding["ok"] and ignored not in finding["name"]] == []
 
 
 def test_the_models_of_the_profiles_are_the_published_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

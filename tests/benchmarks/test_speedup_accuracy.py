@@ -23,12 +23,12 @@ def test_rate_falls_to_zero_over_the_updates(
 ) -> None:
     task = accuracy.Task("digits", "accuracy", 0.01, 2, 5, 5e7)
     monkeypatch.setenv(accuracy_recipe.ASKED, task.asked(0.02, batch=batch, each_update=each_update))
-    made = accuracy_recipe.recipe(3)
-    images, _ = next(iter(made.train))
+    recipe = accuracy_recipe.recipe(3)
+    images, _ = next(iter(recipe.train))
     assert len(images) == 32 * batch
-    assert len(made.train) // each_update * made.epochs == updates
-    optimizer = made.optimizer(made.model.parameters())
-    scheduler, rates = made.scheduler(optimizer), []
+    assert len(recipe.train) // each_update * recipe.epochs == updates
+    optimizer = recipe.optimizer(recipe.model.parameters())
+    scheduler, rates = recipe.scheduler(optimizer), []
     for _ in range(updates):
         rates.append(scheduler.get_last_lr()[0])
         optimizer.step()
@@ -39,19 +39,19 @@ def test_rate_falls_to_zero_over_the_updates(
 
 def test_characters_are_new_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(accuracy_recipe.ASKED, accuracy.Task("characters", "loss", 0.01, 2, 3, 5e7).asked(0.01))
-    made = accuracy_recipe.recipe(0)
-    first, second = ([text for text, _ in made.train] for _ in range(2))
+    recipe = accuracy_recipe.recipe(0)
+    first, second = ([text for text, _ in recipe.train] for _ in range(2))
     assert [len(text) for text in first] == [16] * 3
     assert not torch.equal(first[0], second[0])
-    text, following = next(islice(made.train, 1))
+    text, following = next(islice(recipe.train, 1))
     assert torch.equal(text[:, 1:], following[:, :-1])
-    assert made.loss(made.model(text), following).item() == pytest.approx(4.85, abs=0.6)  # of 128 symbols
+    assert recipe.loss(recipe.model(text), following).item() == pytest.approx(4.85, abs=0.6)  # of 128 symbols
 
 
 def row(variant: str, seed: int, final: float, seconds: float | None) -> dict[str, Any]:
-    found = {"task": "digits", "metric": "accuracy", "target": 0.98, "bytes_per_s": 5e7, "rate": 0.01, "others": 0.0}
+    row = {"task": "digits", "metric": "accuracy", "target": 0.98, "bytes_per_s": 5e7, "rate": 0.01, "others": 0.0}
     reached = {"seconds_to_target": seconds, "bytes_to_target": None if seconds is None else 1e8 * seconds}
-    return found | reached | {"variant": variant, "seed": seed, "final": final, "samples_per_s": 100.0}
+    return row | reached | {"variant": variant, "seed": seed, "final": final, "samples_per_s": 100.0}
 
 
 def test_tables() -> None:
@@ -77,6 +77,6 @@ def test_tables() -> None:
 def test_runs() -> None:
     lines: list[str] = []
     rows = accuracy.measure("test", lines.append)
-    assert [found["variant"] for found in rows if "variant" in found] == ["DDP", "PipeDream, full"]
+    assert [row["variant"] for row in rows if "variant" in row] == ["DDP", "PipeDream, full"]
     assert len(lines) == 2
     assert "| PipeDream, full | 0.01 |" in accuracy.tables(rows)

@@ -1,0 +1,160 @@
+"""What the benchmarks share: worker processes on this machine, turns, medians, tables and the environment of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TIGHT_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""So that what a process has freed is not counted as its own."""
+
+
+def make_parser(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
+    """Returns a parser that describes itself by a module's first line.
+
+    Args:
+        quick: what --quick does; without it there is no such option.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    return parser
+
+
+class Environment:
+    """Where and when a benchmark ran; made at its begin."""
+
+    def __init__(self) -> None:
+        self._load = os.getloadavg()[0]
+        self._start_s = time.monotonic()
+
+    def describe(self, *details: str) -> str:
+        """Returns a list in Markdown: the day, how long it took and other details; machine; load; command."""
+        minutes = (time.monotonic() - self._start_s) / 60
+        day = ", ".join((time.strftime("%Y-%m-%d"), f"{minutes:.1f} minutes", *details))
+        load = f"load average {self._load:.2f} before the run, {os.getloadavg()[0]:.2f} at its end"
+        return "\n".join(
+            f"- {line}" for line in (day, describe_machine(), load, f"command: python {' '.join(sys.argv)}")
+        )
+
+
+def describe_machine() -> str:
+    """Returns cores, processor, system and versions."""
+    return (
+        f"{len(os.sched_getaffinity(0))} cores of {find_processor()}, Linux {platform.release()}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def find_processor() -> str:
+    """Returns the name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def take_turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Yields all names in each round; each round begins with another one, so that none is always the first."""
+    ordered = list(names)
+    for number in range(rounds):
+        first = number % len(ordered)
+        yield from ordered[first:] + ordered[:first]
+
+
+def compare_rounds(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Returns ratios round by round: what disturbs the machine for seconds disturbs both."""
+    return [value / other for value, other in zip(values, others, strict=True)]
+
+
+def format_quartiles(values: Sequence[float], write: Callable[[float], str] = "{:.3f}".format) -> str:
+    """Returns the median, and the quartiles in parentheses."""
+    if len(values) < 2:
+        return write(values[0])
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{write(middle)} ({write(low)} to {write(high)})"
+
+
+def format_range(values: Sequence[float], write: Callable[[float], str]) -> str:
+    """Returns the median, and the least and the largest in parentheses."""
+    return f"{write(statistics.median(values))} ({write(min(values))} to {write(max(values))})"
+
+
+def format_head(titles: str, alignment: str = "") -> str:
+    """Returns the head of a table in Markdown.
+
+    Args:
+        titles: of the columns, separated by '|'.
+        alignment: 'l' or 'r' for each column; the last one counts for the rest.
+    """
+    columns = titles.split("|")
+    sides = (alignment or "l").ljust(len(columns), (alignment or "l")[-1])
+    marks = ["---:" if side == "r" else "---" for side in sides]
+    return f"{format_row(column.strip() for column in columns)}\n{format_row(marks)}"
+
+
+def format_row(cells: Iterable[object]) -> str:
+    """Returns a row of a table in Markdown."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def format_mib(size_bytes: float) -> str:
+    return f"{size_bytes / (1 << 20):.1f} MiB"
+
+
+def local_world(processes: int) -> list[dict[str, str]]:
+    """Returns torch's variables for each of several processes of this machine, of one thread each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return [shared | {"RANK": str(rank)} for rank in range(processes)]
+
+
+def run_processes(
+    program: Path, request: Mapping[str, Any], processes: int = 1, variables: Mapping[str, str] | None = None
+) -> Any:
+    """Runs a program with a request in so many processes; returns what rank 0 printed last, as JSON."""
+    command = (sys.executable, str(program), json.dumps(request))
+    return run_commands([(command, world | dict(variables or {})) for world in local_world(processes)])
+
+
+def run_commands(commands: Iterable[tuple[Sequence[str], Mapping[str, str]]]) -> Any:
+    """Runs commands with their variables at the same time; returns what the first printed last, as JSON."""
+    workers: list[subprocess.Popen[str]] = []
+    try:
+        for rank, (command, variables) in enumerate(commands):
+            output = subprocess.DEVNULL if rank else subprocess.PIPE
+            workers.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=output, text=True))
+        text = workers[0].communicate()[0]
+        if any(statuses := [worker.wait(timeout=60) for worker in workers]):
+            raise SystemExit(f"the workers ended with {statuses}")
+    finally:
+        stop_processes(workers)
+    return json.loads(text.splitlines()[-1])
+
+
+def stop_processes(workers: Iterable[subprocess.Popen[Any]]) -> None:
+    """Kills those that still run."""
+    for worker in workers:
+        if worker.poll() is None:
+            worker.kill()
+            worker.wait()
+        if worker.stdout is not None:
+            worker.stdout.close()
