@@ -121,7 +121,7 @@ class _Bench:
         task = self.task
         rows = [row for each_update in (1, 2) for row in self._tuning(each_update)]
         rates = {row["each_update"]: row["rate"] for row in rows if row["is_best"]}
-        os.environ[ASKED] = task.asked(rates[1])
+        os.environ[ASKED] = task.describe_request(rates[1])
         self.network.limit(None)
         profile, _ = profile_together(self._runs(TUNING_SEED), 2, PARTS)
         self.network.limit(task.bytes_per_s)
@@ -145,7 +145,7 @@ class _Bench:
             row = {"task": task.name, "tunes": DDP if each_update == 2 else SAME_BATCH, "each_update": each_update}
             row |= {"rate": task.rate * factor, "metric": task.metric, "final": None, "loss": 0.0, "is_best": False}
             if len(self.size.rates) > 1:
-                os.environ[ASKED] = task.asked(task.rate * factor, batch=each_update)
+                os.environ[ASKED] = task.describe_request(task.rate * factor, batch=each_update)
                 loop = torch_baselines.plain_loop(
                     torch_baselines.Task(recipe(TUNING_SEED), 0, 1, torch.device("cpu"), PARTS)
                 )
@@ -164,7 +164,7 @@ class _Bench:
 
     def _least_disturbed(self, name: str, seed: int, profile: Profile, rate: float) -> dict[str, Any]:
         """Runs a variant until other processes have left the cores alone meanwhile, or often enough."""
-        os.environ[ASKED] = self.task.asked(rate, each_update=2 if name == DDP else 1)
+        os.environ[ASKED] = self.task.describe_request(rate, each_update=2 if name == DDP else 1)
         best: dict[str, Any] = {}
         for _ in range(TRIES if self.size.seeds > 1 else 1):
             busy_s, own_s, begun = cores_busy_s(), sum(os.times()[:4]), time.monotonic()

@@ -22,7 +22,7 @@ def test_rate_falls_to_zero_over_the_updates(
     batch: int, each_update: int, updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = accuracy.Task("digits", "accuracy", 0.01, 2, 5, 5e7)
-    monkeypatch.setenv(accuracy_recipe.ASKED, task.asked(0.02, batch=batch, each_update=each_update))
+    monkeypatch.setenv(accuracy_recipe.ASKED, task.describe_request(0.02, batch=batch, each_update=each_update))
     recipe = accuracy_recipe.recipe(3)
     images, _ = next(iter(recipe.train))
     assert len(images) == 32 * batch
@@ -38,7 +38,9 @@ def test_rate_falls_to_zero_over_the_updates(
 
 
 def test_characters_are_new_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(accuracy_recipe.ASKED, accuracy.Task("characters", "loss", 0.01, 2, 3, 5e7).asked(0.01))
+    monkeypatch.setenv(
+        accuracy_recipe.ASKED, accuracy.Task("characters", "loss", 0.01, 2, 3, 5e7).describe_request(0.01)
+    )
     recipe = accuracy_recipe.recipe(0)
     first, second = ([text for text, _ in recipe.train] for _ in range(2))
     assert [len(text) for text in first] == [16] * 3
