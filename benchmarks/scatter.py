@@ -63,7 +63,9 @@ def scatter_svg(
 
     series = list(dict.fromkeys(pair.series for pair in pairs))
     parts = [f"<style>{line_style()}</style>", text(16, 24, title, size=14, weight=600)]
-    parts.append(_line((_LEFT, _TOP), (_LEFT, _TOP + _SIDE)) + _line((_LEFT, _TOP + _SIDE), at(10**high, 10**low)))
+    parts.append(
+        _draw_line((_LEFT, _TOP), (_LEFT, _TOP + _SIDE)) + _draw_line((_LEFT, _TOP + _SIDE), at(10**high, 10**low))
+    )
     for tick in log_ticks(10**low, 10**high):
         x, y = at(tick, tick)
         parts.append(text(x, _TOP + _SIDE + 16, write(tick), colour="faint", anchor="middle"))
@@ -73,7 +75,7 @@ def scatter_svg(
     for share in (1.0, 1 + tolerance, 1 - tolerance) if tolerance else (1.0,):
         ends = max(low, low - log10(share)), min(high, high - log10(share))
         begin, end = (at(10**power, 10**power * share) for power in ends)
-        parts.append(_line(begin, end, dashed=share != 1))
+        parts.append(_draw_line(begin, end, dashed=share != 1))
     for pair in pairs:
         colour = list(LINES)[series.index(pair.series) % len(LINES)]
         x, y = at(pair.predicted, pair.measured)
@@ -92,7 +94,7 @@ def scatter_svg(
     return frame("".join(parts), _LEFT + _SIDE + _RIGHT, _TOP + _SIDE + _FOOT, title, standalone)
 
 
-def _line(begin: tuple[float, float], end: tuple[float, float], dashed: bool = False) -> str:
+def _draw_line(begin: tuple[float, float], end: tuple[float, float], dashed: bool = False) -> str:
     (x1, y1), (x2, y2) = begin, end
     dashes = ' stroke-dasharray="5 4"' if dashed else ""
     return (

@@ -143,7 +143,7 @@ def one_stage(quick: bool) -> None:
             "plain": plain(gpt2(blocks, width), 1),
             "pipeline of one stage": in_pipeline(stack, gpt2(blocks, width), loader[0], (), 1),
         }
-        _ratios(f"One stage: GPT-2, {blocks} blocks of width {width}", seconds(steps, loader, rounds), "plain")
+        _print_ratios(f"One stage: GPT-2, {blocks} blocks of width {width}", seconds(steps, loader, rounds), "plain")
 
 
 def compiled(quick: bool) -> None:
@@ -158,10 +158,10 @@ def compiled(quick: bool) -> None:
             "2 stages": in_pipeline(stack, gpt2(blocks, width), loader[0], cuts, 1),
             "2 stages, compile=True": in_pipeline(stack, gpt2(blocks, width), loader[0], cuts, 1, compile=True),
         }
-        _ratios(f"Compiled: GPT-2, {blocks} blocks of width {width}", seconds(steps, loader, rounds), "plain")
+        _print_ratios(f"Compiled: GPT-2, {blocks} blocks of width {width}", seconds(steps, loader, rounds), "plain")
 
 
-def _ratios(title: str, seconds_by_way: dict[str, list[float]], base: str) -> None:
+def _print_ratios(title: str, seconds_by_way: dict[str, list[float]], base: str) -> None:
     print(f"### {title}\n")
     print(format_head(f" | a minibatch (least to most) | of {base}", "lr"))
     for name, times in seconds_by_way.items():
@@ -175,7 +175,7 @@ def capture_alone(quick: bool) -> None:
     model = gpt2(blocks, width, words, 1024)
     size = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     batch = batches(1, 1, 64, words)[0]
-    before = _resident_bytes()
+    before = _read_resident_bytes()
     began = time.perf_counter()
     captured = pipedream.capture(model, batch)
     taken = time.perf_counter() - began
@@ -186,7 +186,7 @@ def capture_alone(quick: bool) -> None:
     )
 
 
-def _resident_bytes() -> int:
+def _read_resident_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 

@@ -59,16 +59,16 @@ def panels_svg(
         y = TOP + number * (HEIGHT + GAP)
         names = list(dict.fromkeys(line.name for panel in row for line in panel.lines))
         for column, panel in enumerate(row):
-            parts += _panel(panel, names, LEFT + column * (WIDTH + GAP), y, low, high)
+            parts += _draw_panel(panel, names, LEFT + column * (WIDTH + GAP), y, low, high)
         for i, name in enumerate(names):
             colour = list(LINES)[i % len(LINES)]
             x = LEFT + columns * (WIDTH + GAP) - 20
-            parts.append(_path([(x, y + 20 + 16 * i), (x + 18, y + 20 + 16 * i)], colour))
+            parts.append(_draw_path([(x, y + 20 + 16 * i), (x + 18, y + 20 + 16 * i)], colour))
             parts.append(text(x + 24, y + 24 + 16 * i, name))
     return frame("".join(parts), width, total, title, standalone=True)
 
 
-def _panel(panel: Panel, names: Sequence[str], left: float, top: float, low: float, high: float) -> list[str]:
+def _draw_panel(panel: Panel, names: Sequence[str], left: float, top: float, low: float, high: float) -> list[str]:
     bottom, right = top + HEIGHT, left + WIDTH
     last = max((line.points[-1][0] for line in panel.lines if line.points), default=1.0)
 
@@ -93,11 +93,11 @@ def _panel(panel: Panel, names: Sequence[str], left: float, top: float, low: flo
         if over != under[::-1]:
             ring = " ".join(f"{length(x)},{length(y)}" for x, y in over + under)
             parts.append(f'<polygon class="{colour}" points="{ring}" fill="{LINES[colour][0]}" fill-opacity="0.15"/>')
-        parts.append(_path([at(x, median) for x, _, median, _ in line.points], colour, line.name))
+        parts.append(_draw_path([at(x, median) for x, _, median, _ in line.points], colour, line.name))
     return parts
 
 
-def _path(points: Sequence[tuple[float, float]], colour: str, name: str = "") -> str:
+def _draw_path(points: Sequence[tuple[float, float]], colour: str, name: str = "") -> str:
     ring = " ".join(f"{length(x)},{length(y)}" for x, y in points)
     told = f"<title>{name}</title>" if name else ""
     return (

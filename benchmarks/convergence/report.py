@@ -56,10 +56,10 @@ def main() -> int:
     page = options.out / "README.md"
     if not page.exists():
         shutil.copy(CURVES.with_name("README.md"), page)
-    parts = [*_how(options.curves, curves), *_effects(curves)]
+    parts = [*_describe_runs(options.curves, curves), *_format_effects(curves)]
     for task in TASKS:
         if any(run.task == task for run in curves):
-            parts += _table(curves, task) + _pictures(curves, task, options.out)
+            parts += _format_table(curves, task) + _draw_pictures(curves, task, options.out)
     before, rest = page.read_text().split(MARKS[0])
     page.write_text("\n".join([before + MARKS[0], "", *parts, "", MARKS[1] + rest.split(MARKS[1])[1]]))
     return 0
@@ -102,11 +102,11 @@ def judged(better: dict[int, float], worse: dict[int, float], spread: float, eve
     return "no, within the seeds' spread"
 
 
-def _scores(curves: dict[int, Curve], task: str) -> dict[int, float]:
+def _collect_scores(curves: dict[int, Curve], task: str) -> dict[int, float]:
     return {seed: curve.score(task)[0] for seed, curve in curves.items()}
 
 
-def _how(path: Path, curves: Curves) -> list[str]:
+def _describe_runs(path: Path, curves: Curves) -> list[str]:
     places = json.loads(path.read_text())["environments"]
     cases = {
         (task, name, 1 if arm.synchronous else stages)
@@ -125,49 +125,49 @@ def _how(path: Path, curves: Curves) -> list[str]:
     ]
 
 
-def _effects(curves: Curves) -> list[str]:
+def _format_effects(curves: Curves) -> list[str]:
     head = " | ".join(f"{p} stages" for p in STAGES)
     rows = [
         "### Published, and here",
         "",
-        f"Each cell: better arm to worse arm (medians), and whether the effect shows. {_rule()}",
+        f"Each cell: better arm to worse arm (medians), and whether the effect shows. {_describe_rule()}",
         "",
         f"| published | source | figures there | arms | {head} |",
         "| --- | --- | --- | --- |" + " --- |" * len(STAGES),
     ]
     for effect in EFFECTS:
-        cells = " | ".join(_cell(curves, effect, p) for p in STAGES)
+        cells = " | ".join(_format_cell(curves, effect, p) for p in STAGES)
         sign = "=" if effect.even else ">"
         arms = f"{effect.task}: {effect.better} {sign} {effect.worse}"
         rows.append(f"| {effect.says} | {effect.source} | {effect.published or 'not at hand'} | {arms} | {cells} |")
     return [*rows, ""]
 
 
-def _rule() -> str:
+def _describe_rule() -> str:
     return (
         f"*yes*: better in the median and for {SEEDS - 1} of {SEEDS} seeds (same first weights, same data); "
         "for parity (=): the medians are no further apart than the second arm's seeds."
     )
 
 
-def _cell(curves: Curves, effect: Effect, stages: int) -> str:
+def _format_cell(curves: Curves, effect: Effect, stages: int) -> str:
     better, worse = (
-        _scores(of_arm(curves, effect.task, arm, stages), effect.task) for arm in (effect.better, effect.worse)
+        _collect_scores(of_arm(curves, effect.task, arm, stages), effect.task) for arm in (effect.better, effect.worse)
     )
     if not better or not worse:
         return "not run"
     spread = max(worse.values()) - min(worse.values())
-    shown = " to ".join(_shown(median(scores.values()), effect.task) for scores in (better, worse))
+    shown = " to ".join(_format_score(median(scores.values()), effect.task) for scores in (better, worse))
     return f"{shown}: {judged(better, worse, spread, effect.even)}"
 
 
-def _shown(score: float, task: str) -> str:
+def _format_score(score: float, task: str) -> str:
     if not math.isfinite(score):
         return "diverged"
     return f"{100 * (1 - score):.1f}%" if TASKS[task].metric == "accuracy" else f"{score:.3f}"
 
 
-def _table(curves: Curves, task: str) -> list[str]:
+def _format_table(curves: Curves, task: str) -> list[str]:
     name = "accuracy" if TASKS[task].metric == "accuracy" else "loss, nats a character"
     rows = [
         f"### {task}: {name} at the end",
@@ -181,13 +181,13 @@ def _table(curves: Curves, task: str) -> list[str]:
         cells = []
         for p in STAGES:
             arm_stages = of_arm(curves, task, arm.name, p)
-            scores = sorted(_scores(arm_stages, task).values())
+            scores = sorted(_collect_scores(arm_stages, task).values())
             if not scores:
                 cells.append("not run")
                 continue
-            low, high = sorted((_shown(scores[0], task), _shown(scores[-1], task)))
+            low, high = sorted((_format_score(scores[0], task), _format_score(scores[-1], task)))
             cells.append(
-                f"{_shown(median(scores), task)} ({low} to {high}), {next(iter(arm_stages.values())).rate:.3g}"
+                f"{_format_score(median(scores), task)} ({low} to {high}), {next(iter(arm_stages.values())).rate:.3g}"
             )
         if arm.synchronous:
             cells = [cells[0]] + ["the same"] * (len(STAGES) - 1)
@@ -195,13 +195,15 @@ def _table(curves: Curves, task: str) -> list[str]:
     return [*rows, ""]
 
 
-def _pictures(curves: Curves, task: str, folder: Path) -> list[str]:
+def _draw_pictures(curves: Curves, task: str, folder: Path) -> list[str]:
     texts = []
     for by, label in (("updates", "updates"), ("time", "simulated time, in forwards of a minibatch at a stage")):
         rows = []
         for title, names in FAMILIES[task].items():
             row = [
-                Panel(f"{title}, {p} stages", [line for name in names for line in _lines(curves, task, name, p, by)])
+                Panel(
+                    f"{title}, {p} stages", [line for name in names for line in _make_lines(curves, task, name, p, by)]
+                )
                 for p in STAGES
             ]
             if any(panel.lines for panel in row):
@@ -217,7 +219,7 @@ def _pictures(curves: Curves, task: str, folder: Path) -> list[str]:
     return texts
 
 
-def _lines(curves: Curves, task: str, arm: str, stages: int, by: str) -> Iterable[Line]:
+def _make_lines(curves: Curves, task: str, arm: str, stages: int, by: str) -> Iterable[Line]:
     arm_stages = of_arm(curves, task, arm, stages)
     if not arm_stages:
         return

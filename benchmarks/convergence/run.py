@@ -171,10 +171,10 @@ def load(path: Path) -> Curves:
 def save(path: Path, curves: Curves) -> None:
     """Writes curves, whole or not at all."""
     lines = (
-        f"{json.dumps(str(run))}: {json.dumps([c.rate, round(c.seconds, 1), [_rounded(p) for p in c.points]])}"
+        f"{json.dumps(str(run))}: {json.dumps([c.rate, round(c.seconds, 1), [_round_point(p) for p in c.points]])}"
         for run, c in sorted(curves.items())
     )
-    head = json.dumps({"settings": settings(), "environments": _environments(path)})
+    head = json.dumps({"settings": settings(), "environments": _list_environments(path)})
     text = head[:-1] + ', "curves": {\n' + ",\n".join(lines) + "\n}}\n"
     beside = path.with_suffix(".part")
     beside.write_text(text)
@@ -186,7 +186,7 @@ def settings() -> dict[str, Any]:
     return {name: task.settings() for name, task in TASKS.items()}
 
 
-def _environments(path: Path) -> list[dict[str, str]]:
+def _list_environments(path: Path) -> list[dict[str, str]]:
     """Returns where the runs of a file were made, each with its last day; this machine is the last."""
     here = {
         "machine": f"{os.cpu_count()} cores of {find_processor()}, {platform.system()}",
@@ -198,7 +198,7 @@ def _environments(path: Path) -> list[dict[str, str]]:
     ]
 
 
-def _rounded(point: Point) -> list[float]:
+def _round_point(point: Point) -> list[float]:
     return [point.updates, float(f"{point.loss:.6g}"), round(point.accuracy, 5)]
 
 
@@ -230,7 +230,7 @@ def main() -> int:
         while True:
             spent = time.monotonic() - begin
             busy = {run for run, _ in going.values()}
-            for run in _next(curves, cases, options.seeds, busy, options.jobs - len(going)):
+            for run in _choose_next(curves, cases, options.seeds, busy, options.jobs - len(going)):
                 if spent + longest <= options.budget_s:
                     going[pool.submit(trained, run)] = run, spent
             if not going:
@@ -254,7 +254,9 @@ def main() -> int:
     return 0
 
 
-def _next(curves: Curves, cases: list[tuple[str, str, int]], seeds: int, going: set[Run], count: int) -> Iterator[Run]:
+def _choose_next(
+    curves: Curves, cases: list[tuple[str, str, int]], seeds: int, going: set[Run], count: int
+) -> Iterator[Run]:
     """Yields so many runs to begin, of the first cases that have any beside those that go on."""
     begun = set(going)
     for task, arm, stages in cases:

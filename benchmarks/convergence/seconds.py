@@ -25,14 +25,14 @@ def times_of(arm: Arm, stages: int, updates: int, at: list[int]) -> list[float]:
     times, begin, first = [], 0.0, 0
     for turn in arm.turns:
         last = round(turn.until * updates)
-        period, fill = _paces(turn.method, stages)
+        period, fill = _find_paces(turn.method, stages)
         times += [begin + fill + (n - first) * period for n in at if first < n <= last]
         begin, first = begin + fill + (last - first) * period, last
     return times
 
 
 @cache
-def _paces(method: Method, p: int) -> tuple[float, float]:
+def _find_paces(method: Method, p: int) -> tuple[float, float]:
     """Returns the time of an update in a full pipeline, and what filling and draining one takes beside that."""
     m = method.microbatches(p) or 1
     plan = Plan.uniform(p, 1 / m, 2 / m)

@@ -42,8 +42,8 @@ class Stage:
         self._leaves = [p for _, p in named]
         self._read = torch.cat([p.detach().reshape(-1) for p in self._leaves])
         self.weights = self._read.clone()
-        self._handles = [nn.Parameter(part) for part in _parts(self.weights, self._leaves)]
-        for leaf, part in zip(self._leaves, _parts(self._read, self._leaves), strict=True):
+        self._handles = [nn.Parameter(part) for part in _split_flat(self.weights, self._leaves)]
+        for leaf, part in zip(self._leaves, _split_flat(self._read, self._leaves), strict=True):
             leaf.data = part
         self._optimizer = optimizer([(name, h) for (name, _), h in zip(named, self._handles, strict=True)])
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -112,7 +112,7 @@ class Stage:
         b = self._method.at_once(momentum, self._staleness)
         gradient = torch.cat([handle.grad.reshape(-1) for handle in self._handles])  # type: ignore[union-attr]
         gradient.add_(before, alpha=group["weight_decay"])
-        self.weights.sub_(gradient - (1 - momentum) * self._direction(), alpha=group["lr"] * b)
+        self.weights.sub_(gradient - (1 - momentum) * self._compute_direction(), alpha=group["lr"] * b)
 
     def _compute_views(self, before: Tensor, coming: float) -> None:
         """Computes the views of the version that was just made."""
@@ -120,7 +120,7 @@ class Stage:
         if self._ahead or self._back:
             if self._method.step == "velocity":
                 self._set_rates(coming)
-                step = -self._optimizer.param_groups[0]["lr"] * self._direction()
+                step = -self._optimizer.param_groups[0]["lr"] * self._compute_direction()
             else:
                 step = self._average if self._average is not None else self.weights - before
             ahead = torch.add(self.weights, step, alpha=self._ahead)
@@ -128,7 +128,7 @@ class Stage:
         self._newest = newest
         self._made.append(ahead.clone() if ahead is self.weights else ahead)
 
-    def _direction(self) -> Tensor:
+    def _compute_direction(self) -> Tensor:
         """Returns v of momentum SGD, or Adam's m / (sqrt(v) + eps), m and v corrected for their beginning."""
         direction = {}
         for group in self._optimizer.param_groups:
@@ -172,7 +172,7 @@ class Emulation:
 
     def begin(self, method: Method) -> None:
         """Drains, and goes on with a method."""
-        self._method, self._parts, self._k = method, method.parts(len(self.stages)), 0
+        self._method, self._split_flat, self._k = method, method.parts(len(self.stages)), 0
         for s, stage in enumerate(self.stages):
             stage.begin(method, len(self.stages), s, self._annealed)
 
@@ -183,12 +183,12 @@ class Emulation:
             factor: number of an update -> factor on the learning rates.
         """
         loss = 0.0
-        pieces = zip(x.tensor_split(self._parts), y.tensor_split(self._parts), strict=True)
-        for xs, ys in pieces if self._parts > 1 else [(x, y)]:
+        pieces = zip(x.tensor_split(self._split_flat), y.tensor_split(self._split_flat), strict=True)
+        for xs, ys in pieces if self._split_flat > 1 else [(x, y)]:
             for stage in self.stages:
                 stage.read_forward(self._k)
             share = len(xs) / len(x)
-            loss += (self._recomputed if self._method.rule == "recompute" else self._passes)(xs, ys, share)
+            loss += (self._pass_recomputed if self._method.rule == "recompute" else self._pass_graph)(xs, ys, share)
             self._k += 1
         for stage in self.stages:
             stage.update(self._number, factor(self._number), factor(self._number + 1))
@@ -208,7 +208,7 @@ class Emulation:
         """Returns all weights, stage after stage."""
         return torch.cat([stage.weights for stage in self.stages])
 
-    def _passes(self, x: Tensor, y: Tensor, share: float) -> float:
+    def _pass_graph(self, x: Tensor, y: Tensor, share: float) -> float:
         """Does forward and backward, with the weights changed between the two; returns the loss."""
         for stage in self.stages:
             x = stage.layers(x)
@@ -218,7 +218,7 @@ class Emulation:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
-    def _recomputed(self, x: Tensor, y: Tensor, share: float) -> float:
+    def _pass_recomputed(self, x: Tensor, y: Tensor, share: float) -> float:
         """Does the forward, and each stage's again at the backward's weights, from its old input."""
         inputs = []
         with torch.no_grad():
@@ -259,6 +259,6 @@ def train(
             return
 
 
-def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _split_flat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     pieces = flat.split([tensor.numel() for tensor in like])
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]

@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
         groups: list[dict[str, Any]] = []
         for inside in (True, False):
             for decay in (weight_decay, 0.0):
-                chosen = [p for name, p in named if _inside(name, p) is inside and bool(decay) is (p.ndim >= 2)]
+                chosen = [p for name, p in named if _is_inside(name, p) is inside and bool(decay) is (p.ndim >= 2)]
                 if chosen:
                     groups.append({"params": chosen, "matrices": inside, "weight_decay": decay})
         super().__init__(groups, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.95})
@@ -70,25 +70,25 @@ class Muon(torch.optim.Optimizer):
         """Makes an update."""
         for group in self.param_groups:
             torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
-            (self._matrices if group["matrices"] else self._rest)(group)
+            (self._step_matrices if group["matrices"] else self._step_rest)(group)
 
-    def _matrices(self, group: dict[str, Any]) -> None:
+    def _step_matrices(self, group: dict[str, Any]) -> None:
         alike: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
         for p in group["params"]:
             alike[p.shape].append(p)
         for shape, matrices in alike.items():
             gradients = [p.grad for p in matrices]
-            momenta = [self._kept(p, "momentum_buffer") for p in matrices]
+            momenta = [self._get_state(p, "momentum_buffer") for p in matrices]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             ahead = torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"]))
             size = 0.2 * max(shape) ** 0.5
             torch._foreach_add_(matrices, list(orthogonal(ahead).unbind()), alpha=-group["lr"] * size)
 
-    def _rest(self, group: dict[str, Any]) -> None:
+    def _step_rest(self, group: dict[str, Any]) -> None:
         first, second = group["betas"]
         weights, gradients = group["params"], [p.grad for p in group["params"]]
-        means = [self._kept(p, "exp_avg") for p in weights]
-        squares = [self._kept(p, "exp_avg_sq") for p in weights]
+        means = [self._get_state(p, "exp_avg") for p in weights]
+        squares = [self._get_state(p, "exp_avg_sq") for p in weights]
         group["step"] = group.get("step", 0) + 1
         torch._foreach_lerp_(means, gradients, 1 - first)
         torch._foreach_mul_(squares, second)
@@ -97,7 +97,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(sizes, group["eps"])
         torch._foreach_addcdiv_(weights, means, sizes, value=-group["lr"] / (1 - first ** group["step"]))
 
-    def _kept(self, p: nn.Parameter, name: str) -> Tensor:
+    def _get_state(self, p: nn.Parameter, name: str) -> Tensor:
         state = self.state[p]
         if name not in state:
             state[name] = torch.zeros_like(p)
@@ -119,7 +119,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def _inside(name: str, parameter: nn.Parameter) -> bool:
+def _is_inside(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 and "embed" not in name and "head" not in name
 
 

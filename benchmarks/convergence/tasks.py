@@ -166,7 +166,7 @@ def characters(context: int = 32) -> tuple[Pair, Pair]:
     return (train[:, :-1], train[:, 1:]), (test[:250, :-1], test[:250, 1:])
 
 
-def _per_token(output: Tensor, targets: Tensor) -> Tensor:
+def _measure_per_token(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
@@ -186,7 +186,7 @@ TASKS = {
         "char_gpt",
         char_gpt_units,
         characters,
-        _per_token,
+        _measure_per_token,
         metric="loss",
         batch=16,
         updates=300,

@@ -170,7 +170,7 @@ class Job:
                 start_new_session=True,
             )
             if MOMENTS[self.trial.moment] is None:
-                self._signal_soon(process)
+                self._send_soon(process)
             started = time.monotonic()
             while process.poll() is None or self.left():
                 time.sleep(0.1)
@@ -202,7 +202,7 @@ class Job:
             worker.kill()
         return all(worker.exitcode == 0 for worker in workers), errors.read_text()
 
-    def _signal_soon(self, launcher: subprocess.Popen[bytes]) -> None:
+    def _send_soon(self, launcher: subprocess.Popen[bytes]) -> None:
         """Sends the trial's signal soon after its targets exist, while they import."""
         targets = order(self.trial)["targets"]
         assert isinstance(targets, list)

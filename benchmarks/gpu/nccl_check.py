@@ -21,15 +21,15 @@ SENT = 1 << 20  # elements of a message
 def nccl(device: torch.device, scale: Scale) -> Iterator[Finding]:
     """A world of one rank that sends to itself, and two ranks on one card."""
     need_card(device)
-    with _world_of_one(device):
+    with _check_alone(device):
         group = dist.new_group([0], backend="nccl", device_id=device)
         sent, received = torch.ones(SENT, device=device), torch.zeros(SENT, device=device)
-        for work in _to_itself(group, sent, received):
+        for work in _send_to_itself(group, sent, received):
             work.wait()
         torch.cuda.synchronize()
 
-        torch.cuda._sleep(_cycles_of(0.1, device))
-        works = _to_itself(group, sent, received)
+        torch.cuda._sleep(_count_cycles(0.1, device))
+        works = _send_to_itself(group, sent, received)
         began = time.perf_counter()
         for work in works:
             work.wait()
@@ -42,21 +42,21 @@ def nccl(device: torch.device, scale: Scale) -> Iterator[Finding]:
 
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         for turn in range(100):
-            torch.cuda._sleep(_cycles_of(1e-3, device))
+            torch.cuda._sleep(_count_cycles(1e-3, device))
             sent = torch.full((SENT,), float(turn), device=device)
-            works = _to_itself(group, sent, received)
+            works = _send_to_itself(group, sent, received)
             del sent  # the allocator may give its block to the next tensor
             torch.full((SENT,), -1.0, device=device)
             for work in works:
                 work.wait()
             wrong += (received != turn).sum()
         yield Finding("wrong_elements", int(wrong), "==", 0, "the sender's block was freed and written 100 times")
-        yield from _groups(device)
-    yield from _two_ranks(device)
+        yield from _check_groups(device)
+    yield from _check_two_ranks(device)
 
 
 @contextmanager
-def _world_of_one(device: torch.device) -> Iterator[None]:
+def _check_alone(device: torch.device) -> Iterator[None]:
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", 0, 1, True)  # port 0: any that is free
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
@@ -66,12 +66,12 @@ def _world_of_one(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _to_itself(group: dist.ProcessGroup, sent: torch.Tensor, received: torch.Tensor) -> list[dist.Work]:
+def _send_to_itself(group: dist.ProcessGroup, sent: torch.Tensor, received: torch.Tensor) -> list[dist.Work]:
     ends = [dist.P2POp(dist.isend, sent, 0, group), dist.P2POp(dist.irecv, received, 0, group)]
     return dist.batch_isend_irecv(ends)
 
 
-def _cycles_of(seconds: float, device: torch.device) -> int:
+def _count_cycles(seconds: float, device: torch.device) -> int:
     """Returns the argument of torch.cuda._sleep, measured once."""
     if device not in _CYCLES_PER_S:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -87,14 +87,14 @@ def _cycles_of(seconds: float, device: torch.device) -> int:
 _CYCLES_PER_S: dict[torch.device, float] = {}
 
 
-def _groups(device: torch.device) -> Iterator[Finding]:
+def _check_groups(device: torch.device) -> Iterator[Finding]:
     few = torch.ones(8, device=device), torch.zeros(8, device=device)
     for count in GROUPS:
         torch.cuda.synchronize()
         free_bytes, began = torch.cuda.mem_get_info(device)[0], time.perf_counter()
         groups = [dist.new_group([0], backend="nccl", device_id=device) for _ in range(count)]
         for group in groups:
-            for work in _to_itself(group, *few):
+            for work in _send_to_itself(group, *few):
                 work.wait()
         torch.cuda.synchronize()
         yield Finding(f"{count}_groups_s", time.perf_counter() - began)
@@ -103,7 +103,7 @@ def _groups(device: torch.device) -> Iterator[Finding]:
             dist.destroy_process_group(group)
 
 
-def _two_ranks(device: torch.device) -> Iterator[Finding]:
+def _check_two_ranks(device: torch.device) -> Iterator[Finding]:
     """What NCCL says to two ranks on one card is noted; no answer is wrong."""
     with tempfile.TemporaryDirectory() as folder:
         started = start_job(Job(folder, str(device), 2, 8, 8, 1, do="share_card_over_nccl"))

@@ -119,10 +119,10 @@ def processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
                 longest = max((wait for answer in answers for wait in answer["waits_s"]), default=0.0)
                 count = sum(len(answer["waits_s"]) for answer in answers)
                 yield Finding("longest_wait_for_the_device_s", longest, "<=", 1.0, f"of {count}")
-    yield from _death(device, scale)
+    yield from _check_death(device, scale)
 
 
-def _death(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def _check_death(device: torch.device, scale: Scale) -> Iterator[Finding]:
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     with tempfile.TemporaryDirectory() as folder:
         job = Job(folder, str(device), 2, scale.width, scale.samples, 1_000_000)

@@ -100,19 +100,19 @@ def gpt2_medium(layers: int = 24, width: int = 1024, words: int = 50257) -> nn.M
     return nn.Sequential(Embed(words, 1024, width), *blocks, *head)
 
 
-def _images(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_images(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(batch, 3, IMAGE_SIDE, IMAGE_SIDE), torch.randint(CLASSES, (batch,))
 
 
-def _tokens(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_tokens(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(50257, (batch, 1025))
     return tokens[:, :-1], tokens[:, 1:].flatten()
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], int, torch.dtype | None]] = {
-    "vgg16": (vgg16, _images, 64, None),
-    "resnet50": (resnet50, _images, 128, None),
-    "gpt2_medium": (gpt2_medium, _tokens, 8, torch.bfloat16),
+    "vgg16": (vgg16, _draw_images, 64, None),
+    "resnet50": (resnet50, _draw_images, 128, None),
+    "gpt2_medium": (gpt2_medium, _draw_tokens, 8, torch.bfloat16),
 }
 """Name -> its function, that of its (inputs, targets), samples in a minibatch, and autocast's dtype."""
 

@@ -82,13 +82,13 @@ def equality(device: torch.device, scale: Scale) -> Iterator[Finding]:
             model = dense(scale.width)
             plan = plan_of(model, x, STAGES)
             trained = train(model, plan, batches, device, schedule=method, microbatches=parts)
-            late = _late_answer(
+            late = _answer_late(
                 method, parts, model.to(device), [stage.names for stage in plan.stages], batches, device
             )
             yield Finding(f"{method}_distance", distance(trained, late), "<=", 1e-5)
 
 
-def _late_answer(
+def _answer_late(
     method: str, parts: int, model: nn.Module, stages: list[Any], batches: list[Any], device: torch.device
 ) -> Trained:
     """Trains by the method's rule, one minibatch after the other."""
@@ -100,23 +100,23 @@ def _late_answer(
             model,
             [],  # nothing draws random numbers
             moved,
-            _total,
-            partial(_sgd_of_named, **SGD),
+            _sum_loss,
+            partial(_make_sgd, **SGD),
             stages=owned,
             version=LATE_VERSIONS[method],
             **common,
         )
     else:
         paper = delayed.PAPERS[method](len(stages), parts)
-        answer = delayed.train(model, stages, moved, _total, paper, lambda: delayed.Sgd(**SGD), **common)
+        answer = delayed.train(model, stages, moved, _sum_loss, paper, lambda: delayed.Sgd(**SGD), **common)
     return Trained(answer.losses, {name: tensor.cpu() for name, tensor in answer.state.items()})
 
 
-def _total(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+def _sum_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
     return summed_loss(output, targets)
 
 
-def _sgd_of_named(named: list[tuple[str, nn.Parameter]], **options: float) -> torch.optim.Optimizer:
+def _make_sgd(named: list[tuple[str, nn.Parameter]], **options: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in named], **options)
 
 
@@ -143,7 +143,7 @@ def precision(device: torch.device, scale: Scale) -> Iterator[Finding]:
         train(model, plan, batches, device, schedule="1f1b", **how),
         plain_loop(model, batches, device, **how),
     )
-    yield Finding("bf16_loss_distance", _most_apart(trained.losses, expected.losses), "<=", 2e-2)
+    yield Finding("bf16_loss_distance", _measure_distance(trained.losses, expected.losses), "<=", 2e-2)
 
     def scaler() -> torch.amp.GradScaler:
         # The gradient of the mean overflows at first, and again when the scale has grown.
@@ -182,7 +182,7 @@ def precision(device: torch.device, scale: Scale) -> Iterator[Finding]:
     yield Finding("lstm_seconds_by_plain", piped_s / plain_s, "<=", 1.1)
 
 
-def _most_apart(losses: list[float], expected: list[float]) -> float:
+def _measure_distance(losses: list[float], expected: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
@@ -204,7 +204,7 @@ def waits(device: torch.device, scale: Scale) -> Iterator[Finding]:
                 last: int = minibatches - 2,
             ) -> None:
                 if done.number == 1:  # libraries are loaded, and optimizers have their state
-                    watched.enter_context(_waits_noted(device, places))
+                    watched.enter_context(_note_waits(device, places))
                 if done.number == last:  # the end of the stream may wait
                     watched.close()
 
@@ -217,7 +217,7 @@ def waits(device: torch.device, scale: Scale) -> Iterator[Finding]:
 
 
 @contextmanager
-def _waits_noted(device: torch.device, places: Counter[str]) -> Iterator[None]:
+def _note_waits(device: torch.device, places: Counter[str]) -> Iterator[None]:
     """Counts waits by place. torch's mode does not see waits for events and for the whole device."""
 
     def noted(what: str, waits: Callable[..., Any]) -> Callable[..., Any]:

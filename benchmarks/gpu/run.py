@@ -94,17 +94,17 @@ def rows(
         left = began + limit_s - since
         if left <= 0:
             note = f"the limit of {limit_s:g} s was reached"
-            yield _row(name, [], {"skipped": note}, ok=False, seconds=0.0)
+            yield _make_row(name, [], {"skipped": note}, ok=False, seconds=0.0)
             continue
         findings, wrong = start(name, left)
         notes = {finding["name"]: finding["note"] for finding in findings if finding["note"]}
         notes |= {"error": wrong} if wrong else {}
         notes |= {} if findings or wrong else {"skipped": "needs a CUDA device"}
         ok = not wrong and all(finding["ok"] for finding in findings)
-        yield _row(name, findings, notes, ok=ok, seconds=round(now_s() - since, 1))
+        yield _make_row(name, findings, notes, ok=ok, seconds=round(now_s() - since, 1))
 
 
-def _row(
+def _make_row(
     name: str, findings: list[dict[str, Any]], notes: dict[str, str], *, ok: bool, seconds: float
 ) -> dict[str, Any]:
     return {

@@ -127,7 +127,7 @@ def throughput(device: torch.device, scale: Scale) -> Iterator[Finding]:
         batches = [x] * minibatches
         plain, piped = [], []
         for _ in range(3):
-            plain.append(_plain_seconds(model, batches, device))
+            plain.append(_time_plain(model, batches, device))
             piped.append(
                 train(
                     model, plan, batches, device, schedule="1f1b", microbatches=MICROBATCHES,
@@ -138,7 +138,7 @@ def throughput(device: torch.device, scale: Scale) -> Iterator[Finding]:
         yield Finding(name, median(plain) / median(piped), ">=", bound, f"{rows} samples a microbatch")
 
 
-def _plain_seconds(model: nn.Module, batches: list[torch.Tensor], device: torch.device) -> float:
+def _time_plain(model: nn.Module, batches: list[torch.Tensor], device: torch.device) -> float:
     model.to(device)
     stepper = torch.optim.SGD(model.parameters(), lr=1e-3)
     wait_for(device)
@@ -180,10 +180,10 @@ def memory(device: torch.device, scale: Scale) -> Iterator[Finding]:
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) / max(1, torch.cuda.max_memory_allocated(device))
         yield Finding("reserved_by_allocated", reserved, "<=", 1.15, "at most allocated")
-    yield from _planned_peak(device, scale)
+    yield from _plan_peak(device, scale)
 
 
-def _planned_peak(device: torch.device, scale: Scale) -> Iterator[Finding]:
+def _plan_peak(device: torch.device, scale: Scale) -> Iterator[Finding]:
     """The peak of one stage with all of the model, as one process cannot tell several stages apart."""
     samples = 8 * scale.samples
     model = dense(scale.width)
@@ -226,11 +226,11 @@ def clock(device: torch.device, scale: Scale) -> Iterator[Finding]:
         note = f"kernels {kernels_s:.6f} s, launches {stage.launch_s:.6f} s, measured {whole_s:.6f} s"
         yield Finding(f"{name}_profile_by_whole_model", share, "<=", 0.10, note)
     need_card(device)
-    yield _drift(scale)
-    yield _spans(device, scale)
+    yield _measure_drift(scale)
+    yield _record_spans(device, scale)
 
 
-def _spans(device: torch.device, scale: Scale) -> Finding:
+def _record_spans(device: torch.device, scale: Scale) -> Finding:
     """The spans of a stream, which begins and ends with an idle card, against the kernels that ran meanwhile."""
     x = torch.randn(64 * scale.samples, 8 * scale.width, device=device)
     model = Blocks(8 * scale.width)
@@ -252,18 +252,18 @@ def _spans(device: torch.device, scale: Scale) -> Finding:
             wait_for(device)
         spans = [span for span in pipeline.timeline().spans if span.kind in WORK]
     # Of each rank the later ones: the first two minibatches came before the profiler.
-    spans_s = sum(span.end_s - span.start_s for span in spans if span.index >= _first_of(span.kind))
+    spans_s = sum(span.end_s - span.start_s for span in spans if span.index >= _find_first(span.kind))
     kernels_s = sum(row.self_device_time_total for row in watch.key_averages()) * 1e-6
     note = f"spans {spans_s:.6f} s, kernels {kernels_s:.6f} s"
     return Finding("spans_by_kernels", abs(spans_s / kernels_s - 1), "<=", 0.02, note)
 
 
-def _first_of(kind: str) -> int:
+def _find_first(kind: str) -> int:
     """Returns the first microbatch, or update, of the third minibatch."""
     return 3 if kind == "U" else 2 * MICROBATCHES  # updates count from 1
 
 
-def _drift(scale: Scale) -> Finding:
+def _measure_drift(scale: Scale) -> Finding:
     """Marks whose origin moves on as often as within a day, against the two events at the ends."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with mock.patch.object(recorder, "_ORIGIN_S", 1e-4):

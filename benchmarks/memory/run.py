@@ -111,7 +111,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         profiles = {name: _profile(request, name, Path(folder)) for name in sorted({v.optimizer for v in chosen})}
         for variant in chosen:
-            for row in _rows(variant, profiles[variant.optimizer], request, Path(folder)):
+            for row in _measure_rows(variant, profiles[variant.optimizer], request, Path(folder)):
                 rows.append(row)
                 print(row, file=sys.stderr)
     weights = next(iter(profiles.values())).parameter_bytes
@@ -151,7 +151,7 @@ def _plan(variant: Variant, profile: Profile, blocks: int) -> Plan:
     return SearchSpace.of(profile, cluster, **how).at_depth(replace(plan, stages=again), plan.in_flight)
 
 
-def _rows(variant: Variant, profile: Profile, request: dict[str, int], folder: Path) -> Iterator[Row]:
+def _measure_rows(variant: Variant, profile: Profile, request: dict[str, int], folder: Path) -> Iterator[Row]:
     plan = _plan(variant, profile, request["blocks"])
     plan.save(folder / "plan.json")
     job = request | {

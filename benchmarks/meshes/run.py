@@ -57,15 +57,15 @@ class Row:
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    options = _options()
+    options = _parse_options()
     if len(os.sched_getaffinity(0)) < 2:
         print("benchmarks/meshes cannot run here: it needs two cores")
         return 0
     questions: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
-        "model": _model,
-        "data": _data,
-        "stash": _stash,
-        "experts": _experts,
+        "model": _ask_model,
+        "data": _ask_data,
+        "stash": _ask_stash,
+        "experts": _ask_experts,
     }
     environment = Environment()
     print(format_head("figure | paper | predicted | measured"))
@@ -77,7 +77,7 @@ def main() -> int:
     return 0
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = make_parser(__doc__, "one round of a small model")
     parser.add_argument("--only", choices=("model", "data", "stash", "experts"))
     parser.add_argument("--rounds", type=int, default=5, help="segments of each variant, in turns")
@@ -88,34 +88,34 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _model(options: argparse.Namespace) -> Iterator[Row]:
-    answer = _times("model", options)
-    yield from _beside("tensor parallelism, of `parallelize_module`", answer["rounds"], "torch", 1.05)
+def _ask_model(options: argparse.Namespace) -> Iterator[Row]:
+    answer = _time_trainers("model", options)
+    yield from _compare("tensor parallelism, of `parallelize_module`", answer["rounds"], "torch", 1.05)
     counts = answer["collectives"]
     predicted = f"{4 * SHAPE['blocks']} all-reduces"
-    words = "; ".join(f"{name}: {_counted(counts[name])}" for name in ("ours", "torch"))
+    words = "; ".join(f"{name}: {_format_counts(counts[name])}" for name in ("ours", "torch"))
     yield Row("collectives of a minibatch", "4 all-reduces a block (Megatron-LM, 3)", predicted, words)
-    yield from _peaks("model", None, options)
+    yield from _compare_peaks("model", None, options)
 
 
-def _data(options: argparse.Namespace) -> Iterator[Row]:
-    answer = _times("data", options)
-    yield from _beside("`shard_weights`, of `fully_shard`", answer["rounds"], "torch", 1.10)
+def _ask_data(options: argparse.Namespace) -> Iterator[Row]:
+    answer = _time_trainers("data", options)
+    yield from _compare("`shard_weights`, of `fully_shard`", answer["rounds"], "torch", 1.10)
     counts = answer["collectives"]
     units = SHAPE["blocks"] + 1  # the root has the rest
     predicted = f"{2 * units} all-gathers, {units} reduce-scatters, if one is made for each block"
-    words = "; ".join(f"{name}: {_counted(counts[name])}" for name in ("ours", "torch"))
+    words = "; ".join(f"{name}: {_format_counts(counts[name])}" for name in ("ours", "torch"))
     yield Row("collectives of a minibatch", "2 gathers, 1 scatter a weight (ZeRO, 7.2.2)", predicted, words)
-    yield from _peaks("data", 1.05, options)
+    yield from _compare_peaks("data", 1.05, options)
 
 
-def _times(question: str, options: argparse.Namespace) -> dict[str, Any]:
+def _time_trainers(question: str, options: argparse.Namespace) -> dict[str, Any]:
     request = {"do": "times", "question": question, "rounds": options.rounds, "minibatches": options.minibatches}
     answer: dict[str, Any] = run_processes(WORKER, request | {"shape": SMALL if options.quick else SHAPE}, 2)
     return answer
 
 
-def _beside(what: str, rounds: Mapping[str, Rounds], other: str, bound: float) -> Iterator[Row]:
+def _compare(what: str, rounds: Mapping[str, Rounds], other: str, bound: float) -> Iterator[Row]:
     """Yields our seconds over the other's."""
     for at, kind in enumerate(("CPU seconds", "wall seconds")):
         ours, others = ([seconds[at] for seconds in rounds[name]] for name in ("ours", other))
@@ -125,11 +125,11 @@ def _beside(what: str, rounds: Mapping[str, Rounds], other: str, bound: float) -
         yield Row(f"{kind} of {what}", "", f"at most {bound:.2f}" if at == 0 else "", text, met)
 
 
-def _counted(counts: Mapping[str, int]) -> str:
+def _format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
 
 
-def _peaks(question: str, bound: float | None, options: argparse.Namespace) -> Iterator[Row]:
+def _compare_peaks(question: str, bound: float | None, options: argparse.Namespace) -> Iterator[Row]:
     request = {"do": "memory", "question": question, "shape": SMALL if options.quick else SHAPE}
     peaks: dict[str, list[float]] = {"ours": [], "torch": []}
     for _ in range(1 if options.quick else 2):
@@ -142,7 +142,7 @@ def _peaks(question: str, bound: float | None, options: argparse.Namespace) -> I
     yield Row("peak of resident bytes, of torch's", "", "" if bound is None else f"at most {bound:.2f}", text, met)
 
 
-def _stash(options: argparse.Namespace) -> Iterator[Row]:
+def _ask_stash(options: argparse.Namespace) -> Iterator[Row]:
     def stashed(mesh: str, ranks: int, rules: str = "", shard_weights: str = "") -> int:
         request = {
             "do": "stash",
@@ -171,7 +171,7 @@ def _stash(options: argparse.Namespace) -> Iterator[Row]:
         )
 
 
-def _experts(options: argparse.Namespace) -> Iterator[Row]:
+def _ask_experts(options: argparse.Namespace) -> Iterator[Row]:
     request = {"do": "experts", "rounds": options.rounds, "minibatches": 1} | EXPERTS
     rounds = run_processes(WORKER, request, 1)["rounds"]
     flops = 1 + EXPERTS["tokens"] / EXPERTS["d_ff"]

@@ -79,7 +79,7 @@ class Shape:
         return [(torch.randint(WORDS, size), torch.randint(WORDS, size)) for _ in range(count)]
 
 
-def _loss(output: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def _compute_loss(output: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), words.flatten())
 
 
@@ -102,7 +102,7 @@ class Ours:
             layout=layout,
             schedule=schedule,
             microbatches=1 if schedule == "1f1b" else None,
-            loss=_loss,
+            loss=_compute_loss,
             inputs=lambda batch: batch[0],
             targets=lambda batch: batch[1],
             optimizer=OPTIMIZER,
@@ -133,7 +133,7 @@ class Torchs:
     def train(self, batches: list[Batch]) -> float:
         """Returns the last loss, of this rank's part."""
         for x, y in batches:
-            loss = _loss(self._model(self._part(x)), self._part(y))
+            loss = _compute_loss(self._model(self._part(x)), self._part(y))
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -143,7 +143,7 @@ class Torchs:
         pass
 
 
-def _tensor_parallel(shape: Shape) -> Torchs:
+def _train_tensor_parallel(shape: Shape) -> Torchs:
     mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("model",)), shape.model()
     whole = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
     ways = {"attention": whole, "feed_forward": whole}
@@ -158,7 +158,7 @@ def _tensor_parallel(shape: Shape) -> Torchs:
     return Torchs(model, lambda whole: whole)
 
 
-def _fully_sharded(shape: Shape) -> Torchs:
+def _train_fully_sharded(shape: Shape) -> Torchs:
     mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), shape.model()
     for block in model[1:-1]:
         fully_shard(block, mesh=mesh)
@@ -168,11 +168,11 @@ def _fully_sharded(shape: Shape) -> Torchs:
 
 TRAINERS: dict[str, dict[str, Callable[[Shape], Ours | Torchs]]] = {
     "model": {
-        "torch": _tensor_parallel,
+        "torch": _train_tensor_parallel,
         "ours": lambda shape: Ours(shape, "model:2", pipedream.Layout("heads:model, d_ff:model", names=NAMES)),
     },
     "data": {
-        "torch": _fully_sharded,
+        "torch": _train_fully_sharded,
         "ours": lambda shape: Ours(shape, "data:2", pipedream.Layout("batch:data", shard_weights="data")),
     },
 }

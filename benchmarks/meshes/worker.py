@@ -26,7 +26,7 @@ import pipedream
 _KINDS = "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
 
 
-def _times(request: dict[str, Any]) -> dict[str, Any]:
+def _time_trainers(request: dict[str, Any]) -> dict[str, Any]:
     """Trainer -> rounds of [wall seconds of the slowest rank, CPU seconds of all ranks], per minibatch."""
     shape = Shape(**request["shape"])
     trainers = {name: make(shape) for name, make in TRAINERS[request["question"]].items()}
@@ -37,7 +37,7 @@ def _times(request: dict[str, Any]) -> dict[str, Any]:
         trainer.train(batches)  # the first minibatches make buffers
         with _Collectives() as seen:
             loss = trainer.train(batches[:1])
-        losses[name], collectives[name] = _mean(loss), seen.counts
+        losses[name], collectives[name] = _compute_mean(loss), seen.counts
     if abs(losses["torch"] - losses["ours"]) > 1e-3 * losses["torch"]:
         raise SystemExit(f"the two train differently: losses {losses}")
     rounds: dict[str, list[Any]] = {name: [] for name in trainers}
@@ -47,7 +47,7 @@ def _times(request: dict[str, Any]) -> dict[str, Any]:
             start = time.perf_counter(), time.process_time()
             trainers[name].train(batches)
             used = time.perf_counter() - start[0], time.process_time() - start[1]
-            ranks = _gathered(used)
+            ranks = _gather(used)
             wall, cpu = max(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
             rounds[name].append([wall / len(batches), cpu / len(batches)])
     for trainer in trainers.values():
@@ -73,44 +73,44 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _memory(request: dict[str, Any]) -> float:
+def _measure_memory(request: dict[str, Any]) -> float:
     """The rise of resident bytes over those of a process that has trained a tiny model, of the fullest rank."""
     make = TRAINERS[request["question"]][request["trainer"]]
     tiny = make(Shape(128, 2, 2, 8))
     tiny.train(Shape(128, 2, 2, 8).batches(2))
-    before = _resident()["VmRSS"]
+    before = _read_resident()["VmRSS"]
     shape = Shape(**request["shape"])
     trainer = make(shape)
     trainer.train(shape.batches(2))
-    _resident()
+    _read_resident()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
     trainer.train(shape.batches(3))
-    peak_bytes = max(_gathered(float(_resident()["VmHWM"] - before)))
+    peak_bytes = max(_gather(float(_read_resident()["VmHWM"] - before)))
     for trainer_here in (tiny, trainer):
         trainer_here.close()
     return peak_bytes
 
 
-def _resident() -> dict[str, int]:
+def _read_resident() -> dict[str, int]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
 
 
-def _stash(request: dict[str, Any]) -> int:
+def _measure_stash(request: dict[str, Any]) -> int:
     """The bytes of stashed weights on the fullest rank of the first stage, which keeps two versions."""
     shape = Shape(**request["shape"])
     rules, shard_weights = request["rules"], request["shard_weights"]
     layout = pipedream.Layout(rules, shard_weights=shard_weights, names=NAMES if "model" in rules else {})
     trainer = Ours(shape, request["mesh"], layout, "pipedream")
     trainer.train(shape.batches(4))
-    stash_bytes = max(_gathered(_stashed_bytes(trainer.pipeline)))
+    stash_bytes = max(_gather(_count_stashed_bytes(trainer.pipeline)))
     trainer.close()
     return stash_bytes
 
 
-def _stashed_bytes(pipeline: Any) -> int:
+def _count_stashed_bytes(pipeline: Any) -> int:
     """Of all versions of the first stage but the newest, on this rank."""
     state = pipeline._session.workers[0].stage_states.get(0)
     if state is None:
@@ -122,7 +122,7 @@ def _stashed_bytes(pipeline: Any) -> int:
     return sum(size for place, size in storages.items() if place not in newest)
 
 
-def _experts(request: dict[str, Any]) -> dict[str, Any]:
+def _time_experts(request: dict[str, Any]) -> dict[str, Any]:
     """Form -> rounds of [wall seconds, CPU seconds], per minibatch; in one process."""
     layers = {}
     for form in ("dense", "sorted"):
@@ -154,14 +154,14 @@ def _forward_backward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return output.detach()
 
 
-def _gathered(value: Any) -> list[Any]:
+def _gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def _mean(value: float) -> float:
-    values = _gathered(value)
+def _compute_mean(value: float) -> float:
+    values = _gather(value)
     return float(sum(values) / len(values))
 
 
@@ -170,7 +170,7 @@ def main(request: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # nobody writes its output in place
     dist.init_process_group("gloo")
-    answers = {"times": _times, "memory": _memory, "stash": _stash, "experts": _experts}
+    answers = {"times": _time_trainers, "memory": _measure_memory, "stash": _measure_stash, "experts": _time_experts}
     answer = answers[request["do"]](request)
     if dist.get_rank() == 0:
         print(json.dumps(answer), flush=True)

@@ -35,13 +35,13 @@ def main(request: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     shape = Shape(**request["shape"])
-    run = _torch if request["variant"] == "torch" else partial(_ours, schedule=request["variant"])
+    run = _train_torch if request["variant"] == "torch" else partial(_train_ours, schedule=request["variant"])
     rows = []
     stream = run(shape, request["parts"])
     next(stream)
     before = _look()["VmRSS"]
     for _ in stream:
-        highest = _status()["VmHWM"]
+        highest = _read_status()["VmHWM"]
         now = _look()
         rows.append({"rise_bytes": highest - before, "resident_bytes": now["VmRSS"], "objects": len(gc.get_objects())})
         before = now["VmRSS"]
@@ -58,15 +58,15 @@ def _look() -> dict[str, int]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _status()
+    return _read_status()
 
 
-def _status() -> dict[str, int]:
+def _read_status() -> dict[str, int]:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
 
 
-def _ours(shape: Shape, parts: list[int], *, schedule: str) -> Iterator[None]:
+def _train_ours(shape: Shape, parts: list[int], *, schedule: str) -> Iterator[None]:
     """Yields before the first minibatch, and after each part."""
     plan = pd.Plan.uniform(shape.stages, transfer_s=1e-4)
     microbatches = 1 if schedule == "pipedream" else shape.microbatches
@@ -88,7 +88,7 @@ def _ours(shape: Shape, parts: list[int], *, schedule: str) -> Iterator[None]:
             yield
 
 
-def _torch(shape: Shape, parts: list[int]) -> Iterator[None]:
+def _train_torch(shape: Shape, parts: list[int]) -> Iterator[None]:
     rank = dist.get_rank()
     layer = network(shape, Waits())[rank]
     schedule = Schedule1F1B(PipelineStage(layer, rank, shape.stages, torch.device("cpu")), shape.microbatches, loss)

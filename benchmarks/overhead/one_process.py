@@ -29,11 +29,11 @@ def main(request: dict[str, Any]) -> None:
     """Runs what was asked: keys `model` ('tiny': two layers, or (rows, width, products) of one), `stages`,
     `schedule`, `slices`, `slice` (minibatches), `profile`."""
     torch.set_num_threads(1)
-    make_model = partial(_model, request["model"])
+    make_model = partial(_make_model, request["model"])
     rows, width = (8, 8) if request["model"] == "tiny" else request["model"][:2]
     batch = torch.randn(rows, width), torch.zeros(rows, width)
     plan = pd.Plan.uniform(request["stages"])
-    plain, by_hand = _plain(make_model(), batch), _by_hand(make_model(), batch)
+    plain, by_hand = _make_plain_loop(make_model(), batch), _make_stages_by_hand(make_model(), batch)
     with pd.Pipeline(
         make_model(),
         plan,
@@ -68,7 +68,7 @@ def main(request: dict[str, Any]) -> None:
     print(json.dumps(slices[1:]), flush=True)  # the first slice warms up
 
 
-def _model(which: Any) -> nn.Sequential:
+def _make_model(which: Any) -> nn.Sequential:
     torch.manual_seed(0)
     if which == "tiny":
         return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -76,7 +76,7 @@ def _model(which: Any) -> nn.Sequential:
     return nn.Sequential(ComputingLayer(width, products))
 
 
-def _plain(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Iterator[float]:
+def _make_plain_loop(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Iterator[float]:
     update = optimizer(model.parameters())
     inputs, targets = batch
     while True:
@@ -87,7 +87,7 @@ def _plain(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Iterator[float]:
         yield loss.item()
 
 
-def _by_hand(model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> Iterator[float]:
+def _make_stages_by_hand(model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> Iterator[float]:
     """Each layer with a graph and an optimizer of its own, as separate stages have them."""
     layers = list(model)
     updates = [optimizer(layer.parameters()) for layer in layers]

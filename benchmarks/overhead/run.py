@@ -41,11 +41,11 @@ Rounds = list[list[Segment]]
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    options = _options()
+    options = _parse_options()
     if len(os.sched_getaffinity(0)) < 2:
         print("benchmarks/overhead cannot run here: it needs two cores")
         return 0
-    sections = {"waiting": _waiting, "compute": _compute, "process": _process, "memory": _memory}
+    sections = {"waiting": _ask_waiting, "compute": _ask_compute, "process": _ask_process, "memory": _ask_memory}
     environment = Environment()
     for name, section in sections.items():
         if options.only in (None, name):
@@ -55,7 +55,7 @@ def main() -> int:
     return 0
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = make_parser(__doc__, "one round, short sleeps")
     parser.add_argument("--only", choices=("waiting", "compute", "process", "memory"))
     parser.add_argument("--rounds", type=int, default=7, help="segments of each variant, in turns")
@@ -74,7 +74,7 @@ def _options() -> argparse.Namespace:
 # -- several processes ------------------------------------------------------------------------------
 
 
-def _measured(shape: Shape, variants: Sequence[str], options: argparse.Namespace, **more: Any) -> dict[str, Rounds]:
+def _measure(shape: Shape, variants: Sequence[str], options: argparse.Namespace, **more: Any) -> dict[str, Rounds]:
     request = {
         "shape": asdict(shape),
         "variants": list(variants),
@@ -89,7 +89,7 @@ def _measured(shape: Shape, variants: Sequence[str], options: argparse.Namespace
     }
 
 
-def _waiting(options: argparse.Namespace) -> Iterator[str]:
+def _ask_waiting(options: argparse.Namespace) -> Iterator[str]:
     forward_s, backward_s = (0.0005, 0.001) if options.quick else (0.004, 0.008)
     yield f"### Stages that only wait ({forward_s * 1e3:g} + {backward_s * 1e3:g} ms), m = 8\n"
     yield "| p | message | figure | bound | stages alone | by hand | torch | ours |"
@@ -97,73 +97,78 @@ def _waiting(options: argparse.Namespace) -> Iterator[str]:
     for p in options.stages:
         for size in options.messages:
             shape = Shape(p, forward_s=forward_s, backward_s=backward_s, message_bytes=size)
-            rounds_by_variant = _measured(shape, ("stages alone", "by hand", TORCH, OURS, DEEP, FULL), options)
+            rounds_by_variant = _measure(shape, ("stages alone", "by hand", TORCH, OURS, DEEP, FULL), options)
             at = f"| {p} | {size / 1024:g} KiB |"
             added = {
-                name: [_added_s(ranks, shape) for ranks in rounds_by_variant[name]]
+                name: [_compute_added_s(ranks, shape) for ranks in rounds_by_variant[name]]
                 for name in ("by hand", TORCH, OURS, DEEP)
             }
             half = statistics.median(added[TORCH]) / 2
             alone = rounds_by_variant["stages alone"]
-            free = [_period_s(ranks) - _waits_s(ranks) for ranks in alone]
+            free = [_find_period_s(ranks) - _find_waits_s(ranks) for ranks in alone]
             yield (
-                f"{at} added per microbatch, ms | {_ms(half)} | {format_quartiles(free, _ms)} | "
-                f"{format_quartiles(added['by hand'], _ms)} | {format_quartiles(added[TORCH], _ms)} | "
-                f"{format_quartiles(added[OURS], _ms)} |"
+                f"{at} added per microbatch, ms | {_format_ms(half)} | {format_quartiles(free, _format_ms)} | "
+                f"{format_quartiles(added['by hand'], _format_ms)} | {format_quartiles(added[TORCH], _format_ms)} | "
+                f"{format_quartiles(added[OURS], _format_ms)} |"
             )
-            yield f"{at} the same at depth full, ms | {_ms(half)} | | | | {format_quartiles(added[DEEP], _ms)} |"
+            deep = format_quartiles(added[DEEP], _format_ms)
+            yield f"{at} the same at depth full, ms | {_format_ms(half)} | | | | {deep} |"
             most, share = (
-                [_waits_s(ranks) / _period_s(ranks) for ranks in rounds] for rounds in (alone, rounds_by_variant[FULL])
+                [_find_waits_s(ranks) / _find_period_s(ranks) for ranks in rounds]
+                for rounds in (alone, rounds_by_variant[FULL])
             )
             yield (
-                f"{at} busy share, PipeDream at depth full | {BUSY[p]} | {format_quartiles(most, _share)} | | | "
-                f"{format_quartiles(share, _share)} |"
+                f"{at} busy share, PipeDream at depth full | {BUSY[p]} | {format_quartiles(most, _format_share)} | | | "
+                f"{format_quartiles(share, _format_share)} |"
             )
             cpu = {
-                name: format_quartiles([max(rank.cpu_s for rank in ranks) for ranks in rounds], _ms)
+                name: format_quartiles([max(rank.cpu_s for rank in ranks) for ranks in rounds], _format_ms)
                 for name, rounds in rounds_by_variant.items()
             }
             beside = f"{cpu['stages alone']} | {cpu['by hand']} | {cpu[TORCH]}"
-            yield f"{at} CPU of a rank per microbatch, ms | {_ms(CPU_S)} | {beside} | {cpu[OURS]} |"
-            yield f"{at} the same, PipeDream at depth full, ms | {_ms(CPU_S)} | | | | {cpu[FULL]} |"
+            yield f"{at} CPU of a rank per microbatch, ms | {_format_ms(CPU_S)} | {beside} | {cpu[OURS]} |"
+            yield f"{at} the same, PipeDream at depth full, ms | {_format_ms(CPU_S)} | | | | {cpu[FULL]} |"
     yield ""
 
 
-def _added_s(ranks: list[Segment], shape: Shape) -> float:
+def _compute_added_s(ranks: list[Segment], shape: Shape) -> float:
     """Returns what a microbatch takes longer than (m + p - 1)(f + b) / m."""
     m = shape.microbatches
-    return _period_s(ranks) - (m + shape.stages - 1) / m * _waits_s(ranks)
+    return _find_period_s(ranks) - (m + shape.stages - 1) / m * _find_waits_s(ranks)
 
 
-def _period_s(ranks: list[Segment]) -> float:
+def _find_period_s(ranks: list[Segment]) -> float:
     return max(rank.period_s for rank in ranks)
 
 
-def _waits_s(ranks: list[Segment]) -> float:
+def _find_waits_s(ranks: list[Segment]) -> float:
     return statistics.mean(rank.forward_s + rank.backward_s for rank in ranks)
 
 
-def _compute(options: argparse.Namespace) -> Iterator[str]:
+def _ask_compute(options: argparse.Namespace) -> Iterator[str]:
     shape = Shape(2, compute=COMPUTE)
     names = ("stages alone", "by hand", TORCH, OURS, DEEP, "pipedream, 2BW", FULL)
-    rounds_by_variant = _measured(shape, names, options, pinned=True, segment=8 if options.quick else 400)
-    alone = statistics.median(_period_s(ranks) for ranks in rounds_by_variant["stages alone"])
-    yield f"### Stages that compute ({_ms(alone)} ms per microbatch), p = 2, m = 8\n"
+    rounds_by_variant = _measure(shape, names, options, pinned=True, segment=8 if options.quick else 400)
+    alone = statistics.median(_find_period_s(ranks) for ranks in rounds_by_variant["stages alone"])
+    yield f"### Stages that compute ({_format_ms(alone)} ms per microbatch), p = 2, m = 8\n"
     yield "| variant | CPU of a rank, ms per step | ms per step | bound, of torch's | of torch's |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for name, rounds in rounds_by_variant.items():
-        steps = [_period_s(ranks) * shape.microbatches for ranks in rounds]
+        steps = [_find_period_s(ranks) * shape.microbatches for ranks in rounds]
         # Round by round: what disturbs the machine for seconds disturbs both.
         ratios = [
-            _period_s(mine) / _period_s(theirs) for mine, theirs in zip(rounds, rounds_by_variant[TORCH], strict=True)
+            _find_period_s(mine) / _find_period_s(theirs)
+            for mine, theirs in zip(rounds, rounds_by_variant[TORCH], strict=True)
         ]
         bound = "0.85" if name in (OURS, DEEP) else ""
-        cpu = format_quartiles([max(rank.cpu_s for rank in ranks) * shape.microbatches for ranks in rounds], _ms)
-        yield format_row((name, cpu, format_quartiles(steps, _ms), bound, format_quartiles(ratios, "{:.2f}".format)))
+        cpu = format_quartiles([max(rank.cpu_s for rank in ranks) * shape.microbatches for ranks in rounds], _format_ms)
+        yield format_row(
+            (name, cpu, format_quartiles(steps, _format_ms), bound, format_quartiles(ratios, "{:.2f}".format))
+        )
     yield ""
 
 
-def _memory(options: argparse.Namespace) -> Iterator[str]:
+def _ask_memory(options: argparse.Namespace) -> Iterator[str]:
     yield "### Memory, p = 2, stages that do nothing\n"
     yield "| variant | rank | rise at m = 8 | at m = 64 | left between minibatch 200 and 2,000: resident | objects |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
@@ -188,7 +193,7 @@ def _memory(options: argparse.Namespace) -> Iterator[str]:
 # -- one process ------------------------------------------------------------------------------------
 
 
-def _process(options: argparse.Namespace) -> Iterator[str]:
+def _ask_process(options: argparse.Namespace) -> Iterator[str]:
     yield "### One process\n"
     yield "| stages | method | plain loop, us | stages by hand, us | ours, us | bound | ours of plain | in CPU time |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
@@ -206,9 +211,11 @@ def _process(options: argparse.Namespace) -> Iterator[str]:
             "profile": options.profile,
         }
         slices = run_processes(FOLDER / "one_process.py", request)
-        times = " | ".join(format_quartiles([wall for wall, _ in slices], _us) for slices in zip(*slices, strict=True))
+        times = " | ".join(
+            format_quartiles([wall for wall, _ in slices], _format_us) for slices in zip(*slices, strict=True)
+        )
         # Slice by slice: what disturbs the machine for seconds disturbs both.
-        ratios = (format_quartiles([ours[i] / plain[i] for plain, _, ours in slices], _share) for i in range(2))
+        ratios = (format_quartiles([ours[i] / plain[i] for plain, _, ours in slices], _format_share) for i in range(2))
         yield f"| {name} | {schedule} | {times} | {bound} | {' | '.join(ratios)} |"
     yield ""
 
@@ -216,15 +223,15 @@ def _process(options: argparse.Namespace) -> Iterator[str]:
 # -- what is printed --------------------------------------------------------------------------------
 
 
-def _share(value: float) -> str:
+def _format_share(value: float) -> str:
     return f"{value:.3f}"
 
 
-def _ms(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
 
 
-def _us(seconds: float) -> str:
+def _format_us(seconds: float) -> str:
     return f"{seconds * 1e6:.0f}"
 
 

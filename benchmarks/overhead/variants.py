@@ -62,7 +62,7 @@ class Stopwatch:
         self._done += 1
         if self._done == self.warmup:
             self._bench.waits.clear()
-            self._cpu_s, self._start_s = _cpu_s(), time.perf_counter()
+            self._read_cpu_s, self._start_s = _read_cpu_s(), time.perf_counter()
             if self._bench.profiler is not None:
                 self._bench.profiler.enable()
         if self._done == self.warmup + self.minibatches:
@@ -71,7 +71,7 @@ class Stopwatch:
             count = self.microbatches * self.minibatches
             self.segment = Segment(
                 (time.perf_counter() - self._start_s) / count,
-                (_cpu_s() - self._cpu_s) / count,
+                (_read_cpu_s() - self._read_cpu_s) / count,
                 *self._bench.waits.means_s,
             )
 
@@ -106,7 +106,7 @@ class Bench:
             pstats.Stats(self.profiler, stream=sys.stderr).sort_stats(order).print_stats(top)
 
 
-def _cpu_s() -> float:
+def _read_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

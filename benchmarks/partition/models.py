@@ -48,16 +48,16 @@ def _mean_square(output: torch.Tensor) -> torch.Tensor:
     return (output * output).mean()
 
 
-def _square_layers(layers: int, width: int) -> nn.Module:
+def _make_square_layers(layers: int, width: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
 
-def _perceptron() -> nn.Module:
+def _make_perceptron() -> nn.Module:
     wide = (nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024), nn.ReLU())
     return nn.Sequential(*wide, nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 512))
 
 
-def _of_pictures(layers: int, width: int, *, small: bool) -> nn.Module:
+def _make_for_pictures(layers: int, width: int, *, small: bool) -> nn.Module:
     """Returns a wide residual network for pictures of the size of ImageNet's, or for small ones."""
     if small:
         stem = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
@@ -67,7 +67,7 @@ def _of_pictures(layers: int, width: int, *, small: bool) -> nn.Module:
 
 
 PUBLISHED = {
-    "WResNet-152, widened 10 times": Model(partial(_of_pictures, 152, 640, small=False), (32, 3, 224, 224)),
+    "WResNet-152, widened 10 times": Model(partial(_make_for_pictures, 152, 640, small=False), (32, 3, 224, 224)),
     "RNN, 10 layers, 20 time steps, 4096 units": Model(partial(stacked, 10, 4096), (128, 1, 20, 8)),
 }
 """Only searched, on meta."""
@@ -80,17 +80,17 @@ SCALE = 8
 
 COUNTED = {
     f"4 layers, {batch} x {width}": Model(
-        partial(_square_layers, 4, width // SCALE), (batch // SCALE, width // SCALE), False
+        partial(_make_square_layers, 4, width // SCALE), (batch // SCALE, width // SCALE), False
     )
     for batch, width in SQUARE
 } | {
-    "WResNet-14": Model(partial(_of_pictures, 14, 64, small=True), (16, 3, 32, 32)),
+    "WResNet-14": Model(partial(_make_for_pictures, 14, 64, small=True), (16, 3, 32, 32)),
     "RNN, 2 layers, 4 time steps": Model(partial(stacked, 2, 256), (64, 1, 4, 8)),
 }
 """Run on simulated ranks."""
 
 TIMED = {
-    "perceptron": Model(_perceptron, (512, 1024)),
+    "perceptron": Model(_make_perceptron, (512, 1024)),
     "LSTM": Model(partial(stacked, 1, 512), (256, 1, 4, 8)),
     "bottleneck": Model(partial(Bottleneck, 256, 256, 2), (16, 256, 16, 16)),
 }

@@ -49,10 +49,10 @@ LINK_BYTES = (400_000, 2_400_000)
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    options = _options()
+    options = _parse_options()
     torch.set_num_threads(1)
     environment = Environment()
-    for name, question in {"search": _search, "bytes": _bytes, "seconds": _seconds}.items():
+    for name, question in {"search": _ask_search, "bytes": _ask_bytes, "seconds": _ask_seconds}.items():
         if options.only in (None, name):
             for line in question(options):
                 print(line, flush=True)
@@ -61,7 +61,7 @@ def main() -> int:
     return 0
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = make_parser(__doc__, "few steps, few models")
     parser.add_argument("--only", choices=("search", "bytes", "seconds"))
     parser.add_argument("--rate", type=float, default=25e6, help="of a link, in bytes per second")
@@ -73,13 +73,13 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _first(models: dict[str, Model], options: argparse.Namespace) -> Iterator[tuple[str, Model]]:
+def _choose_models(models: dict[str, Model], options: argparse.Namespace) -> Iterator[tuple[str, Model]]:
     yield from list(models.items())[: 1 if options.quick else None]
 
 
-def _search(options: argparse.Namespace) -> Iterator[str]:
+def _ask_search(options: argparse.Namespace) -> Iterator[str]:
     yield format_head("search on 8 ranks | operators | published | measured, recursive | data | tracing", "lr")
-    for name, model in _first(PUBLISHED, options):
+    for name, model in _choose_models(PUBLISHED, options):
         began = time.perf_counter()
         operators = model.traced("meta", updates=True)[2].operators
         traced_s = time.perf_counter() - began
@@ -98,10 +98,10 @@ def _search(options: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def _bytes(options: argparse.Namespace) -> Iterator[str]:
+def _ask_bytes(options: argparse.Namespace) -> Iterator[str]:
     yield "| model | ranks | method | elements expected | moved | bytes predicted | bytes sent | of recursive |"
     yield "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |"
-    for name, model in _first(COUNTED, options):
+    for name, model in _choose_models(COUNTED, options):
         module, sample, step = model.traced()
         sizes = next((size for size in SQUARE if f"{size[0]} x {size[1]}" in name), None)
         larger = SCALE**2 if sizes else 1
@@ -132,7 +132,7 @@ def _bytes(options: argparse.Namespace) -> Iterator[str]:
                 yield f"| {name} | {count} | {method} | {' | '.join(cells)} |"
 
 
-def _seconds(options: argparse.Namespace) -> Iterator[str]:
+def _ask_seconds(options: argparse.Namespace) -> Iterator[str]:
     if (reason := why_not()) is not None:
         yield f"The seconds of a step cannot be measured here: {reason}"
         return
@@ -149,7 +149,7 @@ def _seconds(options: argparse.Namespace) -> Iterator[str]:
         ):
             link = _link(workers)
             print(f"{count} ranks: {link[0] * 1e-6:.2f} MB/s, latency {link[1] * 1e3:.2f} ms", file=sys.stderr)
-            for name, _ in _first(TIMED, options):
+            for name, _ in _choose_models(TIMED, options):
                 least = 0.0
                 for method in SLOW_METHODS:
                     answer, others = _ask_least_disturbed(

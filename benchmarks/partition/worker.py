@@ -38,7 +38,7 @@ class AloneRank(GroupRanks):
 
 
 @cache
-def _traced(name: str) -> tuple[nn.Module, torch.Tensor, TracedStep]:
+def _trace(name: str) -> tuple[nn.Module, torch.Tensor, TracedStep]:
     return TIMED[name].traced()
 
 
@@ -68,7 +68,7 @@ def _link(sizes: list[int], times: int) -> list[float]:
             exchanged()
 
     def median_s(exchanged: Callable[[], object]) -> float:
-        return statistics.median(_together_s(lambda: products(exchanged)) for _ in range(3))
+        return statistics.median(_time_together(lambda: products(exchanged)) for _ in range(3))
 
     alone_s = median_s(lambda: None)
     return [(median_s(_exchange_of(size)) - alone_s) / times for size in sizes]
@@ -83,7 +83,7 @@ def _exchange_of(size: int) -> Callable[[], None]:
     return lambda: exchange(incoming, outgoing, parts, parts, group.group_name, EXCHANGE)
 
 
-def _together_s(run: Callable[[], object]) -> float:
+def _time_together(run: Callable[[], object]) -> float:
     """Returns the seconds until all ranks have ended, from a common start."""
     dist.barrier()
     began = time.perf_counter()
@@ -98,7 +98,7 @@ def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> di
 
     Also what the exchanges are, and the bytes that all ranks sent.
     """
-    module, sample, step = _traced(model)
+    module, sample, step = _trace(model)
     plan = partition(step.operators, dist.get_world_size(), method, batch="x0")
     ranks = GroupRanks()
     several, alone = (PartitionedStep(step, plan, step_ranks) for step_ranks in (ranks, AloneRank()))
@@ -114,8 +114,8 @@ def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> di
     gc.disable()
     together_s, alone_s = [], []
     for _ in range(rounds):
-        alone_s.append(_one_after_the_other_s(lambda: alone.run(parts, results)))
-        together_s.append(_together_s(lambda: several.run(parts, results)))
+        alone_s.append(_time_in_turn(lambda: alone.run(parts, results)))
+        together_s.append(_time_together(lambda: several.run(parts, results)))
     gc.enable()
     sizes = {name: dtype.itemsize for name, dtype in step.dtypes.items()}
     return {
@@ -129,7 +129,7 @@ def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> di
     }
 
 
-def _one_after_the_other_s(run: Callable[[], object]) -> float:
+def _time_in_turn(run: Callable[[], object]) -> float:
     """Returns the most seconds that one rank takes, each in its turn."""
     slowest = torch.tensor(0.0, dtype=torch.float64)
     for rank in range(dist.get_world_size()):

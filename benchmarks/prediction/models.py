@@ -32,7 +32,7 @@ class Job:
     loss: Callable[[Any, Any], torch.Tensor] = functional.cross_entropy
 
 
-def _vgg() -> nn.Sequential:
+def _make_vgg() -> nn.Sequential:
     """In the manner of VGG: convolutions with large outputs, then dense layers with most of the 20 MB of weights."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
@@ -46,7 +46,7 @@ def _vgg() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(1024, _CLASSES))
 
 
-def _transformer() -> nn.Sequential:
+def _make_transformer() -> nn.Sequential:
     """Eight layers that are alike, 25 MB of weights, small outputs."""
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True) for _ in range(8)]
@@ -61,13 +61,13 @@ class _Mean(nn.Module):
         return value.mean(1)
 
 
-def _batch(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_batch(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(*shape, generator=generator), torch.randint(0, _CLASSES, (shape[0],), generator=generator)
 
 
 MODELS = {
-    "VGG-like": Job(_vgg, _batch(48, 3, 32, 32)),
-    "transformer": Job(_transformer, _batch(16, 32, 256)),
+    "VGG-like": Job(_make_vgg, _draw_batch(48, 3, 32, 32)),
+    "transformer": Job(_make_transformer, _draw_batch(16, 32, 256)),
 }
 """Name -> what is trained."""

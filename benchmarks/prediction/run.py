@@ -106,10 +106,10 @@ class _Patience:
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    options = _options()
+    options = _parse_options()
     if options.again:
         rows = [Row(**{**row, "segments_s": tuple(row["segments_s"])}) for row in json.loads(options.again.read_text())]
-        _written([_predicted_again(row) for row in rows], options.out)
+        _write_rows([_predict_again(row) for row in rows], options.out)
         return 0
     if (reason := why_not()) is not None:
         print(f"benchmarks/prediction cannot run here: {reason}")
@@ -119,23 +119,23 @@ def main() -> int:
     patience = _Patience(options.rounds, options.free, options.patience)
     links = options.rates or list(RATES)
     rows: list[Row] = []
-    counts = [_workers(config) for config, _ in shapes]
+    counts = [_count_workers(config) for config, _ in shapes]
     with slow_network((max(counts),), (None,)) as network:
         with worker_processes(network, REAL, _WORKER) as workers:
             profiles = {name: workers.profile(name) for name in options.models or MODELS}
             patience.end_s = began + 60 * options.minutes * sum(count <= REAL for count in counts) / len(counts)
-            rows += _all(workers, network, shapes, profiles, patience, links, options.every)
+            rows += _measure_all(workers, network, shapes, profiles, patience, links, options.every)
         for count in sorted(set(counts) - {REAL}):
             # Each number of workers has its share of the time, so that none is left out alone.
             patience.end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
             with worker_processes(network, count, _WORKER) as workers:
-                rows += _all(workers, network, shapes, profiles, patience, links, options.every)
+                rows += _measure_all(workers, network, shapes, profiles, patience, links, options.every)
     print(place.describe(f"{options.rounds} segments a plan") + "\n" + describe_profiles(profiles))
-    _written(rows, options.out)
+    _write_rows(rows, options.out)
     return 0
 
 
-def _written(rows: list[Row], folder: Path | None) -> None:
+def _write_rows(rows: list[Row], folder: Path | None) -> None:
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
@@ -143,12 +143,12 @@ def _written(rows: list[Row], folder: Path | None) -> None:
     print(tables(rows))
 
 
-def _predicted_again(row: Row) -> Row:
+def _predict_again(row: Row) -> Row:
     plan = Plan.from_json(row.plan)
-    return replace(row, stage_s=plan.slowest_stage_s, predicted_s=_predicted_s(plan))
+    return replace(row, stage_s=plan.slowest_stage_s, predicted_s=_predict_s(plan))
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = make_parser(__doc__, "three plans, one rate, short segments")
     parser.add_argument("--again", type=Path, metavar="ROWS.JSON", help="predict again what was measured before")
     parser.add_argument("--every", action="store_true", help="each plan and model over each rate, and not over one")
@@ -168,7 +168,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _all(
+def _measure_all(
     workers: Workers,
     network: Network,
     shapes: list[tuple[str, str]],
@@ -181,7 +181,7 @@ def _all(
     for link in links:
         for model, profile in profiles.items():
             for config, depth in shapes:
-                if _workers(config) != len(workers.workers):
+                if _count_workers(config) != len(workers.workers):
                     continue
                 if not every and (PLANS.index((config, depth)) + list(MODELS).index(model)) % 3 != list(RATES).index(
                     link
@@ -190,7 +190,7 @@ def _all(
                 if time.monotonic() > patience.end_s:
                     print(f"  {model}, {link}, {config}, {depth}: left out, no time is left", file=sys.stderr)
                     continue
-                row = _least_disturbed(workers, network, link, model, profile, (config, depth), patience)
+                row = _measure_least_disturbed(workers, network, link, model, profile, (config, depth), patience)
                 off = row.measured_s / row.predicted_s - 1
                 print(
                     f"  {model}, {link}, {config}, {depth}: predicted {row.predicted_s * 1e3:.1f} ms, measured "
@@ -201,7 +201,7 @@ def _all(
                 yield row
 
 
-def _least_disturbed(
+def _measure_least_disturbed(
     workers: Workers,
     network: Network,
     link: str,
@@ -214,7 +214,7 @@ def _least_disturbed(
     best: Row | None = None
     while True:
         began = time.monotonic()
-        row = _measured(workers, network, link, model, profile, plan, patience)
+        row = _measure(workers, network, link, model, profile, plan, patience)
         if best is None or row.disturbed < best.disturbed:
             best = row
         if best.disturbed <= _QUIET or patience.left_s <= 0:
@@ -222,7 +222,7 @@ def _least_disturbed(
         patience.left_s -= time.monotonic() - began
 
 
-def _measured(
+def _measure(
     workers: Workers,
     network: Network,
     link: str,
@@ -234,7 +234,7 @@ def _measured(
     bytes_per_s = RATES[link]
     config, depth = shape
     real = len(workers.workers) <= REAL
-    cluster = Cluster.flat(_workers(config), bytes_per_s, LATENCY_S)
+    cluster = Cluster.flat(_count_workers(config), bytes_per_s, LATENCY_S)
     profiles, drift = [], 0.0
     if real and how.free:
         plan = pd.plan(workers.profile(model), cluster, shape=config, in_flight=depth)
@@ -246,16 +246,16 @@ def _measured(
             others = max(others, taken)
         # A machine is not equally fast all the time: predicted is what it was before, between and behind the runs.
         profiles.append(workers.profile(model))
-        works = [_work_s(profile) for profile in profiles]
+        works = [_sum_work_s(profile) for profile in profiles]
         drift = (max(works) - min(works)) / statistics.median(works)
         cuts = tuple(stage.first for stage in plan.stages[1:])
-        plan = pd.plan(_middle(profiles), cluster, shape=config, cuts=cuts, in_flight=plan.in_flight)
+        plan = pd.plan(_average(profiles), cluster, shape=config, cuts=cuts, in_flight=plan.in_flight)
     else:
         plan = pd.plan(profile, cluster, shape=config, in_flight=depth)
         compute = _Compute(model if real else None, profile.to_json() if real else None, _DILATION)
         seconds, others = _run(workers, network, plan, bytes_per_s, compute, _SEGMENT_S, how.rounds)
     return Row(
-        model, link, config, depth, real, plan.slowest_stage_s, _predicted_s(plan), tuple(seconds), others, drift,
+        model, link, config, depth, real, plan.slowest_stage_s, _predict_s(plan), tuple(seconds), others, drift,
         plan.to_json(), 1 if profiles else _DILATION,
     )  # fmt: skip
 
@@ -285,7 +285,7 @@ def _run(
     segments: int,
 ) -> tuple[list[float], float]:
     """Returns the seconds of a minibatch in each segment of a run, undilated, and the share that others took of it."""
-    turn = _cycle(plan)
+    turn = _find_cycle(plan)
     network.limit(None)
     ready = workers.ask(
         {
@@ -305,7 +305,7 @@ def _run(
     return [segment_s / compute.dilation for segment_s in seconds], disturbance.share()
 
 
-def _middle(profiles: list[Profile]) -> Profile:
+def _average(profiles: list[Profile]) -> Profile:
     """Returns the mean of profiles of a model."""
     count = len(profiles)
     seconds = ("forward_s", "backward_s", "forward_fixed_s", "backward_fixed_s")
@@ -317,21 +317,21 @@ def _middle(profiles: list[Profile]) -> Profile:
     return replace(profiles[0], layers=layers, update_s=update_s, loss_s=loss_s)
 
 
-def _work_s(profile: Profile) -> float:
+def _sum_work_s(profile: Profile) -> float:
     return profile.forward_s + profile.backward_s + profile.loss_s + profile.update_s
 
 
-def _predicted_s(plan: Plan) -> float:
+def _predict_s(plan: Plan) -> float:
     """Returns the simulated seconds of a minibatch in the steady state."""
-    timeline = pd.simulate(plan, minibatches=60 * _cycle(plan))
-    return 1 / metrics.steady_metrics(timeline, skip=4 * _cycle(plan)).throughput_per_s
+    timeline = pd.simulate(plan, minibatches=60 * _find_cycle(plan))
+    return 1 / metrics.steady_metrics(timeline, skip=4 * _find_cycle(plan)).throughput_per_s
 
 
-def _cycle(plan: Plan) -> int:
+def _find_cycle(plan: Plan) -> int:
     return plan.placement.cycle
 
 
-def _workers(config: str) -> int:
+def _count_workers(config: str) -> int:
     return sum(map(int, config.split("-")))
 
 

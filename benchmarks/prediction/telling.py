@@ -28,14 +28,14 @@ def tables(rows: Sequence[Any]) -> str:
                 lines.append(
                     f"| {row.config} | {row.depth} | {_compute(row)} | {row.link} | "
                     f"{row.stage_s * 1e3:.1f} ms | {row.predicted_s * 1e3:.1f} ms | {row.measured_s * 1e3:.1f} ms "
-                    f"({min(row.segments_s) * 1e3:.1f} to {max(row.segments_s) * 1e3:.1f}) | {_error(row):+.1%} | "
-                    f"{row.others:.0%} | {f'{row.drift:+.0%}' if row.drift else ''} |"
+                    f"({min(row.segments_s) * 1e3:.1f} to {max(row.segments_s) * 1e3:.1f}) | "
+                    f"{_compute_error(row):+.1%} | {row.others:.0%} | {f'{row.drift:+.0%}' if row.drift else ''} |"
                 )
         lines.append("")
-    return "\n".join([*lines, *_summary(rows)])
+    return "\n".join([*lines, *_summarise(rows)])
 
 
-def _summary(rows: Sequence[Any]) -> list[str]:
+def _summarise(rows: Sequence[Any]) -> list[str]:
     lines = [
         "### Summary",
         "",
@@ -54,8 +54,8 @@ def _summary(rows: Sequence[Any]) -> list[str]:
     for name, group in groups.items():
         if not group:
             continue
-        errors = [abs(_error(row)) for row in group]
-        rank = _spearman([row.predicted_s for row in group], [row.measured_s for row in group])
+        errors = [abs(_compute_error(row)) for row in group]
+        rank = _correlate_ranks([row.predicted_s for row in group], [row.measured_s for row in group])
         lines.append(f"| {name} | {len(group)} | {statistics.median(errors):.1%} | {max(errors):.1%} | {rank:.3f} |")
     return lines
 
@@ -65,12 +65,12 @@ def _compute(row: Any) -> str:
     return "emulated" if not row.real else "paced" if row.dilation > 1 else "free"
 
 
-def _error(row: Any) -> float:
+def _compute_error(row: Any) -> float:
     """Returns by how much the measured throughput lies above the predicted one."""
     return float(row.predicted_s / row.measured_s - 1)
 
 
-def _spearman(values: Sequence[float], other: Sequence[float]) -> float:
+def _correlate_ranks(values: Sequence[float], other: Sequence[float]) -> float:
     if len(values) < 2:
         return 1.0
 

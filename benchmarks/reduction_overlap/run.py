@@ -39,13 +39,13 @@ def main() -> int:
     if options.quick:
         request |= {"rounds": 1, "segment": 3, "batch": 2, "width": 0.25, "dense": 64}
     environment = Environment()
-    tables = [_table(name, _measured(RATES[name], request)) for name in options.rates or RATES]
+    tables = [_format_table(name, _measure(RATES[name], request)) for name in options.rates or RATES]
     print(environment.describe(f"{request['rounds']} rounds of {request['segment']} minibatches a worker") + "\n")
     print("\n\n".join(tables))
     return 0
 
 
-def _measured(bytes_per_s: float | None, request: dict[str, object]) -> dict[str, list[float]]:
+def _measure(bytes_per_s: float | None, request: dict[str, object]) -> dict[str, list[float]]:
     """Runs the two workers, one core each; returns variant -> seconds per minibatch of a worker, round by round."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     worker = str(Path(__file__).with_name("worker.py"))
@@ -60,7 +60,7 @@ def _measured(bytes_per_s: float | None, request: dict[str, object]) -> dict[str
         return dict(run_commands(commands))
 
 
-def _table(name: str, seconds_by_variant: dict[str, list[float]]) -> str:
+def _format_table(name: str, seconds_by_variant: dict[str, list[float]]) -> str:
     rows = [
         f"### {name}",
         "",

@@ -91,12 +91,12 @@ def ours(sizes: Sizes, segment: int, *, early: bool, mib: int) -> float:
 
 def theirs(sizes: Sizes, segment: int, *, mib: int) -> float:
     """Returns the seconds of a minibatch by torch's DistributedDataParallel."""
-    return _loop(DistributedDataParallel(network(sizes), bucket_cap_mb=mib), sizes, segment)
+    return _time_loop(DistributedDataParallel(network(sizes), bucket_cap_mb=mib), sizes, segment)
 
 
 def alone(sizes: Sizes, segment: int) -> float:
     """Returns the seconds of a minibatch of a worker that adds up nothing."""
-    return _loop(network(sizes), sizes, segment)
+    return _time_loop(network(sizes), sizes, segment)
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -104,7 +104,7 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
-def _loop(model: torch.nn.Module, sizes: Sizes, segment: int) -> float:
+def _time_loop(model: torch.nn.Module, sizes: Sizes, segment: int) -> float:
     stepper, (x, y) = optimizer(model.parameters()), batch(sizes)
     start = 0.0
     for number in range(WARMUP + segment):

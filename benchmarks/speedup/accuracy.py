@@ -119,15 +119,15 @@ class _Bench:
 
     def rows(self) -> list[dict[str, Any]]:
         task = self.task
-        rows = [row for each_update in (1, 2) for row in self._tuning(each_update)]
+        rows = [row for each_update in (1, 2) for row in self._tune(each_update)]
         rates = {row["each_update"]: row["rate"] for row in rows if row["is_best"]}
         os.environ[ASKED] = task.describe_request(rates[1])
         self.network.limit(None)
-        profile, _ = profile_together(self._runs(TUNING_SEED), 2, PARTS)
+        profile, _ = profile_together(self._run_all(TUNING_SEED), 2, PARTS)
         self.network.limit(task.bytes_per_s)
         for seed in range(self.size.seeds):
             for name in self.size.variants:
-                row = self._least_disturbed(name, seed, profile, rates[2 if name == DDP else 1])
+                row = self._run_least_disturbed(name, seed, profile, rates[2 if name == DDP else 1])
                 rows.append(row)
                 self.log(
                     f"{task.name}, seed {seed}, {name}: {row['samples_per_s']:.4g} samples/s, "
@@ -135,7 +135,7 @@ class _Bench:
                 )
         return rows
 
-    def _tuning(self, each_update: int) -> list[dict[str, Any]]:
+    def _tune(self, each_update: int) -> list[dict[str, Any]]:
         """Tries rates for updates of so many minibatches, in this process, as DDP's sums do not depend on the link.
 
         The one with the least loss is taken.
@@ -156,13 +156,13 @@ class _Bench:
         min(rows, key=lambda row: row["loss"])["is_best"] = True
         return rows
 
-    def _runs(self, seed: int) -> Runs:
+    def _run_all(self, seed: int) -> Runs:
         self._count += 1
         options = TrainingOptions(seed=seed, epochs=self.task.epochs)
         file = str(Path(__file__).with_name("accuracy_recipe.py"))
         return Runs(file, options, self.folder / str(self._count), self.network, count=10 * self._count)
 
-    def _least_disturbed(self, name: str, seed: int, profile: Profile, rate: float) -> dict[str, Any]:
+    def _run_least_disturbed(self, name: str, seed: int, profile: Profile, rate: float) -> dict[str, Any]:
         """Runs a variant until other processes have left the cores alone meanwhile, or often enough."""
         os.environ[ASKED] = self.task.describe_request(rate, each_update=2 if name == DDP else 1)
         best: dict[str, Any] = {}
@@ -178,7 +178,7 @@ class _Bench:
         return {"task": self.task.name, "variant": name, "seed": seed, "rate": rate} | best
 
     def _run(self, name: str, seed: int, profile: Profile) -> dict[str, Any]:
-        runs, task = self._runs(seed), self.task
+        runs, task = self._run_all(seed), self.task
         how = VARIANTS[name]
         if how is None:
             workers, parts = (1 if name == ONE_WORKER else 2), (PARTS if name == SAME_BATCH else 1)
@@ -208,17 +208,17 @@ class _Bench:
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """Returns for each task what each variant reached, and the rates that were tried."""
-    return "\n\n".join(_table(rows, task) for task in dict.fromkeys(row["task"] for row in rows))
+    return "\n\n".join(_format_table(rows, task) for task in dict.fromkeys(row["task"] for row in rows))
 
 
-def _table(rows: list[dict[str, Any]], task: str) -> str:
+def _format_table(rows: list[dict[str, Any]], task: str) -> str:
     runs: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["task"] == task and "variant" in row:
             runs.setdefault(row["variant"], []).append(row)
     baseline = runs[DDP][0]
     metric, seeds = baseline["metric"], len(runs[DDP])
-    ddp = _middle(row["seconds_to_target"] for row in runs[DDP])
+    ddp = _find_median(row["seconds_to_target"] for row in runs[DDP])
     lines = [
         f"### {task}, {format_link(baseline['bytes_per_s'])}",
         "",
@@ -230,15 +230,15 @@ def _table(rows: list[dict[str, Any]], task: str) -> str:
     ]
     for name, variant_runs in runs.items():
         seconds = [row["seconds_to_target"] for row in variant_runs]
-        middle = _middle(seconds)
+        middle = _find_median(seconds)
         cells = [
             name,
             f"{variant_runs[0]['rate']:g}",
-            _range([row["final"] for row in variant_runs], lambda value: f"{value:.3f}"),
-            _range(seconds, lambda value: f"{value:.1f}"),
+            _format_range([row["final"] for row in variant_runs], lambda value: f"{value:.3f}"),
+            _format_range(seconds, lambda value: f"{value:.1f}"),
             "-" if None in (middle, ddp) else format_ratio(ddp / middle),
-            _range([row["bytes_to_target"] for row in variant_runs], format_bytes),
-            _range([row["samples_per_s"] for row in variant_runs], format_number),
+            _format_range([row["bytes_to_target"] for row in variant_runs], format_bytes),
+            _format_range([row["samples_per_s"] for row in variant_runs], format_number),
             f"{max(row['others'] for row in variant_runs):.0%}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -253,13 +253,13 @@ def _table(rows: list[dict[str, Any]], task: str) -> str:
     return "\n".join(lines)
 
 
-def _middle(values: Iterable[float | None]) -> float | None:
+def _find_median(values: Iterable[float | None]) -> float | None:
     """Returns the median; None if the target was not always reached."""
     numbers = list(values)
     return None if None in numbers else median(numbers)
 
 
-def _range(values: list[float | None], words: Callable[[float], str]) -> str:
+def _format_range(values: list[float | None], words: Callable[[float], str]) -> str:
     """Returns the median and the range; says how many runs have no value."""
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values):

@@ -53,7 +53,7 @@ def characters(seed: int, settings: dict[str, Any]) -> Recipe:
     train, test = windows()
     return Recipe(
         model=nn.Sequential(*char_gpt_units(width=128, heads=4, count=4)),
-        loss=_per_token,
+        loss=_measure_per_token,
         targets=lambda batch: batch[1],
         optimizer=partial(torch.optim.NAdam, lr=settings["rate"], betas=(0.99, 0.999)),
         test=DataLoader(TensorDataset(*test), batch_size=50),
@@ -76,5 +76,5 @@ def _read(data: Dataset[Any], batch: int, seed: int, settings: dict[str, Any]) -
     return {"train": train, "scheduler": schedule, "epochs": settings["epochs"]}
 
 
-def _per_token(output: Tensor, targets: Tensor) -> Tensor:
+def _measure_per_token(output: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), targets.flatten())

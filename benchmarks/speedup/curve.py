@@ -140,13 +140,13 @@ def measure(
             }
             points: list[tuple[dict[str, dict[str, Any]], dict[str, Plan]]] = []
             for rho in rhos or few.rhos:
-                points.append(_point(network, workers, model, profiles, rho, names, few, log))
-                keep([*rows, *_predicted(points, profiles[1])])
-            rows += _predicted(points, profiles[1])
+                points.append(_measure_point(network, workers, model, profiles, rho, names, few, log))
+                keep([*rows, *_predict_points(points, profiles[1])])
+            rows += _predict_points(points, profiles[1])
     return rows
 
 
-def _point(
+def _measure_point(
     network: Network,
     workers: Workers,
     model: str,
@@ -162,7 +162,7 @@ def _point(
     bytes_per_s = sum(layer.parameter_bytes for layer in profile.layers) / (rho * compute_s)
     cluster = Cluster.flat(2, bytes_per_s, latency_s=_LATENCY_S)
     network.limit(bytes_per_s)
-    message_s_per_byte = _message_s_per_byte(workers, profile, bytes_per_s, size)
+    message_s_per_byte = _measure_message(workers, profile, bytes_per_s, size)
     profiles = {
         count: replace(variant, runtime=replace(variant.runtime, message_s_per_byte=message_s_per_byte))
         for count, variant in profiles.items()
@@ -180,7 +180,7 @@ def _point(
         plans[name], verdicts[name] = answer.plan, answer.verdict
     runs = {variant.name: variant for variant in VARIANTS}
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}
-    copies = {name: same for name in CHOICES for same in names if _alike(plans[name], plans[same], runs[same])}
+    copies = {name: same for name in CHOICES for same in names if _runs_alike(plans[name], plans[same], runs[same])}
     for number in range(size.rounds):
         turns = [name for name in measured if name not in copies]
         shift = number * len(turns) // size.rounds
@@ -190,7 +190,7 @@ def _point(
                 continue
             answer = workers.ask(_make_request(name, runs.get(name), plans.get(name)) | {"patience_s": size.patience_s})
             point_row.append(answer)
-            log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {_words(answer)}")
+            log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {_describe_row(answer)}")
     for name, same in copies.items():
         measured[name] = measured[same]
     common = {"model": model, "rho": rho, "bytes_per_s": bytes_per_s}
@@ -216,7 +216,7 @@ def _point(
     return rows, plans
 
 
-def _message_s_per_byte(workers: Workers, profile: Profile, bytes_per_s: float, size: _Size) -> float:
+def _measure_message(workers: Workers, profile: Profile, bytes_per_s: float, size: _Size) -> float:
     """Returns what a byte of a message takes from compute at each of its ends.
 
     The cores that compute also serve gloo and the network, at the cost of the slower rate in `_Worker.exchange`.
@@ -230,7 +230,7 @@ def _message_s_per_byte(workers: Workers, profile: Profile, bytes_per_s: float, 
     return max(lost_s / (2 * message_bytes), 0.0)
 
 
-def _predicted(
+def _predict_points(
     points: Sequence[tuple[dict[str, dict[str, Any]], dict[str, Plan]]], profile: Profile
 ) -> list[dict[str, Any]]:
     """Returns the rows with the predicted rates, for cores as fast as they were alone in the middle of all rounds."""
@@ -241,7 +241,7 @@ def _predicted(
         rows["solo"]["speed"] = speed
         for name, plan in plans.items():
             rows[name]["predicted_per_s"] = (
-                _ddp_per_s(profile, plan, runs[name], speed) if name in runs else _predicted_per_s(plan, speed)
+                _predict_ddp(profile, plan, runs[name], speed) if name in runs else _predict_rate(plan, speed)
             )
     return [row for rows, _ in points for row in rows.values()]
 
@@ -267,7 +267,7 @@ def _make_request(name: str, variant: _Variant | None, plan: Plan | None) -> dic
     return {"do": "pipeline", "plan": text, "steps": variant.steps}
 
 
-def _alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
+def _runs_alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
     """Whether a row runs what the planner chose; DDP runs our data parallelism."""
 
     def ran(plan: Plan) -> tuple[Any, ...]:
@@ -279,7 +279,7 @@ def _alike(plan: Plan, other: Plan, variant: _Variant) -> bool:
     return variant.runs in ("pipeline", "ddp") and ran(plan) == ran(other)
 
 
-def _ddp_per_s(profile: Profile, plan: Plan, variant: _Variant, speed: float) -> float:
+def _predict_ddp(profile: Profile, plan: Plan, variant: _Variant, speed: float) -> float:
     """Predicts torch's DDP and FSDP as compute, then communication.
 
     DDP's buckets of 25 MiB hold all gradients of these models. FSDP gathers the weights twice and scatters the
@@ -291,7 +291,7 @@ def _ddp_per_s(profile: Profile, plan: Plan, variant: _Variant, speed: float) ->
     return 2 * each * profile.batch / (compute_s / speed + sums * plan.costs.sync_s[0])
 
 
-def _predicted_per_s(plan: Plan, speed: float) -> float:
+def _predict_rate(plan: Plan, speed: float) -> float:
     """Simulates a plan on workers that are so many times as fast as when they were profiled."""
     stages = tuple(
         replace(stage, **{name: getattr(stage, name) / speed for name in ("forward_s", "backward_s", "update_s")})
@@ -302,7 +302,7 @@ def _predicted_per_s(plan: Plan, speed: float) -> float:
     return metrics.steady_metrics(timeline).samples_per_s
 
 
-def _words(row: dict[str, Any]) -> str:
+def _describe_row(row: dict[str, Any]) -> str:
     return row.get("why") or f"{row['samples_per_s']:.1f} samples/s, others {row['others']:.0%}"
 
 
@@ -312,7 +312,7 @@ def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
     svg_by_name = {}
     for model in dict.fromkeys(row["model"] for row in rows):
         links = []
-        for _, point in _points(rows, model):
+        for _, point in _group_points(rows, model):
             variants = [Variant(ONE_WORKER, 1, samples_per_s=point["solo"]["samples_per_s"])]
             for name in drawn:
                 row = point.get(name, {})
@@ -330,42 +330,44 @@ def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
 def tables(rows: list[dict[str, Any]]) -> str:
     """Returns the tables of README.md."""
     models = tuple(dict.fromkeys(row["model"] for row in rows))
-    parts = [_summary(rows)]
+    parts = [_summarise(rows)]
     for model in models:
-        points = list(_points(rows, model))
+        points = list(_group_points(rows, model))
         solo = points[0][1]["solo"]
         parts.append(
             f"### {MODELS[model].title}\n\n"
             f"{MODELS[model].samples} samples a microbatch: {solo['compute_s'] * 1e3:.0f} ms of compute on one core; "
-            f"{solo['parameter_bytes'] / 1e6:.1f} MB of gradients; {_message(points) / 1e6:.2f} MB cross the cut "
-            "of 1F1B each way."
+            f"{solo['parameter_bytes'] / 1e6:.1f} MB of gradients; {_find_message_bytes(points) / 1e6:.2f} MB cross "
+            "the cut of 1F1B each way."
         )
-        parts.append(_rates(points))
-        parts.append(_speedups(points))
+        parts.append(_format_rates(points))
+        parts.append(_format_speedups(points))
         if any(name in point for _, point in points for name in BESIDE):
-            parts.append(_beside(points))
-    parts += [_choices(rows), _bytes(rows)]
+            parts.append(_format_beside(points))
+    parts += [_format_choices(rows), _format_bytes(rows)]
     return "\n\n".join(part for part in parts if part)
 
 
-def _points(rows: list[dict[str, Any]], model: str) -> Iterator[tuple[float, dict[str, dict[str, Any]]]]:
+def _group_points(rows: list[dict[str, Any]], model: str) -> Iterator[tuple[float, dict[str, dict[str, Any]]]]:
     """Yields rho and variant -> row."""
     for rho in sorted({row["rho"] for row in rows if row["model"] == model}):
         yield rho, {row["variant"]: row for row in rows if row["model"] == model and row["rho"] == rho}
 
 
-def _message(points: _Points) -> int:
+def _find_message_bytes(points: _Points) -> int:
     row = next(
         (point[name] for _, point in points for name in ("1F1B", "2BW, full", "PipeDream, full") if name in point)
     )
     return int(row["message_bytes"])
 
 
-def _rates(points: _Points) -> str:
+def _format_rates(points: _Points) -> str:
     """Samples per second of all variants, and how many of the predicted ones these are."""
     names = [variant.name for variant in VARIANTS if any(variant.name in point for _, point in points)]
     lines = ["Samples per second of both workers (of the predicted ones; range over the rounds):\n"]
-    lines.append("| variant | an update takes | " + " | ".join(_where(rho, point) for rho, point in points) + " |")
+    lines.append(
+        "| variant | an update takes | " + " | ".join(_describe_point(rho, point) for rho, point in points) + " |"
+    )
     lines.append("| --- | ---: |" + " ---: |" * len(points))
     for name in names:
         count = next(variant.samples for variant in VARIANTS if variant.name == name)
@@ -382,7 +384,7 @@ def _rate(row: dict[str, Any] | None) -> str:
     return f"{row['samples_per_s']:.4g} ({share:.0%}; {row['least']:.4g} to {row['most']:.4g})"
 
 
-def _where(rho: float, point: dict[str, dict[str, Any]]) -> str:
+def _describe_point(rho: float, point: dict[str, dict[str, Any]]) -> str:
     return f"rho {rho:g}, {format_link(point['solo']['bytes_per_s'])}"
 
 
@@ -399,49 +401,49 @@ _OVER = (
 )
 
 
-def _speedups(points: _Points) -> str:
+def _format_speedups(points: _Points) -> str:
     lines = ["Times as many samples per second, measured (predicted):\n"]
     lines.append("| | " + " | ".join(f"rho {rho:g}" for rho, _ in points) + " |")
     lines.append("| --- |" + " ---: |" * len(points))
     for ours, theirs in _OVER:
-        cells = [_ratio(point.get(ours, {}), point.get(theirs, {})) for _, point in points]
+        cells = [_format_ratio(point.get(ours, {}), point.get(theirs, {})) for _, point in points]
         if set(cells) != {"-"}:
             lines.append(f"| {ours} / {theirs} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+def _format_ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     if "samples_per_s" not in ours or "samples_per_s" not in theirs:
         return "-"
     ratios = (ours[key] / theirs[key] for key in ("samples_per_s", "predicted_per_s"))
-    return "{} ({})".format(*(_floor(ratio) for ratio in ratios))
+    return "{} ({})".format(*(_format_floor(ratio) for ratio in ratios))
 
 
-def _floor(ratio: float) -> str:
+def _format_floor(ratio: float) -> str:
     """Two digits, never rounded up."""
     return f"{math.floor(ratio * 100 + 1e-9) / 100:.2f}"
 
 
-def _beside(points: _Points) -> str:
+def _format_beside(points: _Points) -> str:
     """This library beside torch.distributed.pipelining, method by method."""
     lines = ["This library's samples per second over those of torch.distributed.pipelining, same stages:\n"]
     lines.append("| method | " + " | ".join(f"rho {rho:g}" for rho, _ in points) + " |")
     lines.append("| --- |" + " ---: |" * len(points))
     for theirs, ours in BESIDE.items():
-        cells = [_ratio(point.get(ours, {}), point.get(theirs, {})).partition(" ")[0] for _, point in points]
+        cells = [_format_ratio(point.get(ours, {}), point.get(theirs, {})).partition(" ")[0] for _, point in points]
         if set(cells) == {"-"}:
             continue
         lines.append(f"| {ours} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _choices(rows: list[dict[str, Any]]) -> str:
+def _format_choices(rows: list[dict[str, Any]]) -> str:
     """What the planner chose, beside the best that was measured with minibatches of the same size."""
     lines = ["### The planner's choice\n"]
     lines.append("| model | rho | minibatch | chosen | samples/s | of the best measured | best |")
     lines.append("| --- | ---: | ---: | --- | ---: | ---: | --- |")
     for model in dict.fromkeys(row["model"] for row in rows):
-        for rho, point in _points(rows, model):
+        for rho, point in _group_points(rows, model):
             for name, count in CHOICES.items():
                 if "samples_per_s" not in point.get(name, {}):
                     continue
@@ -457,7 +459,7 @@ def _choices(rows: list[dict[str, Any]]) -> str:
                 chosen = "data parallelism" if row["config"] == "2" else f"{row['method']} on {row['config']}"
                 lines.append(
                     f"| {MODELS[model].title} | {rho:g} | {count} | {chosen} | {row['samples_per_s']:.4g} | "
-                    f"{_floor(row['samples_per_s'] / max(row['samples_per_s'], best['samples_per_s']))} | "
+                    f"{_format_floor(row['samples_per_s'] / max(row['samples_per_s'], best['samples_per_s']))} | "
                     f"{best['variant']} |"
                 )
     return "\n".join(lines)
@@ -468,14 +470,14 @@ def _is_rival(variant: _Variant, count: int) -> bool:
     return variant.samples in ((1, 2) if count == 1 else (M,)) and variant.schedule not in ("interleaved_1f1b", "zbv")
 
 
-def _bytes(rows: list[dict[str, Any]]) -> str:
+def _format_bytes(rows: list[dict[str, Any]]) -> str:
     """Bytes on the wire for a sample, at one rho."""
     lines = ["### Bytes\n", "Bytes that both workers send for a sample, with the headers of packets (rho 1 or next):\n"]
     names = ("torch DDP", "torch DDP, accumulating", "PipeDream, full", "2BW, full", "1F1B")
     lines.append("| model | " + " | ".join(names) + " | PipeDream, fewer than DDP |")
     lines.append("| --- |" + " ---: |" * (len(names) + 1))
     for model in dict.fromkeys(row["model"] for row in rows):
-        _, point = min(_points(rows, model), key=lambda pair: abs(math.log(pair[0])))
+        _, point = min(_group_points(rows, model), key=lambda pair: abs(math.log(pair[0])))
         sizes = [point.get(name, {}).get("bytes_per_sample") for name in names]
         cells = ["-" if size is None else format_bytes(size) for size in sizes]
         fewer = "-" if sizes[0] is None or sizes[2] is None else f"{math.floor(1000 * (1 - sizes[2] / sizes[0])) / 10}%"
@@ -487,7 +489,7 @@ PAPER = (("VGG-16", "vgg", 5.28), ("GNMT", "encoder_decoder", 2.92), ("AWD langu
 """Model of the paper, ours, times as fast as data parallelism to the target (SOSP 2019, table 1)."""
 
 
-def _summary(rows: list[dict[str, Any]]) -> str:
+def _summarise(rows: list[dict[str, Any]]) -> str:
     ran = [row for row in rows if "samples_per_s" in row and row["variant"] != "solo"]
     lines = []
     kinds = {
@@ -503,41 +505,44 @@ def _summary(rows: list[dict[str, Any]]) -> str:
         shares = sorted(row["samples_per_s"] / row["predicted_per_s"] for row in ran if row["variant"] in names)
         if shares:
             lines.append(
-                f"- measured / predicted of {title}: median {statistics.median(shares):.2f}, {_floor(shares[0])} to "
-                f"{shares[-1]:.2f}, {sum(share >= 0.9 for share in shares)} of {len(shares)} at least 0.90"
+                f"- measured / predicted of {title}: median {statistics.median(shares):.2f}, "
+                f"{_format_floor(shares[0])} to {shares[-1]:.2f}, "
+                f"{sum(share >= 0.9 for share in shares)} of {len(shares)} at least 0.90"
             )
     for theirs, ours in BESIDE.items():
         ratios = [
             point[ours]["samples_per_s"] / point[theirs]["samples_per_s"]
             for model in dict.fromkeys(row["model"] for row in rows)
-            for _, point in _points(rows, model)
+            for _, point in _group_points(rows, model)
             if "samples_per_s" in point.get(ours, {}) and "samples_per_s" in point.get(theirs, {})
         ]
         if ratios:
-            lines.append(f"- {ours} / {theirs}: median {_floor(statistics.median(ratios))}, {_floor(min(ratios))} to "
-                         f"{_floor(max(ratios))}")  # fmt: skip
+            middle, low, high = (_format_floor(pick(ratios)) for pick in (statistics.median, min, max))
+            lines.append(f"- {ours} / {theirs}: median {middle}, {low} to {high}")
     for title, model, target in PAPER:
         points = [
             (rho, point["PipeDream, full"]["samples_per_s"] / point["torch DDP"]["samples_per_s"])
-            for rho, point in _points(rows, model)
+            for rho, point in _group_points(rows, model)
             if "samples_per_s" in point.get("PipeDream, full", {}) and "samples_per_s" in point.get("torch DDP", {})
         ]
         if len(points) > 1:
-            lines.append(f"- the paper's {target} of {title}: {_reached(points, target)} ({MODELS[model].title})")
+            lines.append(
+                f"- the paper's {target} of {title}: {_describe_reached(points, target)} ({MODELS[model].title})"
+            )
     others = [row["others"] for row in ran]
     lines += [f"- share of the cores that other processes took: median {statistics.median(others):.1%}, at most "
               f"{max(others):.1%}"] if others else []  # fmt: skip
     return "\n".join(lines)
 
 
-def _reached(points: Sequence[tuple[float, float]], target: float) -> str:
+def _describe_reached(points: Sequence[tuple[float, float]], target: float) -> str:
     """Says at which rho a speed-up is reached, between two measured ones."""
     for (low, less), (high, more) in pairwise(points):
         if less < target <= more:
             share = math.log(target / less) / math.log(more / less)
             return f"at rho {low * (high / low) ** share:.2g}"
     return (
-        f"not up to rho {points[-1][0]:g}, where it is {_floor(points[-1][1])}"
+        f"not up to rho {points[-1][0]:g}, where it is {_format_floor(points[-1][1])}"
         if points[-1][1] < target
         else (f"already at rho {points[0][0]:g}")
     )

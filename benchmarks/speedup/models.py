@@ -47,7 +47,7 @@ class _Convolution(nn.Conv2d):
         return functional.max_pool2d(images, 2) if self.ends_block else images
 
 
-def _vgg() -> nn.Sequential:
+def _make_vgg() -> nn.Sequential:
     """Convolutions, then dense layers with most of the weights; takes float32[batch, 3, 32, 32]."""
     layers: list[nn.Module] = []
     channels = 3
@@ -88,7 +88,7 @@ class _LSTM(nn.LSTM):
         return outputs
 
 
-def _lstm(width: int = 320, length: int = 32) -> nn.Sequential:
+def _make_lstm(width: int = 320, length: int = 32) -> nn.Sequential:
     """A language model of four LSTM layers; takes int64[batch, length]."""
     layers = [_LSTM(width, width) for _ in range(4)]
     return nn.Sequential(_Embedding(width, length), *layers, _Words(width))
@@ -105,7 +105,7 @@ class _Block(nn.TransformerEncoderLayer):
         return super().forward(values, mask, is_causal=True)
 
 
-def _gpt(width: int = 160, length: int = 128) -> nn.Sequential:
+def _make_gpt(width: int = 160, length: int = 128) -> nn.Sequential:
     """A small GPT; takes int64[batch, length]."""
     blocks = [_Block(width) for _ in range(8)]
     return nn.Sequential(_Embedding(width, length), *blocks, nn.LayerNorm(width), _Words(width))
@@ -146,7 +146,7 @@ class _TargetWords(_Words):
         return super().forward(values[1])
 
 
-def _encoder_decoder(width: int = 160, length: int = 64) -> nn.Sequential:
+def _make_encoder_decoder(width: int = 160, length: int = 64) -> nn.Sequential:
     """A translation model: six encoder layers and four decoder layers; takes int64[batch, 2, length]."""
     how: dict[str, Any] = {"dropout": 0.0, "norm_first": True}
     encoder = [_Encode(width, 4, 4 * width, **how) for _ in range(6)]
@@ -154,35 +154,45 @@ def _encoder_decoder(width: int = 160, length: int = 64) -> nn.Sequential:
     return nn.Sequential(_Both(width, length), *encoder, *decoder, _TargetWords(width))
 
 
-def _seeded(make: Callable[[], nn.Sequential]) -> nn.Sequential:
+def _make_seeded(make: Callable[[], nn.Sequential]) -> nn.Sequential:
     torch.manual_seed(0)
     return make()
 
 
-def _images(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_images(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(samples, 3, 32, 32, generator=generator), torch.randint(0, 10, (samples,), generator=generator)
 
 
-def _tokens(samples: int, *, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_tokens(samples: int, *, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, _VOCABULARY, (samples, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def _pairs(samples: int, *, length: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    (source, _), (target, words) = _tokens(samples, length=length), _tokens(samples, length=length)
+def _draw_pairs(samples: int, *, length: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    (source, _), (target, words) = _draw_tokens(samples, length=length), _draw_tokens(samples, length=length)
     return torch.stack((source, target), 1), words
 
 
-def _token_loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def _compute_token_loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), words.flatten())
 
 
 MODELS = {
-    "vgg": Job("VGG-like", partial(_seeded, _vgg), _images, 24, functional.cross_entropy),
-    "lstm": Job("LSTM language model", partial(_seeded, _lstm), partial(_tokens, length=32), 16, _token_loss),
-    "encoder_decoder": Job("encoder-decoder", partial(_seeded, _encoder_decoder), _pairs, 8, _token_loss),
-    "gpt": Job("small GPT", partial(_seeded, _gpt), partial(_tokens, length=128), 8, _token_loss),
+    "vgg": Job("VGG-like", partial(_make_seeded, _make_vgg), _draw_images, 24, functional.cross_entropy),
+    "lstm": Job(
+        "LSTM language model",
+        partial(_make_seeded, _make_lstm),
+        partial(_draw_tokens, length=32),
+        16,
+        _compute_token_loss,
+    ),
+    "encoder_decoder": Job(
+        "encoder-decoder", partial(_make_seeded, _make_encoder_decoder), _draw_pairs, 8, _compute_token_loss
+    ),
+    "gpt": Job(
+        "small GPT", partial(_make_seeded, _make_gpt), partial(_draw_tokens, length=128), 8, _compute_token_loss
+    ),
 }
 """Name -> what is trained."""

@@ -31,7 +31,7 @@ PARTS = {"curve": curve, "accuracy": accuracy, "workers": workers}
 
 def main() -> int:
     """Runs the benchmark; returns the exit status."""
-    options = _options()
+    options = _parse_options()
     file = options.out / "rows.json"
     parts: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     names = [name for name in PARTS if not options.only or name in options.only]
@@ -55,7 +55,7 @@ def main() -> int:
     return 0
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--size", choices=("test", "short", "full"), default="short")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="parts to run; all by default")
@@ -77,8 +77,8 @@ def _options() -> argparse.Namespace:
 def _save(file: Path, measured: dict[str, Any], name: str, environment: str, rows: list[dict[str, Any]]) -> None:
     """Writes the rows of a part; of the curve it keeps those of points and variants that were not measured again."""
     if name == "curve" and name in measured:
-        new = {_key(row) for row in rows}
-        rows = [row for row in measured[name]["rows"] if _key(row) not in new] + rows
+        new = {_make_key(row) for row in rows}
+        rows = [row for row in measured[name]["rows"] if _make_key(row) not in new] + rows
     measured[name] = {"environment": environment, "rows": rows}
     file.parent.mkdir(parents=True, exist_ok=True)
     parts = []
@@ -90,7 +90,7 @@ def _save(file: Path, measured: dict[str, Any], name: str, environment: str, row
     file.write_text("{" + ",\n".join(parts) + "}\n")
 
 
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+def _make_key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["model"], row["rho"], row["variant"]
 
 

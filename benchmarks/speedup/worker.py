@@ -86,7 +86,7 @@ class _Worker:
 
     def solo(self, steps: int) -> dict[str, float]:
         """Trains the whole model here, while the other worker does the same; no messages."""
-        return self._timed(self._step_of(self.job.make()), steps, 1)
+        return self._time_steps(self._step_of(self.job.make()), steps, 1)
 
     def exchange(self, steps: int, message_bytes: int) -> dict[str, float]:
         """Trains as `solo` while a message goes each way per microbatch; the slower rate of the two workers."""
@@ -103,7 +103,7 @@ class _Worker:
                 assert work is not None
                 work.wait()
 
-        return self._timed(step, steps, 1)
+        return self._time_steps(step, steps, 1)
 
     def ddp(self, steps: int, microbatches: int) -> dict[str, float]:
         """Runs torch's data parallelism with its own settings."""
@@ -121,7 +121,7 @@ class _Worker:
             backward()
             update.step()
 
-        return self._timed(step, steps, 2 * microbatches)
+        return self._time_steps(step, steps, 2 * microbatches)
 
     def fsdp(self, steps: int) -> dict[str, float]:
         """Runs torch's fully sharded data parallelism: weights are gathered in each pass, gradients scattered."""
@@ -129,7 +129,7 @@ class _Worker:
         for layer in (*model, model):
             if any(True for _ in layer.parameters()):
                 fully_shard(layer, mesh=mesh)
-        return self._timed(self._step_of(model), steps, 2)
+        return self._time_steps(self._step_of(model), steps, 2)
 
     def torch(self, steps: int, schedule: str, plan: str) -> dict[str, float]:
         """Runs torch's schedule on the stages of a plan."""
@@ -154,7 +154,7 @@ class _Worker:
             runner.step(*arguments, **last)
             update.step()
 
-        return self._timed(step, steps, self.microbatches)
+        return self._time_steps(step, steps, self.microbatches)
 
     def pipeline(self, steps: int, plan: str) -> dict[str, float]:
         """Runs a plan with this library, and times its steady part."""
@@ -175,9 +175,9 @@ class _Worker:
             count = (warm + steps + further) * replicas
             for done in pipeline.train([job.batch(plan_here.batch)] * count):
                 if done.number % replicas == 0:
-                    ends.append((time.perf_counter(), _sent_bytes()))
+                    ends.append((time.perf_counter(), _count_sent_bytes()))
         begin, end = ends[warm - 1], ends[warm + steps - 1]
-        return self._shared(steps * replicas * plan_here.batch, end[0] - begin[0], end[1] - begin[1])
+        return self._sum_over_ranks(steps * replicas * plan_here.batch, end[0] - begin[0], end[1] - begin[1])
 
     def _step_of(self, model: nn.Module) -> Callable[[], None]:
         """Returns a function that trains a model on one microbatch."""
@@ -190,17 +190,17 @@ class _Worker:
 
         return step
 
-    def _timed(self, step: Callable[[], None], steps: int, microbatches: int) -> dict[str, float]:
+    def _time_steps(self, step: Callable[[], None], steps: int, microbatches: int) -> dict[str, float]:
         """Times a step that takes in so many microbatches over all workers."""
         step()
         dist.barrier(self.group)
-        start, sent = time.perf_counter(), _sent_bytes()
+        start, sent = time.perf_counter(), _count_sent_bytes()
         for _ in range(steps):
             step()
         samples = steps * microbatches * self.job.samples
-        return self._shared(samples, time.perf_counter() - start, _sent_bytes() - sent)
+        return self._sum_over_ranks(samples, time.perf_counter() - start, _count_sent_bytes() - sent)
 
-    def _shared(self, samples: int, seconds: float, sent_bytes: int) -> dict[str, float]:
+    def _sum_over_ranks(self, samples: int, seconds: float, sent_bytes: int) -> dict[str, float]:
         """Returns the figures of both workers: the slower one's rate, the sum of what they sent."""
         slowest, sent = torch.tensor([seconds]).double(), torch.tensor([sent_bytes]).double()
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
@@ -251,7 +251,7 @@ def main(model: str, microbatches: int) -> None:
     dist.destroy_process_group()
 
 
-def _sent_bytes() -> int:
+def _count_sent_bytes() -> int:
     """Returns what this host has sent, with the headers of packets."""
     rows = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()
     return next(int(row.split()[9]) for row in rows if row.strip().startswith(f"{LINK}:"))

@@ -89,7 +89,7 @@ _FILES = {
 }
 
 
-def _cases(size: str) -> Iterator[Case]:
+def _list_cases(size: str) -> Iterator[Case]:
     """Yields cases; those of a table, model and cluster begin with what the others are compared with."""
     table_1 = (  # SOSP 2019, table 1; 7-1: arXiv 1806.03377, table 1
         ("GNMT-8", "pipedream-a", 1, "straight", 1.5),
@@ -124,35 +124,35 @@ def _cases(size: str) -> Iterator[Case]:
 
 def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
     """Emulates the cases; returns a row for each, none where the profiles or slow links are missing."""
-    reason = why_not() or ("" if _folder() else "no published profiles: PIPEDREAM_PROFILES may name their folder")
+    reason = why_not() or ("" if _find_folder() else "no published profiles: PIPEDREAM_PROFILES may name their folder")
     if reason:
         log(f"workers: {reason}")
         return []
-    cases = sorted(_cases(size), key=lambda case: _widths(case.on()))
+    cases = sorted(_list_cases(size), key=lambda case: _list_widths(case.on()))
     rows: list[dict[str, Any]] = []
     again_s = _AGAIN_S[size]
-    for widths in dict.fromkeys(_widths(case.on()) for case in cases):
+    for widths in dict.fromkeys(_list_widths(case.on()) for case in cases):
         with (
             slow_network(widths, (None,) * len(widths)) as network,
             worker_processes(network, len(network.hosts), _WORKER) as workers,
         ):
             done: dict[tuple[Any, ...], dict[str, Any]] = {}
-            for case in (case for case in cases if _widths(case.on()) == widths):
+            for case in (case for case in cases if _list_widths(case.on()) == widths):
                 plan = _plan(case)
                 key = (case.model, case.cluster, plan.stages, plan.in_flight, plan.schedule, plan.microbatches)
                 while key not in done or (done[key]["others"] > _QUIET and again_s > 0):
                     began = time.monotonic()
-                    row = _emulated(plan, workers, network, _SECONDS[size])
+                    row = _emulate(plan, workers, network, _SECONDS[size])
                     if key not in done or row["others"] < done[key]["others"]:
                         done[key] = row
                     again_s -= time.monotonic() - began if row["others"] > _QUIET else 0.0
                 rows.append(asdict(case) | done[key])
                 log(f"workers: {case.model}, {_place(rows[-1])}, {plan.config} {plan.schedule}: "
-                    f"{_off(rows[-1]):+.1%} of predicted, others {rows[-1]['others']:.0%}")  # fmt: skip
+                    f"{_compute_error(rows[-1]):+.1%} of predicted, others {rows[-1]['others']:.0%}")  # fmt: skip
     return rows
 
 
-def _emulated(plan: Plan, workers: Workers, network: Network, seconds: float) -> dict[str, Any]:
+def _emulate(plan: Plan, workers: Workers, network: Network, seconds: float) -> dict[str, Any]:
     """Runs a plan for so many seconds; returns the seconds of a minibatch, predicted and in each segment."""
     predicted_s, parts = score(plan).period_s, plan.microbatches
     turn = lcm(plan.placement.cycle, parts) // parts
@@ -160,11 +160,11 @@ def _emulated(plan: Plan, workers: Workers, network: Network, seconds: float) ->
     warm = turn * ceil((2 if len(plan.stages) > 1 else 1) * admitted / turn)
     segment = turn * ceil(admitted / turn)  # where a plan's rounds alternate, both are in a segment
     count = warm + segment * _SEGMENTS + ceil(admitted)
-    dilation = max(_LEAST_DILATION, _rounded(seconds / (count * predicted_s)))
-    byte_scale = _rounded(
+    dilation = max(_LEAST_DILATION, _round(seconds / (count * predicted_s)))
+    byte_scale = _round(
         min(
             1.0,
-            _CARRIED_BYTES_PER_S * dilation * predicted_s / _carried_bytes(plan),
+            _CARRIED_BYTES_PER_S * dilation * predicted_s / _count_carried_bytes(plan),
             _WEIGHTS_BYTES / sum(stage.replicas * stage.parameter_bytes for stage in plan.stages),
         )
     )
@@ -200,10 +200,10 @@ def tables(rows: list[dict[str, Any]]) -> str:
     parts = []
     for table, head in heads.items():
         if table_rows := [row for row in rows if row["table"] == table]:
-            parts.append("\n".join([head, "", *_lines(table_rows)]))
+            parts.append("\n".join([head, "", *_format_rows(table_rows)]))
     if not parts:
         return ""
-    off = [abs(_off(row)) for row in rows]
+    off = [abs(_compute_error(row)) for row in rows]
     within = sum(error <= 0.1 for error in off)
     parts.append(
         f"*off*: samples per second emulated over predicted, minus one. {within} of {len(off)} runs are within 10% of "
@@ -213,34 +213,35 @@ def tables(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def _lines(rows: list[dict[str, Any]]) -> list[str]:
+def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "| model | cluster | plan | method | paper | predicted | emulated (least to most) | off | slower by | bytes |",
         "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     first: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
-        other = first.setdefault(_case(row).against, row)
-        rates = sorted(_middle(other) / seconds for seconds in row["segments_s"])
+        other = first.setdefault(_read_case(row).against, row)
+        rates = sorted(_find_median(other) / seconds for seconds in row["segments_s"])
         lines.append(
             f"| {row['model']} | {_place(row)} | {row['config']}{' (planner)' if row['shape'] == _PLANNED else ''} | "
             f"{_method(row)} | {'' if row['paper'] is None else format(row['paper'], '.2f')} | "
-            f"{other['predicted_s'] / row['predicted_s']:.2f} | {_middle(other) / _middle(row):.2f} "
-            f"({rates[0]:.2f} to {rates[-1]:.2f}) | {_off(row):+.1%} | {row['dilation']:g} | {row['byte_scale']:g} |"
+            f"{other['predicted_s'] / row['predicted_s']:.2f} | {_find_median(other) / _find_median(row):.2f} "
+            f"({rates[0]:.2f} to {rates[-1]:.2f}) | {_compute_error(row):+.1%} | {row['dilation']:g} | "
+            f"{row['byte_scale']:g} |"
         )
     return lines
 
 
-def _case(row: dict[str, Any]) -> Case:
+def _read_case(row: dict[str, Any]) -> Case:
     return Case(**{name: row[name] for name in Case.__dataclass_fields__})
 
 
-def _middle(row: dict[str, Any]) -> float:
+def _find_median(row: dict[str, Any]) -> float:
     return statistics.median(row["segments_s"])
 
 
-def _off(row: dict[str, Any]) -> float:
-    return float(row["predicted_s"]) / _middle(row) - 1
+def _compute_error(row: dict[str, Any]) -> float:
+    return float(row["predicted_s"]) / _find_median(row) - 1
 
 
 def _place(row: dict[str, Any]) -> str:
@@ -258,20 +259,20 @@ def _method(row: dict[str, Any]) -> str:
 
 
 def _plan(case: Case) -> Plan:
-    profile = _gpt(8 * (case.microbatches or 1)) if case.model == _GPT else _published(_FILES[case.model])
+    profile = _make_gpt(8 * (case.microbatches or 1)) if case.model == _GPT else _load_published(_FILES[case.model])
     how: dict[str, Any] = {"schedule": case.schedule, "microbatches": case.microbatches}
     recompute = "always" if case.model == _GPT else "never"
     return pd.plan(profile, case.on(), shape=case.shape, recompute=recompute, **how)
 
 
 @cache
-def _published(name: str) -> Profile:
-    folder = _folder()
+def _load_published(name: str) -> Profile:
+    folder = _find_folder()
     assert folder is not None
     return GraphText.load(folder / f"{name}.txt").profile(name)
 
 
-def _folder() -> Path | None:
+def _find_folder() -> Path | None:
     root = Path(__file__).parents[2]
     named = os.environ.get("PIPEDREAM_PROFILES")
     folders = [Path(named)] if named else [place / "shared" / "profiles" for place in (root, *root.parents)]
@@ -279,7 +280,7 @@ def _folder() -> Path | None:
 
 
 @cache
-def _gpt(samples: int) -> Profile:
+def _make_gpt(samples: int) -> Profile:
     """A GPT as large as the paper's on a V100, by its data sheet: 48 blocks of width 1920, 512 tokens, float16."""
     with torch.device("meta"):
         blocks = [
@@ -291,7 +292,7 @@ def _gpt(samples: int) -> Profile:
     return pd.profile(model, words, device="meta", as_device="V100-16GB", dtype=torch.float16)
 
 
-def _carried_bytes(plan: Plan) -> float:
+def _count_carried_bytes(plan: Plan) -> float:
     """Returns what all workers send for a minibatch."""
     carried_bytes = 2.0 * sum(stage.output_bytes for stage in plan.stages[:-1])
     for stage in plan.stages:
@@ -300,9 +301,9 @@ def _carried_bytes(plan: Plan) -> float:
     return carried_bytes
 
 
-def _widths(cluster: Cluster) -> tuple[int, ...]:
+def _list_widths(cluster: Cluster) -> tuple[int, ...]:
     return tuple(level.width for level in cluster.levels)
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return float(f"{value:.2g}")
