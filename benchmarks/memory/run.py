@@ -23,6 +23,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.planner import manual_plan
+from pipedream.planner.tables.plan_depth import apply_depth
 from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.workflows.methods import versions_of
 
@@ -148,7 +149,7 @@ def _plan(variant: Variant, profile: Profile, blocks: int) -> Plan:
     cluster = Cluster.flat(sum(variant.replicas))
     plan = manual_plan(profile, cluster, cuts, variant.replicas, **how)
     again = tuple(replace(stage, recompute=variant.recompute) for stage in plan.stages)
-    return SearchSpace.of(profile, cluster, **how).at_depth(replace(plan, stages=again), plan.in_flight)
+    return apply_depth(SearchSpace.of(profile, cluster, **how), replace(plan, stages=again), plan.in_flight)
 
 
 def _measure_rows(variant: Variant, profile: Profile, request: dict[str, int], folder: Path) -> Iterator[Row]:

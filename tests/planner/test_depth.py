@@ -15,6 +15,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan import depth
 from pipedream.core.schedule.lowering import lower
 from pipedream.planner import SearchSpace, manual_plan, plan
+from pipedream.planner.tables.plan_depth import apply_depth
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
@@ -92,18 +93,18 @@ def test_auto_is_legal_and_as_deep_as_fits(case: tuple[SearchSpace, tuple[int, .
     space, cuts, counts = case
     base = space.plan(cuts, counts)
     try:
-        low = space.at_depth(base, "noam")
+        low = apply_depth(space, base, "noam")
     except PlanError:
         with pytest.raises(PlanError, match="at depth noam stage"):
-            space.at_depth(base, "auto")
+            apply_depth(space, base, "auto")
         return
-    deep, full = space.at_depth(base, "auto"), base.with_depth("full")
+    deep, full = apply_depth(space, base, "auto"), base.with_depth("full")
     assert all(a <= b <= c for a, b, c in zip(low.in_flight, deep.in_flight, full.in_flight, strict=True))
     depth.check_in_flight(deep.in_flight, counts, deep.update_delay)
     limit = space.cluster.memory_bytes or 0
     assert max(stage.peak_bytes for stage in deep.stages) <= limit
     try:
-        assert space.at_depth(base, "full").in_flight == deep.in_flight, "full fits"
+        assert apply_depth(space, base, "full").in_flight == deep.in_flight, "full fits"
     except PlanError:
         assert deep.in_flight != full.in_flight
 

@@ -16,6 +16,7 @@ import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
+from pipedream.planner.tables.plan_depth import apply_depth
 from pipedream.profiler.allocations import Allocations
 from pipedream.runtime.comm import shared_memory
 from pipedream.workflows.methods import occupancy_of, versions_of
@@ -101,7 +102,8 @@ def plan_of(run: Living) -> Plan:
     space = SearchSpace.of(
         profile, plan.cluster, versions=versions_of(run.schedule), microbatches=run.microbatches or 1
     )
-    return space.at_depth(replace(plan, stages=tuple(replace(s, recompute=True) for s in plan.stages)), plan.in_flight)
+    again = tuple(replace(stage, recompute=True) for stage in plan.stages)
+    return apply_depth(space, replace(plan, stages=again), plan.in_flight)
 
 
 def lived(run: Living, plan: Plan, minibatches: int = 10) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ from pipedream.core.units import format_seconds
 from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, fastest
 from pipedream.planner.search import Finalist, PlanSearch, finalists, plan
 from pipedream.planner.tables.method_occupancy import MethodOccupancy
+from pipedream.planner.tables.plan_depth import apply_depth
 from pipedream.planner.tables.search_space import SearchSpace
 
 _MOST_MICROBATCHES = 64
@@ -69,7 +70,7 @@ class _Alternatives:
             occupancy=occupancy,
         )
         try:
-            planned = space.at_depth(replace(free, cluster=self.cluster), "noam")  # the best plan of all fits
+            planned = apply_depth(space, replace(free, cluster=self.cluster), "noam")  # the best plan of all fits
         except PlanError:
             planned = plan(
                 profile,
@@ -82,7 +83,7 @@ class _Alternatives:
                 recompute=self.recompute,
             )
         noam = planned.in_flight
-        planned = space.at_depth(planned, in_flight)
+        planned = apply_depth(space, planned, in_flight)
         if in_flight == "auto" and self.in_flight == "noam" and planned.in_flight == noam:
             raise PlanError("no deeper than the paper's depth")
         return replace(

@@ -12,6 +12,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.planner.dynamic_program.recurrence import check_recompute
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
+from pipedream.planner.tables.plan_depth import apply_depth
 from pipedream.planner.tables.search_space import SearchSpace
 
 _FEW = 12  # so many layers are listed in an error
@@ -85,7 +86,7 @@ def manual_plan(
         limits = (site.memory_bytes for site in plan.sites)
         must = (limit is not None and need > limit for need, limit in zip(needs, limits, strict=True))
         plan = space.plan(places, counts, note="cut by hand", recompute=tuple(must))
-    return space.at_depth(plan, in_flight)
+    return apply_depth(space, plan, in_flight)
 
 
 def place_of(graph: LayerGraph, cut: int | str) -> int:

@@ -25,6 +25,7 @@ from pipedream.planner.dynamic_program.mesh_program import MeshProgram
 from pipedream.planner.dynamic_program.recurrence import Shortage, check_recompute, refuse
 from pipedream.planner.search import fitting_plan, parse_counts, sufficient_memory
 from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
+from pipedream.planner.tables.plan_depth import apply_depth
 from pipedream.planner.tables.search_space import SearchSpace
 
 _MOST_WORK = 3e8
@@ -85,15 +86,15 @@ class MeshSearch:
         if slower != 1:
             slowed = self.space.slowed(slower)
             choices = slowed.choices_of(search(slowed))
-            return self.space.at_depth(
-                self.space.plan_of(choices, f"as if links were {slower:g} times slower"), in_flight
+            return apply_depth(
+                self.space, self.space.plan_of(choices, f"as if links were {slower:g} times slower"), in_flight
             )
         try:
             plan = fitting_plan(self.space, search, ())
         except ShortageError as error:
             more = sufficient_memory(self.space, (search,), error.need_bytes)
             raise ShortageError(f"{error}{more}", error.need_bytes) from None
-        return self.space.at_depth(plan, in_flight)
+        return apply_depth(self.space, plan, in_flight)
 
     def _make_program(self, space: MeshSpace, how: str, shape: str | tuple[int, ...]) -> MeshProgram:
         counts = None if shape in ("any", "pipeline") else parse_counts(shape)

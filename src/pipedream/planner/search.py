@@ -21,6 +21,7 @@ from pipedream.core.units import format_bytes, format_excess, format_seconds
 from pipedream.planner.dynamic_program.recurrence import check_recompute, refuse
 from pipedream.planner.pipeline_search import PipelineSearch
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
+from pipedream.planner.tables.plan_depth import apply_depth
 from pipedream.planner.tables.search_space import SearchSpace
 
 _Space = TypeVar("_Space", bound=SearchSpace)
@@ -118,7 +119,7 @@ class PlanSearch:
         """
         if slower != 1:
             plan = self._with_slower_links(slower).best(shape)
-            return self.space.at_depth(replace(plan, cluster=self.space.cluster, bound_s=0.0), in_flight)
+            return apply_depth(self.space, replace(plan, cluster=self.space.cluster, bound_s=0.0), in_flight)
         space, profile = self.space, self.space.profile
         workers, longest = space.cluster.workers, len(space.positions) - 1
         others: list[Callable[[SearchSpace], Plan]] = []
@@ -134,7 +135,7 @@ class PlanSearch:
         except ShortageError as error:
             more = sufficient_memory(space, (search, *others), error.need_bytes)
             raise ShortageError(f"{error}{more}", error.need_bytes) from None
-        return space.at_depth(plan, in_flight)
+        return apply_depth(space, plan, in_flight)
 
     def _with_slower_links(self, factor: float) -> PlanSearch:
         return replace(self, space=replace(self.space, cluster=self.space.cluster.slowed(factor)))
@@ -253,7 +254,7 @@ def fitting_plan(space: _Space, search: Callable[[_Space], Plan], others: Sequen
     plans += [plan for how in others for plan in _spare_memory(space, how)]
     fitting = [plan for plan in plans if plan.first_stage_over_memory is None]
     if not fitting:  # the caller refuses it, naming what it needs
-        return min((least, *plans), key=lambda plan: _count_missing_bytes(space, plan))
+        return min((least, *plans), key=lambda plan: _count_missing_bytes(plan))
     best = min(fitting, key=lambda plan: (plan.period_s, plan.slowest_stage_s))
     return replace(best, bound_s=min(least.bound_s, best.slowest_stage_s))
 
@@ -276,7 +277,7 @@ def _spare_memory(space: _Space, search: Callable[[_Space], Plan], first: Plan |
     too_little, enough, plan = 0, 0, first or search_sparing(0)
     while plan is not None and plan.first_stage_over_memory is not None:
         yield plan
-        too_little, enough = enough, enough + max(enough, _count_missing_bytes(space, plan))
+        too_little, enough = enough, enough + max(enough, _count_missing_bytes(plan))
         plan = search_sparing(enough)
     if plan is not None:
         yield plan
@@ -291,8 +292,8 @@ def _spare_memory(space: _Space, search: Callable[[_Space], Plan], first: Plan |
             enough = middle
 
 
-def _count_missing_bytes(space: SearchSpace, plan: Plan) -> int:
-    limits = [space.memory_bytes(plan, s) for s in range(len(plan.stages))]
+def _count_missing_bytes(plan: Plan) -> int:
+    limits = [site.memory_bytes for site in plan.sites]
     return max(stage.peak_bytes - (limit or stage.peak_bytes) for stage, limit in zip(plan.stages, limits, strict=True))
 
 

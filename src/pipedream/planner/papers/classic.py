@@ -22,6 +22,7 @@ from pipedream.core.units import format_seconds
 from pipedream.planner.papers.classic_levels import LevelTable, alone_s, solve
 from pipedream.planner.papers.classic_states import CutStates
 from pipedream.planner.tables.method_occupancy import VersionsRule, stash
+from pipedream.planner.tables.plan_depth import apply_depth
 from pipedream.planner.tables.search_space import SearchSpace
 
 
@@ -161,7 +162,7 @@ def _plan(
     for cut, stage in zip(cuts, stages, strict=False):
         crossing[cut] = round(states.output_bytes[stage.last])
     space = replace(space, crossing=crossing)
-    return space.at_depth(space.plan(cuts, tuple(stage.replicas for stage in stages)), in_flight)
+    return apply_depth(space, space.plan(cuts, tuple(stage.replicas for stage in stages)), in_flight)
 
 
 def _assign_owners(text: GraphText, done: list[int]) -> list[int]:

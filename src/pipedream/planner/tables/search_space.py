@@ -1,20 +1,11 @@
-"""The search space: the places where a graph may be cut, and what the layers between two places cost as a stage.
-
-A place is a downset of the graph (`planner.cuts.downsets`). Places 0 to n are the layers before each index, in the
-graph's order; the other searched downsets come after them.
-
-Seconds are added exactly (as integers over a common power of two) and rounded once. So stages that cost the same
-compare equal, and ties are broken by rule, not by rounding.
-"""
+"""The search space: what the layers between two places (`planner.tables.place_sums`) cost as a stage on a cluster."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, islice, pairwise
-from math import prod
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -37,48 +28,30 @@ from pipedream.core.plan.site import Site
 from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.tied import TiedWeights, least_sum_s
 from pipedream.core.schedule.occupancy import StageOccupancy
-from pipedream.core.units import format_bytes
-from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, Seconds, WholeArray
+from pipedream.planner.arrays import BoolArray, Bytes, Place, Seconds
 from pipedream.planner.cuts.cut_selection import searched_downsets
-from pipedream.planner.cuts.downsets import Lattice, bit_indices, bool_rows
+from pipedream.planner.cuts.downsets import Lattice, bool_rows
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, OccupancyRule, VersionsRule, stash
-from pipedream.planner.tables.working_peaks import PlaceBytes, StagePeaks
+from pipedream.planner.tables.place_sums import PlaceSums
 
 
 @dataclass(frozen=True, eq=False)
-class SearchSpace:
+class SearchSpace(PlaceSums):
     """A profile, a cluster and a way to train: what everything between two places would cost as a stage.
 
     Attributes:
         versions: the weight versions alive at once, given the in-flight count and the update delay.
         update_delay: of a pipeline's replicated stages.
-        scale: `forward`, `backward` and `launch` are integers over this power of two.
-        forward, backward: seconds of all layers before each place, times `scale`; the loss is part of the last
-            layer's backward.
-        launch: the same of the host's launches for both passes.
-        parameters, optimizer: bytes of all layers before each place.
-        crossing: bytes that cross a cut at each place; at 0 the model's input, at n its output.
-        downsets: the layers before each place, as bit sets.
         positions: the places where a stage may begin or end, those after fewer layers first.
         is_complete: no plan on any other places is faster than the best on these.
         occupancy: None: everything admitted, with `versions`.
         spare_bytes: memory that a search keeps free for messages.
     """
 
-    profile: Profile
     cluster: Cluster
     versions: VersionsRule
     update_delay: int
     microbatches: int
-    scale: int
-    forward: WholeArray
-    backward: WholeArray
-    launch: WholeArray
-    parameters: IntArray
-    optimizer: IntArray
-    peaks: StagePeaks
-    crossing: IntArray
-    downsets: tuple[int, ...]
     positions: tuple[int, ...]
     is_complete: bool = True
     occupancy: MethodOccupancy | None = None
@@ -111,51 +84,21 @@ class SearchSpace:
         if microbatches < 1:
             raise PlanError(f"a minibatch was asked to be split into {microbatches} microbatches; give 1 or more")
         profile = profile.in_parts(microbatches)
-        layers, count = profile.layers, len(profile.layers)
         lattice = Lattice.of(profile.graph)
         is_complete = False
         if downsets is None:
             downsets, is_complete = searched_downsets(lattice, profile, cluster)
-        prefixes = {(1 << i) - 1: i for i in range(count + 1)}
-        others = [downset for downset in sorted(downsets, key=_order_by_size) if downset not in prefixes]
-        places = prefixes | {downset: i for i, downset in enumerate(others, count + 1)}
-        positions = tuple(places[downset] for downset in sorted({0, *downsets, lattice.everything}, key=_order_by_size))
-
-        steps = [
-            (list(bit_indices(after & ~before)), list(bit_indices(before & ~after)))
-            for before, after in pairwise([0, *others])
-        ]
-        forward = [layer.forward_s.as_integer_ratio() for layer in layers]
-        backward = [layer.backward_s.as_integer_ratio() for layer in layers]
-        launch = [(layer.forward_launch_s + layer.backward_launch_s).as_integer_ratio() for layer in layers]
-        loss = profile.loss_s.as_integer_ratio()
-        scale = max(below for _, below in (*forward, *backward, *launch, loss))
-        backward_parts = _scale(backward, scale)
-        backward_parts[-1] += loss[0] * (scale // loss[1])
-        parameters = _sum_prefixes([layer.parameter_bytes for layer in layers], steps)
-        crossing = lattice.crossing_bytes(tuple(places), [layer.output_bytes for layer in layers])
-        crossing[0] = _count_input_bytes(profile)
-        crossing[count] = sum(layers[i].output_bytes for i in range(count) if not lattice.consumers[i])
-        activations = _sum_prefixes([layer.activation_bytes for layer in layers], steps)
-        place_bytes = PlaceBytes(np.array(activations), np.array(parameters), crossing)
-        # Rounding the running share, and not each layer's, makes the stages of any cut add up to the total.
-        optimizer = [profile.optimizer_bytes * before // max(parameters[count], 1) for before in parameters]
+        ordered = sorted({0, *downsets, lattice.everything}, key=lambda downset: (downset.bit_count(), downset))
+        prefixes = {(1 << i) - 1 for i in range(len(profile.layers) + 1)}
+        sums = PlaceSums.sum_up(profile, lattice, [downset for downset in ordered if downset not in prefixes])
+        places = {downset: place for place, downset in enumerate(sums.downsets)}
         return cls(
-            profile=profile,
+            **vars(sums),
             cluster=cluster,
             versions=versions,
             update_delay=update_delay,
             microbatches=microbatches,
-            scale=scale,
-            forward=np.array(_sum_prefixes(_scale(forward, scale), steps), dtype=object),
-            backward=np.array(_sum_prefixes(backward_parts, steps), dtype=object),
-            launch=np.array(_sum_prefixes(_scale(launch, scale), steps), dtype=object),
-            parameters=np.array(parameters),
-            optimizer=np.array(optimizer),
-            peaks=StagePeaks.of(profile, tuple(places), place_bytes),
-            crossing=crossing,
-            downsets=tuple(places),
-            positions=positions,
+            positions=tuple(places[downset] for downset in ordered),
             is_complete=is_complete,
             occupancy=occupancy,
         )
@@ -173,43 +116,6 @@ class SearchSpace:
         sizes = inside.sum(axis=1)
         contained: BoolArray = (inside @ inside.T >= sizes[:, None]) & (sizes[:, None] < sizes[None, :])
         return contained
-
-    def parameter_bytes(self, first: Place, last: Place) -> Bytes:
-        """Returns the bytes of a stage's parameters: with its copies of tied ones that an earlier stage also uses."""
-        total: Bytes = self.parameters[last] - self.parameters[first]
-        for (count, is_first), tied in zip(self._tied, self.profile.tied, strict=True):
-            copies = (count[last] > count[first]) & (is_first[last] == is_first[first])
-            total = total + copies * tied.parameter_bytes
-        return total
-
-    def optimizer_bytes(self, first: Place, last: Place) -> Bytes:
-        total: Bytes = self.optimizer[last] - self.optimizer[first]
-        copies = self.parameter_bytes(first, last) - (self.parameters[last] - self.parameters[first])
-        return total + self.profile.optimizer_bytes * copies // self._all_bytes if self._tied else total
-
-    def tied_s(self, first: Place, last: Place) -> Seconds:
-        """Returns the seconds by which sums over the holders of tied weights at least delay an update of a stage."""
-        seconds: Seconds = 0.0
-        for (count, _), tied in zip(self._tied, self.profile.tied, strict=True):
-            members = count[last] - count[first]
-            is_parted = (members > 0) & (members < len(tied.layers))
-            seconds = seconds + (is_parted & tied.trained) * least_sum_s(self.cluster, tied.parameter_bytes)
-        return seconds
-
-    @cached_property
-    def _tied(self) -> list[tuple[IntArray, IntArray]]:
-        """Of each of the profile's tied parameters: how many of its layers, and whether the first, are before each
-        place."""
-        rows = []
-        for tied in self.profile.tied:
-            members = sum(1 << layer for layer in tied.layers)
-            count = np.array([(downset & members).bit_count() for downset in self.downsets])
-            rows.append((count, np.array([downset >> min(tied.layers) & 1 for downset in self.downsets])))
-        return rows
-
-    @property
-    def _all_bytes(self) -> int:
-        return max(int(self.parameters[len(self.profile.layers)]), 1)
 
     def update_s(
         self, first: Place, last: Place, update_delay: int = 0, edges: tuple[Bytes, Bytes] | None = None
@@ -231,6 +137,15 @@ class SearchSpace:
             added_s = added_s + self.runtime_s(first, last, update_s, edges)
         return update_s + added_s
 
+    def tied_s(self, first: Place, last: Place) -> Seconds:
+        """Returns the seconds by which sums over the holders of tied weights at least delay an update of a stage."""
+        seconds: Seconds = 0.0
+        for (count, _), tied in zip(self._tied, self.profile.tied, strict=True):
+            members = count[last] - count[first]
+            is_parted = (members > 0) & (members < len(tied.layers))
+            seconds = seconds + (is_parted & tied.trained) * least_sum_s(self.cluster, tied.parameter_bytes)
+        return seconds
+
     def runtime_s(
         self, first: Place, last: Place, update_s: Seconds, edges: tuple[Bytes, Bytes] | None = None
     ) -> Seconds:
@@ -242,40 +157,14 @@ class SearchSpace:
         seconds: Seconds = self.profile.runtime.stage_s(device_s, received, sent, *ends, launch_s)
         return seconds
 
-    @property
-    def _launches(self) -> bool:
-        return bool(self.launch[len(self.profile.layers)])
-
     def _needs_copies(self, last: Place, update_delay: int) -> bool | BoolArray:
         is_output = np.asarray(last) == len(self.profile.layers)
         copies: bool | BoolArray = (self.stage_occupancy(2).versions > 1) & (bool(update_delay) | ~is_output)
         return copies
 
-    def _step_s(self, first: Place, last: Place) -> Seconds:
-        fixed_s = self.profile.update_fixed_s
-        return fixed_s + self._share(self.profile.update_s - fixed_s, first, last)
-
-    def _share(self, seconds: float, first: Place, last: Place) -> Seconds:
-        share: Seconds = seconds * self.parameter_bytes(first, last) / self._all_bytes
-        return share
-
-    def passes_s(self, first: Place, last: Place) -> tuple[Seconds, Seconds]:
-        forward = (self.forward[last] - self.forward[first]) / self.scale
-        backward = (self.backward[last] - self.backward[first]) / self.scale
-        return forward, backward
-
     def period_s(self, passes_s: tuple[Seconds, Seconds], first: Place, last: Place, site: Site) -> Seconds:
         seconds: Seconds = site.period_s(*passes_s, self.update_s(first, last), *self.bytes_of(first, last))
         return seconds
-
-    def bytes_of(self, first: Place, last: Place) -> tuple[Bytes, Bytes, Bytes]:
-        """Returns the bytes of parameters, received and sent on."""
-        end = len(self.profile.layers)
-        return (
-            self.parameter_bytes(first, last),
-            np.where(np.asarray(first) == 0, 0, self.crossing[first]),
-            np.where(np.asarray(last) == end, 0, self.crossing[last]),
-        )
 
     def site(self, replicas: int) -> Site:
         """Returns the site of a stage that has neighbours, if all links were like the slowest."""
@@ -352,10 +241,10 @@ class SearchSpace:
         }
 
     def stage_occupancy(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
-        return self._rule.of_stage(in_flight, update_delay, replicas)
+        return self.occupancy_rule.of_stage(in_flight, update_delay, replicas)
 
     @cached_property
-    def _rule(self) -> OccupancyRule:
+    def occupancy_rule(self) -> OccupancyRule:
         return OccupancyRule(self.versions, self.occupancy, self.microbatches)
 
     def stage(self, first: int, last: int, replicas: int = 1, recompute: bool = False, update_delay: int = 0) -> Stage:
@@ -372,30 +261,6 @@ class SearchSpace:
     @cached_property
     def _stages(self) -> dict[tuple[int, int], Stage]:
         return {}
-
-    def _build_stage(self, first: int, last: int) -> Stage:
-        before, after = self.downsets[first], self.downsets[last]
-        inside = [self.profile.layers[i] for i in bit_indices(after & ~before)]
-        return Stage(
-            before.bit_count(),
-            after.bit_count(),
-            forward_s=(self.forward[last] - self.forward[first]) / self.scale,
-            backward_s=(self.backward[last] - self.backward[first]) / self.scale,
-            forward_fixed_s=sum(layer.forward_fixed_s for layer in inside),
-            backward_fixed_s=sum(layer.backward_fixed_s for layer in inside),
-            forward_launch_s=sum(layer.forward_launch_s for layer in inside),
-            backward_launch_s=sum(layer.backward_launch_s for layer in inside),
-            output_bytes=int(self.crossing[last]),
-            activation_bytes=int(self.peaks.activation_bytes(first, last)),
-            parameter_bytes=int(self.parameter_bytes(first, last)),
-            optimizer_bytes=int(self.optimizer_bytes(first, last)),
-            names=tuple(self.profile.graph.layers[i].name for i in bit_indices(after & ~before)),
-            working_bytes=int(self.peaks.working_bytes(first, last)),
-            gathered_bytes=int(self.peaks.gathered_bytes(first, last)),
-            relief_bytes=int(self.peaks.relief_bytes(first, last)),
-            largest_parameter_bytes=int(self.peaks.largest_parameter_bytes(first, last)),
-            update_working_bytes=int(self.peaks.update_working_bytes(first, last, self.parameter_bytes(first, last))),
-        )
 
     def plan(
         self,
@@ -441,36 +306,9 @@ class SearchSpace:
                 weights.append(TiedWeights(tied.names, holders, tied.parameter_bytes))
         return tuple(weights)
 
-    def at_depth(self, plan: Plan, in_flight: str | tuple[int, ...]) -> Plan:
-        """Returns the plan at a depth ('auto': as deep as memory allows), with its peak bytes.
-
-        Raises:
-            PlanError: an unknown or ill-formed depth (`Plan.with_depth`), or a stage that does not fit.
-        """
-        if in_flight == "auto":
-            low, high = self.at_depth(plan, "noam"), plan.with_depth("full")
-            most = [self._find_most_in_flight(high, s) for s in range(len(high.stages))]
-            while True:
-                depth = depths.fitting(low.in_flight, high.in_flight, tuple(most), plan.replicas)
-                deep = self.with_bytes(plan.with_depth(depth))
-                if depth == low.in_flight or deep.first_stage_over_memory is None:
-                    return replace(deep, depth_mode="auto")
-                most[0] = depth[0] - 1  # a deeper neighbour may send too many messages
-        deep = self.with_bytes(plan.with_depth(in_flight))
-        if (s := deep.first_stage_over_memory) is not None:
-            stage, admitted, limit = deep.stages[s], deep.in_flight[s], self.memory_bytes(deep, s) or 0
-            less = "--in-flight auto for the deepest that fits" if deep.depth_mode == "full" else "a smaller depth"
-            raise PlanError(
-                f"at depth {deep.depth_mode} stage {s} (layers {stage.first} to {stage.last - 1}) holds {admitted} "
-                f"in flight and needs {format_bytes(stage.peak_bytes)}, a worker has {format_bytes(limit)}; ask for "
-                f"{less}, cut it further, split minibatches into more microbatches or choose a schedule that holds "
-                "fewer versions"
-            )
-        return deep
-
     def with_bytes(self, plan: Plan) -> Plan:
         """Returns the plan with its peak bytes and the seconds of its weight copies."""
-        occupancies = self._rule.of_plan(plan)
+        occupancies = self.occupancy_rule.of_plan(plan)
         peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in occupancies])
         stages = []
         for space, span, stage, occupancy, neighbours, update_delay in zip(
@@ -492,43 +330,3 @@ class SearchSpace:
         numbers = {layer.name: i for i, layer in enumerate(self.profile.graph.layers)}
         stages = (sum(1 << numbers[name] for name in stage.names) for stage in plan.stages)
         return list(pairwise(places[downset] for downset in (0, *accumulate(stages))))
-
-    def _find_most_in_flight(self, plan: Plan, s: int) -> int:
-        recompute, limit = plan.stages[s].recompute, self.memory_bytes(plan, s)
-        ends, admitted, count = self.ends(plan)[s], plan.in_flight[s], plan.replicas[s]
-        peers = peers_of(plan.replicas, [occupancy.in_flight for occupancy in self._rule.of_plan(plan)])[s]
-        while limit is not None and admitted > 1:
-            occupancy = self.stage_occupancy(admitted, plan.update_delay[s], count)
-            memory = self.of_stages(plan)[s].memory(*ends, occupancy, peers, plan.update_delay[s], recompute, count)
-            if memory.total_bytes <= limit:
-                break
-            admitted -= 1
-        return admitted
-
-    def memory_bytes(self, plan: Plan, s: int) -> int | None:
-        return plan.sites[s].memory_bytes
-
-
-def _order_by_size(downset: int) -> tuple[int, int]:
-    return downset.bit_count(), downset
-
-
-def _scale(ratios: Iterable[tuple[int, int]], scale: int) -> list[int]:
-    """Fractions, whose denominators divide `scale`, as integers over it."""
-    return [above * (scale // below) for above, below in ratios]
-
-
-def _sum_prefixes(values: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> list[int]:
-    """Sums over the layers before each index, then over those of each further downset.
-
-    Args:
-        steps: the layers that each further downset has more and less than the one before it.
-    """
-    changes = (sum(values[i] for i in more) - sum(values[i] for i in less) for more, less in steps)
-    return [0, *accumulate(values), *islice(accumulate(changes, initial=0), 1, None)]
-
-
-def _count_input_bytes(profile: Profile) -> int:
-    """The profile has only one dtype, which inputs of another are counted as."""
-    bits = re.search(r"\d+", profile.dtype)
-    return sum(prod(shape) for shape in profile.input_shapes) * (int(bits[0]) // 8 if bits else 4)

@@ -1,0 +1,187 @@
+"""Sums over the layers before each place where a graph may be cut: what any stage costs, in two look-ups.
+
+A place is a downset of the graph (`planner.cuts.downsets`). Places 0 to n are the layers before each index, in the
+graph's order; the other searched downsets come after them.
+
+Seconds are added exactly (as integers over a common power of two) and rounded once. So stages that cost the same
+compare equal, and ties are broken by rule, not by rounding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, islice, pairwise
+from math import prod
+
+import numpy as np
+
+from pipedream.core.model.profile import Profile
+from pipedream.core.plan.stage import Stage
+from pipedream.planner.arrays import Bytes, IntArray, Place, Seconds, WholeArray
+from pipedream.planner.cuts.downsets import Lattice, bit_indices
+from pipedream.planner.tables.working_peaks import PlaceBytes, StagePeaks
+
+
+@dataclass(frozen=True, eq=False)
+class PlaceSums:
+    """The layers of a profile, summed up to each place.
+
+    Attributes:
+        scale: `forward`, `backward` and `launch` are integers over this power of two.
+        forward, backward: seconds of all layers before each place, times `scale`; the loss is part of the last
+            layer's backward.
+        launch: the same of the host's launches for both passes.
+        parameters, optimizer: bytes of all layers before each place.
+        crossing: bytes that cross a cut at each place; at 0 the model's input, at n its output.
+        downsets: the layers before each place, as bit sets.
+    """
+
+    profile: Profile
+    scale: int
+    forward: WholeArray
+    backward: WholeArray
+    launch: WholeArray
+    parameters: IntArray
+    optimizer: IntArray
+    peaks: StagePeaks
+    crossing: IntArray
+    downsets: tuple[int, ...]
+
+    @classmethod
+    def sum_up(cls, profile: Profile, lattice: Lattice, others: Sequence[int]) -> PlaceSums:
+        """Returns the sums up to each layer of the graph's order, then those of the other downsets."""
+        layers, count = profile.layers, len(profile.layers)
+        downsets = (*((1 << i) - 1 for i in range(count + 1)), *others)
+        steps = [
+            (list(bit_indices(after & ~before)), list(bit_indices(before & ~after)))
+            for before, after in pairwise([0, *others])
+        ]
+        forward = [layer.forward_s.as_integer_ratio() for layer in layers]
+        backward = [layer.backward_s.as_integer_ratio() for layer in layers]
+        launch = [(layer.forward_launch_s + layer.backward_launch_s).as_integer_ratio() for layer in layers]
+        loss = profile.loss_s.as_integer_ratio()
+        scale = max(below for _, below in (*forward, *backward, *launch, loss))
+        backward_parts = _scale(backward, scale)
+        backward_parts[-1] += loss[0] * (scale // loss[1])
+        parameters = _sum_prefixes([layer.parameter_bytes for layer in layers], steps)
+        crossing = lattice.crossing_bytes(downsets, [layer.output_bytes for layer in layers])
+        crossing[0] = _count_input_bytes(profile)
+        crossing[count] = sum(layers[i].output_bytes for i in range(count) if not lattice.consumers[i])
+        activations = _sum_prefixes([layer.activation_bytes for layer in layers], steps)
+        place_bytes = PlaceBytes(np.array(activations), np.array(parameters), crossing)
+        # Rounding the running share, and not each layer's, makes the stages of any cut add up to the total.
+        optimizer = [profile.optimizer_bytes * before // max(parameters[count], 1) for before in parameters]
+        return cls(
+            profile=profile,
+            scale=scale,
+            forward=np.array(_sum_prefixes(_scale(forward, scale), steps), dtype=object),
+            backward=np.array(_sum_prefixes(backward_parts, steps), dtype=object),
+            launch=np.array(_sum_prefixes(_scale(launch, scale), steps), dtype=object),
+            parameters=np.array(parameters),
+            optimizer=np.array(optimizer),
+            peaks=StagePeaks.of(profile, downsets, place_bytes),
+            crossing=crossing,
+            downsets=downsets,
+        )
+
+    def passes_s(self, first: Place, last: Place) -> tuple[Seconds, Seconds]:
+        forward = (self.forward[last] - self.forward[first]) / self.scale
+        backward = (self.backward[last] - self.backward[first]) / self.scale
+        return forward, backward
+
+    def bytes_of(self, first: Place, last: Place) -> tuple[Bytes, Bytes, Bytes]:
+        """Returns the bytes of parameters, received and sent on."""
+        end = len(self.profile.layers)
+        return (
+            self.parameter_bytes(first, last),
+            np.where(np.asarray(first) == 0, 0, self.crossing[first]),
+            np.where(np.asarray(last) == end, 0, self.crossing[last]),
+        )
+
+    def parameter_bytes(self, first: Place, last: Place) -> Bytes:
+        """Returns the bytes of a stage's parameters: with its copies of tied ones that an earlier stage also uses."""
+        total: Bytes = self.parameters[last] - self.parameters[first]
+        for (count, is_first), tied in zip(self._tied, self.profile.tied, strict=True):
+            copies = (count[last] > count[first]) & (is_first[last] == is_first[first])
+            total = total + copies * tied.parameter_bytes
+        return total
+
+    def optimizer_bytes(self, first: Place, last: Place) -> Bytes:
+        total: Bytes = self.optimizer[last] - self.optimizer[first]
+        copies = self.parameter_bytes(first, last) - (self.parameters[last] - self.parameters[first])
+        return total + self.profile.optimizer_bytes * copies // self._all_bytes if self._tied else total
+
+    @cached_property
+    def _tied(self) -> list[tuple[IntArray, IntArray]]:
+        """Of each of the profile's tied parameters: how many of its layers, and whether the first, are before each
+        place."""
+        rows = []
+        for tied in self.profile.tied:
+            members = sum(1 << layer for layer in tied.layers)
+            count = np.array([(downset & members).bit_count() for downset in self.downsets])
+            rows.append((count, np.array([downset >> min(tied.layers) & 1 for downset in self.downsets])))
+        return rows
+
+    @property
+    def _all_bytes(self) -> int:
+        return max(int(self.parameters[len(self.profile.layers)]), 1)
+
+    @property
+    def _launches(self) -> bool:
+        return bool(self.launch[len(self.profile.layers)])
+
+    def _step_s(self, first: Place, last: Place) -> Seconds:
+        fixed_s = self.profile.update_fixed_s
+        return fixed_s + self._share(self.profile.update_s - fixed_s, first, last)
+
+    def _share(self, seconds: float, first: Place, last: Place) -> Seconds:
+        share: Seconds = seconds * self.parameter_bytes(first, last) / self._all_bytes
+        return share
+
+    def _build_stage(self, first: int, last: int) -> Stage:
+        before, after = self.downsets[first], self.downsets[last]
+        inside = [self.profile.layers[i] for i in bit_indices(after & ~before)]
+        return Stage(
+            before.bit_count(),
+            after.bit_count(),
+            forward_s=(self.forward[last] - self.forward[first]) / self.scale,
+            backward_s=(self.backward[last] - self.backward[first]) / self.scale,
+            forward_fixed_s=sum(layer.forward_fixed_s for layer in inside),
+            backward_fixed_s=sum(layer.backward_fixed_s for layer in inside),
+            forward_launch_s=sum(layer.forward_launch_s for layer in inside),
+            backward_launch_s=sum(layer.backward_launch_s for layer in inside),
+            output_bytes=int(self.crossing[last]),
+            activation_bytes=int(self.peaks.activation_bytes(first, last)),
+            parameter_bytes=int(self.parameter_bytes(first, last)),
+            optimizer_bytes=int(self.optimizer_bytes(first, last)),
+            names=tuple(self.profile.graph.layers[i].name for i in bit_indices(after & ~before)),
+            working_bytes=int(self.peaks.working_bytes(first, last)),
+            gathered_bytes=int(self.peaks.gathered_bytes(first, last)),
+            relief_bytes=int(self.peaks.relief_bytes(first, last)),
+            largest_parameter_bytes=int(self.peaks.largest_parameter_bytes(first, last)),
+            update_working_bytes=int(self.peaks.update_working_bytes(first, last, self.parameter_bytes(first, last))),
+        )
+
+
+def _scale(ratios: Iterable[tuple[int, int]], scale: int) -> list[int]:
+    """Fractions, whose denominators divide `scale`, as integers over it."""
+    return [above * (scale // below) for above, below in ratios]
+
+
+def _sum_prefixes(values: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+    """Sums over the layers before each index, then over those of each further downset.
+
+    Args:
+        steps: the layers that each further downset has more and less than the one before it.
+    """
+    changes = (sum(values[i] for i in more) - sum(values[i] for i in less) for more, less in steps)
+    return [0, *accumulate(values), *islice(accumulate(changes, initial=0), 1, None)]
+
+
+def _count_input_bytes(profile: Profile) -> int:
+    """The profile has only one dtype, which inputs of another are counted as."""
+    bits = re.search(r"\d+", profile.dtype)
+    return sum(prod(shape) for shape in profile.input_shapes) * (int(bits[0]) // 8 if bits else 4)
