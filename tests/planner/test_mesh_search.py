@@ -14,8 +14,9 @@ from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.ranks import profile_of_rank
 from pipedream.planner import MeshSearch, MeshSpace, SearchSpace, StageChoice, fits_rank_memory, mesh_search, plan
+from pipedream.planner.dynamic_program.mesh_costs import MESH_PROGRAMS
 from pipedream.planner.dynamic_program.mesh_periods import MeshPeriods
-from pipedream.planner.dynamic_program.mesh_program import MESH_PROGRAMS, MeshProgram
+from pipedream.planner.dynamic_program.mesh_program import MeshProgram
 
 
 def every_choice(space: MeshSpace, recompute: str = "never") -> Iterator[tuple[StageChoice, ...]]:

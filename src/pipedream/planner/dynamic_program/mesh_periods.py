@@ -17,7 +17,8 @@ from functools import cached_property
 import numpy as np
 
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
-from pipedream.planner.dynamic_program.mesh_program import MeshProgram, MeshState
+from pipedream.planner.dynamic_program.mesh_costs import MeshState
+from pipedream.planner.dynamic_program.mesh_program import MeshProgram
 from pipedream.planner.tables.mesh_space import MeshSite, StageChoice
 
 _FAR = 1e9  # more workers than any cluster has
@@ -32,7 +33,7 @@ class MeshPeriods(MeshProgram):
     def within(self, period_s: float) -> tuple[StageChoice, ...] | None:
         """Returns the stages of a plan whose stages all keep the period, with the fewest workers; None if none does."""
         fewest = {0: self._end}
-        for state, replicas, lies in self._iterate_stages(self._after):
+        for state, replicas, lies in self._iterate_stages():
             rest = fewest[state.ranks - replicas * self.space.meshes[state.mesh].size]
             workers = np.where(self._find_possible(state, replicas, lies, rest, period_s), rest + replicas, _FAR).min(
                 axis=1

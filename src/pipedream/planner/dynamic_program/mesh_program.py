@@ -20,48 +20,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipedream.core.plan.memory import StageSizes
-from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
+from pipedream.planner.arrays import FloatArray
+from pipedream.planner.dynamic_program.mesh_costs import MeshCosts, MeshState
 from pipedream.planner.dynamic_program.recurrence import states_of_counts
-from pipedream.planner.tables.mesh_space import MeshSite, MeshSpace, StageChoice
-from pipedream.planner.tables.search_space import SearchSpace
-
-MESH_PROGRAMS = ("below", "exact", "above")
-
-_CACHE_BYTES = 2**29  # of costs that are kept for further states
-
-
-class MeshState(NamedTuple):
-    """A stage: its ranks with all later ones, its workers with all later ones (0 if not counted), its mesh's index."""
-
-    ranks: int
-    workers: int
-    mesh: int
+from pipedream.planner.tables.mesh_space import MeshSite, StageChoice
 
 
 @dataclass(frozen=True, eq=False)
-class MeshProgram:
-    """All plans of a space, and the tables that find the best of them.
-
-    Attributes:
-        how: one of `MESH_PROGRAMS`.
-        counts: the replicas of each stage; None: any.
-        all_ranks: no rank is idle.
-        allow_single_stage: a single stage is a plan too.
-        every_cut: each of the space's places is a cut.
-    """
-
-    space: MeshSpace
-    how: str = "exact"
-    counts: tuple[int, ...] | None = None
-    all_ranks: bool = False
-    allow_single_stage: bool = True
-    recompute: str = "never"
-    every_cut: bool = False
+class MeshProgram(MeshCosts):
+    """All plans of a space, and the tables that find the best of them."""
 
     def best(self) -> tuple[float, tuple[StageChoice, ...]] | None:
         """Returns the least seconds of a slowest stage, with its stages; None if nothing fits."""
@@ -82,19 +52,7 @@ class MeshProgram:
     def work(self) -> float:
         """Comparisons of costs."""
         pairs = len(self._before) * (len(self.space.meshes) if self.how == "exact" else 1)
-        return float(sum(1 for _ in self._iterate_stages(self._after)) * pairs * len(self._places) ** 2)
-
-    @property
-    def _total(self) -> int:
-        return self.space.cluster.workers
-
-    @cached_property
-    def _places(self) -> IntArray:
-        return np.array(self.space.positions)
-
-    @cached_property
-    def _counts_workers(self) -> bool:
-        return self.counts is not None or (self.how == "exact" and self.space.cluster.is_limited)
+        return float(sum(1 for _ in self._iterate_stages()) * pairs * len(self._places) ** 2)
 
     @cached_property
     def _before(self) -> tuple[int | None, ...]:
@@ -102,23 +60,13 @@ class MeshProgram:
         return tuple(range(len(self.space.meshes))) if self.how == "exact" else (None,)
 
     @cached_property
-    def _allowed(self) -> BoolArray:
-        order = self.space.precedes.copy()
-        order[0, -1] &= self.allow_single_stage
-        if self.every_cut:
-            order &= np.eye(len(order), k=1, dtype=bool)
-        return order
-
-    @cached_property
     def _requested(self) -> frozenset[tuple[int, int]] | None:
         """The pairs (workers up to the output, replicas) of `counts`."""
         return None if self.counts is None else frozenset(states_of_counts(self.counts))
 
-    def _iterate_stages(self, after: dict[int, set[int]]) -> Iterator[tuple[MeshState, int, MeshSite]]:
-        """Yields each state with the replicas and the site of its stage, by increasing ranks.
-
-        `after` says for each number of ranks how many workers they may be; it is filled for those that are reached.
-        """
+    def _iterate_stages(self) -> Iterator[tuple[MeshState, int, MeshSite]]:
+        """Yields each state with the replicas and the site of its stage, by increasing ranks."""
+        after = {0: {0}}  # ranks -> how many workers they may be, for those that can be reached
         for ranks in range(1, self._total + 1):
             for number, mesh in enumerate(self.space.meshes):
                 for replicas in range(1, ranks // mesh.size + 1):
@@ -130,10 +78,6 @@ class MeshProgram:
                         if self._requested is None or (workers, replicas) in self._requested:
                             after.setdefault(ranks, set()).add(workers)
                             yield MeshState(ranks, workers, number), replicas, lies
-
-    @property
-    def _after(self) -> dict[int, set[int]]:
-        return {0: {0}}
 
     def _starts(self, tables: dict[MeshState, FloatArray]) -> list[MeshState]:
         whole = None if self.counts is None else sum(self.counts)
@@ -148,7 +92,7 @@ class MeshProgram:
         of them keep, the fewest stages."""
         tables: dict[MeshState, FloatArray] = {}
         self._merged.clear()
-        for state, replicas, lies in self._iterate_stages(self._after):
+        for state, replicas, lies in self._iterate_stages():
             rows = []
             for before in self._before:
                 least = np.full(len(self._places), np.inf)
@@ -246,131 +190,3 @@ class MeshProgram:
         most = lies.site.memory_bytes
         must = most is not None and self._compute_need(state, replicas, lies, False)[place, end] > most
         return self.recompute == "always" or (self.recompute == "auto" and bool(must))
-
-    def _share_cache(self, name: str) -> dict[Any, Any]:
-        """What programs with the same places and stages have in common, whatever the memory."""
-        key = name, self.how, self.allow_single_stage, self.every_cut, self.space.positions, self.space.meshes
-        return self.space.kept.setdefault(str(key), {})
-
-    # -- costs of all stages [from, to] on a site ---------------------------------------------------------
-
-    def _compute_seconds(
-        self, state: MeshState, replicas: int, lies: MeshSite, before: int | None, after: int | None
-    ) -> FloatArray:
-        """Seconds; infinite where a stage is not allowed, or does not fit."""
-        site, always = lies.site, self.recompute == "always"
-
-        def cost(recompute: bool) -> FloatArray:
-            return self._compute_cost(state.mesh, lies, recompute, before, after)
-
-        if site.memory_bytes is None:
-            return cost(always)
-        fits = self._compute_need(state, replicas, lies, always) <= site.memory_bytes
-        if self.recompute != "auto" or fits.all():
-            return np.where(fits, cost(always), np.inf)
-        fits_then = self._compute_need(state, replicas, lies, True) <= site.memory_bytes
-        return np.where(fits, cost(False), np.where(fits_then, cost(True), np.inf))
-
-    def _compute_least_need(
-        self, state: MeshState, replicas: int, lies: MeshSite, before: int | None, after: int | None
-    ) -> FloatArray:
-        need = self._compute_need(state, replicas, lies, self.recompute == "always")
-        if self.recompute == "auto":
-            need = np.minimum(need, self._compute_need(state, replicas, lies, True))
-        return np.where(self._allowed, need, np.inf)
-
-    def _compute_cost(
-        self, mesh: int, lies: MeshSite, recompute: bool, before: int | None = None, after: int | None = None
-    ) -> FloatArray:
-        """Seconds, whatever the memory."""
-        key = mesh, lies.number, recompute, before, after
-        if key in self._costs:
-            return self._costs[key]
-        space, first, last = self._select_ends(mesh, lies.reach)
-        forward, backward = self._compute_passes(space, mesh, lies.reach)
-        received, sent = self._compute_crossing(mesh, before, after)
-        edges = np.where(first == 0, 0, received[:, None]), np.where(last == last[0, -1], 0, sent[None, :])
-        delay = self.space.update_delay if lies.site.replicas > 1 else 0
-        update = np.array(np.broadcast_to(space.update_s(first, last, delay, edges), forward.shape), dtype=float)
-        if delay:  # a single stage never has one
-            update[0, -1] = space.update_s(0, int(last[0, -1]), 0, (0, 0))
-        weights = np.asarray(space.parameter_bytes(first, last))
-        backward = backward + forward if recompute else backward
-        costs = np.where(self._allowed, lies.site.period_s(forward, backward, update, weights, *edges), np.inf)
-        if len(self._costs) * costs.nbytes < _CACHE_BYTES:
-            self._costs[key] = costs
-        return costs
-
-    @cached_property
-    def _costs(self) -> dict[tuple[int, int, bool, int | None, int | None], FloatArray]:
-        return self._share_cache("costs")
-
-    def _select_ends(self, mesh: int, reach: tuple[int, ...]) -> tuple[SearchSpace, IntArray, IntArray]:
-        return self.space.of_rank(self.space.meshes[mesh], reach), self._places[:, None], self._places[None, :]
-
-    def _compute_passes(self, space: SearchSpace, mesh: int, reach: tuple[int, ...]) -> tuple[FloatArray, FloatArray]:
-        if (mesh, reach) not in self._all_passes:
-            forward, backward = space.passes_s(self._places[:, None], self._places[None, :])
-            self._all_passes[mesh, reach] = np.asarray(forward, dtype=float), np.asarray(backward, dtype=float)
-        return self._all_passes[mesh, reach]
-
-    @cached_property
-    def _all_passes(self) -> dict[tuple[int, tuple[int, ...]], tuple[FloatArray, FloatArray]]:
-        return self._share_cache("all_passes")
-
-    def _compute_crossing(self, mesh: int, before: int | None, after: int | None) -> tuple[IntArray, IntArray]:
-        """Bytes at each place, to a stage that begins there and from one that ends there."""
-        if (mesh, before, after) not in self._all_bytes:
-            every, stage_mesh = self.space.meshes, self.space.meshes[mesh]
-            unknown = every if self.how == "above" else (stage_mesh,)
-            senders = unknown if before is None else (every[before],)
-            receivers = unknown if after is None else (every[after],)
-            received = np.maximum.reduce([self.space.boundary(sender, stage_mesh) for sender in senders])[self._places]
-            sent = np.maximum.reduce([self.space.boundary(stage_mesh, receiver) for receiver in receivers])[
-                self._places
-            ]
-            self._all_bytes[mesh, before, after] = received, sent
-        return self._all_bytes[mesh, before, after]
-
-    @cached_property
-    def _all_bytes(self) -> dict[tuple[int, int | None, int | None], tuple[IntArray, IntArray]]:
-        return self._share_cache("all_bytes")
-
-    def _estimate_in_flight(self, state: MeshState, replicas: int) -> int:
-        """What the stage has in flight; if later workers are not counted, the least or the most that is possible."""
-        workers = state.workers
-        if not self._counts_workers:
-            left = state.ranks - replicas * self.space.meshes[state.mesh].size
-            sizes = [mesh.size for mesh in self.space.meshes]
-            workers = replicas + (left // min(sizes) if self.how == "above" else -(-left // max(sizes)))
-        return (workers - 1) // replicas + 1
-
-    def _compute_need(self, state: MeshState, replicas: int, lies: MeshSite, recompute: bool) -> IntArray:
-        in_flight = self._estimate_in_flight(state, replicas)
-        share = -(-self.space.microbatches // replicas)
-        key = state.mesh, in_flight, share, replicas > 1, recompute
-        if key not in self._needs:
-            self._needs[key] = self._compute_need_in_flight(state.mesh, lies, in_flight, replicas, recompute)
-        return self._needs[key]
-
-    def _compute_need_in_flight(
-        self, mesh: int, lies: MeshSite, in_flight: int, replicas: int, recompute: bool
-    ) -> IntArray:
-        space, first, last = self._select_ends(mesh, lies.reach)
-        delay = self.space.update_delay if replicas > 1 else 0
-        if mesh not in self._sizes:
-            self._sizes[mesh] = space.sizes(first, last)
-        need: IntArray = np.asarray(
-            space.need_bytes(first, last, in_flight, delay, recompute, replicas, sizes=self._sizes[mesh])
-        )
-        need = need + self.space.spare_bytes
-        need[0, -1] = space.need_bytes(0, int(self._places[-1]), in_flight, 0, recompute, replicas)
-        return need
-
-    @cached_property
-    def _sizes(self) -> dict[int, StageSizes]:
-        return self._share_cache("sizes")
-
-    @cached_property
-    def _needs(self) -> dict[tuple[int, int, int, bool, bool], IntArray]:
-        return {}
