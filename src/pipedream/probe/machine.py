@@ -56,8 +56,8 @@ def probe_gpus(workers: int | None = None, memory_bytes: int | None = None, devi
 
     Args:
         memory_bytes: of each worker; by default what is free, or an equal share of it.
-        device: 'cuda:N': the workers share this GPU, in one process; 'cuda': each has a GPU, and those for whom there
-            is none are on further machines like this one, over 10 Gbit/s Ethernet.
+        device: 'cuda:N': the workers share this GPU, in one process; 'cuda': each has a GPU, and those that this
+            machine lacks are on further ones like it, over 10 Gbit/s Ethernet.
 
     Raises:
         PlanError: this machine has no such GPU.
