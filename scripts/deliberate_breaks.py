@@ -109,14 +109,14 @@ BREAKS = (
     ),
     Break(
         "weights: the last update of a run is left out",
-        "core/schedule/update.py",
+        "core/schedule/rules.py",
         "return -(-total // self.per_update[stage])",
         "return total // self.per_update[stage]",
         ("core/test_core_rules.py",),
     ),
     Break(
         "weights: a stage's rate ignores its replicas",
-        "core/schedule/update.py",
+        "core/schedule/rules.py",
         "self.per_update[stage] / self.per_update[0] * rate_factor(",
         "rate_factor(",
         ("runtime/update/test_optimizer.py", "end_to_end/test_replicas.py"),
@@ -252,7 +252,7 @@ BREAKS = (
     ),
     Break(
         "classic planner: activations are sent, gradients are not",
-        "planner/papers/classic_levels.py",
+        "planner/papers/classic.py",
         "2.0 * states.output_bytes[before] / (rate * q)",
         "states.output_bytes[before] / (rate * q)",
         ("planner/test_classic.py",),

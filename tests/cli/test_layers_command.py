@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import pipedream
 from pipedream import cli
-from pipedream.core.model.crossings import crossings, layer_table
-from pipedream.core.model.graph import Call, Layer, LayerGraph, Value, ValueSite
+from pipedream.core.model.graph import Call, Layer, LayerGraph, Value, ValueSite, crossings, layer_table
 
 CHAIN = """
 import torch

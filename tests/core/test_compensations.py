@@ -29,7 +29,7 @@ from pipedream.core.schedule.compensation import (
 )
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.program import Program
-from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.weights import DoubleBuffer, Stash, WeightRule
 from pipedream.metrics import in_flight, staleness
 from pipedream.schedules import COMPENSATED, METHODS, SCHEDULES, build, uniform

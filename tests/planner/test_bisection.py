@@ -16,8 +16,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.planner import DynamicProgram, SearchSpace, pipeline_search, plan, stash
 from pipedream.planner.bisection.bisection import TOLERANCE, Bisection
-from pipedream.planner.bisection.feasibility import StageNeeds
-from pipedream.planner.bisection.lower_bounds import RelaxedLine, period_s
+from pipedream.planner.bisection.feasibility import RelaxedLine, StageNeeds, period_s
 from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, replicated_states
 from pipedream.planner.workers.worker_line import WorkerLine
 

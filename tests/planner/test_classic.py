@@ -19,7 +19,7 @@ from pipedream.core.model.graph_txt import GraphNode, GraphText
 from pipedream.core.model.profile import LayerProfile
 from pipedream.plan_request import PlanRequest
 from pipedream.planner.papers import classic_states
-from pipedream.planner.papers.classic_levels import solve
+from pipedream.planner.papers.classic import solve
 from pipedream.planner.papers.classic_states import CutStates
 from pipedream.workflows import plan as planning
 
@@ -132,9 +132,9 @@ def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Le
     states = CutStates.of(graph)
     whole = solve(states, tuple(network))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipedream.planner.papers.classic_levels._BLOCK", block)
-        patch.setattr("pipedream.planner.papers.classic_levels._LEAST_BLOCK", 1)
-        patch.setattr("pipedream.planner.papers.classic_levels._AT_ONCE", 2)
+        patch.setattr("pipedream.planner.papers.classic._BLOCK", block)
+        patch.setattr("pipedream.planner.papers.classic._LEAST_BLOCK", 1)
+        patch.setattr("pipedream.planner.papers.classic._AT_ONCE", 2)
         small = solve(states, tuple(network))
     assert all((a.table == b.table).all() for a, b in zip(whole, small, strict=True))
 

@@ -24,7 +24,7 @@ EXAMPLE = ROOT / "examples" / "schedules" / "two_by_two.py"
 
 SHARED = """
 from pipedream.schedules import Method, build, method_of
-from pipedream.schedules.kit.layouts import looped
+from pipedream.schedules.kit.method import looped
 
 def mine(plan, microbatches=None):
     return build("interleaved_1f1b", plan, microbatches)

@@ -16,7 +16,7 @@ import pipedream as pd
 from pipedream.core.errors import ArtifactError, DeadlockError, PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.dispatched import Dispatched
+from pipedream.core.plan.placement import Dispatched
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.lowering import lower

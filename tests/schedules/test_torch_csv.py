@@ -34,7 +34,7 @@ from pipedream.schedules import (
     to_torch_csv,
     uniform,
 )
-from pipedream.schedules.kit.layouts import looped
+from pipedream.schedules.kit.method import looped
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
 

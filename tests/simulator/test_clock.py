@@ -18,9 +18,9 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program, RankProgram
+from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
-from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import Flush
 from pipedream.schedules import build, evaluation
 from pipedream.simulator import Costs, costs, simulate

@@ -27,7 +27,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.experimental.roundpipe import dispatched, homes, roundpipe
 from pipedream.schedules import LAYOUTS, SCHEDULES, build, uniform
-from pipedream.schedules.kit.layouts import looped
+from pipedream.schedules.kit.method import looped
 from pipedream.simulator import Costs
 
 WHOLE = (  # methods that do not split a minibatch

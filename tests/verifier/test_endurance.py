@@ -28,7 +28,7 @@ from pipedream.schedules import (
     to_torch_csv,
     uniform,
 )
-from pipedream.schedules.kit.layouts import looped, mirrored
+from pipedream.schedules.kit.method import looped, mirrored
 from pipedream.simulator import Costs, Stragglers, simulate
 from pipedream.verifier import verify
 

@@ -16,7 +16,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.plan_request import PlanRequest
-from pipedream.schedules.kit.layouts import looped
+from pipedream.schedules.kit.method import looped
 from pipedream.verifier import verify
 from pipedream.workflows import plan as planning
 from pipedream.workflows.check import check_plan

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from pipedream.capture.slice import ModelSlice, SliceTables
-from pipedream.core.model.crossings import layer_table
-from pipedream.core.model.graph import LayerGraph
+from pipedream.core.model.graph import LayerGraph, layer_table
 
 
 @dataclass(frozen=True)

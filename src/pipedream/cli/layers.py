@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipedream.cli.options import FINEST, JSON, RECIPE, SEED, print_json
 from pipedream.core.flags import option
-from pipedream.core.model.crossings import crossings
+from pipedream.core.model.graph import crossings
 
 
 def layers(

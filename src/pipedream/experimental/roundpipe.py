@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipedream.core.plan.dispatched import Dispatched
+from pipedream.core.plan.placement import Dispatched
 from pipedream.schedules import kit
 
 

@@ -1,7 +1,8 @@
-"""The array types of the planner. A formula that takes a number or an array serves one stage and all stages at once."""
+"""Arrays of the planner. A formula that takes a number or an array serves one stage and all stages at once."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,3 +18,39 @@ Place = int | IntArray
 """The index of a place where a graph may be cut (`planner.tables.search_space`), or an array of them."""
 Bytes = int | IntArray
 Seconds = float | FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class RunExtremes:
+    """The minimum or maximum of any run of a row of numbers, in two look-ups (a sparse table).
+
+    Attributes:
+        tables: tables[k][i] is the extreme of the (at most) 2**k numbers from i on.
+    """
+
+    tables: FloatArray | IntArray
+    extreme: np.ufunc
+
+    @classmethod
+    def of(cls, row: FloatArray | IntArray | list[int], extreme: np.ufunc) -> RunExtremes:
+        """The row must not be empty."""
+        tables, width = [np.asarray(row)], 1
+        if (tables[0] == tables[0][0]).all():
+            return cls(tables[0][None], extreme)
+        while 2 * width <= len(tables[0]):
+            before = tables[-1]
+            after = before.copy()
+            after[:-width] = extreme(before[:-width], before[width:])
+            tables.append(after)
+            width *= 2
+        stacked: Any = np.stack(tables)
+        return cls(stacked, extreme)
+
+    def between(self, first: Place, end: Place) -> Any:
+        """Returns the extremes of the numbers first <= i < end; of `first` alone if that run is empty."""
+        first = np.minimum(first, self.tables.shape[1] - 1)
+        if len(self.tables) == 1:  # a row of one, or of equal numbers
+            return self.tables[0][np.broadcast_arrays(first, end)[0]]
+        length = np.maximum(np.asarray(end) - first, 1)
+        power = np.frexp(length)[1] - 1
+        return self.extreme(self.tables[power, first], self.tables[power, first + length - (1 << power)])

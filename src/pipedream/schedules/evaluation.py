@@ -8,8 +8,8 @@ from itertools import count
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import Flush
 from pipedream.schedules.kit.idioms import forward
 

@@ -13,8 +13,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.method_text import name_and_options
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.schedules.kit.layouts import StageOrder
-from pipedream.schedules.kit.method import Method
+from pipedream.schedules.kit.method import Method, StageOrder
 from pipedream.schedules.options import options_text, read_options
 from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
 from pipedream.schedules.user_file import build_by, is_method_file, load_method

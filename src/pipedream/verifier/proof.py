@@ -15,8 +15,7 @@ from pipedream.core.display import Tabular
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Channel, Program
-from pipedream.verifier import dispatch
-from pipedream.verifier.assumptions import check_assumptions
+from pipedream.verifier.assumptions import check_assumptions, check_fetches, remote_spans
 from pipedream.verifier.unrolled import Unrolled, unroll
 from pipedream.verifier.waits import check_waits
 
@@ -130,7 +129,7 @@ def verify(program: Program, *, lanes: Callable[[Channel], Hashable] | None = No
     for total in totals:
         run = unroll(program, total)
         check_assumptions(run)
-        dispatch.check_fetches(run)
+        check_fetches(run)
         check_waits(run, lanes)
         for rank in ranks:
             pairs = zip(most[rank], _find_peaks(run, rank), strict=True)
@@ -222,7 +221,7 @@ def _find_peaks(run: Unrolled, rank: int) -> list[tuple[int, int]]:
         peaks.append((_find_peak(open_)[0], versions))
         alive += lives
         in_flight += open_
-    for kept, fetched in dispatch.remote_spans(run, rank):
+    for kept, fetched in remote_spans(run, rank):
         in_flight += kept
         alive.append(fetched)
     return [(_find_peak(in_flight)[0], _find_peak(alive)[0]), *peaks]

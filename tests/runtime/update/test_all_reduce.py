@@ -16,7 +16,7 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.tied import TiedWeights
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, LocalGroup, Pending
 from pipedream.runtime.stage.emulated import make_emulated_model
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule

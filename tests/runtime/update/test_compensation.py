@@ -30,7 +30,7 @@ from pipedream.core.schedule.compensation import (
     SpikeCompensation,
     VelocityPrediction,
 )
-from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.update.optimizer import Optimizer
 
 UPDATES = 300

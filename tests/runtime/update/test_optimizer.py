@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.compensation import ErrorFeedback
 from pipedream.core.schedule.coupling import Policy
-from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import LocalGroup
 from pipedream.runtime.stage.velocity import add_velocity
 from pipedream.runtime.stage.versions import Versions

@@ -19,11 +19,9 @@ from typing import Any, NamedTuple, get_type_hints
 from pipedream.core.artifact import Artifact, decode, encode
 from pipedream.core.display import Tabular
 from pipedream.core.errors import ArtifactError, ScheduleError
-from pipedream.core.plan.dispatched import Dispatched
-from pipedream.core.plan.placement import Carries, Placement
+from pipedream.core.plan.placement import Carries, Dispatched, Placement
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.rules import Rules
-from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.rules import Rules, UpdateRule
 from pipedream.core.schedule.weights import WeightRule
 
 

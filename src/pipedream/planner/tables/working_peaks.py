@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipedream.core.model.profile import Profile
-from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place
+from pipedream.planner.arrays import BoolArray, Bytes, IntArray, Place, RunExtremes
 
 
 class PlaceBytes(NamedTuple):
@@ -23,37 +23,6 @@ class PlaceBytes(NamedTuple):
     activations: IntArray
     parameters: IntArray
     crossing: IntArray
-
-
-@dataclass(frozen=True, eq=False)
-class RangeMaximum:
-    """The maximum of any run of a row of numbers, in two look-ups (a sparse table).
-
-    Attributes:
-        levels: levels[k][i] is the maximum of the (at most) 2**k numbers from i on.
-    """
-
-    levels: IntArray
-
-    @classmethod
-    def of(cls, numbers: IntArray | list[int]) -> RangeMaximum:
-        """The row must not be empty."""
-        level = np.asarray(numbers)
-        levels, width = [level], 1
-        while 2 * width <= len(level):
-            ahead = np.concatenate([levels[-1][width:], levels[-1][-width:]])
-            levels.append(np.maximum(levels[-1], ahead))
-            width *= 2
-        return cls(np.stack(levels))
-
-    def over(self, first: Place, last: Place) -> IntArray:
-        """Returns the maxima of the numbers first <= i < last; of `first` alone if that run is empty."""
-        count = self.levels.shape[1]
-        first = np.minimum(first, count - 1)
-        length = np.maximum(np.asarray(last) - first, 1)
-        level = np.frexp(length)[1] - 1
-        maxima: IntArray = np.maximum(self.levels[level, first], self.levels[level, first + length - (1 << level)])
-        return maxima
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +49,11 @@ class StagePeaks:
     parameters: IntArray
     arriving: IntArray
     leaving: IntArray
-    working: RangeMaximum
-    growing: RangeMaximum
-    largest: RangeMaximum
-    alone: RangeMaximum
-    gathered: RangeMaximum
+    working: RunExtremes
+    growing: RunExtremes
+    largest: RunExtremes
+    alone: RunExtremes
+    gathered: RunExtremes
     update_working: tuple[float, float]
 
     @classmethod
@@ -112,11 +81,11 @@ class StagePeaks:
             places.parameters,
             np.concatenate([arriving, arriving[-1:], others]),
             np.concatenate([leaving[:1], leaving, others]),
-            RangeMaximum.of(ahead + working),
-            RangeMaximum.of(np.maximum(ahead + backward - parameters, ahead + working - parameters)),
-            RangeMaximum.of([layer.largest_parameter_bytes for layer in layers]),
-            RangeMaximum.of(working),
-            RangeMaximum.of([layer.gathered_bytes for layer in layers]),
+            RunExtremes.of(ahead + working, np.maximum),
+            RunExtremes.of(np.maximum(ahead + backward - parameters, ahead + working - parameters), np.maximum),
+            RunExtremes.of([layer.largest_parameter_bytes for layer in layers], np.maximum),
+            RunExtremes.of(working, np.maximum),
+            RunExtremes.of([layer.gathered_bytes for layer in layers], np.maximum),
             _rate_update_working(profile),
         )
 
@@ -125,22 +94,26 @@ class StagePeaks:
 
     def working_bytes(self, first: Place, last: Place) -> Bytes:
         """Returns what a pass needs in addition to what is kept."""
-        run = np.maximum(self.working.over(*self._run(first, last)) - self.kept[last], 0)
-        part = self.alone.over(self.lowest[first], self.highest[last])
-        return np.where(self._is_run(first, last), run, part)
+        run = np.maximum(self.working.between(*self._run(first, last)) - self.kept[last], 0)
+        part = self.alone.between(self.lowest[first], self.highest[last])
+        working: Bytes = np.where(self._is_run(first, last), run, part)
+        return working
 
     def gathered_bytes(self, first: Place, last: Place) -> Bytes:
         """Returns how much of it is for sharded weights, whatever the number of samples."""
-        return np.minimum(self.gathered.over(self.lowest[first], self.highest[last]), self.working_bytes(first, last))
+        return np.minimum(
+            self.gathered.between(self.lowest[first], self.highest[last]), self.working_bytes(first, last)
+        )
 
     def relief_bytes(self, first: Place, last: Place) -> Bytes:
         """Returns how much less a backward needs, see `StageSizes`."""
         peak = self.kept[last] + self.working_bytes(first, last)
-        run = peak - self.growing.over(*self._run(first, last)) - self.parameters[first]
+        run = peak - self.growing.between(*self._run(first, last)) - self.parameters[first]
         return np.where(self._is_run(first, last), np.maximum(run, 0), 0)
 
     def largest_parameter_bytes(self, first: Place, last: Place) -> Bytes:
-        return self.largest.over(self.lowest[first], self.highest[last])
+        largest: Bytes = self.largest.between(self.lowest[first], self.highest[last])
+        return largest
 
     def update_working_bytes(self, first: Place, last: Place, all_bytes: Bytes) -> Bytes:
         by_largest, by_all = self.update_working

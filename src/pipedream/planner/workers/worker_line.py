@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import all_reduce_bytes
 from pipedream.core.plan.site import PortLoad, Site, busiest_ports
-from pipedream.planner.arrays import FloatArray, IntArray
+from pipedream.planner.arrays import FloatArray, IntArray, RunExtremes
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,13 +149,13 @@ class WorkerLine:
         ]
 
     @cached_property
-    def _speeds(self) -> _Extremes:
-        return _Extremes.of(np.array([self.cluster.speeds[worker] for worker in self.order]), np.minimum)
+    def _speeds(self) -> RunExtremes:
+        return RunExtremes.of(np.array([self.cluster.speeds[worker] for worker in self.order]), np.minimum)
 
     @cached_property
-    def _memories(self) -> _Extremes:
+    def _memories(self) -> RunExtremes:
         memories = [self.cluster.memories[worker] for worker in self.order]
-        return _Extremes.of(
+        return RunExtremes.of(
             np.array([np.inf if memory is None else memory for memory in memories], dtype=float), np.minimum
         )
 
@@ -166,7 +165,7 @@ class _ComponentRuns:
     of: IntArray
     starts: IntArray
     ends: IntArray
-    sizes: _Extremes
+    sizes: RunExtremes
 
     @classmethod
     def of_components(cls, components: list[int]) -> _ComponentRuns:
@@ -176,38 +175,10 @@ class _ComponentRuns:
             raise ValueError("the workers of a component must be adjacent in the order")
         starts = np.flatnonzero(begins)
         ends = np.append(starts[1:], len(row))
-        return cls(np.cumsum(begins) - 1, starts, ends, _Extremes.of(ends - starts, np.maximum))
+        return cls(np.cumsum(begins) - 1, starts, ends, RunExtremes.of(ends - starts, np.maximum))
 
     def largest(self, first: IntArray, end: IntArray) -> IntArray:
         largest: IntArray = np.where(
             first < end, self.sizes.between(np.minimum(first, end - 1).clip(0), end.clip(1)), 0
         )
         return largest
-
-
-@dataclass(frozen=True, eq=False)
-class _Extremes:
-    """The minimum or maximum of any run of a row (a sparse table)."""
-
-    tables: FloatArray | IntArray
-    extreme: np.ufunc
-
-    @classmethod
-    def of(cls, row: FloatArray | IntArray, extreme: np.ufunc) -> _Extremes:
-        tables, width = [row], 1
-        if (row == row[0]).all():
-            return cls(row[None], extreme)
-        while 2 * width <= len(row):
-            before = tables[-1]
-            after = before.copy()
-            after[:-width] = extreme(before[:-width], before[width:])
-            tables.append(after)
-            width *= 2
-        stacked: Any = np.stack(tables)
-        return cls(stacked, extreme)
-
-    def between(self, first: IntArray, end: IntArray) -> Any:
-        if len(self.tables) == 1:  # a row of one, or of equal numbers
-            return self.tables[0][first]
-        power = np.frexp(end - first)[1] - 1
-        return self.extreme(self.tables[power, first], self.tables[power, end - (1 << power)])

@@ -16,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.update import UpdateRule
+from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import GradientAllReduce
 from pipedream.runtime.update.compensation import Compensator

@@ -13,8 +13,8 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.prediction import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction
 from pipedream.core.schedule.properties import MethodProperties
+from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.schedule import Claims, Order, Schedule
-from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import BACKWARD_RULES, DoubleBuffer, Flush, Latest, Stash, VerticalSync, WeightRule
 from pipedream.schedules.kit.idioms import (
     SPLIT,
@@ -47,8 +47,7 @@ from pipedream.schedules.kit.idioms import (
     with_backward_rule,
     with_updates,
 )
-from pipedream.schedules.kit.layouts import StageOrder, looped, mirrored, wave
-from pipedream.schedules.kit.method import Method, Picture
+from pipedream.schedules.kit.method import Method, Picture, StageOrder, looped, mirrored, wave
 
 __all__ = [
     "AVERAGE",

@@ -23,8 +23,8 @@ from pipedream.core.plan.placement import Placement, StageReplica
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.prediction import WeightPrediction
+from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.schedule import Claims, Order, Schedule
-from pipedream.core.schedule.update import UpdateRule
 from pipedream.core.schedule.weights import Flush, Latest, WeightRule
 
 F, B, U = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE

@@ -5,10 +5,76 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
+from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.schedules.kit.layouts import StageOrder
+
+
+@dataclass(frozen=True)
+class StageOrder:
+    """How a method lays stages out on p workers.
+
+    Attributes:
+        words: for errors and notes.
+        order: (p, v) -> workers in the order of `Plan.order`, for v stages per worker (chunks); raises ScheduleError
+            for a number of workers that it cannot use.
+        chunks: default v; None if the method leaves no choice.
+    """
+
+    words: str
+    order: Callable[[int, int], tuple[int, ...]]
+    replicas: int = 1
+    chunks: int | None = 2
+
+    def stages(self, workers: int, chunks: int | None = None) -> int:
+        """Returns how many stages p workers take."""
+        return len(self.order(workers, chunks or self.chunks or 1)) // self.replicas
+
+    def check(self, name: str, plan: Plan, required: int | None = None) -> int:
+        """Returns v, the stages per worker of a plan; `wanted` is the only v that the method works with.
+
+        Raises:
+            ScheduleError: the plan is laid out differently, or has another v.
+        """
+        count = sum(plan.replicas)
+        taken = plan.order or tuple(range(count))
+        chunks = count // plan.workers // self.replicas
+        if set(plan.replicas) != {self.replicas} or taken != self.order(plan.workers, required or chunks):
+            several = "" if required is None else f", {required} on each"
+            raise ScheduleError(
+                f"schedule {name!r} needs {self.words}{several}; found plan {plan.config} on workers {taken}; plan for "
+                "this method, or name the workers in the plan's order"
+            )
+        return chunks
+
+
+def _order_looped(workers: int, chunks: int) -> tuple[int, ...]:
+    return tuple(range(workers)) * chunks
+
+
+def _order_wave(workers: int, chunks: int) -> tuple[int, ...]:
+    there = tuple(range(workers))
+    return tuple(worker for c in range(chunks) for worker in (reversed(there) if c % 2 else there))
+
+
+def _order_mirrored(workers: int, chunks: int) -> tuple[int, ...]:
+    if workers % 2:
+        raise ScheduleError(f"two pipelines in opposite directions need an even number of workers, found {workers}")
+    return tuple(worker for s in range(workers) for worker in (s, workers - 1 - s))
+
+
+looped = StageOrder("stage s on worker s mod p, without replicas", _order_looped)
+"""The stages of a worker are p apart (Megatron-LM, SC 2021, section 2.2.2)."""
+
+wave = StageOrder("the stages there and back over the workers (a V), without replicas", _order_wave)
+"""There and back, so that the first worker has the first stage and, with two stages each, the last one: the V of zero
+bubble (Qi et al., NeurIPS 2024) and, with more, the waves of Hanayo (SC 2023)."""
+
+mirrored = StageOrder(
+    "two replicas of each stage, on workers s and p - 1 - s, p even", _order_mirrored, replicas=2, chunks=None
+)
+"""Two pipelines in opposite directions (Chimera, SC 2021)."""
 
 
 @dataclass(frozen=True)
