@@ -101,9 +101,9 @@ class StagePeaks:
 
     def gathered_bytes(self, first: Place, last: Place) -> Bytes:
         """Returns how much of it is for sharded weights, whatever the number of samples."""
-        return np.minimum(
-            self.gathered.between(self.lowest[first], self.highest[last]), self.working_bytes(first, last)
-        )
+        gathered = self.gathered.between(self.lowest[first], self.highest[last])
+        least: Bytes = np.minimum(gathered, self.working_bytes(first, last))
+        return least
 
     def relief_bytes(self, first: Place, last: Place) -> Bytes:
         """Returns how much less a backward needs, see `StageSizes`."""
