@@ -132,8 +132,8 @@ BREAKS = (
     Break(
         "lowering: targets have one receive posted ahead",
         "core/schedule/lowering.py",
-        'Route(Carries.INPUT, 0, last, max(2, in_flight[0]))',
-        'Route(Carries.INPUT, 0, last, 1)',
+        "Route(Carries.INPUT, 0, last, max(2, in_flight[0]))",
+        "Route(Carries.INPUT, 0, last, 1)",
         ("core/test_lowering.py", "verifier/test_verifier.py"),
     ),
     Break(
