@@ -133,7 +133,7 @@ def test_meshes_that_a_found_layout_does_not_fit(layout: Layout, mesh: str, word
 
 def test_a_found_layout_of_another_model() -> None:
     layout = Layout(cuts={"p_up_weight": (0, 0)})
-    with pytest.raises(PlanError, match=r"cuts dimension 0 of 'up.weight' over 'cut2', but its shape is \(6, 8\)"):
+    with pytest.raises(PlanError, match=r"shards dimension 0 of 'up.weight' over 'cut2', but its shape is \(6, 8\)"):
         layout.parameter("up.weight", (6, 8), Mesh("cut1:2,cut2:2"))
 
 

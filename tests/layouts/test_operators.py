@@ -210,11 +210,11 @@ def test_seconds() -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ("z:m", r"cuts 'z', which is an index of no operator; they have"),
-        ("b:m", r"cuts 'b', which has size 6 .* over m:4, which does not divide it"),
-        ("a:m,c:m", r"cuts both 'a' and 'c' over 'm', but 'y\[a, c\] .*\(line 1\) has both"),
-        ("h:m", r"cuts 'h', but line 2, .* has it in an expression"),
-        ("k:m", r"cuts 'k', but line 3, .* has it in two dimensions of 'v'"),
+        ("z:m", r"shards 'z', which is an index of no operator; they have"),
+        ("b:m", r"shards 'b', which has size 6 .* over m:4, which does not divide it"),
+        ("a:m,c:m", r"shards both 'a' and 'c' over 'm', but 'y\[a, c\] .*\(line 1\) has both"),
+        ("h:m", r"shards 'h', but line 2, .* has it in an expression"),
+        ("k:m", r"shards 'k', but line 3, .* has it in two dimensions of 'v'"),
     ],
 )
 def test_layouts_that_are_refused(rules: str, message: str) -> None:

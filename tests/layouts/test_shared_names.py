@@ -89,9 +89,9 @@ def test_merged_dimensions_are_cut_by_their_outermost_index() -> None:
     report = shared.report(Layout("x_0:m"), Mesh("m:4"))
     assert (report.moved, report.done) == ({}, report.unique)
     assert report.peak == 8 * 6 + (24 * 8 + 24 * 8) // 4  # at the first line
-    with pytest.raises(PlanError, match=r"cuts 'x_1', but line 1, .* has it in an expression"):
+    with pytest.raises(PlanError, match=r"shards 'x_1', but line 1, .* has it in an expression"):
         shared.report(Layout("x_1:m"), Mesh("m:2"))
-    with pytest.raises(PlanError, match=r"cuts 'x_0', which has size 4 .* does not divide it"):
+    with pytest.raises(PlanError, match=r"shards 'x_0', which has size 4 .* does not divide it"):
         shared.report(Layout("x_0:m"), Mesh("m:8"))
 
 

@@ -59,7 +59,8 @@ def parallelize_layers(
             sharded_slots.add(place)
             module._parameters[slot] = parameter
         if used:
-            _run_on_parts(layer, device_mesh, sorted(used, key=(device_mesh.mesh_dim_names or ()).index), sharded_slots)
+            names = sorted(used, key=(device_mesh.mesh_dim_names or ()).index)
+            _PartHooks(device_mesh, names, sharded_slots).register(layer)
     return placements
 
 
@@ -78,71 +79,71 @@ def _read_placements(weight: DTensor, device_mesh: DeviceMesh, what: str) -> tup
     return tuple(placement.dim if isinstance(placement, Shard) else None for placement in cuts)
 
 
-def _run_on_parts(
-    layer: nn.Module, device_mesh: DeviceMesh, used: Sequence[str], sharded_slots: Container[tuple[str, str]]
-) -> None:
+class _PartHooks:
     """Gives a layer what torch's styles expect: plain tensors, and DTensors for the weights that are sharded.
 
     Args:
         used: dimensions of the mesh over which styles shard.
         sharded_slots: module and name of the weights that they made DTensors.
     """
-    names = list(device_mesh.mesh_dim_names or ())
-    inner, over = device_mesh[tuple(used)], [names.index(name) for name in used]
-    kept: list[tuple[dict[str, Any], str, Any]] = []
-    placed: list[Placement] = []  # of the inputs of the call that runs
 
-    def part_of(tensor: DTensor) -> torch.Tensor:
+    def __init__(self, device_mesh: DeviceMesh, used: Sequence[str], sharded_slots: Container[tuple[str, str]]) -> None:
+        names = list(device_mesh.mesh_dim_names or ())
+        self._mesh, self._inner = device_mesh, device_mesh[tuple(used)]
+        self._over = [names.index(name) for name in used]
+        self._sharded_slots = sharded_slots
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # in the call that runs
+        self._placed: list[Placement] = []  # of its inputs
+
+    def register(self, layer: nn.Module) -> None:
+        layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        layer.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._placed = []
+        inputs = tree_map_only(DTensor, self._take_part, (args, kwargs))
+        for path, child in module.named_modules():
+            for slot in child._parameters:
+                weight = child._parameters[slot]
+                if isinstance(weight, DTensor):
+                    self._replaced.append((child._parameters, slot, dict.__getitem__(child._parameters, slot)))
+                    child._parameters[slot] = self._take_weight(weight, (path, slot) in self._sharded_slots)
+        return inputs
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        while self._replaced:
+            slots, slot, weight = self._replaced.pop()
+            slots[slot] = weight
+        return tree_map_only(torch.Tensor, self._wrap, output)
+
+    def _take_part(self, tensor: DTensor) -> torch.Tensor:
         tensor = sum_partials(tensor)
-        target = [Replicate() if at in over else placement for at, placement in enumerate(tensor.placements)]
-        before = placed or target
+        target = [Replicate() if at in self._over else placement for at, placement in enumerate(tensor.placements)]
+        before = self._placed or target
         if any(Replicate() not in pair and pair[0] != pair[1] for pair in zip(before, target, strict=True)):
             raise PlanError(
                 f"a layer that parallelize shards got tensors that the layout shards differently, {before} and "
                 f"{target}; shard them alike"
             )
-        placed[:] = [
-            placement if placement != Replicate() else other for placement, other in zip(before, target, strict=True)
-        ]
+        pairs = zip(before, target, strict=True)
+        self._placed = [placement if placement != Replicate() else other for placement, other in pairs]
         return tensor.redistribute(placements=target).to_local(grad_placements=target)
 
-    def weight_of(weight: DTensor, is_sharded: bool) -> torch.Tensor:
+    def _take_weight(self, weight: DTensor, is_sharded: bool) -> torch.Tensor:
         # Over other dimensions its gradient is a partial sum where they shard the inputs.
         gradient = [
-            placement if at in over or placement != Replicate() else partial[at]
+            Partial()
+            if placement == Replicate() and at not in self._over and isinstance(self._placed[at], Shard)
+            else placement
             for at, placement in enumerate(weight.placements)
         ]
-        part, inner_placements = weight.to_local(grad_placements=gradient), [weight.placements[at] for at in over]
-        return DTensor.from_local(part, inner, inner_placements, run_check=False) if is_sharded else part
+        part, inner_placements = weight.to_local(grad_placements=gradient), [weight.placements[at] for at in self._over]
+        return DTensor.from_local(part, self._inner, inner_placements, run_check=False) if is_sharded else part
 
-    partial: list[Placement] = []
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        placed.clear()
-        inputs = tree_map_only(DTensor, part_of, (args, kwargs))
-        partial[:] = [Partial() if isinstance(placement, Shard) else placement for placement in placed]
-        for path, child in module.named_modules():
-            for slot in child._parameters:
-                weight = child._parameters[slot]
-                if isinstance(weight, DTensor):
-                    kept.append((child._parameters, slot, dict.__getitem__(child._parameters, slot)))
-                    child._parameters[slot] = weight_of(weight, (path, slot) in sharded_slots)
-        return inputs
-
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        while kept:
-            slots, slot, weight = kept.pop()
-            slots[slot] = weight
-        return tree_map_only(torch.Tensor, whole, output)
-
-    def whole(tensor: torch.Tensor) -> DTensor:
+    def _wrap(self, tensor: torch.Tensor) -> DTensor:
+        by_dimension: dict[int, Placement] = {}
         if isinstance(tensor, DTensor):
-            by_dimension = dict(zip(over, tensor.placements, strict=True))
+            by_dimension = dict(zip(self._over, tensor.placements, strict=True))
             tensor = tensor.to_local(grad_placements=tensor.placements)
-        else:
-            by_dimension = {}
-        placements = [by_dimension.get(at, placement) for at, placement in enumerate(placed)]
-        return DTensor.from_local(tensor, device_mesh, placements, run_check=False)
-
-    layer.register_forward_pre_hook(enter, with_kwargs=True)
-    layer.register_forward_hook(leave)
+        placements = [by_dimension.get(at, placement) for at, placement in enumerate(self._placed)]
+        return DTensor.from_local(tensor, self._mesh, placements, run_check=False)

@@ -108,9 +108,9 @@ def _read_line(number: int, line: str) -> Line:
         _refuse(
             number, column, line, "is not a result, one of = += *= max= min=, and an expression, as y[i] += x[i, j]"
         )
-    (result,) = _read_accesses(number, line, match["left"], 0)
+    (result,) = _Expression(number, line, match["left"], 0).accesses
     operands: dict[object, Access] = {}  # one that is read twice at the same place is one
-    for access in _read_accesses(number, line, match["right"], match.start("right")):
+    for access in _Expression(number, line, match["right"], match.start("right")).accesses:
         operands.setdefault((access.tensor, access.indices), access)
     bounds = _read_bounds(number, line, where.end()) if where else {}
     reduction, is_copy = match["sign"][:-1], _TENSOR.fullmatch(match["right"]) is not None
@@ -135,75 +135,80 @@ def _refuse(number: int, column: int, line: str, what: str) -> NoReturn:
     raise PlanError(f"line {number}, column {column} of the operators: {line.strip()!r} {what}")
 
 
-def _read_accesses(number: int, line: str, part: str, start: int) -> list[Access]:
-    """Returns the tensors that are read in an expression, from left to right."""
-    shown = part.lstrip()
-    start += len(part) - len(shown)
-    # A tensor without dimensions is x[] here, which Python does not read.
-    source = shown.replace("[]", "[()]")
-    try:
-        tree = ast.parse(source, mode="eval")
-    except SyntaxError as error:
-        _refuse(number, start + (error.offset or 1), line, f"cannot be read: {error.msg}")
-    accesses: list[Access] = []
+class _Expression:
+    """Some part of a line, read as Python reads it.
 
-    def column(node: ast.expr) -> int:
-        return start + node.col_offset - 2 * source[: node.col_offset].count("[()]") + 1
+    Args:
+        start: where the part begins in the line.
 
-    def read(node: ast.expr) -> None:
+    Attributes:
+        accesses: the tensors that are read, from left to right.
+    """
+
+    def __init__(self, number: int, line: str, part: str, start: int) -> None:
+        self._number, self._line = number, line
+        shown = part.lstrip()
+        self._start = start + len(part) - len(shown)
+        # A tensor without dimensions is x[] here, which Python does not read.
+        self._source = shown.replace("[]", "[()]")
+        self.accesses: list[Access] = []
+        try:
+            tree = ast.parse(self._source, mode="eval")
+        except SyntaxError as error:
+            _refuse(number, self._start + (error.offset or 1), line, f"cannot be read: {error.msg}")
+        self._read(tree.body)
+
+    def _find_column(self, node: ast.expr) -> int:
+        return self._start + node.col_offset - 2 * self._source[: node.col_offset].count("[()]") + 1
+
+    def _refuse(self, node: ast.expr, what: str) -> NoReturn:
+        _refuse(self._number, self._find_column(node), self._line, what)
+
+    def _read(self, node: ast.expr) -> None:
         match node:
             case ast.Subscript(value=ast.Name(id=tensor), slice=indices):
                 each = indices.elts if isinstance(indices, ast.Tuple) else [indices]
-                accesses.append(Access(tensor, tuple(map(index, each)), column(node)))
+                self.accesses.append(Access(tensor, tuple(map(self._read_index, each)), self._find_column(node)))
             case ast.BinOp(left=left, right=right):
-                read(left)
-                read(right)
+                self._read(left)
+                self._read(right)
             case ast.UnaryOp(operand=operand):
-                read(operand)
+                self._read(operand)
             case ast.Call(func=ast.Name() | ast.Attribute(), args=arguments, keywords=named):
                 for argument in [*arguments, *(word.value for word in named)]:
-                    read(argument)
+                    self._read(argument)
             case ast.Constant():
                 pass
             case ast.Name(id=name):
-                _refuse(number, column(node), line, f"has {name!r} without indices; write {name}[i, j], or {name}[]")
+                self._refuse(node, f"has {name!r} without indices; write {name}[i, j], or {name}[]")
             case _:
-                _refuse(number, column(node), line, f"has {ast.unparse(node)!r}, which is not a tensor or a function")
+                self._refuse(node, f"has {ast.unparse(node)!r}, which is not a tensor or a function")
 
-    def index(node: ast.expr) -> Affine | None:
+    def _read_index(self, node: ast.expr) -> Affine | None:
         if isinstance(node, ast.Slice) and node.lower is node.upper is node.step is None:
             return None
-        terms = affine(node)
+        terms = self._read_terms(node)
         offset = terms.pop("", 0)
         return Affine(tuple((name, times) for name, times in terms.items() if times), offset)
 
-    def affine(node: ast.expr) -> dict[str, int]:
-        """Index -> coefficient; '' is the constant."""
+    def _read_terms(self, node: ast.expr) -> dict[str, int]:
+        """Returns index -> coefficient; '' is the constant."""
         match node:
             case ast.Name(id=name):
                 return {name: 1}
             case ast.Constant(value=int(value)):
                 return {"": value}
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return {name: -times for name, times in affine(operand).items()}
+                return {name: -times for name, times in self._read_terms(operand).items()}
             case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right):
-                sums, sign = affine(left), 1 if isinstance(op, ast.Add) else -1
-                for name, times in affine(right).items():
+                sums, sign = self._read_terms(left), 1 if isinstance(op, ast.Add) else -1
+                for name, times in self._read_terms(right).items():
                     sums[name] = sums.get(name, 0) + sign * times
                 return sums
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                first_terms, second_terms = affine(left), affine(right)
-                constant, rest = (
-                    (first_terms, second_terms) if set(first_terms) <= {""} else (second_terms, first_terms)
-                )
+                constant, rest = self._read_terms(left), self._read_terms(right)
+                if not set(constant) <= {""}:
+                    constant, rest = rest, constant
                 if set(constant) <= {""}:
                     return {name: times * constant.get("", 0) for name, times in rest.items()}
-        _refuse(
-            number,
-            column(node),
-            line,
-            f"has the index {ast.unparse(node)!r}; write sums of indices times numbers, or :",
-        )
-
-    read(tree.body)
-    return accesses
+        self._refuse(node, f"has the index {ast.unparse(node)!r}; write sums of indices times numbers, or :")
