@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from math import log10
 
-from pipedream.report.axis import figure, length, log_ticks
+from pipedream.core.units import format_number
+from pipedream.report.axis import length, log_ticks
 from pipedream.report.style import COLOURS, LINES, line_style
 from pipedream.report.svg import frame, text
 
@@ -37,7 +38,7 @@ def scatter_svg(
     title: str,
     unit: str,
     tolerance: float = 0.0,
-    write: Callable[[float], str] = figure,
+    write: Callable[[float], str] = format_number,
     standalone: bool = True,
 ) -> str:
     """Returns the picture of at least one pair.

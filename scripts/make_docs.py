@@ -18,8 +18,8 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
+from pipedream.core.units import format_number
 from pipedream.metrics import run_metrics, steady_metrics
-from pipedream.report.axis import figure
 from pipedream.report.html_tables import NOTHING
 from pipedream.report.svg import timeline_svg
 from pipedream.report.text import grid
@@ -199,8 +199,8 @@ def write_claims(entry: GalleryEntry) -> list[str]:
     rows = [
         (
             f"bubble, {where}",
-            NOTHING if claims.bubble is None or m < claims.least(p) else figure(claims.bubble(p, m)),
-            figure(clear_rounding(measure_bubble(entry))),
+            NOTHING if claims.bubble is None or m < claims.least(p) else format_number(claims.bubble(p, m)),
+            format_number(clear_rounding(measure_bubble(entry))),
         ),
         ("microbatches in flight", promised(claims.in_flight), join_alike(rank.peak_in_flight for rank in ranks)),
         ("staleness in updates", promised(claims.staleness), join_alike(rank.staleness for rank in ranks)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipedream.report.axis import figure, length, ticks
+from pipedream.core.units import format_number
+from pipedream.report.axis import length, ticks
 from pipedream.report.style import COLOURS, LINES, line_style
 from pipedream.report.svg import frame, text
 
@@ -83,9 +84,9 @@ def _draw_panel(panel: Panel, names: Sequence[str], left: float, top: float, low
             f'<line class="tick" x1="{length(left)}" y1="{length(y)}" x2="{length(right)}" y2="{length(y)}" '
             f'stroke="{COLOURS["line"][0]}"/>'
         )
-        parts.append(text(left - 6, y + 4, figure(tick), colour="faint", anchor="end"))
+        parts.append(text(left - 6, y + 4, format_number(tick), colour="faint", anchor="end"))
     for tick in ticks(0, last, 4):
-        parts.append(text(at(tick, low)[0], bottom + 14, figure(tick), colour="faint", anchor="middle"))
+        parts.append(text(at(tick, low)[0], bottom + 14, format_number(tick), colour="faint", anchor="middle"))
     for line in panel.lines:
         colour = list(LINES)[names.index(line.name) % len(LINES)]
         over = [at(x, most) for x, _, _, most in line.points]

@@ -34,7 +34,7 @@ from pipedream.runtime.failure.verdict import STUCK_AFTER_S
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How a model is trained, on however many workers.
+    """Options of a model's training, on however many workers.
 
     Attributes:
         metrics: name -> ``metric(output, batch)``, a mean over samples or (sum, weight).
@@ -43,10 +43,10 @@ class ModelOptions:
         targets: batch -> what loss and metrics get besides the output. By default the second of a pair if the loss is
             one of torch's own, which take nothing else, and the whole batch if it is your own, which may need more:
             ``targets=lambda batch: batch[1]`` lets loss and metrics be written as (output, targets).
-        batch_dim: dimension of the samples, along which a minibatch is cut into microbatches. A number for all inputs,
-            or a mapping from an input's name (its position, if positional) to its dimension, None for an input that is
-            not cut; others have 0. Tensors that have another size there go to every microbatch. A mapping's number of
-            samples is the most frequent size, else it is that of the first input.
+        batch_dim: dimension of the samples, along which a minibatch is split into microbatches. A number for all
+            inputs, or a mapping from an input's name (its position, if positional) to its dimension, None for an input
+            that is not split; others have 0. Tensors that have another size there go to every microbatch. A mapping's
+            number of samples is the most frequent size, else it is that of the first input.
         weight: batch -> number that the loss is a mean over (samples, tokens), for losses that do not return it.
         scheduler: factory from an optimizer to a learning-rate scheduler; stepped once per update, ReduceLROnPlateau
             once per evaluation.
@@ -58,7 +58,7 @@ class ModelOptions:
         autocast: low-precision dtype of the forwards, torch.bfloat16 or 'bfloat16'.
         compile: True compiles the modules that lie within one stage with torch.compile; a text names its backend, a
             mapping holds its arguments. Random numbers are drawn inside compiled modules, so that dropout masks are
-            others than without, and may depend on the cuts.
+            others than without, and may depend on the stages.
         on_nan: 'error' at a loss that is not a number, or weights that are not finite; 'continue' past it; or 'skip'
             updates whose gradients are not finite (docs/couplings.md).
         grad_scaler: a constant factor on the loss, or a torch.amp.GradScaler whose state is copied (needs a flush).
@@ -144,7 +144,7 @@ class MethodOptions:
     Attributes:
         schedule: a method's name (`pipedream schedules`), a CSV file of PyTorch's, or a Schedule; by default the plan's
             method, or PipeDream's.
-        seed: of all randomness inside the layers, and of a recipe; 0 by default.
+        seed: seeds all randomness inside the layers, and a recipe; 0 by default.
         device: 'cpu', 'cuda' (each process its own: LOCAL_RANK) or 'cuda:N'.
         stuck_after_s: ends a run on several processes if an operation or the loader takes longer than this and than 20
             times its longest time so far; 0 for no limit.
@@ -187,7 +187,7 @@ class PipelineOptions(MethodOptions, ModelOptions):
 
     Attributes:
         loss: ``loss(output, batch)`` -> scalar tensor or (sum, weight); torch's own losses are called with (output,
-            targets); None if the model's output carries ``.loss``. A microbatch then counts by what torch's losses are
+            targets). None takes ``.loss`` of the model's output. A microbatch then counts by what torch's losses are
             means over, which the model calls.
         optimizer: factory from a list of (name, parameter) to a torch optimizer; called once per stage.
         weights: to start from: a state dict's file (``torch.save``), safetensors, or a folder with the latter, of which
@@ -206,7 +206,7 @@ class PipelineOptions(MethodOptions, ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(MethodOptions):
-    """What one run of a recipe chooses: the options of `pipedream.run` and of the command `pipedream train`.
+    """Options of one run of a recipe: those of `pipedream.run` and of the command `pipedream train`.
 
     A resumed run takes schedule, compensation, phases, plan, microbatches and seed from its checkpoint by default;
     otherwise phases, compensation and epochs come from the recipe.
@@ -228,7 +228,7 @@ class TrainingOptions(MethodOptions):
             continues from its newest checkpoint without this. With an empty folder `out`, the same options start a run
             and continue it.
         cluster: workers and links; by default this machine, or if the processes are on several the links are measured.
-        memory_bytes: of each worker, if there is no cluster; by default what the machines have.
+        memory_bytes: memory of each worker, if there is no cluster; by default what the machines have.
         quiet: print nothing.
     """
 
@@ -268,7 +268,7 @@ class TrainingOptions(MethodOptions):
         PlanRequest,
         "mesh",
         help="Mesh of the ranks of every worker, e.g. model:2, or one for each stage, e.g. data:2/model:2/-; auto "
-        "plans meshes with cuts and replicas. --workers then counts ranks, --config workers.",
+        "plans meshes with stages and replicas. --workers then counts ranks, --config workers.",
         panel=Panel.MESH,
     )
     layout: str | None = option(
@@ -349,7 +349,7 @@ class TrainingOptions(MethodOptions):
 
 
 def compile_arguments(compile: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of torch.compile; None if nothing is to be compiled."""
+    """Returns the arguments of torch.compile, if anything is to be compiled."""
     if isinstance(compile, str):
         return {"backend": compile}
     if isinstance(compile, Mapping):

@@ -34,7 +34,7 @@ _LOADS = 5  # batches made to time the loader
 
 @dataclass(frozen=True)
 class Recipe(ModelOptions):
-    """What to train, with the options of `ModelOptions`.
+    """Model, data and their options (`ModelOptions`).
 
     Attributes:
         model: any module (docs/models.md).
@@ -45,7 +45,7 @@ class Recipe(ModelOptions):
         epochs: unless the run chooses.
         target: (metric, value); the seconds until it is reached are reported. For 'loss', lower is better.
         name: by default that of its file.
-        source: of its file, which must be the same on all ranks.
+        source: checksum of its file, which must be the same on all ranks.
 
     Raises:
         RecipeError: names all fields that cannot be trained with.

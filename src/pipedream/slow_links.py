@@ -147,8 +147,8 @@ def slow_network(widths: Sequence[int], bytes_per_s: Sequence[float | None]) -> 
     """Makes hosts and links of a rate, and removes them at the end.
 
     Args:
-        widths: of the levels, innermost first, as in `Cluster`: (2, 3) is three groups of two hosts.
-        bytes_per_s: of each level: what a component sends to others, and what it receives; None for no limit.
+        widths: widths of the levels, innermost first, as in `Cluster`: (2, 3) is three groups of two hosts.
+        bytes_per_s: rate of each level, in which a component sends to others, and receives; None for no limit.
 
     Raises:
         PipelineError: this machine does not allow it; says what it answered and what to run.

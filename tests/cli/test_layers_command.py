@@ -1,4 +1,4 @@
-"""`pipedream layers` and `pipedream.capture`: the layers of a model, and what crosses each cut."""
+"""`pipedream layers` and `pipedream.capture`: the layers of a model, and what crosses between them."""
 
 from __future__ import annotations
 

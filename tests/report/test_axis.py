@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.report.axis import figure, ticks
+from pipedream.core.units import format_number
+from pipedream.report.axis import ticks
 
 
 @given(low=st.floats(-1e6, 1e6), length=st.floats(1e-3, 1e9), most=st.integers(2, 20))
@@ -26,4 +27,4 @@ def test_ticks_are_few_round_and_inside(low: float, length: float, most: int) ->
 
 
 def test_figures() -> None:
-    assert [figure(value) for value in (0.1, 7411.9, 12.0, float("nan"))] == ["0.1", "7412", "12", "nan"]
+    assert [format_number(value) for value in (0.1, 7411.9, 12.0, float("nan"))] == ["0.1", "7412", "12", "nan"]

@@ -32,8 +32,8 @@ __all__ = ["COMMANDS", "app", "load", "main", "script"]
 COMMANDS = {
     "train": "Train a recipe: profile, plan, run, report.",
     "profile": "Measure or predict the seconds and bytes of each layer.",
-    "layers": "List the layers of a model, and what crosses each cut.",
-    "plan": "Cut a profiled model into stages.",
+    "layers": "List the layers of a model, and what crosses between them.",
+    "plan": "Partition a profiled model into stages.",
     "check": "Check a plan that was edited, and predict its speed.",
     "partition": "Divide a step's tensors over ranks, as Tofu does.",
     "layout": "Choose which tensor dimensions each mesh dimension shards.",

@@ -13,8 +13,6 @@ from pipedream.core.units import format_bytes
 
 
 class _Verb(StrEnum):
-    """What to do with checkpoints."""
-
     VERIFY = "verify"
     GATHER = "gather"
 

@@ -14,10 +14,9 @@ def layers(
     seed: int = SEED,
     as_json: bool = JSON,
 ) -> None:
-    """List the layers of a model, and what crosses each cut.
+    """List the layers of a model, and what crosses between them.
 
-    Also where the model cannot be cut, and why. Bytes are those of one minibatch. The names can be given to 'pipedream
-    plan --cuts'.
+    Also where no stage can end, and why. Bytes are those of one minibatch. 'pipedream plan --cuts' takes the names.
 
     \b
     Example:

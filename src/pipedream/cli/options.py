@@ -25,7 +25,7 @@ from pipedream.workflows.exclusions import as_flag, check_options
 
 JSON = option(False, "Print one JSON object on standard output, and nothing else.", "--json")
 SEED = option(0, "Random seed.", metavar="N")
-FINEST = option(False, "Also split the modules of a chain into those inside them, to cut there.")
+FINEST = option(False, "Also split the modules of a chain into those inside them, as more cut points.")
 RECIPE = argument("RECIPE", "Python file that defines recipe().")
 PROFILE = argument("PROFILE", "Profile of the model, or a graph.txt of the original PipeDream.")
 OUTPUT = option(None, "Also write the result to a file.", "-o", "--output", metavar="FILE")

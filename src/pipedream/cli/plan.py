@@ -49,7 +49,7 @@ def plan(
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Cut a profiled model into stages.
+    """Partition a profiled model into stages.
 
     Training is as fast as possible by simulation, and each stage fits the memory of its workers. The first line says
     what to use: one worker, data parallelism (DDP) or a pipeline.

@@ -68,7 +68,7 @@ class LinkFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartFlags:
-    """What happens after a failure."""
+    """Restarts after a failure."""
 
     max_restarts: int = option(
         0, "Restart the workers after a failure, at most N times.", metavar="N", least=0, panel=Panel.FAILURES

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 
-from pipedream.core.units import format_number
-
-figure = format_number
-
 
 def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
     """Returns at most `most` round numbers (1, 2 or 5 times a power of ten apart) between low and high.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 
 from pipedream.core.model.profile import Profile
-from pipedream.core.units import format_seconds
-from pipedream.report.axis import figure, length, ticks, time_unit
+from pipedream.core.units import format_number, format_seconds
+from pipedream.report.axis import length, ticks, time_unit
 from pipedream.report.style import COLOURS
 from pipedream.report.svg import frame, text
 
@@ -27,7 +27,7 @@ def profile_svg(profile: Profile, *, width_px: float = 720) -> str:
             f'<line class="tick" x1="{_LEFT}" x2="{length(width_px - _RIGHT)}" y1="{length(y)}" y2="{length(y)}" '
             f'stroke="{COLOURS["line"][0]}"/>'
         )
-        parts.append(text(_LEFT - 8, y + 4, f"{figure(tick)} {unit}", colour="faint", anchor="end"))
+        parts.append(text(_LEFT - 8, y + 4, f"{format_number(tick)} {unit}", colour="faint", anchor="end"))
     for i, (name, *seconds) in enumerate(passes):
         y = bottom
         for colour, word, pass_s in zip(("F0", "B0"), ("forward", "backward"), seconds, strict=True):

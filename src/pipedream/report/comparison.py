@@ -6,7 +6,8 @@ import math
 from html import escape
 
 from pipedream.core.comparison import ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant, format_link, format_ratio
-from pipedream.report.axis import figure, length, log_ticks
+from pipedream.core.units import format_number
+from pipedream.report.axis import length, log_ticks
 from pipedream.report.html_tables import document, scroll, table
 from pipedream.report.style import COLOURS, LINES, line_style
 from pipedream.report.svg import frame, text
@@ -15,7 +16,7 @@ _LEFT, _TOP, _WIDTH, _HEIGHT, _FOOT, _LABELS, _SPACE = 56, 72, 560, 320, 52, 224
 _NAME, _BAR, _ROW, _BARS_TOP = 190, 480, 26, 56
 
 _PLAIN = (ONE_WORKER, *TORCH)
-"""What is drawn with thin lines."""
+"""Variants with thin lines."""
 
 Points = list[tuple[float, float, str]]
 
@@ -57,14 +58,14 @@ def comparison_svg(comparison: RecipeComparison, *, standalone: bool = True) -> 
         return bottom - _HEIGHT * math.log(value / low) / math.log(high / low)
 
     def words(value: float) -> str:
-        return f"{format_ratio(value)}x" if is_ratio else figure(value)
+        return f"{format_ratio(value)}x" if is_ratio else format_number(value)
 
     parts = [f"<style>{line_style()}</style>", text(16, 30, title, size=17, weight=600)]
     note = "samples per second over those of DDP over the same link; both axes logarithmic"
     parts.append(text(16, 50, note if is_ratio else "both axes logarithmic", colour="faint", size=12))
     for mark in log_ticks(low, high):
         parts.append(_draw_grid_line(_LEFT, up(mark), right, up(mark)))
-        label = figure(mark) + ("x" if is_ratio else "")
+        label = format_number(mark) + ("x" if is_ratio else "")
         parts.append(text(_LEFT - 8, up(mark) + 4, label, colour="faint", size=12, anchor="end"))
     for rate in rates:
         parts.append(_draw_grid_line(across(rate), _TOP, across(rate), bottom + 4))
@@ -129,13 +130,13 @@ def _draw_bars(link: OverLink, title: str, standalone: bool) -> str:
                 f'y2="{length(top + _ROW - 5)}" stroke="{COLOURS["faint"][0]}" stroke-width="1.6" '
                 'stroke-dasharray="3 2"/>'
             )
-        words = "did not run" if variant.samples_per_s is None else figure(variant.samples_per_s)
+        words = "did not run" if variant.samples_per_s is None else format_number(variant.samples_per_s)
         parts.append(text(_NAME + _BAR + 12, top + 13, words, colour="faint"))
     return frame("".join(parts), _NAME + _BAR + 100, _BARS_TOP + _ROW * len(link.variants) + 8, title, standalone)
 
 
 def _tell_figures(variant: Variant) -> str:
-    figures = [figure(value) if value else "-" for value in (variant.samples_per_s, variant.predicted_per_s)]
+    figures = [format_number(value) if value else "-" for value in (variant.samples_per_s, variant.predicted_per_s)]
     return f"{variant.name}: {figures[0]} samples/s measured, {figures[1]} predicted"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from pipedream.report.axis import figure, length, ticks
+from pipedream.core.units import format_number
+from pipedream.report.axis import length, ticks
 from pipedream.report.style import COLOURS
 from pipedream.report.svg import frame, text
 
@@ -56,11 +57,11 @@ def curve_svg(
         for tick in ticks(low, high, 5):
             y = at(left_x, tick)[1]
             parts += [_draw_line("tick", _LEFT, y, right, y, "line")]
-            parts += [text(_LEFT - 8, y + 4, figure(tick), colour="faint", anchor="end")]
+            parts += [text(_LEFT - 8, y + 4, format_number(tick), colour="faint", anchor="end")]
         for tick in ticks(left_x, right_x, max(2, int(width_px / 100))):
             x = at(tick, low)[0]
             anchor = "end" if x > right - _HALF_LABEL else "middle"
-            parts.append(text(x, bottom + 15, figure(tick), colour="faint", anchor=anchor))
+            parts.append(text(x, bottom + 15, format_number(tick), colour="faint", anchor=anchor))
         for mark in marks:
             if left_x <= mark <= right_x:
                 parts.append(_draw_line("drain", at(mark, low)[0], top, at(mark, low)[0], bottom, "faint", "3 4"))

@@ -13,8 +13,7 @@ from pipedream.core.artifact import write_text
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.core.units import format_bytes, format_seconds
-from pipedream.report.axis import figure
+from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.report.curve import curve_svg
 from pipedream.report.html_tables import (
     NOTHING,
@@ -113,10 +112,10 @@ def _list_figures(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         rows.append((name, _format_metric(name, value), note))
     rate = _read_mapping(summary.get("throughput"))
     expected, got = _read_number(rate.get("predicted_per_s")), _read_number(rate.get("measured_per_s"))
-    note = "" if expected is None else f"predicted {figure(expected)}"
+    note = "" if expected is None else f"predicted {format_number(expected)}"
     if expected and got is not None:
         note += f" ({100 * (got / expected - 1):+.0f}%)"
-    rows.append(("samples per second", NOTHING if got is None else figure(got), note))
+    rows.append(("samples per second", NOTHING if got is None else format_number(got), note))
     bubble = _read_mapping(summary.get("bubble"))
     note = f"predicted {percent(bubble['predicted'])}" if "predicted" in bubble else ""
     rows.append(("bubble", percent(bubble.get("measured")), note))
@@ -143,7 +142,7 @@ def _format_metric(name: str, value: Any) -> str:
     if number is None:
         return NOTHING
     is_share = 0 <= number <= 1 and any(word in name.lower() for word in ("accuracy", "share", "precision", "recall"))
-    return percent(number) if is_share else figure(number)
+    return percent(number) if is_share else format_number(number)
 
 
 def _draw_timelines(runs: Runs, begin: Timeline | None, drains: list[int]) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 from pipedream.core.display import fold
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.core.units import format_bytes, format_seconds
-from pipedream.report.axis import figure
+from pipedream.core.units import format_bytes, format_number, format_seconds
 from pipedream.report.style import page_style
 
 NOTHING = "-"
@@ -95,7 +94,7 @@ def _flatten(values: Mapping[str, Any], before: str = "") -> Iterable[tuple[str,
 def amount(value: Any) -> str:
     """Formats a value: numbers short, words escaped, None and '' as `-`."""
     if isinstance(value, float):
-        return figure(value)
+        return format_number(value)
     return NOTHING if value is None or value == "" else escape(str(value))
 
 
@@ -138,7 +137,7 @@ def plan_table(plan: Plan) -> str:
             format_bytes(stage.output_bytes) if s < last else NOTHING,
             format_bytes(stage.parameter_bytes),
             str(plan.in_flight[s]),
-            figure(plan.rate_factors[s]),
+            format_number(plan.rate_factors[s]),
             format_bytes(stage.peak_bytes) if stage.peak_bytes else NOTHING,
         )
         for s, stage in enumerate(plan.stages)

@@ -50,7 +50,7 @@ def start_window(timeline: Timeline, count: int) -> Window | None:
 
 
 def middle_window(timeline: Timeline, count: int, drains: Iterable[int] = ()) -> Window | None:
-    """Returns the middle of the longest part without a drain; None if that is shorter than twice `count` microbatches.
+    """Returns the middle of the longest part without a drain, if that has twice `count` microbatches.
 
     Args:
         drains: minibatch numbers.

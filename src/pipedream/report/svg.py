@@ -9,8 +9,8 @@ from itertools import groupby
 
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
-from pipedream.core.units import format_seconds
-from pipedream.report.axis import figure, length, ticks, time_unit
+from pipedream.core.units import format_number, format_seconds
+from pipedream.report.axis import length, ticks, time_unit
 from pipedream.report.lanes import assign_rows
 from pipedream.report.style import COLOURS, colour_class, svg_style
 
@@ -46,7 +46,7 @@ def timeline_svg(
     Args:
         width_px: if `px_per_s` is not given.
         px_per_s: for pictures that are to be compared.
-        start_s, end_s: the part to show; None: from the start, to the end. The axis counts from `start_s`.
+        start_s, end_s: the part to show, by default all. The axis counts from `start_s`.
         versions: show the weight versions that passes read, if `timeline.gradient_versions` or `program` has them.
         program: gives the versions of a timeline that has none (from the start of the run).
         standalone: False inside an HTML page.
@@ -131,7 +131,7 @@ def _draw_axis(seconds: float, scale: float, top: float, bottom: float) -> list[
             f'y2="{length(bottom)}" stroke="{COLOURS["line"][0]}"/>'
         )
         anchor = "end" if x > LEFT + seconds * scale - 24 else "middle"
-        parts.append(text(x, bottom + 13, f"{figure(tick)} {unit}", colour="faint", anchor=anchor))
+        parts.append(text(x, bottom + 13, f"{format_number(tick)} {unit}", colour="faint", anchor=anchor))
     return parts
 
 

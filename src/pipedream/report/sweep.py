@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from pipedream.core.sweep import DATA_PARALLEL, Crossover, Point, Sweep
-from pipedream.core.units import format_bytes, format_rate
-from pipedream.report.axis import figure, length, log_ticks, ticks
+from pipedream.core.units import format_bytes, format_number, format_rate
+from pipedream.report.axis import length, log_ticks, ticks
 from pipedream.report.html_tables import NOTHING, document, percent, scroll, table
 from pipedream.report.style import COLOURS, LINES, line_style
 from pipedream.report.svg import frame, text
@@ -34,7 +34,7 @@ def sweep_svg(sweep: Sweep, *, title: str = "", standalone: bool = True) -> str:
     groups = [0] if over_workers else list(dict.fromkeys(point.workers for point in sweep.points))
     heading = title or f"{sweep.model} by method"
     rows: list[tuple[str, Callable[[Point], float | None], Callable[[float], str], bool]] = [
-        ("samples/s", lambda point: point.samples_per_s, figure, False),
+        ("samples/s", lambda point: point.samples_per_s, format_number, False),
         ("bubble", lambda point: point.bubble, lambda share: f"{100 * share:.0f}%", True),
         ("peak of a worker", lambda point: point.peak_bytes or None, _format_size, False),
     ]
@@ -78,7 +78,7 @@ def sweep_page(sweep: Sweep) -> str:
             format_rate(point.bandwidth_bytes_per_s),
             escape(point.config) or escape(point.why.split(";")[0]),
             str(point.microbatches) if point.config else NOTHING,
-            NOTHING if point.samples_per_s is None else figure(point.samples_per_s),
+            NOTHING if point.samples_per_s is None else format_number(point.samples_per_s),
             NOTHING if point.bubble is None else percent(point.bubble),
             format_bytes(point.peak_bytes) if point.peak_bytes else NOTHING,
         )
@@ -100,7 +100,7 @@ def _scale_across(points: Sequence[Point], over_workers: bool, left: float) -> t
     places = sorted({_read_place(point, over_workers) for point in points})
     low, high = (places[0] / 1.3, places[-1] * 1.3) if places[0] < places[-1] else (places[0] / 2, places[0] * 2)
     marks = places if len(places) <= 4 else list(log_ticks(low, high))
-    write = figure if over_workers else _format_rate
+    write = format_number if over_workers else _format_rate
     return (
         lambda value: left + _WIDTH * math.log(value / low) / math.log(high / low),
         [(mark, write(mark)) for mark in marks],
@@ -231,7 +231,7 @@ def _draw_legend(names: Sequence[str], y: float, width: float) -> tuple[list[str
 def _format_size(value: float) -> str:
     """Formats bytes without trailing zeros: 250 MB."""
     number, unit = format_bytes(value).split()
-    return f"{figure(float(number))} {unit}"
+    return f"{format_number(float(number))} {unit}"
 
 
 def _format_rate(value: float) -> str:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from rich.text import Text
 
 from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.report.axis import figure, time_unit
+from pipedream.core.units import format_number
+from pipedream.report.axis import time_unit
 from pipedream.report.style import TERMINAL, colour_class
 
 _TICK_SLOTS = 4
@@ -35,8 +36,8 @@ def grid(timeline: Timeline, *, slot_s: float | None = None, width: int | None =
     """Returns the picture of a timeline.
 
     Args:
-        slot_s: seconds of a column; None: those of the shortest op. A column shows what its rank does at its middle, or
-            else an op whose middle is in it.
+        slot_s: seconds of a column, by default those of the shortest op. A column shows the op at its middle, or else
+            one whose middle is in it.
         width: the most characters in a row; longer rows end in ``...``.
     """
     return "\n".join(
@@ -84,13 +85,13 @@ def _fill_rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tup
     cells = [_fill_cells(sorted(mine, key=_sort_key), begin, slot_s, shown) for mine in ops]
     column = 1 + max((len(cell.text) for row in cells for cell in row), default=1)
     longest = max(((len(row) - 1) * column + len(row[-1].text) for row in cells if row), default=0)
-    cut = width is not None and (shown < slots or len(heads[0]) + longest > width)
-    if width is not None and cut:
+    is_cropped = width is not None and (shown < slots or len(heads[0]) + longest > width)
+    if width is not None and is_cropped:
         shown = max(1, (width - len(heads[0]) - len("...")) // column)
     rows = [(heads[0], [(_write_scale(shown, column, slot_s), "")])]
     for head, row, end_s in zip(heads[1:], cells, ends, strict=True):
         pieces = [(cell.text.ljust(column), cell.colour) for cell in row[:shown]]
-        if cut and end_s > begin + (shown + _NOTHING) * slot_s:
+        if is_cropped and end_s > begin + (shown + _NOTHING) * slot_s:
             pieces += [(".".ljust(column), "wait")] * (shown - len(pieces)) + [("...", "wait")]
         rows.append((head, pieces))
     return rows
@@ -137,7 +138,7 @@ def _write_scale(slots: int, column: int, slot_s: float) -> str:
     unit, size = time_unit(slots * slot_s)
     text = ""
     for i in range(0, slots, every):
-        label = f"{figure(float(f'{i * slot_s / size:.3g}'))} {unit}"
+        label = f"{format_number(float(f'{i * slot_s / size:.3g}'))} {unit}"
         if i * column + len(label) <= room:
             text = text.ljust(i * column) + label
     return text

@@ -67,7 +67,7 @@ class Process:
 
     @property
     def shares_cores(self) -> str:
-        """How the processes of this machine share its cores, in words; '' if each has its own, or a GPU."""
+        """Words for cores that processes of this machine share; empty if each has its own, or a GPU."""
         cores, here = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
         return f"{here} workers share {cores} cores" if here > cores and self.device.type == "cpu" else ""
 
@@ -83,7 +83,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Job:
-    """What a run trains, as far as it can be settled without a plan.
+    """The choices of a run that need no plan.
 
     Attributes:
         resumed: None for a new run.
@@ -296,7 +296,7 @@ def profile_recipe(
 
 
 def _measure_runtime_costs(recipe: Recipe, device: str) -> RuntimeCosts:
-    """What the runtime and the recipe's loader cost these workers."""
+    """Measures the costs of the runtime and of the recipe's loader on these workers."""
     with blaming("while its training batches were made"):
         load_s = float(process_group.run_on_rank_0(lambda: str(recipe.load_s()), device))
     costs = measure_runtime(device).costs

@@ -25,7 +25,7 @@ class CheckpointPolicy:
     """When and where checkpoints are made.
 
     Attributes:
-        every: minibatches between them; None: whenever the pipeline is drained anyway; 0: never.
+        every: minibatches between them, or 0 for none; by default whenever the pipeline is drained anyway.
     """
 
     folder: AnyPath
@@ -50,7 +50,7 @@ class TrainingLoop:
         seconds_to_target: None if it is not reached.
         began_s: earlier by the seconds before the checkpoint that the run was resumed from.
         train_s: with evaluations, and those before that checkpoint.
-        samples_per_s: of each epoch, from the first minibatch on that no drain had finished.
+        samples_per_s: rate of each epoch, from the first minibatch on that no drain had finished.
     """
 
     def __init__(

@@ -65,9 +65,9 @@ def summarise(
     Args:
         predicted, measured: the same part of the run.
         sent_bytes: by rank, over the whole run.
-        learning_rates: of each stage.
-        samples_per_s: of each epoch; their median is the throughput, or the timeline's if there are none.
-        collectives: of each stage (`Pipeline.collectives`).
+        learning_rates: those of the stages.
+        samples_per_s: rates of the epochs; their median is the throughput, or the timeline's if there are none.
+        collectives: those of the stages (`Pipeline.collectives`).
     """
     exchanges = dict(enumerate(collectives))
     before, after = _measure_steady(predicted), _measure_steady(measured)
@@ -236,7 +236,7 @@ def write_run(folder: Path, files: RunFiles, place: AnyPath | None = None) -> No
 
 
 def _start(measured: Timeline) -> Timeline | None:
-    """Returns the begin of a run, for its picture; None if nothing ran."""
+    """Returns the begin of a run, for its picture, if anything ran."""
     window = start_window(measured, _SHOWN_MICROBATCHES)
     if window is None:
         return None

@@ -110,14 +110,14 @@ def _collect_shared_settings(job: Job) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has left, before its pipeline was closed.
+    """Results of a run, taken before its pipeline was closed.
 
     Attributes:
         trained: phase -> (begin, end) in minibatches.
         drains: minibatch numbers.
         weights: at rank 0.
         average: None if no average is kept.
-        program: of the phase that trained most minibatches; `predicted` is simulated from it.
+        program: that of the phase that trained most minibatches; `predicted` is simulated from it.
         steady: its timeline after the last drain.
     """
 

@@ -1,4 +1,4 @@
-"""What typer does not parse alone: options with several values, options that have moved."""
+"""Parses what typer does not: options with several values, options that have moved."""
 
 from __future__ import annotations
 

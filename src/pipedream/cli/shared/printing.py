@@ -1,4 +1,4 @@
-"""What the commands print of a run."""
+"""Prints runs, for several commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipedream.schedules import Run, is_torch_csv, layout_of
 
 
 def print_grid(timeline: Timeline) -> None:
-    """Draws a timeline, cut to the width of a terminal."""
+    """Draws a timeline, at most as wide as the terminal."""
     width = Console().width if sys.stdout.isatty() else None
     console = Console(highlight=False, width=10_000 if width is None else None)
     console.print(grid_rich(timeline, width=width), soft_wrap=True)
