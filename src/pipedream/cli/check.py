@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipedream.cli.options import JSON, MICROBATCHES, SCHEDULE, print_json, profile_of
+from pipedream.core.artifact import encode_attributes
 from pipedream.core.flags import argument, option
 from pipedream.core.plan.plan import Plan
 from pipedream.workflows.check import check_plan
@@ -35,21 +36,15 @@ def check(
     if not as_json:
         print(result)
         return
-    checked = result.plan
     print_json(
         {
-            "config": checked.config,
-            "schedule": checked.schedule,
-            "microbatches": checked.microbatches,
-            "in_flight": list(checked.in_flight),
-            "update_delay": list(checked.update_delay),
-            "differences": list(result.differences),
-            "period_s": result.score.period_s,
-            "samples_per_s": result.samples_per_s,
-            "bubble": result.score.bubble,
+            **encode_attributes(result.plan, "config", "schedule", "microbatches", "in_flight", "update_delay"),
+            **encode_attributes(result, "differences"),
+            **encode_attributes(result.score, "period_s"),
+            **encode_attributes(result, "samples_per_s"),
+            **encode_attributes(result.score, "bubble"),
             "stages": [
-                {"first": stage.first, "last": stage.last, "replicas": stage.replicas, "peak_bytes": stage.peak_bytes}
-                for stage in checked.stages
+                encode_attributes(stage, "first", "last", "replicas", "peak_bytes") for stage in result.plan.stages
             ],
         }
     )

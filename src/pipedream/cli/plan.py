@@ -17,7 +17,7 @@ from pipedream.cli.options import (
     read_profile,
 )
 from pipedream.cli.shared.devices import DEVICES, kinds_of, with_kinds
-from pipedream.core.artifact import encode
+from pipedream.core.artifact import encode, encode_attributes
 from pipedream.core.flags import Panel, option
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
@@ -117,28 +117,16 @@ class _Answer:
             "speedup_over_one_worker": self.alone_s / period_s if period_s else None,
             "speedup_over_data_parallel": self.parallel_s / period_s if period_s else None,
             "planning_s": self.planning_s,
-            "in_flight": list(plan.in_flight),
-            "update_delay": list(plan.update_delay),
-            "schedule": plan.schedule,
-            "microbatches": plan.microbatches,
-            "note": plan.note,
-            "bound_s": plan.bound_s,
-            "gap": plan.gap,
-            "order": list(plan.order),
+            **encode_attributes(plan, "in_flight", "update_delay", "schedule", "microbatches", "note", "bound_s"),
+            **encode_attributes(plan, "gap", "order"),
             "candidates": encode(compared.candidates) if compared else [],
             "references": encode(compared.references) if compared else [],
             "stages": [
                 {
                     "layers": list(stage.names),
-                    "first": stage.first,
-                    "last": stage.last,
-                    "replicas": stage.replicas,
-                    "mesh": stage.mesh,
+                    **encode_attributes(stage, "first", "last", "replicas", "mesh"),
                     "devices": [plan.cluster.devices[worker] for worker in plan.workers_of(s)],
-                    "recompute": stage.recompute,
-                    "compute_s": stage.compute_s,
-                    "peak_bytes": stage.peak_bytes,
-                    "memory": encode(stage.memory),
+                    **encode_attributes(stage, "recompute", "compute_s", "peak_bytes", "memory"),
                 }
                 for s, stage in enumerate(plan.stages)
             ],

@@ -24,7 +24,7 @@ from pipedream.cli.options import (
     with_depth,
 )
 from pipedream.cli.shared.printing import print_chunks, print_grid, print_length
-from pipedream.core.artifact import write_text
+from pipedream.core.artifact import encode_attributes, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import argument, option
 from pipedream.core.plan.plan import Plan
@@ -151,22 +151,12 @@ def _share_workers(plan: Plan) -> Plan:
 
 
 def _summarize(run: schedules.Run, run_metrics: metrics.Metrics) -> dict[str, Any]:
+    ranks = ("busy_s", "peak_in_flight", "peak_versions", "peak_bytes", "staleness")
     return {
         "microbatches": run.schedule.microbatches,
         "minibatches": run.minibatches,
-        "makespan_s": run_metrics.makespan_s,
-        "bubble": run_metrics.bubble,
-        "throughput_per_s": run_metrics.throughput_per_s,
-        "per_rank": [
-            {
-                "busy_s": row.busy_s,
-                "peak_in_flight": row.peak_in_flight,
-                "peak_versions": row.peak_versions,
-                "peak_bytes": row.peak_bytes,
-                "staleness": row.staleness,
-            }
-            for row in run_metrics.per_rank
-        ],
+        **encode_attributes(run_metrics, "makespan_s", "bubble", "throughput_per_s"),
+        "per_rank": [encode_attributes(row, *ranks) for row in run_metrics.per_rank],
     }
 
 

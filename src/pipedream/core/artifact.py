@@ -150,6 +150,11 @@ def encode(value: Any) -> Any:
     return value
 
 
+def encode_attributes(value: Any, *names: str) -> dict[str, Any]:
+    """Returns the JSON values of some attributes."""
+    return {name: encode(getattr(value, name)) for name in names}
+
+
 def decode(kind: Any, value: Any, place: str) -> Any:
     """Returns a value of an annotated type from JSON; a class may define its own ``decoded``.
 

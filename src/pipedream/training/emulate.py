@@ -26,6 +26,12 @@ from pipedream.training.run_folder import RunFiles, last_segment, software_versi
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate_program
 
+_SECONDS = ("forward_s", "backward_s", "update_s", "copy_s")
+_SIZES = (
+    *("output_bytes", "activation_bytes", "working_bytes"),
+    *("gathered_bytes", "parameter_bytes", "optimizer_bytes"),
+)
+
 
 def emulate(
     plan: Plan,
@@ -131,12 +137,6 @@ def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Pl
     check_factor("dilation", dilation)
     check_factor("byte scale", byte_scale)
 
-    def seconds(value: float) -> float:
-        return value * dilation
-
-    def size(value: int) -> int:
-        return round(value * byte_scale)
-
     stages = tuple(
         replace(
             stage,
@@ -144,16 +144,11 @@ def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Pl
             last=number + 1,
             names=(f"stage{number}",),
             mesh="",
-            forward_s=seconds(stage.forward_s),
-            backward_s=seconds(stage.backward_s),
-            update_s=seconds(stage.update_s - stage.copy_s) + stage.copy_s * byte_scale,
+            forward_s=stage.forward_s * dilation,
+            backward_s=stage.backward_s * dilation,
+            update_s=(stage.update_s - stage.copy_s) * dilation + stage.copy_s * byte_scale,
             copy_s=stage.copy_s * byte_scale,  # which is not emulated
-            output_bytes=size(stage.output_bytes),
-            activation_bytes=size(stage.activation_bytes),
-            working_bytes=size(stage.working_bytes),
-            gathered_bytes=size(stage.gathered_bytes),
-            parameter_bytes=size(stage.parameter_bytes),
-            optimizer_bytes=size(stage.optimizer_bytes),
+            **{name: round(getattr(stage, name) * byte_scale) for name in _SIZES},
             peak_bytes=0,  # an emulated stage has next to no activations
         )
         for number, stage in enumerate(plan.stages)
@@ -163,16 +158,21 @@ def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Pl
         replace(
             level,
             bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * rate,
-            latency_s=seconds(level.latency_s),
+            latency_s=level.latency_s * dilation,
             receive_bytes_per_s=level.receive_bytes_per_s and level.receive_bytes_per_s * rate,
             sum_bytes_per_s=level.sum_bytes_per_s and level.sum_bytes_per_s * rate,
         )
         for level in plan.cluster.levels
     )
-    note = plan.note if dilation == byte_scale == 1 else ""  # its seconds are those of the plan
-    cluster = replace(plan.cluster, levels=levels)
-    bound_s = seconds(plan.bound_s)
-    return replace(plan, stages=stages, cluster=cluster, bound_s=bound_s, note=note, tied=(), graph=None)
+    return replace(
+        plan,
+        stages=stages,
+        cluster=replace(plan.cluster, levels=levels),
+        bound_s=plan.bound_s * dilation,
+        note=plan.note if dilation == byte_scale == 1 else "",  # its seconds are those of the plan
+        tied=(),
+        graph=None,
+    )
 
 
 def build_emulated_pipeline(
@@ -188,10 +188,10 @@ def build_emulated_pipeline(
     built = schedules.build(schedule, plan, microbatches)
     parts = built.microbatches
     if plan.unit == "microbatch":
-        plan = replace(plan, unit="minibatch", stages=tuple(_scale_to_minibatch(stage, parts) for stage in plan.stages))
+        plan = replace(plan, unit="minibatch", stages=tuple(_multiply(stage, parts) for stage in plan.stages))
     rank, _ = process_group.join_group("cpu")
     speed = plan.cluster.speeds[sorted(set(plan.order))[rank] if plan.order else rank]
-    stages = [_scale_to_speed(stage, speed) for stage in plan.stages]
+    stages = [replace(stage, **{name: getattr(stage, name) / speed for name in _SECONDS}) for stage in plan.stages]
     return Pipeline(
         emulated.make_emulated_model(stages, parts, splits_backward=built.splits_backward, byte_scale=byte_scale),
         plan,
@@ -212,25 +212,10 @@ def make_emulated_batches(pipeline: Pipeline, minibatches: int) -> Iterator[Any]
         yield emulated.make_emulated_batch(pipeline.program.microbatches)
 
 
-def _scale_to_minibatch(stage: Stage, parts: int) -> Stage:
-    return replace(
-        stage,
-        forward_s=stage.forward_s * parts,
-        backward_s=stage.backward_s * parts,
-        output_bytes=stage.output_bytes * parts,
-        activation_bytes=stage.activation_bytes * parts,
-        working_bytes=stage.working_bytes * parts,
-    )
-
-
-def _scale_to_speed(stage: Stage, speed: float) -> Stage:
-    return replace(
-        stage,
-        forward_s=stage.forward_s / speed,
-        backward_s=stage.backward_s / speed,
-        update_s=stage.update_s / speed,
-        copy_s=stage.copy_s / speed,
-    )
+def _multiply(stage: Stage, parts: int) -> Stage:
+    """Returns a stage of microbatches as one of minibatches."""
+    names = ("forward_s", "backward_s", "output_bytes", "activation_bytes", "working_bytes")
+    return replace(stage, **{name: getattr(stage, name) * parts for name in names})
 
 
 def _format_result(summary: dict[str, Any], folder: Path) -> str:

@@ -81,7 +81,7 @@ def profile(
         autocast: low-precision dtype of the forwards, or its name.
         seed: of the random numbers that layers draw.
         finest: also split the modules of a chain into those inside them.
-        batch_dim: dimension of the samples in the inputs, as in `pipedream.Pipeline`.
+        batch_dim: as in `pipedream.Pipeline`.
         microbatches: that each minibatch will be split into, if known. The time of one is measured as well, because a
             small batch may take more or less time per sample than a large one; by default that of half a minibatch.
         layout: says what a mesh cuts.
@@ -107,8 +107,6 @@ def profile(
     if microbatches is not None and microbatches < 1:
         raise ProfileError(f"microbatches={microbatches} was given; give at least 1")
     inputs = sample if isinstance(sample, (tuple, Mapping)) else (sample,)
-    parts = 2 if microbatches in (None, 1) else microbatches
-
     described: dict[str, Any] = {
         "model_name": type(model).__name__,
         "preserve_state": preserve_state,
@@ -117,50 +115,70 @@ def profile(
         "autocast": profiler.dtype_of(autocast),
         "samples": known_samples(sample, batch_dim),
     }
-
-    def estimated() -> str:
+    if device == "meta":
         datasheet = as_device if isinstance(as_device, Device) else profiler.device_of(as_device or "here")
-        with stand_ins(model, inputs, profiler.dtype_of(dtype)) as empty:
-            captured = capture(model, empty, finest=finest)
-            profile = profiler.estimate(
-                captured.layers, captured.graph, captured.arguments(empty), device=datasheet, **described
-            )
-            return profile.to_json()
+        make = partial(_estimate, model, inputs, profiler.dtype_of(dtype), finest, device=datasheet, **described)
+        return _profile_on_rank_0(make, profiler.here())
+    parts = 2 if microbatches in (None, 1) else microbatches
+    measure = partial(
+        profiler.measure,
+        device=device,
+        scheduler=scheduler,
+        warmup=warmup,
+        runs=runs,
+        seed=seed,
+        parts=parts,
+        **described,
+    )
+    make = partial(_measure, model, inputs, layout or Layout(), meshes, finest, batch_dim, measure)
+    return replace(_profile_on_rank_0(make, device), runtime=measure_runtime(device).costs)
 
-    def measured() -> str:
-        place = process_group.process_device(device)
-        moved = to_device(inputs, place)
-        if not any(parameter.is_meta for parameter in model.parameters()):
-            model.to(place)
-        captured = capture(model, moved, finest=finest)
-        if loss is None and batch_dim == 0:
-            captured = replace(captured, graph=replace(captured.graph, loss_weight=_find_loss_weight(model, moved)))
-        timing: dict[str, Any] = {"device": device, "warmup": warmup, "runs": runs, "seed": seed, "parts": parts}
-        timing["scheduler"] = scheduler
-        arguments, is_chain = captured.arguments(moved), captured.model is None
-        # The only argument of a slice is the whole input.
-        timing["part_of"] = (
-            partial(first_part, batch_dim=batch_dim) if is_chain else partial(_split_only_argument, batch_dim)
-        )
-        measure = partial(profiler.measure, captured.layers, captured.graph, arguments, **timing, **described)
-        names = (layout or Layout()).of_model(model)
-        one_rank = partial(_profile_rank, captured, arguments, names, place=place, measure=measure)
-        if isinstance(meshes, str):
-            parameters = profiler.all_parameters(captured.layers, captured.graph)
-            names.check(parameters, [layer.name for layer in captured.graph.layers], ())
-            shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-            ranks, notes = _profile_legal_meshes(
-                names.candidates(shapes, described["samples"], _parse_max_ranks(meshes)), one_rank
-            )
-        else:
-            ranks, notes = [one_rank(Mesh(mesh)) for mesh in meshes], []
-        profile = measure()
-        profiler.release_cache(place)
-        return replace(profile, ranks=tuple(ranks), notes=(*profile.notes, *notes)).to_json()
 
-    make, where = (estimated, profiler.here()) if device == "meta" else (measured, device)
-    profile = Profile.from_json(process_group.run_on_rank_0(make, where), "rank 0's profile")
-    return profile if device == "meta" else replace(profile, runtime=measure_runtime(device).costs)
+def _profile_on_rank_0(make: Callable[[], Profile], device: str) -> Profile:
+    return Profile.from_json(process_group.run_on_rank_0(lambda: make().to_json(), device), "rank 0's profile")
+
+
+def _estimate(model: Any, inputs: Any, dtype: Any, finest: bool, **options: Any) -> Profile:
+    with stand_ins(model, inputs, dtype) as empty:
+        captured = capture(model, empty, finest=finest)
+        return profiler.estimate(captured.layers, captured.graph, captured.arguments(empty), **options)
+
+
+def _measure(
+    model: Any,
+    inputs: Any,
+    layout: Layout,
+    meshes: Sequence[str] | str,
+    finest: bool,
+    batch_dim: BatchDim,
+    measure: partial[Profile],
+) -> Profile:
+    """Measures the layers, and a rank of each mesh. `measure` lacks the layers, their graph and their input."""
+    options = measure.keywords
+    place = process_group.process_device(options["device"])
+    moved = to_device(inputs, place)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(place)
+    captured = capture(model, moved, finest=finest)
+    if options["loss"] is None and batch_dim == 0:
+        captured = replace(captured, graph=replace(captured.graph, loss_weight=_find_loss_weight(model, moved)))
+    arguments, is_chain = captured.arguments(moved), captured.model is None
+    # The only argument of a slice is the whole input.
+    part_of = partial(first_part, batch_dim=batch_dim) if is_chain else partial(_split_only_argument, batch_dim)
+    measure = partial(measure, captured.layers, captured.graph, arguments, part_of=part_of)
+    names = layout.of_model(model)
+    measure_rank = partial(_measure_rank, captured, arguments, names, place=place, measure=measure)
+    if isinstance(meshes, str):
+        parameters = profiler.all_parameters(captured.layers, captured.graph)
+        names.check(parameters, [layer.name for layer in captured.graph.layers], ())
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        candidates = names.candidates(shapes, options["samples"], _parse_max_ranks(meshes))
+        ranks, notes = _measure_legal_meshes(candidates, measure_rank)
+    else:
+        ranks, notes = [measure_rank(Mesh(mesh)) for mesh in meshes], []
+    profile = measure()
+    profiler.release_cache(place)
+    return replace(profile, ranks=tuple(ranks), notes=(*profile.notes, *notes))
 
 
 def _parse_max_ranks(meshes: str) -> int:
@@ -174,15 +192,15 @@ def _parse_max_ranks(meshes: str) -> int:
     return int(most or MOST_RANKS)
 
 
-def _profile_legal_meshes(
-    candidates: Mapping[Mesh, str], one_rank: Callable[[Mesh], RankProfile]
+def _measure_legal_meshes(
+    candidates: Mapping[Mesh, str], measure_rank: Callable[[Mesh], RankProfile]
 ) -> tuple[list[RankProfile], list[str]]:
     """Returns a rank of each legal mesh, and why the others are left out."""
     ranks, problems = [], {mesh: why for mesh, why in candidates.items() if why}
     for mesh, why in candidates.items():
         if not why:
             try:
-                ranks.append(one_rank(mesh))
+                ranks.append(measure_rank(mesh))
             except (PlanError, ProfileError) as error:
                 problems[mesh] = str(error)
     by_why: dict[str, list[str]] = {}
@@ -192,29 +210,22 @@ def _profile_legal_meshes(
     return ranks, notes if candidates else [f"{NOT_MEASURED}any mesh: the layout has no rule"]
 
 
-def _profile_rank(
-    captured: Captured, arguments: Any, layout: Layout, mesh: Mesh, *, place: Any, measure: Callable[..., Profile]
+def _measure_rank(
+    captured: Captured, arguments: Any, layout: Layout, mesh: Mesh, *, place: Any, measure: partial[Profile]
 ) -> RankProfile:
     layers, graph = captured.layers, captured.graph
     layout.check(profiler.all_parameters(layers, graph), [layer.name for layer in graph.layers], [mesh])
-    options = measure.keywords  # type: ignore[attr-defined]
+    options = measure.keywords
     with profiler.one_rank(layers, graph, layout, mesh, place) as rank:
         profile = measure(call=rank.call)
         with preserve_state(layers, cuda_devices(layers[0], arguments), options["seed"]):
             forward, backward, update = rank.collectives(arguments, options["autocast"])
         sizes = zip(profile.layers, rank.sent_bytes, rank.gathered_bytes, strict=True)
         costs = tuple(replace(layer, output_bytes=sent, gathered_bytes=whole) for layer, sent, whole in sizes)
-    measured: dict[str, Any] = {field.name: getattr(profile, field.name, None) for field in fields(RankProfile)}
-    return RankProfile(
-        **measured
-        | {
-            "mesh": mesh.text,
-            "layout": layout.rules_on(mesh) if layout.uses_cuts(mesh) else str(layout),
-            "update": update,
-        }
-        | {"layers": costs}
-        | {"forward": tuple(forward), "backward": tuple(backward)}
-    )
+    values: dict[str, Any] = {field.name: getattr(profile, field.name, None) for field in fields(RankProfile)}
+    values |= {"mesh": mesh.text, "layout": layout.rules_on(mesh) if layout.uses_cuts(mesh) else str(layout)}
+    values |= {"layers": costs, "forward": tuple(forward), "backward": tuple(backward), "update": update}
+    return RankProfile(**values)
 
 
 def _find_loss_weight(model: Any, inputs: Any) -> str:
