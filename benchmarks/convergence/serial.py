@@ -62,13 +62,13 @@ class Stage:
         self._gamma = DECAY ** (1 / abs(self._back)) if method.step == "average" and self._back else 0.0
         self._average = torch.zeros_like(self.weights) if self._gamma else None
         self._last_update = torch.zeros_like(self.weights) if self._feedback else None
-        self._made: deque[Tensor] = deque([self.weights.clone()], maxlen=self._staleness + 1)
+        self._weights_before: deque[Tensor] = deque([self.weights.clone()], maxlen=self._staleness + 1)
         self._newest = self.weights
 
     def read_forward(self, k: int) -> None:
         """Writes what the forward of microbatch k reads into the layers."""
         version = max(0, (k - self._late) // self._m)
-        self._read.copy_(self._made[version - k // self._m - 1])
+        self._read.copy_(self._weights_before[version - k // self._m - 1])
 
     def read_backward(self) -> None:
         """Writes what a backward reads into the layers: all updates of earlier microbatches are made."""
@@ -126,7 +126,7 @@ class Stage:
             ahead = torch.add(self.weights, step, alpha=self._ahead)
             newest = torch.add(self.weights, step, alpha=self._back)
         self._newest = newest
-        self._made.append(ahead.clone() if ahead is self.weights else ahead)
+        self._weights_before.append(ahead.clone() if ahead is self.weights else ahead)
 
     def _compute_direction(self) -> Tensor:
         """Returns v of momentum SGD, or Adam's m / (sqrt(v) + eps), m and v corrected for their beginning."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream
-from pipedream.runtime.checkpoint import pieces
+from pipedream.runtime.checkpoint import writer
 from pipedream.training import train
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -104,7 +104,7 @@ def recipe(seed: int = 0) -> pipedream.Recipe:
     (FOLDER / f"pid{RANK}").write_text(str(os.getpid()), encoding="utf-8")
     atexit.register(count, "exit")
     count("start")
-    pieces.write_tensors = after(pieces.write_tensors, "save")
+    writer.write_tensors = after(writer.write_tensors, "save")
     train.write_run = after(train.write_run, "end")
     torch.manual_seed(seed)
     adamw = os.environ.get("TRIAL_TRAINING", "adamw") == "adamw"

@@ -29,7 +29,7 @@ class StoredPiece(NamedTuple):
 
     Attributes:
         start: its first index in each dimension of the tensor.
-        shape: of the part.
+        shape: the part's shape.
         offset, length: in the file, in bytes.
         crc32: of dtype, shape and values; None in a file of version 0.1.
     """
@@ -116,7 +116,7 @@ class SavedStage:
         common: the optimizer's state that belongs to no parameter.
         modules: module -> what its ``get_extra_state`` returned.
         updates, scheduled: steps of the optimizer and the learning-rate scheduler.
-        norm_square: of the gradients' newest known global norm.
+        norm_square: square of the gradients' newest known global norm.
         skipped: updates with gradients that were not finite.
         loss_scale: factor, and good updates in a row since it changed.
         rounds_before: updates of the input stage under earlier plans and phases.
@@ -152,7 +152,7 @@ class Position:
 
     Attributes:
         minibatches: since the start of training.
-        epoch, epoch_batches: of the next minibatch, and minibatches done of it.
+        epoch, epoch_batches: the next minibatch's epoch, and how many of its minibatches are done.
         drains: minibatch numbers of all drains, this one last.
         data: order of the data, and the loader's own state.
         callbacks: states, by class.
@@ -177,7 +177,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What a run was asked to do.
+    """The request that a run carries out.
 
     Attributes:
         phases: as text (`core.schedule.phase`), or ''.
@@ -195,7 +195,7 @@ class Checkpoint(RunRequest, Position, Artifact):
     """A run, its position, and its state there. Its JSON has a checksum of its own, ``crc32``.
 
     Attributes:
-        schedule, microbatches, compensation: of the current phase.
+        schedule, microbatches, compensation: the current phase's.
         files: name -> bytes; a file of another size is damaged.
         random: states of the generators of each process.
         extra: what the training loop keeps for itself, in JSON.

@@ -19,8 +19,8 @@ from pipedream.core.errors import ArtifactError, PipelineError
 from pipedream.core.plan.mesh import Box
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, pieces, writer
-from pipedream.runtime.checkpoint.extra_state import extra_states_of, set_extra_states
 from pipedream.runtime.checkpoint.initial_values import named_state
+from pipedream.runtime.checkpoint.parameters import extra_states_of, set_extra_states
 from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.data.rng import restore_rng, save_rng

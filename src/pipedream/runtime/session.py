@@ -36,9 +36,9 @@ from pipedream.runtime.assemble import (
     make_remote_forwards,
 )
 from pipedream.runtime.checkpoint import parameters
-from pipedream.runtime.checkpoint.extra_state import keys_of, modules_by_key
 from pipedream.runtime.checkpoint.files import fit_names, open_weights
 from pipedream.runtime.checkpoint.initial_values import materialise, named_state
+from pipedream.runtime.checkpoint.parameters import keys_of, modules_by_key
 from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.runtime.checkpointing import Checkpointer, share_with_replicas
 from pipedream.runtime.clock import run_in_process

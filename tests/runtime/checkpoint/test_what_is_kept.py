@@ -85,7 +85,7 @@ class Shuffled(Sampler[int]):
     def __init__(self, length: int, draw: Callable[[int], list[int]], generator: Any) -> None:
         self.length = length
         self.draw = draw
-        self.own = generator
+        self.drawing = generator
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.draw(self.length))

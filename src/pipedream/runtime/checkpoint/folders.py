@@ -53,7 +53,7 @@ def folder_name(minibatches: int) -> str:
 
 
 def minibatches_of(name: str) -> int | None:
-    """Returns the number in a checkpoint folder's name; None for any other name."""
+    """Returns the number in the name of a checkpoint's folder."""
     match = re.fullmatch(rf"{_PREFIX}(\d+)", name)
     return int(match[1]) if match else None
 
@@ -209,7 +209,7 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
     """Makes one checkpoint in the folder `out` from the parts that machines without a shared folder have kept.
 
     Args:
-        folders: of checkpoints; the newest manifest in them counts.
+        folders: have checkpoints; the newest manifest in them counts.
 
     Raises:
         ArtifactError: no folder has a manifest, a file is missing or damaged, or `out` has this checkpoint.

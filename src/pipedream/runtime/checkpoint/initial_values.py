@@ -4,7 +4,7 @@ A module is initialised as on the CPU: by the model's ``_init_weights(module)`` 
 ``reset_parameters()``, then by those of the modules around it, which may overwrite what it has drawn (GPT-2 scales the
 projections of a block). Meanwhile every other tensor of the model is on the meta device, where initialisation has no
 effect and draws no random numbers, and the generator is seeded from (seed, module name). So the values do not depend on
-the cut, the device or the other parameters.
+the partition, the device or the other parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A stage's optimizer in a checkpoint, by parameter names: saved under one plan, restored under any other.
 
-Another cut has other parameter groups: a new group gets the options, and a scheduler's numbers, of the saved groups
-that its parameters were in.
+Another partition has other parameter groups: a new group gets the options, and a scheduler's numbers, of the saved
+groups that its parameters were in.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ _MOST_PIECES = 64  # of what one rank has of a tensor
 
 
 class Share(NamedTuple):
-    """What is wanted of a piece.
+    """The part of a piece that is read.
 
     Attributes:
-        number: of the piece of its tensor.
+        number: the piece's number in its tensor.
         box: in the tensor's indices.
     """
 
@@ -177,7 +177,7 @@ def _name_dtype(tensor: torch.Tensor) -> str:
 
 
 def _compute_crc32(tensor: torch.Tensor) -> int:
-    """Of a tensor on the CPU."""
+    """Returns the checksum of a tensor on the CPU."""
     head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     plain = tensor.resolve_conj().resolve_neg().reshape(-1)
     return zlib.crc32(plain.contiguous().view(torch.uint8).numpy().data, head)
@@ -220,7 +220,7 @@ def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _split_into_pieces(shape: Sequence[int], itemsize: int) -> list[Box]:
-    """Returns the pieces in which a tensor is written: cut in half in each dimension in turn, where it is large."""
+    """Returns the pieces in which a tensor is written: halved in each dimension in turn, while they are large."""
     counts = [1] * len(shape)
     while prod(shape) * itemsize > _PIECE_BYTES * prod(counts) and 2 * prod(counts) <= _MOST_PIECES:
         long = [at for at, size in enumerate(shape) if size >= max(4, 2 * counts[at])]

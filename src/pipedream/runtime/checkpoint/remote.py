@@ -148,7 +148,7 @@ AnyPath = Path | RemotePath
 
 
 def is_url(folder: object) -> bool:
-    """Whether a folder is given as a URL of fsspec, e.g. 's3://bucket/run'."""
+    """Returns whether a folder is given as a URL of fsspec, e.g. 's3://bucket/run'."""
     return isinstance(folder, str) and "://" in folder
 
 

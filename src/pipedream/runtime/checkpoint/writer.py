@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,12 +50,28 @@ from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath
 from pipedream.runtime.comm.process_group import broadcast_text, gather_texts
 
 
+@dataclass(frozen=True)
+class _Save:
+    """One checkpoint that is being written."""
+
+    path: AnyPath
+    manifest: Checkpoint
+    tensors: Mapping[str, torch.Tensor]
+    places: Mapping[str, tuple[Box, Sequence[int]]]
+    keep: int | None
+
+    @property
+    def scratch(self) -> AnyPath:
+        """The folder in which it is written."""
+        return name_scratch(self.path)
+
+
 class Writer:
     """Writes a run's checkpoints, one at a time.
 
     Args:
         group: gloo group for this alone: training continues during a save; None in a single process.
-        device: of the tensors.
+        device: where the tensors are.
     """
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -99,8 +115,7 @@ class Writer:
         failure = broadcast_text(failure, self._group)
         if failure:
             raise ArtifactError(failure)
-        scratch = name_scratch(path)
-        what = f"saving the checkpoint of minibatch {manifest.minibatches}"
+        save = _Save(path, manifest, tensors, places or {}, keep)
         if folder not in self._apart:
             self._apart[folder] = [not sees for sees in ranks_that_see(folder, self._rank, self._group)]
         self._last = (path, manifest.minibatches)
@@ -109,41 +124,47 @@ class Writer:
             folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
                 set_aside(path)  # of a save that rank 0 did not finish, or a course that was left
-            remove_leftovers(folder, but=scratch)  # another rank of this machine may have begun
+            remove_leftovers(folder, but=save.scratch)  # another rank of this machine may have begun
         if any_apart:
-            self._wait_until_written(what, "", [])  # nobody may rename before all have cleared
-
-        def write() -> None:
-            failure = ""
-            written: list[Any] = []
-            try:
-                written = write_tensors(scratch / f"__{self._rank}_0.distcp", tensors, places or {})
-            except Exception as error:
-                failure = summarise_error(system_error(error))
-            try:
-                rows = self._wait_until_written(what, failure, written)
-            except _SaveError:
-                if apart or self._rank == 0:  # nobody writes any more, and space may be what is missing
-                    with suppress(OSError):
-                        remove_tree(scratch)
-                raise
-            if apart:
-                with suppress(FileNotFoundError):  # another rank of this machine has done it
-                    move(scratch, path)
-                prune(folder, keep and keep + 1, parts=True)  # the oldest counts until rank 0 is done
-            if any_apart:
-                self._wait_until_written(what, "", [])
-            if self._rank == 0:
-                self._locks[folder].check()
-                commit(scratch, path, replace(manifest, **merge_rows(rows)))
-                prune(folder, keep)
-
+            self._wait_until_written("", [])  # nobody may rename before all have cleared
         # A daemon, because nothing may wait for it if another rank dies during the save.
-        self._thread = threading.Thread(target=self._run, args=(write, folder, what), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(save, apart, any_apart), daemon=True)
         self._thread.start()
         return path
 
-    def _wait_until_written(self, what: str, failure: str, written: list[Any]) -> list[Any]:
+    def _write(self, save: _Save, apart: bool, any_apart: bool) -> None:
+        """Writes this rank's part, and waits for the others.
+
+        Args:
+            apart: this rank does not see rank 0's folder.
+            any_apart: some rank does not.
+        """
+        path, scratch = save.path, save.scratch
+        failure = ""
+        written: list[Any] = []
+        try:
+            written = write_tensors(scratch / f"__{self._rank}_0.distcp", save.tensors, save.places)
+        except Exception as error:
+            failure = summarise_error(system_error(error))
+        try:
+            rows = self._wait_until_written(failure, written)
+        except _SaveError:
+            if apart or self._rank == 0:  # nobody writes any more, and space may be what is missing
+                with suppress(OSError):
+                    remove_tree(scratch)
+            raise
+        if apart:
+            with suppress(FileNotFoundError):  # another rank of this machine has done it
+                move(scratch, path)
+            prune(path.parent, save.keep and save.keep + 1, parts=True)  # the oldest counts until rank 0 is done
+        if any_apart:
+            self._wait_until_written("", [])
+        if self._rank == 0:
+            self._locks[path.parent].check()
+            commit(scratch, path, replace(save.manifest, **merge_rows(rows)))
+            prune(path.parent, save.keep)
+
+    def _wait_until_written(self, failure: str, written: list[Any]) -> list[Any]:
         """Waits for all ranks; returns what each has written, or raises the `_SaveError` of the first that failed."""
         rows = [json.loads(text) for text in gather_texts(json.dumps([failure, written]), self._group)]
         for rank, (failed, _) in enumerate(rows):
@@ -191,18 +212,20 @@ class Writer:
     def loaded(self, path: AnyPath, minibatches: int) -> None:
         self._last = (path, minibatches)
 
-    def _run(self, write: Callable[[], None], folder: AnyPath, what: str) -> None:
+    def _run(self, save: _Save, apart: bool, any_apart: bool) -> None:
         try:
             if self._device.type == "cuda":
                 # In a new thread GPU 0 is current, and torch copies tensors to the CPU, and waits for that, on the
                 # current GPU's stream.
                 torch.cuda.set_device(self._device)
-            write()
+            self._write(save, apart, any_apart)
         except WorkerError as error:
             self._failure = error
         except Exception as error:
             failed = error if isinstance(error, _SaveError) else _SaveError(self._rank, summarise_error(error))
-            self._failure = WorkerError(failed.rank, what, failed.cause, _advise_after_failure(folder))
+            what = f"saving the checkpoint of minibatch {save.manifest.minibatches}"
+            advice = _advise_after_failure(save.path.parent)
+            self._failure = WorkerError(failed.rank, what, failed.cause, advice)
 
 
 class _SaveError(Exception):

@@ -43,16 +43,16 @@ class Connections:
         everyone: gloo group of all ranks: messages to lower ranks, sums of small numbers.
         upward: another one, for messages to higher ranks. A group has one connection between two ranks; while one of
             them sends on it, gloo's thread spins until it can read what arrives.
-        stages: each stage's replicas; None for one, or if this rank has none.
-        holders: for each tied weight; None if this rank has none.
+        stages: group of each stage's replicas, if there are several and this rank has one.
+        holders: group of each tied weight's stages, if this rank has one.
         memory: (sender, receiver) -> memory that both share, where this rank is one and both are on one machine.
         links: (sender, receiver) -> NCCL group of the two, for tensors on GPUs. Empty on CPUs, and where NCCL cannot
             be used; tensors then travel through the memory of the CPU.
         leaders: gloo group of the first rank of each worker; None at other ranks.
-        meshes: of each worker.
-        mesh: of this rank's worker; None for a single rank.
-        worker: gloo group of the worker's ranks; None for one.
-        mesh_group: of the same ranks, for tensors on their device.
+        meshes: the workers' meshes.
+        mesh: the mesh of this rank's worker, if it has several ranks.
+        worker: gloo group of the worker's ranks, if it has several.
+        mesh_group: group of the same ranks, for tensors on their device.
     """
 
     everyone: dist.ProcessGroup
@@ -121,7 +121,7 @@ def connect_groups(
 
     Args:
         pairs: (sender, receiver) of activations, gradients and the like: workers, as in the next two.
-        meshes: of each worker; () for single ranks.
+        meshes: the workers' meshes; () for single ranks.
 
     Raises:
         WorkerError: ranks do not connect in time.

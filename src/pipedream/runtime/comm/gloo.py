@@ -38,7 +38,7 @@ from pipedream.runtime.comm.message import (
 )
 
 SHORT_BYTES = 1 << 13
-"""Of a message that is sent in one piece: copying it twice takes less than the 30 us of a second message.
+"""Size of a message that is sent in one piece: copying it twice takes less than the 30 us of a second message.
 
 Receives of this size are posted on every channel, so it is not larger.
 """
@@ -111,16 +111,16 @@ class _Buffer:
         self.size = size
         self.whole = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned)]
         self.bytes: Any = self.whole[0].numpy().data
-        self._cut = self.whole
+        self._taken = self.whole
         self._format: MessageFormat | None = None
         self._begin = 0
         self._tensors: list[torch.Tensor | None] = []
 
-    def cut(self, size: int) -> list[torch.Tensor]:
+    def take(self, size: int) -> list[torch.Tensor]:
         """Returns the first bytes."""
-        if self._cut[0].numel() != size:
-            self._cut = [self.whole[0][:size]]
-        return self._cut
+        if self._taken[0].numel() != size:
+            self._taken = [self.whole[0][:size]]
+        return self._taken
 
     def tensors(self, message_format: MessageFormat, begin: int) -> list[torch.Tensor | None]:
         """Returns the tensors of a payload from byte `begin` on."""
@@ -159,9 +159,9 @@ class GlooSender(ConnectionSender):
             if size:
                 write(message.tensors, buffer.tensors(message_format, begin))
                 wait_for_copies(message_format)
-            works = [end.send(buffer.cut(begin + size), end.head_tag)]
+            works = [end.send(buffer.take(begin + size), end.head_tag)]
         else:
-            works = [end.send(buffer.cut(min(begin, SHORT_BYTES)), end.head_tag)]
+            works = [end.send(buffer.take(min(begin, SHORT_BYTES)), end.head_tag)]
             if begin > SHORT_BYTES:
                 works.append(end.send([buffer.whole[0][SHORT_BYTES:begin]], end.rest_tag))
             if size:

@@ -53,7 +53,7 @@ class MeshSender(Sender):
     """One rank's end.
 
     Args:
-        place: of this rank in its mesh.
+        place: this rank's number in its mesh.
         peers: ends for the ranks of the other worker.
     """
 
@@ -110,7 +110,7 @@ class MeshReceiver(RemoteReceiver):
     """One rank's other end.
 
     Args:
-        place: of this rank in its mesh.
+        place: this rank's number in its mesh.
         peers: ends for the ranks of the other worker.
     """
 

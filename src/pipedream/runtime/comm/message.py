@@ -55,10 +55,10 @@ class Message:
         structure: see `values.flatten`.
         gradients: for each tensor, whether its gradient is sent back.
         minibatch: number since the start of training.
-        version: of the weights that the forward read.
+        version: number of the weights that the forward read.
         flags: `ENDS_EPOCH`, or at the end of a stream a `StopReason`.
-        loss_weight: of the microbatch.
-        share: of the minibatch's samples.
+        loss_weight: the microbatch's weight in the loss.
+        share: part of the minibatch's samples that it has.
         numbers: losses and metrics.
     """
 
@@ -83,7 +83,7 @@ class Message:
         gradients: tuple[bool, ...] | None = None,
         version: int = 0,
     ) -> Message:
-        """By default no gradients are sent back."""
+        """Returns a message that carries a value; by default no gradients are sent back."""
         wants = (False,) * len(tensors) if gradients is None else gradients
         return self._copy_with(tensors, structure, wants, version)
 
@@ -115,7 +115,7 @@ class TensorSpec(NamedTuple):
     Attributes:
         strides: those of a dense tensor.
         on_device: it is not in the memory of the CPU.
-        begin: first byte in the payload; None for a tensor that is sent by itself.
+        begin: first byte in the payload; a tensor that is sent by itself has none.
     """
 
     dtype: torch.dtype
@@ -126,14 +126,14 @@ class TensorSpec(NamedTuple):
 
 
 class MessageFormat:
-    """What a message holds besides its numbers.
+    """The contents of a message besides its numbers.
 
     Attributes:
-        structure, wants: of the message, `wants` its `gradients`.
-        specs: one for each tensor; None for a gradient that does not exist.
-        payload_bytes: of the tensors that share a payload.
+        structure, wants: the message's `structure` and `gradients`.
+        specs: one for each tensor; a gradient that does not exist has none.
+        payload_bytes: size of the tensors that share a payload.
         staged: some of these were not in the memory of the CPU.
-        sent_bytes: of all tensors.
+        sent_bytes: size of all tensors.
     """
 
     __slots__ = ("payload_bytes", "sent_bytes", "specs", "staged", "structure", "wants")
@@ -266,7 +266,7 @@ class Header(NamedTuple):
     """The fixed part of a message on the wire; `numbers` and a format's description follow.
 
     Attributes:
-        format_number: of the message's format.
+        format_number: names the message's format.
         channel: its number, where several share a connection.
         numbers: how many.
         description_bytes: 0 if the format is known.
@@ -300,7 +300,7 @@ class Header(NamedTuple):
 
     @property
     def head_bytes(self) -> int:
-        """Of header, numbers and description, to where a payload begins."""
+        """Bytes of header, numbers and description, up to the payload."""
         return aligned(HEADER_BYTES + 8 * self.numbers + self.description_bytes)
 
     def write(self, head: Any, numbers: Sequence[float], description: bytes) -> None:

@@ -23,7 +23,7 @@ JOIN_TIMEOUT_S = 300.0
 """How long the ranks wait for each other; the slowest one may still import torch."""
 
 _TEXTS = "texts of pipedream"
-"""What torch calls the group that carries them, where the user's own is of NCCL."""
+"""Name of the group that carries texts where the user's own is NCCL's."""
 
 _END_FIRST_S = 1.0
 """For the launcher, the first worker that ends is the one that failed."""

@@ -67,7 +67,7 @@ class Listener:
         self._socket.listen(64)
 
     def connect(self, name: str, key: str) -> socket.socket | None:
-        """Reaches another process under a key; None if it is elsewhere, or does not want it."""
+        """Reaches another process under a key, if it is on this machine and listens."""
         if not name or not self.name:
             return None
         connection = socket.socket(socket.AF_UNIX)
@@ -189,7 +189,7 @@ class SharedMemorySender(ConnectionSender):
         if end > _SOCKET_BYTES // 2:
             raise ValueError(
                 f"the value's structure takes {len(description):,} bytes, and shared memory allows "
-                f"{_SOCKET_BYTES // 2:,}; cut the model where less crosses"
+                f"{_SOCKET_BYTES // 2:,}; let stages meet where less crosses"
             )
         _SLOT.pack_into(self._packet, 0, slot)
         header.write(self._head, message.numbers, description)

@@ -43,7 +43,7 @@ class Transport:
 
     Args:
         programs: one per phase, over the same channels.
-        device: of the stages.
+        device: where the stages are.
     """
 
     def __init__(self, connections: Connections, programs: Sequence[Program], device: torch.device) -> None:
@@ -215,7 +215,7 @@ def open_sender(
     """Returns the sending end of a connection to another rank.
 
     Args:
-        number: of the (first) channel on it.
+        number: the number of its (first) channel.
         separate: type of device whose tensors are not sent here.
     """
     memory = connections.memory.get((connections.process, peer))

@@ -1,4 +1,4 @@
-"""What a rank is doing, written by its main thread and read by the guard's threads; and Ctrl-C.
+"""The activity of a rank, written by its main thread and read by the guard's threads; and Ctrl-C.
 
 Only a task can be stuck: loading, a forward, a backward, an optimizer's step. Waiting for a message, the caller's own
 loop and saving are never judged.
@@ -23,7 +23,7 @@ class TaskDurations:
 
 
 class Activity:
-    """What a rank is doing.
+    """The activity of a rank.
 
     Attributes:
         place: what is done outside of the program ("the training loop"); None while it runs.
@@ -111,7 +111,7 @@ class Interrupts:
 
     @property
     def may_raise(self) -> bool:
-        """Whether a KeyboardInterrupt may be a signal's, not one that the user's code has raised."""
+        """A KeyboardInterrupt may be a signal's, not one that the user's code has raised."""
         return self.heard or self._before is None
 
     def start(self) -> None:

@@ -39,7 +39,7 @@ _GRACE_S = 3.0
 _HEARD_S = 3.0  # in which the others hear of a failure
 
 _PEER_WORDS = ("Connection reset by peer", "Connection closed by peer")
-"""Of errors that are passed on as a text."""
+"""Words of errors that are passed on as a text."""
 
 _CONNECTION_WAIT_S = 3.0
 """How long the error that broke a connection may take to arrive from the rank that raised it."""
@@ -87,7 +87,7 @@ class Heartbeat:
         self._thread.start()
 
     def report_failure(self, verdict: Verdict, wait_s: float = 1.0) -> tuple[int, Verdict] | None:
-        """Returns the failure reported first, perhaps another rank's; None if the store does not answer."""
+        """Returns the failure reported first, perhaps another rank's, if the store answers."""
         self._failure_here = verdict
         end_s = time.monotonic() + wait_s
         while self.report is None and time.monotonic() < end_s:

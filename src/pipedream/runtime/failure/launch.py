@@ -69,7 +69,7 @@ def launch(
     All of them end with this process, and a stopped one is killed.
 
     Args:
-        arguments: of each process; with fewer workers, ``--workers N`` is added.
+        arguments: given to each process; with fewer workers, ``--workers N`` is added.
         max_restarts: after failures (TORCHELASTIC_RESTART_COUNT counts them); not after exit status 2, bad input.
         fewest: after the restarts, start with one worker fewer, down to this number.
 

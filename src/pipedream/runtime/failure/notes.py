@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 LOST_CONNECTION = "lost the connection to another worker, which left no message"
-"""Of a worker that does not know more; the launcher may."""
+"""Message of a worker that does not know more; the launcher may."""
 
 RUN_ID_PREFIX = "pipedream-"
-"""Of the runs of our own launcher."""
+"""Begins the run ids of our own launcher."""
 
 _PLACE = "place.txt"
 
@@ -66,7 +66,7 @@ def read_verdict(folder: Path) -> str | None:
 
 
 def read_place(folder: Path, rank: int) -> str | None:
-    """Returns what a worker was last doing; None if it had not built its pipeline."""
+    """Returns what a worker was last doing, once it had built its pipeline."""
     with suppress(OSError):
         for file in folder.rglob(_PLACE):
             if file.parent.name == str(rank):

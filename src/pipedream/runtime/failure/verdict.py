@@ -26,7 +26,7 @@ _TIMES_LONGEST = 20.0
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank sends with each heartbeat; `count` must keep growing until it has `ended` in order.
+    """The status that a rank sends with each heartbeat; `count` must keep growing until it has `ended` in order.
 
     `calls` counts those that all ranks must make in `session`; of the last ones there are (name, minibatches given).
     """
@@ -43,7 +43,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with a rank.
+    """The judgement that something is wrong with a rank.
 
     Attributes:
         where: what it did last.

@@ -31,7 +31,7 @@ _Amount = Callable[[], float]
 
 
 class Amounts(NamedTuple):
-    """What a loss is a mean over.
+    """The amounts that a loss is a mean over.
 
     Attributes:
         values: several if it is a sum of means; none if it is itself a sum.
@@ -217,7 +217,7 @@ class LossCalls(TorchFunctionMode):
             setattr(F, name, function)
 
     def amounts(self, loss: torch.Tensor) -> Amounts | None:
-        """Returns what the loss of the watched forward is a mean over; None if it was not recognised."""
+        """Returns what the loss of the watched forward is a mean over, if it was recognised."""
         entry = self._noted.get(id(loss))
         amounts = None if entry is None or entry[1].kind == "elements" else _evaluate_note(entry[1], self._samples)
         if self.recognised is None:

@@ -40,7 +40,7 @@ _ELEMENT_MODULES = (
 
 
 class LossWeight(enum.StrEnum):
-    """What a model's own loss is a mean over."""
+    """The kinds of amount that a model's own loss is a mean over."""
 
     UNKNOWN = ""
     RECOGNISED = "recognised"  # what torch's losses, which it calls, are means over
@@ -124,8 +124,8 @@ class Loss:
 
         Args:
             batch: the targets for torch's own losses.
-            share: of the minibatch's samples.
-            minibatch: whose parts' weights must fit together; None if they need not.
+            share: part of the minibatch's samples that it has.
+            minibatch: whose parts' weights must fit together, where they must.
             received: the batch on the CPU, from which the weight is found without waiting for a GPU; None if the batch
                 is there itself.
 

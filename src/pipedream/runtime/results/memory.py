@@ -23,7 +23,7 @@ class Peak(NamedTuple):
     """Bytes in a phase.
 
     Attributes:
-        rise_bytes: from what is in use when the pipeline is drained to the most; None if not known.
+        rise_bytes: from what is in use when the pipeline is drained to the most, if known.
         reserved_bytes: the most that the allocator took; on a CPU, that the process ever had.
     """
 

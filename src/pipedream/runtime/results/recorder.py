@@ -1,4 +1,4 @@
-"""What a worker did and when."""
+"""The ops of a worker with their times."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ class Recorder:
 
     @property
     def began_s(self) -> float | None:
-        """By this machine's clock; None without spans."""
+        """Begin of the first span, by this machine's clock."""
         self._settle(wait=True)
         rows = self._spans.rows()
         return float(rows["start_s"][0]) if len(rows) else None
 
     def spans(self, phase: int) -> list[Span]:
-        """In seconds of this machine's clock; on a GPU, waits for the last op."""
+        """Returns spans in seconds of this machine's clock; on a GPU, waits for the last op."""
         self._settle(wait=True)
         rows = self._spans.rows()
         phase_rows = rows[rows["phase"] == phase].tolist()

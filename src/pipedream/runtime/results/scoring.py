@@ -18,7 +18,7 @@ from pipedream.runtime.results.results import Results, Score
 
 
 class Targets(NamedTuple):
-    """What the loss is given besides the output.
+    """The loss's argument besides the output.
 
     Attributes:
         received: on the CPU; read to find the weight of the loss, so that no worker waits for its GPU.
