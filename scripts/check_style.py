@@ -21,16 +21,25 @@ import grimp
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "pipedream"
 
-MOST_FUNCTION_LINES = 80  # of a body; tables may be longer
-MOST_CLASS_LINES = 668
+MOST_FUNCTION_LINES = 60  # of a body; tables may be longer
+MOST_CLASS_LINES = 300
 MOST_MODULES = 21  # in a folder, besides __init__
-MOST_VAGUE_NAMES = 0
+MOST_VAGUE_NAMES = 50
 
 VAGUE_NAMES = {"asked", "found", "given", "held", "known", "made", "one", "own", "said", "wanted"}
 FORBIDDEN_WORDS = {"engine", "handler", "helper", "manager", "mubatch", "tau", "util", "utils"}
 FORBIDDEN_WORDS |= {"crew", "guest", "parcel", "seated"}  # words of this project alone, which nobody could guess
 TORCHS_NAMES = {"get_backend"}  # of methods that a base class of torch's asks for
-TORCH_PACKAGES = {"capture", "experts", "probe", "profiler", "runtime", "sharding"}  # which alone import torch
+TORCH_PACKAGES = (
+    "capture",
+    "experts",
+    "layouts.execution",
+    "layouts.tracing",
+    "probe",
+    "profiler",
+    "runtime",
+    "sharding",
+)
 
 # Phrases of an older style of this project, which read as if translated -> how many are still left.
 OLD_PHRASES = {
@@ -76,15 +85,17 @@ def read(path: Path) -> Source:
 
 def check_imports() -> Iterator[str]:
     """Finds circles of imports, and imports of torch outside of its packages."""
-    graph = grimp.build_graph("pipedream", include_external_packages=True, cache_dir=None)
+    graph = grimp.build_graph(
+        "pipedream", include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None
+    )
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
         yield f"circle of imports: {' -> '.join(reversed(error.args[1]))}"
     for module in sorted(module for module, imported in imports.items() if "torch" in imported):
-        if module.split(".")[1] not in TORCH_PACKAGES:
-            yield f"{module}: imports torch, which is for {', '.join(sorted(TORCH_PACKAGES))}"
+        if not f"{module.removeprefix('pipedream.')}.".startswith(tuple(f"{package}." for package in TORCH_PACKAGES)):
+            yield f"{module}: imports torch, which is for {', '.join(TORCH_PACKAGES)}"
 
 
 def check_waits(source: Source) -> Iterator[str]:
