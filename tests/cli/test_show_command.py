@@ -31,6 +31,8 @@ def test_microbatches_are_those_of_a_minibatch(run_command: RunCommand) -> None:
             assert numbers == set(range(8))
         else:
             assert len(numbers) > max(report["proof"]["peak_in_flight"]), "a steady state"
+        if name not in ("1f1b", "pipedream", "pipedream_2bw", "zbv"):
+            continue
         more = json.loads(run_command("show", name, "--microbatches", m, "--minibatches", 3, "--json")[1])
         assert {int(number) for number in re.findall(r"F(\d+)", "\n".join(more["grid"]))} == set(range(3 * m))
 

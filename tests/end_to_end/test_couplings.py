@@ -187,7 +187,7 @@ class Tied:
     replicas: tuple[int, ...] = (1, 1, 1, 1)
     clip: float | None = None
     optimizer: str = "adamw"
-    epochs: int = 6
+    epochs: int = 3
     workers: int = 0
     parts: int | None = 4
 
@@ -268,17 +268,17 @@ TIED = [
     Tied("1f1b", cuts=(1,), replicas=(2, 1)),
     Tied("1f1b", cuts=(3,), replicas=(1, 2), optimizer="sgd", clip=0.3),
     Tied("gpipe", cuts=(2,), replicas=(3, 2)),
-    Tied("zb_h1", epochs=3),
-    Tied("zb_h2", epochs=3),
+    Tied("zb_h1"),
+    Tied("zb_h2"),
     # Several stages a worker: both ends of the model on one, or on two; with two holders of each stage, both on both.
     Tied("zbv", workers=2, clip=0.3),
-    Tied("dualpipev", workers=2, epochs=3),
-    Tied("interleaved_1f1b", workers=2, epochs=3),
-    Tied("breadth_first", workers=2, epochs=3, optimizer="sgd", clip=0.3),
-    Tied("chimera", workers=2, epochs=3),
-    Tied("chimera", workers=4, epochs=3, clip=0.3),
-    Tied("chimera_doubled", workers=2, epochs=3),
-    Tied("roundpipe", workers=2, epochs=3, clip=0.3),
+    Tied("dualpipev", workers=2),
+    Tied("interleaved_1f1b", workers=2),
+    Tied("breadth_first", workers=2, optimizer="sgd", clip=0.3),
+    Tied("chimera", workers=2),
+    Tied("chimera", workers=4, clip=0.3),
+    Tied("chimera_doubled", workers=2),
+    Tied("roundpipe", workers=2, clip=0.3),
 ]
 
 

@@ -25,6 +25,8 @@ METHODS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw", "1f1b", "gpi
 ROUNDS = ("pipedream", "pipedream_vertical_sync")
 """Methods whose updates are rounds of the replicas, so that a last round may be incomplete."""
 
+EPOCHS = 7
+
 # UpdateDelay needs depth: (W_s + 1) r_s <= W_u r_u + (r_u if lag_u else gcd(r_s, r_u)) for all u < s with lag_s = 1.
 LAGS = {
     (2, 1): ((1, 0), "noam"),
@@ -40,7 +42,7 @@ LAGS = {
 
 
 def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
-    """Returns a run of 65 minibatches, an evaluation among them."""
+    """Returns a run of 35 minibatches, an evaluation among them."""
     split = None if schedule in ROUNDS else max(replicas) + 1
     if schedule == "pipedream_2bw":
         split = None  # as many as are in flight
@@ -51,7 +53,7 @@ def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
         len(replicas),
         replicas=replicas,
         microbatches=split,
-        **({"epochs": 13, "drain_at": 23} | others),
+        **({"epochs": EPOCHS, "drain_at": 13} | others),
     )
 
 
@@ -76,7 +78,7 @@ def _matrix() -> list[object]:
 def test_replicated_stages_train_as_the_serial_rules_say(case: Case) -> None:
     outcome = run(case)
     check(case, outcome)
-    total = 65
+    total = case.minibatches
     assert len(outcome.dones) == outcome.drains[-1] == total
     plan, schedule = case.plan(), build(case.schedule, case.plan(), case.microbatches)
     (middle, _) = outcome.drains
@@ -112,7 +114,7 @@ def test_vertical_sync_holds_what_its_tags_name_and_no_more(replicas: tuple[int,
         case = _case(replicas, "pipedream_vertical_sync", depth=depth, drain_at=-1)
         outcome, plan = run(case), case.plan()
         schedule = build(case.schedule, plan)
-        simulated = simulate(lower(schedule), costs(plan), 65)
+        simulated = simulate(lower(schedule), costs(plan), case.minibatches)
         for stage in range(case.stages):
             here = [rank for rank in plan.placement.ranks[stage]]
             expected = max(simulated.peak_versions[rank] for rank in here)
@@ -133,7 +135,7 @@ def test_sums_have_started_when_the_last_backward_ends(method: str, monkeypatch:
     # One bucket, this small model's whole stage; nothing has started where a replica is absent from the last round, or
     # where its last microbatch is empty.
     full = [buckets for count, weight, buckets in started if count and weight]
-    assert full.count(1) >= len(full) - 26, "each of 13 epochs ends with a minibatch of two samples"
+    assert full.count(1) >= len(full) - 2 * EPOCHS, "each epoch ends with a minibatch of two samples"
     assert all(buckets == 0 for count, _, buckets in started if not count)
     assert (0 in [count for count, _, _ in started]) == (method == "pipedream")
 

@@ -213,12 +213,20 @@ IN_PROCESSES = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [2, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (3, 4))])
+def test_two_processes_give_to_the_bit_what_one_gives() -> None:
+    """A method of each kind; all are in the slow test."""
+    names = ("1f1b", "zb_h1", "pipedream", "pipedream_2bw", "chimera_doubled")
+    check_processes(2, [*(_case("mlp", name, 2) for name in names), _case("mlp", "zbv", 4)])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", IN_PROCESSES)
 def test_several_processes_give_to_the_bit_what_one_gives(workers: int) -> None:
     check_processes(workers, IN_PROCESSES[workers])
 
 
-ALSO_LINKED = ("naive", "pipedream_2bw", "interleaved_1f1b", "dualpipev")
+ALSO_LINKED = ("naive", "gpipe", "zb_h1", "pipedream_2bw", "interleaved_1f1b", "breadth_first", "dualpipev")
 LINKED_BY_TWO = [
     *(_case("mlp", name, 2) for name in ("naive", "gpipe", "1f1b", "pipedream", "pipedream_2bw", "zb_h1")),
     *(replace(case, epochs=1) for case in IN_PROCESSES[2] if case.schedule in LAYOUTS and case.animal == "mlp"),

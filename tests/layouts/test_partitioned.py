@@ -167,7 +167,9 @@ def _check_partition(name: str, ranks: Ranks, found_partition: Partition) -> Non
 
 
 @pytest.mark.parametrize("how", WAYS[1:2], ids=str)
-@pytest.mark.parametrize("name", ["mlp", "lstm", "wide_resnet"])
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lstm", "wide_resnet"))]
+)
 def test_eight_simulated_ranks_equal_one_process(name: str, how: dict[str, Any]) -> None:
     _check(name, SimulatedRanks(8), 8, **how)
 
@@ -262,7 +264,7 @@ class _Recording(SimulatedRanks):
 
 
 @pytest.mark.parametrize("how", WAYS[2:], ids=str)
-@pytest.mark.parametrize("name", ["mlp", "words"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("words", marks=pytest.mark.slow)])
 def test_seconds_are_those_of_the_busiest_rank_of_each_exchange(name: str, how: dict[str, Any]) -> None:
     step, ranks = _make_step(name)[2], _Recording(4)
     _check(name, ranks, 4, **how)
@@ -400,9 +402,9 @@ def test_data_parallelism_of_a_model_sums_its_gradients(name: str) -> None:
 @pytest.mark.parametrize(
     ("batch", "width", "elements"),
     [
-        (64, 1024, [393_216, 917_504, 1_703_936]),
+        pytest.param(64, 1024, [393_216, 917_504, 1_703_936], marks=pytest.mark.slow),
         (512, 512, [1_572_864, 3_407_872, 5_636_096]),
-        (1024, 128, [131_072, 393_216, 917_504]),
+        pytest.param(1024, 128, [131_072, 393_216, 917_504], marks=pytest.mark.slow),
     ],
 )
 def test_transposed_weights_cost_nothing(batch: int, width: int, elements: list[int]) -> None:

@@ -208,7 +208,7 @@ def with_collisions_s(plan: Plan) -> float:
     return plan.period_s + replace(plan, stages=tuple(rows)).period_s
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(replicated_plans(levels=False))
 def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
     assert plan.period_s == plan.slowest_stage_s
@@ -216,7 +216,7 @@ def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
     assert plan.slowest_stage_s * 0.98 <= far_down_s(plan) <= with_collisions_s(plan) * 1.02
 
 
-@settings(max_examples=25)
+@settings(max_examples=6)
 @given(replicated_plans(levels=True))
 def test_on_levels_too_with_what_machines_and_racks_carry(plan: Plan) -> None:
     if not plan.order:  # what stages know of a port is a bound from below, where they lie one beside the other

@@ -96,21 +96,11 @@ def images(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 3, side, side, generator=g), torch.randint(CLASSES, (samples,), generator=g)
 
 
-def fixed_images(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
-    """Images of 16 x 16."""
-    return images(seed, samples, 2)
-
-
 def masks(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
     """Images and a mask over their pixels."""
     side = 16 + 8 * (length % 2)
     x = torch.randn(samples, 3, side, side, generator=_generator(seed))
     return x, (x.sum(1, keepdim=True) > 0).to(x.dtype)
-
-
-def pairs_of_images(seed: int, samples: int, length: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Two images of each sample."""
-    return (images(seed, samples, length)[0], images(seed + 1, samples, length)[0]), images(seed, samples, length)[1]
 
 
 def points(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
@@ -123,12 +113,6 @@ def vectors(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
     """Vectors, which are their own targets."""
     x = torch.randn(samples, WIDTH, generator=_generator(seed))
     return x, x
-
-
-def series(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
-    """Sequences of vectors, and the next vector of each."""
-    x = torch.randn(samples, length + 1, WIDTH, generator=_generator(seed))
-    return x[:, :-1], x[:, 1:]
 
 
 def tokens(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
@@ -178,20 +162,6 @@ def clicks(seed: int, samples: int, length: int) -> tuple[dict[str, Tensor], Ten
     g = _generator(seed)
     numbers, kinds = torch.randn(samples, 6, generator=g), torch.randint(WORDS, (samples, 3), generator=g)
     return {"numbers": numbers, "kinds": kinds}, torch.rand(samples, generator=g).round()
-
-
-def graphs(seed: int, samples: int, length: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Vectors of nodes, normalised adjacency, and classes of graphs."""
-    g = _generator(seed)
-    nodes = torch.randn(samples, length, WIDTH, generator=g)
-    near = (torch.rand(samples, length, length, generator=g) < 0.5).float() + torch.eye(length)
-    return (nodes, near / near.sum(2, keepdim=True)), torch.randint(CLASSES, (samples,), generator=g)
-
-
-def videos(seed: int, samples: int, length: int) -> tuple[Tensor, Tensor]:
-    """Short videos, and classes."""
-    g = _generator(seed)
-    return torch.randn(samples, length, 3, 6, 6, generator=g), torch.randint(CLASSES, (samples,), generator=g)
 
 
 def tasks(seed: int, samples: int, length: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -343,88 +313,6 @@ class DenseNet(nn.Module):
         return self.classifier(F.adaptive_avg_pool2d(x, (1, 1)).flatten(1))
 
 
-class Inception(nn.Module):
-    """Branches side by side."""
-
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.direct = nn.Conv2d(inputs, 4, 1)
-        self.three = nn.Sequential(nn.Conv2d(inputs, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
-        self.pool = nn.Conv2d(inputs, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        branches = [self.direct(x), self.three(x), self.pool(F.avg_pool2d(x, 3, stride=1, padding=1))]
-        return F.relu(torch.cat(branches, dim=1))
-
-
-class GoogLeNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixed = nn.ModuleList([Inception(3), Inception(12), Inception(12)])
-        self.fc = nn.Linear(12, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for mixed in self.mixed:
-            x = mixed(x)
-        return self.fc(x.mean((2, 3)))
-
-
-class InvertedResidual(nn.Module):
-    """With squeeze and excitation, and stochastic depth."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.expand = nn.Conv2d(width, 2 * width, 1, bias=False)
-        self.norm = nn.GroupNorm(4, 2 * width)
-        self.depthwise = nn.Conv2d(2 * width, 2 * width, 3, padding=1, groups=2 * width, bias=False)
-        self.squeeze = nn.Conv2d(2 * width, 4, 1)
-        self.excite = nn.Conv2d(4, 2 * width, 1)
-        self.project = nn.Conv2d(2 * width, width, 1)
-        self.drop_path = 0.2
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.depthwise(F.silu(self.norm(self.expand(x))))
-        scale = F.adaptive_avg_pool2d(y, 1)
-        y = y * torch.sigmoid(self.excite(F.silu(self.squeeze(scale))))
-        y = self.project(y)
-        if self.training and self.drop_path:
-            keep = 1 - self.drop_path
-            y = y * y.new_empty(len(y), 1, 1, 1).bernoulli_(keep).div_(keep)
-        return x + y
-
-
-class EfficientNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, 2, 1)
-        self.blocks = nn.Sequential(*(InvertedResidual(8) for _ in range(3)))
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(F.silu(self.stem(x))).mean([-2, -1]))
-
-
-class WaveNet(nn.Module):
-    """Gated causal convolutions, whose skip outputs are summed at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.gates = nn.ModuleList(nn.Conv1d(WIDTH, 2 * WIDTH, 2, dilation=2**i) for i in range(3))
-        self.skips = nn.ModuleList(nn.Conv1d(WIDTH, WIDTH, 1) for _ in range(3))
-        self.out = nn.Conv1d(WIDTH, WORDS, 1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens).transpose(1, 2)
-        total: Any = 0
-        for i, (gate, skip) in enumerate(zip(self.gates, self.skips, strict=True)):
-            a, b = gate(F.pad(x, (2**i, 0))).chunk(2, dim=1)
-            y = torch.tanh(a) * torch.sigmoid(b)
-            total = total + skip(y)
-            x = x + y
-        return self.out(F.relu(total))
-
-
 class Pyramid(nn.Module):
     """A feature pyramid: a list of feature maps, built downward and read upward, and a head used on each of them."""
 
@@ -461,42 +349,6 @@ class Discriminator(nn.Module):
         x = F.leaky_relu(self.first(x), 0.2)
         x = F.leaky_relu(self.second(x), 0.2)
         return self.head(torch.tanh(self.third(x.mean((2, 3)))))
-
-
-class Siamese(nn.Module):
-    """One tower for two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        convs = nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.Conv2d(8, WIDTH, 3, 2, 1)
-        self.tower = nn.Sequential(convs[0], nn.BatchNorm2d(8), nn.ReLU(), convs[1])
-        self.head = nn.Linear(2 * WIDTH, CLASSES)
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        a, b = (self.tower(image).mean((2, 3)) for image in (left, right))
-        return self.head(torch.cat([torch.abs(a - b), a * b], 1))
-
-
-class ConvLSTM(nn.Module):
-    """Steps over time in a loop: their number follows from the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Conv2d(3, 4, 3, padding=1)
-        self.cell = nn.Conv2d(8, 16, 3, padding=1)
-        self.decode = nn.Conv2d(4, 8, 3, padding=1)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, video: Tensor) -> Tensor:
-        batch, steps = video.shape[:2]
-        frames = self.encode(video.flatten(0, 1)).unflatten(0, (batch, steps))
-        h = torch.zeros_like(frames[:, 0])
-        c = torch.zeros_like(h)
-        for t in range(steps):
-            i, f, o, g = self.cell(torch.cat([frames[:, t], h], 1)).chunk(4, 1)
-            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-            h = torch.sigmoid(o) * torch.tanh(c)
-        return self.head(F.relu(self.decode(h)).mean((2, 3)))
 
 
 # -- recurrent networks -----------------------------------------------------------------------------------------------
@@ -637,67 +489,6 @@ class GPT(nn.Module):
         if labels is not None:
             loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.reshape(-1), ignore_index=IGNORED)
         return LanguageOutput(logits, loss)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
-
-
-class RotaryBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = RMSNorm(width), RMSNorm(width)
-        self.wq, self.wo = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.wkv = nn.Linear(width, width, bias=False)
-        self.w1, self.w3 = nn.Linear(width, 24, bias=False), nn.Linear(width, 24, bias=False)
-        self.w2 = nn.Linear(24, width, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        b, t, c = x.shape
-        h = self.norm1(x)
-        q = self._rotate(self.wq(h).view(b, t, 2, -1), cos, sin)
-        k, v = self.wkv(h).view(b, t, 1, -1).repeat_interleave(2, dim=2).chunk(2, dim=-1)
-        k = self._rotate(k, cos, sin)
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5 + mask
-        x = x + self.wo(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).reshape(b, t, c))
-        h = self.norm2(x)
-        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
-
-    @staticmethod
-    def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
-class Rotary(nn.Module):
-    """Llama by hand: the rotary tables are buffers outside the state dict, sliced to the length, as is the mask."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(RotaryBlock(WIDTH) for _ in range(3))
-        self.norm = RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        angles = torch.outer(torch.arange(64.0), 1e4 ** -torch.linspace(0, 1, 4))
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        t = tokens.shape[1]
-        x = self.embed(tokens)
-        cos, sin = self.cos[:t, None], self.sin[:t, None]
-        mask = torch.full((t, t), float("-inf"), dtype=x.dtype, device=x.device).triu(1)
-        for block in self.blocks:
-            x = block(x, cos, sin, mask)
-        return self.head(self.norm(x)).transpose(1, 2)
 
 
 class FunctionalBlock(nn.Module):
@@ -872,61 +663,6 @@ class UniversalTransformer(nn.Module):
         for step in self.steps:
             x = self.block(x + step)
         return self.head(x).transpose(1, 2)
-
-
-class VisionTransformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.places = nn.Parameter(torch.randn(1, 17, WIDTH) / 4)
-        self.blocks = nn.ModuleList(GPTBlock(WIDTH, causal=False) for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.places
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)[:, 0])
-
-
-class Mixer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
-        self.mixes = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-        self.channels = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).permute(0, 2, 1)
-        for i, (mix, channel) in enumerate(zip(self.mixes, self.channels, strict=True)):
-            x = x + mix(self.norms[2 * i](x).mT).mT
-            x = x + F.gelu(channel(self.norms[2 * i + 1](x)))
-        return self.head(torch.einsum("btc->bc", x) / x.shape[1])
-
-
-class Perceiver(nn.Module):
-    """Learned queries that read the input several times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.latents = nn.Parameter(torch.randn(4, WIDTH))
-        self.reads = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(2))
-        self.blocks = nn.ModuleList(GPTBlock(WIDTH, causal=False) for _ in range(2))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        source = self.embed(tokens)
-        x = self.latents.unsqueeze(0).repeat(len(tokens), 1, 1)
-        for read, block in zip(self.reads, self.blocks, strict=True):
-            x = x + read(x, source, source, need_weights=False)[0]
-            x = block(x)
-        return self.head(x.mean(1))
 
 
 class SharedBias(nn.Module):
@@ -1293,18 +1029,6 @@ class Recommender(nn.Module):
         return logits if prior is None else logits + prior
 
 
-class GraphNetwork(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(2 * WIDTH, CLASSES)
-
-    def forward(self, nodes: Tensor, near: Tensor) -> Tensor:
-        for layer in self.layers:
-            nodes = F.relu(torch.bmm(near, layer(nodes))) + nodes
-        return self.head(torch.cat([nodes.mean(dim=1), nodes.max(dim=1).values], dim=-1))
-
-
 def hooked() -> nn.Module:
     """A residual network whose hooks change inputs and outputs."""
     model = MultiTask()
@@ -1318,41 +1042,6 @@ def backward_hooked() -> nn.Module:
     model = MultiTask()
     model.trunk[1].register_full_backward_hook(lambda module, grads, outer: (grads[0] * 0.5,))
     return model
-
-
-class NestedResidual(nn.Module):
-    """Wrappers in wrappers, as `Residual(PreNorm(...))`."""
-
-    class Residual(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor, **options: Any) -> Tensor:
-            return self.inner(x, **options) + x
-
-    class PreNorm(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.norm, self.inner = nn.LayerNorm(WIDTH), inner
-
-        def forward(self, x: Tensor, **options: Any) -> Tensor:
-            return self.inner(self.norm(x), **options)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList()
-        for _ in range(2):
-            attention = self.Residual(self.PreNorm(Attention(WIDTH)))
-            feed = self.Residual(self.PreNorm(nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))))
-            self.layers.append(nn.ModuleList([attention, feed]))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for attention, feed in self.layers:
-            x = attention(x, causal=True)
-            x = feed(x)
-        return self.head(x)
 
 
 def first_of(output: tuple[Tensor, ...], batch: Any) -> Tensor:
@@ -1389,26 +1078,15 @@ OWN: dict[str, Case] = {
         Case("universal", UniversalTransformer, next_tokens, cross_entropy),
         Case("shared_layers", SharedLayers, points, cross_entropy),
         Case("glue_dropout", GlueDropout, tokens, cross_entropy),
-        Case("inception", GoogLeNet, images, cross_entropy),
-        Case("efficientnet", EfficientNet, images, cross_entropy),
-        Case("wavenet", WaveNet, next_tokens, cross_entropy),
         Case("pyramid", Pyramid, images, cross_entropy),
         Case("discriminator", Discriminator, images, cross_entropy),
-        Case("siamese", Siamese, pairs_of_images, cross_entropy),
-        Case("conv_lstm", ConvLSTM, videos, cross_entropy),
         Case("stacked_gru", StackedGRU, next_tokens, cross_entropy),
-        Case("rotary", Rotary, next_tokens, cross_entropy),
-        Case("vision_transformer", VisionTransformer, fixed_images, cross_entropy, varies_length=False),
-        Case("mixer", Mixer, fixed_images, cross_entropy, varies_length=False),
-        Case("perceiver", Perceiver, tokens, cross_entropy),
         Case("shared_bias", SharedBias, next_tokens, cross_entropy),
         Case("fine_tuned", FineTuned, points, cross_entropy),
         Case("vector_quantiser", VectorQuantiser, vectors, reconstruction),
         Case("state_passer", StatePasser, padded_tokens, cross_entropy),
         Case("recommender", Recommender, clicks, F.binary_cross_entropy_with_logits),
-        Case("graph_network", GraphNetwork, graphs, cross_entropy),
         Case("hooked", hooked, tasks, sum_of_tasks),
         Case("backward_hooked", backward_hooked, tasks, sum_of_tasks),
-        Case("nested_residual", NestedResidual, series, F.mse_loss),
     )
 }

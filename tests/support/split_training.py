@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,28 +57,50 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
     return torch.optim.SGD([p for _, p in named], lr=0.02, momentum=0.9)
 
 
-def plain_loop(case: Case, batches: Sequence[Any], microbatches: int = 1) -> Trained:
-    """Trains in one process: the gradient of a minibatch is the mean of its microbatches', weighted by amount."""
+def plain_loop(
+    case: Case, batches: Sequence[Any], microbatches: int = 1, version: Callable[[str, int], int] | None = None
+) -> Trained:
+    """Trains in one process: the gradient of a minibatch is the mean of its microbatches', weighted by amount.
+
+    Args:
+        version: (parameter, minibatch) -> updates that the weights have had at which the minibatch's gradient is taken;
+            by default all before it.
+    """
     model = model_of(case)
     optimizer = make_optimizer(list(model.named_parameters()))
-    losses = []
-    for batch in batches:
+    losses, versions = [], [_copy_parameters(model)]
+    for k, batch in enumerate(batches):
         parts = [(part, case.amount(part)) for part in split(batch, microbatches)]
         whole = sum(amount for _, amount in parts)
         optimizer.zero_grad()
         total = 0.0
+        if version is not None:
+            _set_parameters(model, {name: versions[version(name, k)][name] for name in versions[0]})
         for part, amount in parts:
             loss = loss_of(case, model, part) * (amount / whole)
             loss.backward()
             total += loss.item()
+        if version is not None:
+            _set_parameters(model, versions[-1])
         optimizer.step()
         losses.append(total)
+        versions.append(_copy_parameters(model))
     model.eval()
     with torch.no_grad():
         scored = [(loss_of(case, model, batch).item(), case.amount(batch)) for batch in batches]
         predicted = [output_of(case, model, batch) for batch in batches]
     mean = sum(loss * amount for loss, amount in scored) / sum(amount for _, amount in scored)
     return Trained(losses, {name: value.clone() for name, value in model.state_dict().items()}, mean, predicted)
+
+
+def _copy_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _set_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
 
 
 def output_of(case: Case, model: nn.Module, batch: Any) -> Any:

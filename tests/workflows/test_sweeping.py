@@ -31,13 +31,13 @@ def swept() -> Sweep:
         CHAIN,
         PlanRequest(pd.Cluster.flat(1), shape="pipeline"),
         workers=(2, 4),
-        bandwidths=(300.0, 3000.0, 3e6),
+        bandwidths=(300.0, 3e6),
         schedules=("pipedream", "gpipe"),
     )
 
 
 def test_rows_agree_with_plan_and_simulate(swept: Sweep) -> None:
-    assert len(swept.points) == 2 * 3 * 3
+    assert len(swept.points) == 2 * 2 * 3
     for point in swept.points:
         cluster = pd.Cluster.flat(point.workers, point.bandwidth_bytes_per_s)
         parallel = point.schedule == DATA_PARALLEL
