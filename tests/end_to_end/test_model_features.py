@@ -134,7 +134,7 @@ def test_late_gradients_equal_the_papers(name: str, schedule: str, stages: int, 
         return max(0, k - (1 if schedule == "pipedream_2bw" else stages - 1 - stage_of[parameter]))
 
     late, plain = plain_loop(case, batches, microbatches, version), plain_loop(case, batches, microbatches)
-    plan = pd.plan(_profile(name), pd.Cluster.here(stages), schedule=schedule, microbatches=microbatches, cuts=cuts)
+    plan = pd.plan(_profile(name), pd.Cluster.local(stages), schedule=schedule, microbatches=microbatches, cuts=cuts)
     with pd.Pipeline(model_of(case), plan, loss=case.loss, optimizer=make_optimizer) as pipeline:
         losses = [done.loss for done in pipeline.train(batches)]
         actual = Trained(losses, pipeline.state_dict())
