@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipedream.capture import Captured, capture
-from pipedream.capture.chain import capture_chain
+from pipedream.capture.chain import find_chain
 from pipedream.core.errors import CaptureError
 
 
@@ -91,7 +91,7 @@ def leaves(module: nn.Module, path: str) -> list[str]:
 def test_any_nest_is_taken_apart_into_its_leaves_and_computes_the_same(make: Any) -> None:
     model = nn.Sequential(make(), nn.Linear(4, 2)).eval()
     x = torch.randn(3, 4)
-    captured = capture_chain(model, (x,))
+    captured = find_chain(model, (x,))
     assert [f".{name}" for name in names(captured)] == leaves(model, "")
     modules = dict(model.named_modules())
     assert all(layer is modules[name] for name, layer in zip(names(captured), captured.layers, strict=True))
@@ -123,28 +123,27 @@ def test_an_ordinary_class_with_several_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("between", "message"),
+    "between",
     [
-        (torch.relu, "'relu'"),
-        (lambda h: h.flatten(0), "'view'"),
-        (lambda h: h + 0, "'add'"),
-        (torch.relu_, "'relu'"),
-        (lambda h: h.mul_(2), "'mul'"),
-        (lambda h: h.detach_(), "between 'a' and 'b'"),
-        (lambda h: h.detach(), "between 'a' and 'b'"),
-        (lambda h: (h.register_hook(lambda g: g * 2), h)[1], "between 'a' and 'b'"),
-        (lambda h: (h.data.mul_(2), h)[1], "output differs"),
+        torch.relu,
+        lambda h: h.view(2, 4),
+        lambda h: h + 0,
+        torch.relu_,
+        lambda h: h.mul_(2),
+        lambda h: h.detach_(),
+        lambda h: h.detach(),
+        lambda h: (h.register_hook(lambda g: g * 2), h)[1],
+        lambda h: (h.data.mul_(2), h)[1],
+        lambda h: h if h.sum() > -1e9 else -h,
+        lambda h: (torch.rand(1), h)[1],
     ],
 )
-def test_glue_between_modules_is_refused_with_its_place(between: Any, message: str) -> None:
-    model = Glue(between)
-    if message == "'view'":
-        model.b = nn.Linear(8, 4)
-    with pytest.raises(CaptureError, match=message):
-        capture_chain(model, (torch.randn(2, 4),))
+def test_a_model_with_glue_between_its_modules_is_no_chain(between: Any) -> None:
+    assert find_chain(Glue(lambda h: h), (torch.randn(2, 4),)) is not None
+    assert find_chain(Glue(between), (torch.randn(2, 4),)) is None
 
 
-def test_glue_before_and_after_is_refused_and_the_message_says_what_to_do() -> None:
+def test_a_model_with_glue_before_or_after_its_modules_is_no_chain() -> None:
     class Before(Glue):
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x * 2))
@@ -153,21 +152,18 @@ def test_glue_before_and_after_is_refused_and_the_message_says_what_to_do() -> N
         def forward(self, x: Tensor) -> Tensor:
             return F.log_softmax(self.b(self.a(x)), dim=1)
 
-    with pytest.raises(CaptureError, match=r"before 'a' something happens to the input.*nn\.Flatten"):
-        capture_chain(Before(None), (torch.randn(2, 4),))
-    with pytest.raises(CaptureError, match=r"after 'b' something else.*'logsoftmax'"):
-        capture_chain(After(None), (torch.randn(2, 4),))
+    assert find_chain(Before(None), (torch.randn(2, 4),)) is None
+    assert find_chain(After(None), (torch.randn(2, 4),)) is None
 
 
-def test_glue_that_only_one_mode_has_is_found() -> None:
+def test_glue_in_one_mode_is_found() -> None:
     class Model(Glue):
         def forward(self, x: Tensor) -> Tensor:
             h = self.a(x)
             return self.b(h * 2 if self.training is self.between else h)
 
     for training in (True, False):
-        with pytest.raises(CaptureError, match="between 'a' and 'b'"):
-            capture_chain(Model(training), (torch.randn(2, 4),))
+        assert find_chain(Model(training), (torch.randn(2, 4),)) is None
 
 
 def test_dropout_that_is_called_but_not_used_is_no_chain() -> None:
@@ -177,8 +173,7 @@ def test_dropout_that_is_called_but_not_used_is_no_chain() -> None:
             self.between(h)  # in evaluation mode its output is the very tensor h
             return self.b(h)
 
-    with pytest.raises(CaptureError, match="between 'between' and 'b'"):
-        capture_chain(Model(nn.Dropout(0.5)), (torch.randn(2, 4),))
+    assert find_chain(Model(nn.Dropout(0.5)), (torch.randn(2, 4),)) is None
 
 
 def test_a_frozen_or_checkpointed_part_is_not_taken_out_of_its_mode() -> None:
@@ -193,9 +188,8 @@ def test_a_frozen_or_checkpointed_part_is_not_taken_out_of_its_mode() -> None:
             return self.b(checkpoint(self.a, x, use_reentrant=False))
 
     for between in ("no_grad", "autocast", "checkpoint"):
-        with pytest.raises(CaptureError, match="another gradient, autocast or checkpoint mode"):
-            capture_chain(Part(between), (torch.randn(2, 4),))
-        assert names(capture_chain(nn.Sequential(Part(between), nn.Identity()), (torch.randn(2, 4),))) == ["0", "1"]
+        assert find_chain(Part(between), (torch.randn(2, 4),)) is None
+        assert names(find_chain(nn.Sequential(Part(between), nn.Identity()), (torch.randn(2, 4),))) == ["0", "1"]
 
 
 def test_modules_with_hooks_or_state_of_their_own_stay_one_layer() -> None:
@@ -206,13 +200,11 @@ def test_modules_with_hooks_or_state_of_their_own_stay_one_layer() -> None:
     scaled = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     scaled.register_parameter("scale", nn.Parameter(torch.ones(1)))
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    captured = capture_chain(nn.Sequential(hooked, buffered, scaled, normed), (torch.randn(2, 4),))
+    captured = find_chain(nn.Sequential(hooked, buffered, scaled, normed), (torch.randn(2, 4),))
     assert names(captured) == ["0", "1", "2", "3"]
     assert len(hooked._forward_hooks) == 1
-    with pytest.raises(CaptureError, match="hooks of its own"):
-        capture_chain(hooked, (torch.randn(2, 4),))
-    with pytest.raises(CaptureError, match="the parameter 'scale' itself"):
-        capture_chain(scaled, (torch.randn(2, 4),))
+    assert find_chain(hooked, (torch.randn(2, 4),)) is None
+    assert find_chain(scaled, (torch.randn(2, 4),)) is None
 
 
 def test_the_containers_of_torch_stay_one_layer() -> None:
@@ -227,14 +219,14 @@ def test_the_containers_of_torch_stay_one_layer() -> None:
         Last(),
         nn.Linear(6, 2),
     )
-    captured = capture_chain(model, (torch.randint(10, (3, 5)),))
+    captured = find_chain(model, (torch.randint(10, (3, 5)),))
     assert [layer.kind for layer in captured.graph.layers] == [
         "Embedding", "TransformerEncoderLayer", "LSTM", "Last", "Linear",
     ]  # fmt: skip
     assert "1.self_attn.in_proj_weight" in captured.graph.layers[1].parameters
 
 
-def test_an_output_that_is_splatted_is_refused() -> None:
+def test_an_output_that_is_splatted_makes_no_chain() -> None:
     class Two(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x + 1, x + 2
@@ -251,8 +243,7 @@ def test_an_output_that_is_splatted_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.add(*self.two(x))
 
-    with pytest.raises(CaptureError, match="between 'two' and 'add'"):
-        capture_chain(Model(), (torch.randn(2, 4),))
+    assert find_chain(Model(), (torch.randn(2, 4),)) is None
 
 
 def test_a_model_that_is_one_leaf_is_one_layer() -> None:
@@ -336,11 +327,10 @@ def test_what_is_not_a_runnable_model_is_refused() -> None:
         capture(nn.Sequential(nn.LazyLinear(4)), (torch.randn(2, 5),))
     compiled = nn.Sequential(nn.Linear(4, 4))
     compiled[0].compile(backend="eager")
-    with pytest.raises(CaptureError, match="'0' is compiled"):
-        capture_chain(compiled, (torch.randn(2, 4),))
+    assert find_chain(compiled, (torch.randn(2, 4),)) is None
 
 
-def test_a_model_that_passes_things_on_beside_its_outputs_is_refused() -> None:
+def test_a_model_that_passes_things_on_beside_its_outputs_is_no_chain() -> None:
     class Gate(nn.Module):
         gate: Any = None
 
@@ -356,5 +346,4 @@ def test_a_model_that_passes_things_on_beside_its_outputs_is_refused() -> None:
             self.b.gate = x.mean()
             return self.b(self.a(x))
 
-    with pytest.raises(CaptureError, match="output differs"):
-        capture_chain(Model(), (torch.randn(2, 4),))
+    assert find_chain(Model(), (torch.randn(2, 4),)) is None

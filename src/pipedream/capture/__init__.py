@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from pipedream.capture.captured import Captured, captured_from
-from pipedream.capture.chain import capture_chain, chain_values, check_model, cuda_devices, find_layers
+from pipedream.capture.captured import Captured, captured_from, find_layers
+from pipedream.capture.chain import chain_values, find_chain
 from pipedream.capture.compare import split
 from pipedream.capture.plain_model import PlainModel
-from pipedream.capture.preserve_state import preserve_state
+from pipedream.capture.preserve_state import cuda_devices, preserve_state
+from pipedream.capture.refusals import check_model
 from pipedream.capture.slice_forward import call_model
 from pipedream.capture.stand_ins import is_stand_in, stand_ins
-from pipedream.core.errors import CaptureError
 
 __all__ = [
     "Captured",
@@ -51,10 +51,7 @@ def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
     """
     check_model(model)
     if type(sample) is tuple and not finest:
-        try:
-            chain = capture_chain(model, sample)
-        except CaptureError:
-            chain = None
+        chain = find_chain(model, sample)
         if chain is not None and (len(chain.layers) > 1 or not list(chain.layers[0].children())):
             return chain
     if any(parameter.is_meta for parameter in model.parameters()):

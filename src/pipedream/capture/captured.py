@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from pipedream.capture.slice import ModelSlice, SliceTables
-from pipedream.core.model.graph import LayerGraph, layer_table
+from pipedream.capture.split import Ties, group_ties
+from pipedream.core.errors import CaptureError
+from pipedream.core.model.graph import Layer, LayerGraph, layer_table
 
 
 @dataclass(frozen=True)
@@ -53,3 +56,66 @@ def captured_from(model: nn.Module, graph: LayerGraph, refused: Mapping[str, str
     tables = SliceTables(model, graph)
     layers = tuple(ModelSlice(model, graph, i, i + 1, tables) for i in range(len(graph.layers)))
     return Captured(graph, layers, model, refused or {})
+
+
+def captured_chain(model: nn.Module, layers: Sequence[nn.Module]) -> Captured:
+    """Returns the layers of a model that is a chain of them."""
+    return Captured(LayerGraph.chain(_describe(model, layers), *tied_layers(layers)), tuple(layers))
+
+
+def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
+    """Finds the layers of a chain by the names that a profile or a plan lists. Raises CaptureError."""
+    layers = []
+    modules = dict(model.named_modules())
+    for name in names:
+        path = name.split("@")[0]
+        if path not in modules and not (path == type(model).__name__ and len(names) == 1):
+            raise CaptureError(
+                f"the plan has a layer {name!r}, but the model {type(model).__name__} has no module of that name; "
+                "plan again from this model's profile"
+            )
+        layers.append(modules.get(path, model))
+    return captured_chain(model, layers)
+
+
+def _describe(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[Layer, ...]:
+    names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
+    owned: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    owned.setdefault(id(module), []).append(f"{path}.{name}" if path else name)
+    seen: dict[int, int] = {}
+    described = []
+    for layer in layers:
+        seen[id(layer)] = count = seen.get(id(layer), 0) + 1
+        name = names[id(layer)] + (f"@{count}" if count > 1 else "")
+        parameters = tuple(text for module in layer.modules() for text in owned.get(id(module), ()))
+        described.append(Layer(name, type(layer).__name__, parameters))
+    return tuple(described)
+
+
+def tied_layers(layers: Sequence[nn.Module]) -> Ties:
+    """Returns the groups of layers that share a trained parameter or state, and those of them that share state.
+
+    To share is to use the same storage. State means running statistics, or a module with buffers that runs twice; other
+    shared buffers are constants (masks, tables) and tie nothing. Different parameters of one storage count as state:
+    their gradients cannot be summed.
+    """
+    users: dict[int, set[int]] = {}
+    views: dict[int, set[int]] = {}
+    moving: dict[int, set[int]] = {}
+    for index, layer in enumerate(layers):
+        for parameter in (p for p in layer.parameters() if p.requires_grad):
+            storage = parameter.untyped_storage()._cdata
+            users.setdefault(storage, set()).add(index)
+            views.setdefault(storage, set()).add(id(parameter))
+        for module in layer.modules():
+            if any(buffer is not None for buffer in module._buffers.values()):
+                moving.setdefault(id(module), set()).add(index)
+            if isinstance(module, _NormBase):
+                for statistics in (module.running_mean, module.running_var):
+                    if statistics is not None:
+                        moving.setdefault(statistics.untyped_storage()._cdata, set()).add(index)
+    return group_ties(users, views, moving)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.capture.chain import does_not_run
 from pipedream.capture.placeholder import NumbersNeeded, Placeholder
-from pipedream.capture.preserve_state import Attributes, preserve_state, preserve_weights, seed_generators
+from pipedream.capture.preserve_state import Attributes, running, seed_generators
 from pipedream.capture.record import Recording, record
+from pipedream.capture.refusals import does_not_run
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.capture.slice_forward import CutFailed, arguments_of
 from pipedream.capture.split import Refused, graph_of
@@ -76,8 +76,7 @@ class _LayerFailed(Exception):
 
 
 def _record(model: nn.Module, inputs: Any, devices: Sequence[int], moving: frozenset[str] = frozenset()) -> Recording:
-    with preserve_state([model], devices), preserve_weights(model), torch.enable_grad():
-        _set_mode(model, True)
+    with running(model, devices, training=True), torch.enable_grad():
         args, kwargs = arguments_of(_copy_inputs(inputs))
         try:
             return record(model, args, kwargs, moving)
@@ -104,12 +103,10 @@ def _run_both_modes(
     measurements = []
     for training in (True, False):
         with (
-            preserve_state([model], devices),
-            preserve_weights(model),
+            running(model, devices, training),
             torch.enable_grad(),
             _collecting_gradients(model) as gradients,
         ):
-            _set_mode(model, training)
             tables = SliceTables(model, graph)
             parts = [(first, ModelSlice(model, graph, first, last, tables)) for first, last in pairwise(ends)]
             for _, part in parts:
@@ -297,11 +294,6 @@ def _format_sum(numbers: tuple[float, ...] | None) -> str:
 
 def _reseed(devices: Sequence[int], call: str) -> None:
     seed_generators(layer_seed(0, 0, call), devices)
-
-
-def _set_mode(model: nn.Module, training: bool) -> None:
-    for module in model.modules():
-        module.training = training
 
 
 def _copy_inputs(inputs: Any) -> Any:

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pipedream.capture.structure import PLAIN
 
 _DEPTH = 4  # of containers and objects in a module's attributes
 _PLAIN = frozenset(PLAIN)
 _CODE = (ModuleType, MethodType, BuiltinFunctionType)
-_OF_MODULES = frozenset(nn.Module().__dict__)
+MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
 class Attributes:
@@ -130,7 +131,7 @@ def preserve_state(
     devices, modules = list(devices), list(modules)
     attributes = Attributes(modules)
     every = {id(module): module for root in modules for module in root.modules()}.values()
-    attribute_values = [value for m in every for name, value in m.__dict__.items() if name not in _OF_MODULES]
+    attribute_values = [value for m in every for name, value in m.__dict__.items() if name not in MODULE_ATTRIBUTES]
     objects = _Objects([*attribute_values, *others])
     owners = {id(module): module for root in modules for module in root.modules()}.values()
     saved = [(module._buffers, dict(module._buffers)) for module in owners]
@@ -171,6 +172,15 @@ def preserve_weights(model: nn.Module) -> Iterator[None]:
             tensor.copy_(value)
 
 
+@contextmanager
+def running(model: nn.Module, devices: Iterable[int], training: bool) -> Iterator[None]:
+    """A context for a forward in a mode, after which the model is as before."""
+    with preserve_state([model], devices), preserve_weights(model):
+        for module in model.modules():
+            module.training = training  # a user's own train() may have side effects
+        yield
+
+
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies parameters right before an operation writes into them, also through ``.data``."""
 
@@ -195,6 +205,13 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta and tensor.layout == torch.strided:
             for parameter in self._watched.pop(tensor.untyped_storage()._cdata, ()):
                 self.kept.append((parameter, parameter.clone()))
+
+
+def cuda_devices(model: nn.Module, sample: Any) -> list[int]:
+    """Returns the indices of the devices on which the model or the sample has tensors."""
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
+    indices = {t.device.index for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    return sorted(index for index in indices if index is not None)
 
 
 def seed_generators(seed: int, devices: Iterable[int]) -> None:

@@ -19,13 +19,12 @@ from torch.overrides import TorchFunctionMode
 from pipedream.capture.placeholder import meta_like
 from pipedream.capture.preserve_state import python_generators
 from pipedream.capture.stand_ins import is_stand_in
-from pipedream.capture.structure import PLAIN, walk
+from pipedream.capture.structure import PLAIN, READS_NUMBERS, walk
 from pipedream.core.model.graph import ValueSite
 
 END = 2**40
 """The moment at which the model's output is read."""
 
-_READS_NUMBERS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "equal", "allclose"}
 _METADATA = {"size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__",
              "get_device", "element_size", "storage_offset", "ndimension", "nelement", "type", "__hash__",
              "has_names", "is_same_size", "__format__", "__repr__"}  # fmt: skip
@@ -172,7 +171,7 @@ class _Recorder(TorchFunctionMode):
         depends = random or any(argument.depends for argument in arguments)
         if random:
             self.draws.append(self.moment)
-        if depends and not results and name in _READS_NUMBERS:
+        if depends and not results and name in READS_NUMBERS:
             depends = False
         sources = frozenset().union(*(argument.sources for argument in arguments)) if not depends else frozenset()
         written = self._list_written(name, args, kwargs)
@@ -181,8 +180,8 @@ class _Recorder(TorchFunctionMode):
                 call.depending += 1
         for argument in arguments:
             argument.last = self.moment
-            if not argument.depends and (depends or name in _READS_NUMBERS):
-                argument.uses.append(END if name in _READS_NUMBERS else self.moment)
+            if not argument.depends and (depends or name in READS_NUMBERS):
+                argument.uses.append(END if name in READS_NUMBERS else self.moment)
             if argument.state:
                 argument.reads.append((self.moment, self.stack[-1]))
         for tensor in results:

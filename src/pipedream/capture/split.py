@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -20,6 +20,9 @@ from pipedream.core.user_code import source_of
 
 Refused = dict[str, str]
 """Call -> why there is no cut before it."""
+
+Ties = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+"""Groups of layers, and those of them that no method can train in separate stages."""
 
 _LOOP = 3  # calls of one module with parameters, from which on they are taken for a loop over the length
 
@@ -240,7 +243,7 @@ def _list_names(model: nn.Module) -> tuple[str, ...]:
 
 def _find_ties(
     model: nn.Module, leaves: Sequence[CallRecord], moments: Sequence[int], names: Sequence[Sequence[str]]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+) -> Ties:
     users: dict[int, set[int]] = defaultdict(set)
     moving: dict[int, set[int]] = defaultdict(set)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -256,6 +259,17 @@ def _find_ties(
         for module in leaf.module.modules():
             if isinstance(module, _NormBase) and module.running_mean is not None:
                 moving[id(module)].add(layer)
+    return group_ties(users, views, moving)
+
+
+def group_ties(users: Mapping[int, set[int]], views: Mapping[int, set[int]], moving: Mapping[int, set[int]]) -> Ties:
+    """Returns the groups of layers that share a trained parameter or state, and those of them that share state.
+
+    Args:
+        users: storage of trained parameters -> layers that use it.
+        views: storage -> its parameters.
+        moving: state that changes without an update -> layers that use it.
+    """
     apart = [group for storage, group in users.items() if len(views[storage]) > 1]  # their gradients cannot be summed
     whole = {tuple(sorted(group)) for group in (*moving.values(), *apart) if len(group) > 1}
     groups = whole | {tuple(sorted(group)) for group in users.values() if len(group) > 1}

@@ -10,6 +10,9 @@ import torch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
 
+READS_NUMBERS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "equal", "allclose"}
+"""Names of functions by whose results a forward may decide."""
+
 _OFTEN = frozenset((torch.Tensor, bool, int, float, str, type(None), torch.Size))
 
 
