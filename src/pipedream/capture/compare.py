@@ -22,6 +22,7 @@ from pipedream.capture.slice_forward import CutFailed, arguments_of
 from pipedream.capture.split import Refused, graph_of
 from pipedream.capture.structure import map_leaves, walk
 from pipedream.core.errors import CaptureError
+from pipedream.core.fingerprint import Fingerprint, format_fingerprint, is_close
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.seeds import layer_seed
 from pipedream.core.user_code import source_of
@@ -84,7 +85,7 @@ def _record(model: nn.Module, inputs: Any, devices: Sequence[int], moving: froze
             raise does_not_run(model, True, error) from error
 
 
-Numbers = dict[str, tuple[float, ...] | None]
+Numbers = dict[str, Fingerprint | None]
 Measured = tuple[Numbers, Numbers, Numbers]
 """Fingerprints of outputs, gradients and buffers, so that no second set of gradients needs memory."""
 
@@ -192,11 +193,11 @@ def _compare(model: nn.Module, whole: Sequence[Measured], parts: Sequence[Measur
                     continue
                 if what == "gradient" and expected.get(name) is not None and actual.get(name) is None:
                     raise CaptureError(_describe_lost_gradient(model, name))
-                if not _close(expected.get(name), actual.get(name)):
+                if not is_close(expected.get(name), actual.get(name), _TOLERANCE):
                     raise CaptureError(
                         f"the layers of {kind}, run one after the other, should give what the model gives, but in "
-                        f"{mode} mode the {what} {name!r} differs ({_format_sum(expected.get(name))} in the model, "
-                        f"{_format_sum(actual.get(name))} in its layers); {cause}"
+                        f"{mode} mode the {what} {name!r} differs ({format_fingerprint(expected.get(name))} in the "
+                        f"model, {format_fingerprint(actual.get(name))} in its layers); {cause}"
                     )
 
 
@@ -250,8 +251,8 @@ def _return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def fingerprint(tensor: torch.Tensor) -> tuple[float, ...]:
-    """Sum, weighted sum, and the sum of the sizes, which is the scale of the others."""
+def fingerprint(tensor: torch.Tensor) -> Fingerprint:
+    """Returns sums in float32 of large tensors, and in float64 of others; takes no copies."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
         if flat.is_complex():
@@ -259,7 +260,6 @@ def fingerprint(tensor: torch.Tensor) -> tuple[float, ...]:
         flat = flat.to(torch.float64) if flat.numel() < _ROW else flat.float()
         rows = flat.numel() // _ROW
         whole, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
-        # No copies: a gradient may be a good part of the model.
         weighted = (whole @ _make_weights(_ROW, flat)) @ _make_weights(rows, flat) + rest @ _make_weights(
             rest.numel(), flat
         )
@@ -279,17 +279,6 @@ def _spread_numbers(count: int, dtype: torch.dtype, device: torch.device) -> tor
 
 def _make_weights_like(tensor: torch.Tensor) -> torch.Tensor:
     return _spread_numbers.__wrapped__(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape)
-
-
-def _close(a: tuple[float, ...] | None, b: tuple[float, ...] | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    scale = max(a[2], b[2])
-    return all(x == y or abs(x - y) <= _TOLERANCE * scale or (x != x and y != y) for x, y in zip(a, b, strict=True))
-
-
-def _format_sum(numbers: tuple[float, ...] | None) -> str:
-    return "none" if numbers is None else f"sum {numbers[0]:.6g}"
 
 
 def _reseed(devices: Sequence[int], call: str) -> None:

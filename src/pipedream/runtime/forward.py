@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, to_device, unflatten
-from pipedream.runtime.first_minibatch import StageCheck
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer, Targets
@@ -91,11 +89,8 @@ class ForwardRunner:
                     crossing.reversed() for crossing, wants in zip(crossings, message.gradients, strict=False) if wants
                 ]
                 saved.gradient_crossings = with_crossings("", gradient_crossings)
-            if index == 0 and not again and isinstance(stage_state, StageState) and stage_state.check is not None:
-                finish = (
-                    None if targets is None else partial(self._compute_plain_loss, stage_state.check, message, targets)
-                )
-                stage_state.check.before_forward(value, self._stream.number(index), stage == 0, finish)
+            if index == 0 and not again and isinstance(stage_state, StageState):
+                stage_state.check.before_forward(value, self._stream.number(index), stage == 0, message, targets)
             read = stage_state.read_again(saved) if again else weights
             with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
                 output = stage_state.forward(value, read, self._stream.number(index), stage == 0)
@@ -113,10 +108,6 @@ class ForwardRunner:
             return message
 
         return saved, run
-
-    @staticmethod
-    def _compute_plain_loss(check: StageCheck, message: Message, targets: Message, output: Any) -> torch.Tensor:
-        return check.loss_of(output, message, unflatten(targets.structure, targets.tensors))  # type: ignore[arg-type]
 
     def recompute(self, stage: int, index: int, stage_state: StageState, message: Message) -> SavedForward:
         """Returns what a forward on another rank has kept: its input."""

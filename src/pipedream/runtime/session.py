@@ -69,8 +69,8 @@ from pipedream.runtime.data.reader import EpochRange
 from pipedream.runtime.data.source import DataSource
 from pipedream.runtime.failure.activity import Activity, Interrupts
 from pipedream.runtime.failure.guard import Guard
-from pipedream.runtime.first_minibatch import ReferenceRun, StageCheck, UserModel
-from pipedream.runtime.plain_stage import PlainStage
+from pipedream.runtime.first_minibatch.reference_run import ReferenceRun, UserModel
+from pipedream.runtime.first_minibatch.stage_check import LayersCheck, StageCheck
 from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.results.results import Done, Output
 from pipedream.runtime.stage_state import StageState, evaluating
@@ -403,7 +403,7 @@ class Session:
         for done in self._run(streams):
             if check is not None:
                 try:
-                    check.compare_loss(done.loss)
+                    check.comparer.compare_loss(done.loss)
                 except PipelineError as error:
                     raise self._report(error) from error
                 check = None
@@ -477,7 +477,7 @@ class Session:
             stage_state = self.lead.stage_states[stage]
             if not replica and not program.placement.is_remote(stage):
                 names = list(stage_state.versions.handles)
-                stage_state.check = PlainStage(self._make_reference_run(plain), stage, stage_state.module, names)
+                stage_state.check = LayersCheck(self._make_reference_run(plain), stage, stage_state.module, names)
 
     def _compare_stage(self, check: ReferenceRun, stage: int, replica: int, stage_state: StageState) -> None:
         alone = self.program.updates.per_update[stage] == check.split

@@ -18,7 +18,7 @@ from pipedream.core.schedule.prediction import VELOCITY
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.comm.message import Message
-from pipedream.runtime.first_minibatch import StageCheck
+from pipedream.runtime.first_minibatch.observer import StageObserver
 from pipedream.runtime.stage.predictions import WeightPredictions
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
@@ -31,6 +31,7 @@ from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 
 _NOTHING = nullcontext()
+_UNOBSERVED = StageObserver()
 
 
 class _Kept:
@@ -77,7 +78,7 @@ class StageState:
         saved_tensor_hooks: None without the rule 'graph'.
         next_forward: its microbatch.
         gradient_versions: (microbatch, forward version, backward version) of the coming update's gradients.
-        check: compares the first minibatch with the model; None once it is done, or if that is not asked for.
+        check: may compare the first minibatch with the model, until the first update.
         received: the first message of a stage on a mesh, without data.
         _counts: batches that each BatchNorm had tracked when the stream began.
         _kept: buffers and frozen parameters of a stage with replicas, as they were when the stream began.
@@ -95,7 +96,7 @@ class StageState:
     saved_tensor_hooks: SavedTensorHooks | None = None
     next_forward: int = 0
     gradient_versions: list[tuple[int, int, int]] = field(default_factory=list)
-    check: StageCheck | None = None
+    check: StageObserver = _UNOBSERVED
     received: Message | None = None
     _counts: list[int] = field(default_factory=list)
     _kept: dict[str, _Kept] = field(default_factory=dict)
@@ -279,13 +280,11 @@ class StageState:
         """Takes a handle's gradient while the last backward before an update still runs."""
         assert self.optimizer.all_reduce is not None
         complete = self.gradients.complete(index, gradient)
-        if self.check is not None:
-            self.check.gradient_ready(index, complete)
+        self.check.gradient_ready(index, complete)
         self.optimizer.all_reduce.put(index, complete)
 
     def add_gradients(self, saved: SavedForward, gradients: list[torch.Tensor | None]) -> None:
-        if self.check is not None:
-            self.check.after_backward(saved.microbatch, gradients, saved.auxiliary_scale)
+        self.check.after_backward(saved.microbatch, gradients, saved.auxiliary_scale)
         self.gradients.add(gradients, saved.loss_weight)
         if saved.weights is not None:
             read = saved.weights.version if self._stashes else self.versions.newest
@@ -295,8 +294,7 @@ class StageState:
 
     def compare_first(self) -> None:
         """Compares the first update's gradients, which are in the handles, with the model's."""
-        if self.check is not None:
-            self.check.before_update([handle.grad for handle in self.versions.handles.values()])
+        self.check.before_update(self.versions.handles)
 
     def update(
         self, program: Program, op: Op, present_share: float, total: int | None
@@ -309,7 +307,7 @@ class StageState:
 
         Returns each gradient's (microbatch, forward version, backward version, version before the update).
         """
-        self.check = None
+        self.check = _UNOBSERVED
         if self._kept:
             self._check_untrained()
         stage, updates, compensator = op.stage, program.updates, self.optimizer.compensator

@@ -367,8 +367,7 @@ class Worker:
             else:
                 result = stage_state.recomputation.forward(saved, message, run)
         self._saved_forwards[stage, index] = saved
-        if stage_state.check is not None:
-            stage_state.check.after_forward(index)
+        stage_state.check.after_forward(index)
         return result
 
     def _run_remote_forward(self, stage: int, index: int, remote_forward: RemoteForward, message: Message) -> Message:
@@ -424,8 +423,7 @@ class Worker:
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
-                if stage_state.check is not None:
-                    stage_state.check.before_backward(saved, output_gradients)
+                stage_state.check.before_backward(saved, output_gradients)
                 weight_gradients, input_gradients = stage_state.module.backward(
                     saved, output_gradients, stage_state.gradients.accumulators, ready
                 )
@@ -440,8 +438,7 @@ class Worker:
         if saved.weights is not None:
             with stage_state.backward_context(saved), stage_state.module.counting("backward"):
                 output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
-                if stage_state.check is not None:
-                    stage_state.check.before_backward(saved, output_gradients)
+                stage_state.check.before_backward(saved, output_gradients)
                 input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
         self._send_back(stage, index, saved, input_gradients, message)
 
@@ -491,9 +488,7 @@ class Worker:
         """Sends the gradients of a stage's inputs, with the results that travel with them."""
         if not stage:
             return
-        check = self.stage_states[stage].check
-        if check is not None:
-            check.sent_back(index, input_gradients)
+        self.stage_states[stage].check.sent_back(index, input_gradients)
         results = self.results.carried(index) if received is None else received
         content = Content.EMPTY if saved.weights is None else Content.DATA
         gradients = Message(

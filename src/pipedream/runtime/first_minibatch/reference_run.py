@@ -1,19 +1,10 @@
-"""Compares the first minibatch of a pipeline with the user's model, run plainly on the same data.
-
-1. When the first minibatch is read, the input stage's first worker runs the whole model on it, in the microbatches of
-   the pipeline: `ReferenceRun.read`. It also compares the loss of the whole minibatch with those of its parts.
-2. Loss, gradients and buffers become fingerprints, which all ranks get.
-3. The pipeline trains. Each stage compares its buffers after the minibatch's last forward, and its gradients before its
-   first update. Each rank compares the loss.
-"""
+"""Runs the user's model plainly on the first minibatch: its loss, gradients and buffers are the reference."""
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, sqrt
 from types import CellType, MappingProxyType
@@ -23,23 +14,16 @@ import torch
 from torch import nn
 
 from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.core.fingerprint import Fingerprint
 from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
+from pipedream.runtime.first_minibatch.comparer import Comparer, Reference
 from pipedream.runtime.results.losses import Loss
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators
-from pipedream.runtime.stage.stage_module import SavedForward
-from pipedream.sharding.stage import StageSharding
-
-_log = logging.getLogger("pipedream")
-
-Numbers = tuple[float, ...]
-"""Fingerprint of a tensor: sum, weighted sum, sum of sizes."""
 
 _LEAST = 1e-6  # a part of the model may compute in single precision
-_FLOOR = 0.01
-"""Of the greatest mean gradient: what is smaller by this factor may be a sum that cancels, and differ by rounding."""
 
 
 class UserModel(Protocol):
@@ -57,28 +41,7 @@ class UserModel(Protocol):
 
     def python_draws(self) -> Callable[[], bool]: ...
 
-    def fingerprint(self, tensor: torch.Tensor) -> Numbers: ...
-
-
-@dataclass
-class _Reference:
-    """What the model gives.
-
-    Attributes:
-        gradients: by each name of a parameter; None where it has none.
-        tolerance: relative difference that the precision allows.
-        scale: greatest mean of the sizes of a gradient.
-        incomparable: why the numbers of the pipeline may be others; empty if they may not.
-        parts: why the loss of the minibatch may be another than that of its parts; empty if it may not.
-    """
-
-    loss: float = 0.0
-    gradients: dict[str, Numbers | None] = field(default_factory=dict)
-    buffers: dict[str, Numbers] = field(default_factory=dict)
-    tolerance: float = 0.0
-    scale: float = 0.0
-    incomparable: str = ""
-    parts: str = ""
+    def fingerprint(self, tensor: torch.Tensor) -> Fingerprint: ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +62,7 @@ class _Run:
 
 
 class ReferenceRun:
-    """The comparison of one run of a pipeline, on one rank.
+    """Runs the model, or helps to run the layers of a stage, for the comparison on one rank.
 
     Args:
         split: microbatches of a minibatch.
@@ -127,7 +90,6 @@ class ReferenceRun:
     ) -> None:
         self._plain = plain
         self._loss = loss
-        self._rank = rank
         self.split = split
         self._base = base
         self._generators = LayerGenerators(seed, device)
@@ -136,10 +98,13 @@ class ReferenceRun:
         self._compiles = compiles
         self._values = values
         self._publish = publish
-        self._receive = receive
-        self._reference: _Reference | None = None
+        self.comparer = Comparer(rank, plain.fingerprint, receive)
         self._modules_of_loss = _list_modules(loss.function)
         self._kinds = set() if autocast is None else {autocast}  # of floating-point numbers
+
+    @property
+    def model(self) -> nn.Module:
+        return self._plain.model
 
     # -- the model --------------------------------------------------------------------------------------
 
@@ -150,25 +115,26 @@ class ReferenceRun:
             WorkerError: the parts do not give the loss of the whole, or the model cannot be trained as it is.
         """
         try:
-            self._reference = self._run(inputs, targets, [pair for pair in parts if pair[0].content is Content.DATA])
+            reference = self._run(inputs, targets, [pair for pair in parts if pair[0].content is Content.DATA])
         except PipelineError as error:
-            raise error if isinstance(error, WorkerError) else self._make_error(str(error)) from error
+            raise error if isinstance(error, WorkerError) else self.comparer.make_error(str(error)) from error
         except Exception as error:  # which the pipeline should raise itself, at the stage that it concerns
-            self._reference = _Reference(incomparable=f"the model raised {with_place(error)}")
+            reference = Reference(incomparable=f"the model raised {with_place(error)}")
+        self.comparer.reference = reference
         self._values = {}
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)  # the reported peak is that of training
         if self._publish is not None:
-            self._publish(json.dumps(asdict(self._reference)))
+            self._publish(reference.to_json())
 
-    def _run(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> _Reference:
-        plain, model = self._plain, self._plain.model
+    def _run(self, inputs: Any, targets: Any, parts: Sequence[tuple[Message, Message]]) -> Reference:
+        plain = self._plain
         placed = {id(value): value.to(self._device) for value in self._values.values()}
         values = {name: placed[id(value)] for name, value in self._values.items()}  # shared ones stay so
         with plain.restoring_state(values, [self._loss.function, *self._modules_of_loss]), torch.enable_grad():
             drawn = plain.python_draws()
             run = self._forward(parts, backward=True)
-            reference = _Reference(run.loss, tolerance=self._choose_tolerance(inputs))
+            reference = Reference(run.loss, tolerance=self._choose_tolerance(inputs))
             draws = plain.draws
             if draws and self._compiles:
                 reference.incomparable = "compiled modules draw other random numbers"
@@ -180,7 +146,7 @@ class ReferenceRun:
             elif drawn():
                 reference.incomparable = "the forward draws from the generators of Python or NumPy"
             self._check_training(run)
-            self._note(reference, model, run.weight)
+            self._note(reference, run.weight)
         if len(parts) > 1:
             try:
                 reference.parts = self._compare_parts(inputs, targets, parts, values, draws)
@@ -192,32 +158,32 @@ class ReferenceRun:
 
     def _check_training(self, run: _Run) -> None:
         """Raises a WorkerError if the loss trains nothing, or what no stage trains."""
-        model_parameters = {id(parameter) for parameter in self._plain.model.parameters()}
-        trained = [parameter for parameter in self._plain.model.parameters() if parameter.requires_grad]
+        model_parameters = {id(parameter) for parameter in self.model.parameters()}
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if trained and isfinite(run.loss) and run.weight and all(p.grad is None for p in trained):
-            raise self._make_error(
+            raise self.comparer.make_error(
                 "the loss gives no parameter of the model a gradient, so nothing would be trained; compute it from the "
                 "model's output, without detach(), .item(), torch.no_grad() or a tensor made anew"
             )
         for module in self._modules_of_loss:
             for name, parameter in module.named_parameters():
                 if parameter.grad is not None and id(parameter) not in model_parameters:
-                    raise self._make_error(
+                    raise self.comparer.make_error(
                         f"the loss has a trained parameter of its own, {name!r}, which no stage would train; let the "
                         "model hold and use it, or freeze it: requires_grad_(False)"
                     )
 
-    def _note(self, reference: _Reference, model: nn.Module, weight: float) -> None:
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+    def _note(self, reference: Reference, weight: float) -> None:
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 gradient = parameter.grad
-                numbers = None if gradient is None else self._take_fingerprint(gradient, weight)
+                numbers = None if gradient is None else self.comparer.fingerprint(gradient, weight)
                 reference.gradients[name] = numbers
                 if numbers is not None and gradient is not None and gradient.numel():
                     reference.scale = max(reference.scale, numbers[2] / gradient.numel())
-        for name, buffer in model.named_buffers(remove_duplicate=False):
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
             if not buffer.is_meta:
-                reference.buffers[name] = self._take_fingerprint(buffer)
+                reference.buffers[name] = self.comparer.fingerprint(buffer)
 
     def _forward(self, parts: Sequence[tuple[Message, Message]], *, backward: bool) -> _Run:
         loss = self._loss.anew()
@@ -253,13 +219,8 @@ class ReferenceRun:
     def _enter_autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
 
-    def _take_fingerprint(self, tensor: torch.Tensor, weight: float = 1.0) -> Numbers:
-        if tensor.layout != torch.strided:
-            tensor = tensor.to_dense()
-        return tuple(number / weight if weight else number for number in self._plain.fingerprint(tensor))
-
     def _choose_tolerance(self, inputs: Any) -> float:
-        tensors = [*self._plain.model.parameters(), *tensors_in(inputs)]
+        tensors = [*self.model.parameters(), *tensors_in(inputs)]
         kinds = self._kinds | {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
         return max([_LEAST, *(sqrt(torch.finfo(kind).eps) for kind in kinds)])
 
@@ -279,7 +240,7 @@ class ReferenceRun:
         """
         if self._loss.function is None and self._loss.weight is not None:
             return ""  # by which the user has said how much each part counts
-        samples, model = sum(message.samples for message, _ in parts), self._plain.model
+        samples, model = sum(message.samples for message, _ in parts), self.model
         for name, module in model.named_modules():
             if getattr(module, "mixes_samples", False):
                 return f"{name!r} computes with several samples at once, as its mixes_samples says"
@@ -298,7 +259,7 @@ class ReferenceRun:
                 again = self._forward([(replace(whole[0][0], microbatch=-1), whole[0][1])], backward=False)
         if abs(undivided.loss - again.loss) > limit:
             return "its loss is another each time"
-        raise self._make_error(
+        raise self.comparer.make_error(
             f"the loss of a minibatch of {samples} samples is {undivided.loss:.7g}, but the losses of its {len(parts)} "
             f"microbatches make {split.loss:.7g}; {self._explain_parts(undivided, split, limit)}"
         )
@@ -337,191 +298,12 @@ class ReferenceRun:
         self._kinds |= {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
     def refer_to(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Takes a stage's own gradients as those that `compare_gradients` wants."""
-        fingerprints = {name: None if g is None else self._take_fingerprint(g) for name, g in gradients.items()}
-        sizes = [self._take_fingerprint(g)[2] / g.numel() for g in gradients.values() if g is not None and g.numel()]
-        self._reference = _Reference(
+        """Takes a stage's own gradients as those that `Comparer.compare_gradients` expects."""
+        fingerprints = {name: None if g is None else self.comparer.fingerprint(g) for name, g in gradients.items()}
+        sizes = [self.comparer.fingerprint(g)[2] / g.numel() for g in gradients.values() if g is not None and g.numel()]
+        self.comparer.reference = Reference(
             gradients=fingerprints, tolerance=self._choose_tolerance(()), scale=max(sizes, default=0.0)
         )
-
-    def compare_values(
-        self, stage: int, what: str, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
-    ) -> None:
-        """Compares tensors that leave a stage with those that its layers give for the same input."""
-        self._reference = self._reference or _Reference(tolerance=self._choose_tolerance(()))
-        for number, pair in enumerate(zip(expected, actual, strict=False)):
-            rows = [self._take_fingerprint(tensor.detach()) for tensor in pair]
-            if not self._close(rows[0], rows[1], 0.0):
-                raise self._make_error(
-                    f"for its first microbatch stage {stage} has another {what} {number} than its layers give for the "
-                    f"same input ({_format_numbers(rows[1])} in the pipeline, {_format_numbers(rows[0])} by the "
-                    f"layers); {_CAUSES}"
-                )
-
-    # -- the pipeline -------------------------------------------------------------------------------------
-
-    @property
-    def reference(self) -> _Reference:
-        if self._reference is None:
-            fields = json.loads(self._receive())
-            gradients = {n: None if row is None else tuple(row) for n, row in fields.pop("gradients").items()}
-            buffers = {n: tuple(row) for n, row in fields.pop("buffers").items()}
-            self._reference = _Reference(**fields, gradients=gradients, buffers=buffers)
-        return self._reference
-
-    def compare_gradients(self, stage: int, gradients: Mapping[str, torch.Tensor | None], factor: float = 1.0) -> None:
-        """Compares a stage's gradients, divided by `factor`, before its first update."""
-        reference = self.reference
-        if reference.incomparable or not isfinite(reference.loss):
-            return
-        for name, gradient in gradients.items():
-            expected = reference.gradients.get(name)
-            actual = None if gradient is None else self._take_fingerprint(gradient, factor)
-            count = 0 if gradient is None else gradient.numel()
-            if actual is not None and not all(map(isfinite, actual)):
-                continue  # of a scaled loss
-            if not self._close(expected, actual, count * reference.scale * _FLOOR):
-                raise self._make_error(
-                    f"at its first update stage {stage} has another gradient of {name!r} than the model itself "
-                    f"({_format_numbers(actual)} in the pipeline, {_format_numbers(expected)} in the model); "
-                    f"{_explain_gradient(expected, actual)}"
-                )
-
-    def compare_buffers(self, stage: int, names: Iterable[str]) -> None:
-        """Compares a stage's buffers after the minibatch's last forward."""
-        reference = self.reference
-        if reference.incomparable:
-            return
-        for name in names:
-            expected = reference.buffers.get(name)
-            if expected is None:
-                continue
-            actual = self._take_fingerprint(self._plain.model.get_buffer(name))
-            if not self._close(expected, actual, 0.0):
-                raise self._make_error(
-                    f"after the first minibatch the buffer {name!r} of stage {stage} is another than in the model "
-                    f"itself ({_format_numbers(actual)} in the pipeline, {_format_numbers(expected)} in the model); a "
-                    "buffer should be written only by the module that holds it, and not be shared with modules of "
-                    "other stages"
-                )
-
-    def compare_loss(self, loss: float) -> None:
-        """Compares the loss of the minibatch; says what could not be compared."""
-        reference = self.reference
-        if self._rank == 0 and reference.incomparable:
-            _log.warning("the first minibatch was not compared with the model's own: %s", reference.incomparable)
-        if self._rank == 0 and reference.parts:
-            _log.warning("the loss of the first minibatch was not compared with its microbatches': %s", reference.parts)
-        if reference.incomparable or not isfinite(reference.loss) or not isfinite(loss):
-            return
-        if abs(loss - reference.loss) > reference.tolerance * max(abs(loss), abs(reference.loss)):
-            raise self._make_error(
-                f"the loss of the first minibatch is {loss:.7g} in the pipeline and {reference.loss:.7g} in the model "
-                f"itself; {_CAUSES}"
-            )
-
-    def _close(self, expected: Numbers | None, actual: Numbers | None, floor: float) -> bool:
-        if expected is None or actual is None:
-            return expected is actual
-        limit = self.reference.tolerance * (max(expected[2], actual[2]) + floor)
-        return all(a == b or abs(a - b) <= limit or (a != a and b != b) for a, b in zip(expected, actual, strict=True))
-
-    def _make_error(self, cause: str) -> WorkerError:
-        return WorkerError(
-            self._rank,
-            "the comparison of the first minibatch with the model",
-            cause,
-            "to train regardless, turn the comparison off: check=False (on the command line --no-check)",
-        )
-
-
-class StageCheck:
-    """What one stage compares, at its own ops.
-
-    Args:
-        buffers: names of the stage's, of which no other replica has moved others.
-        names: of its trained parameters, in the order of the handles.
-        alone: its first update holds the minibatch alone; otherwise the gradients of the minibatch's only microbatch,
-            0, are compared before they are summed over the replicas.
-        sharding: of a mesh, whose ranks compare whole gradients.
-    """
-
-    def __init__(
-        self,
-        check: ReferenceRun,
-        stage: int,
-        buffers: Sequence[str],
-        names: Sequence[str],
-        *,
-        alone: bool,
-        sharding: StageSharding | None = None,
-    ) -> None:
-        self._check = check
-        self._stage = stage
-        self._buffers = buffers
-        self._names = names
-        self._alone = alone
-        self._sharding = sharding
-        self._ready: dict[int, torch.Tensor] = {}
-
-    def loss_of(self, output: Any, message: Message, targets: Any) -> torch.Tensor:
-        """See `ReferenceRun.loss_of`."""
-        return self._check.loss_of(output, message, targets)
-
-    def after_forward(self, index: int) -> None:
-        if index == self._check.split - 1:
-            self._check.compare_buffers(self._stage, self._buffers)
-
-    def before_forward(self, value: Any, microbatch: int, first: bool, finish: Callable[[Any], Any] | None) -> None:
-        """Called with the value of the first microbatch."""
-
-    def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Called with the gradients of a stage's outputs."""
-
-    def sent_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Called with the gradients of the received tensors."""
-
-    def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes a gradient that leaves for the other replicas."""
-        if not self._alone:
-            self._ready[index] = gradient.clone()
-
-    def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-        """`factor`: of the gradients."""
-        if self._alone or index or not factor:
-            return
-        gradients_here = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None} | self._ready
-        self._check.compare_gradients(
-            self._stage, {n: gradients_here.get(i) for i, n in enumerate(self._names)}, factor
-        )
-        self._ready.clear()
-
-    def before_update(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for name, gradient in zip(self._names, gradients, strict=True) if self._alone else ():
-            if gradient is not None and self._sharding is not None:
-                gradient = self._sharding.whole([name], gradient)
-            self._check.compare_gradients(self._stage, {name: gradient})
-
-
-_CAUSES = (
-    "the forward does something that the pipeline cannot see: it passes values on through Python objects, decides anew "
-    "at each call, or was changed after the plan was made"
-)
-
-
-def _explain_gradient(expected: Numbers | None, actual: Numbers | None) -> str:
-    if actual is None:
-        return (
-            "it is read where the pipeline does not see it: through a list, a dict, a closure or a reference in "
-            "another module, or by the loss. Read it in the forward of the module that holds it, and pass tensors on"
-        )
-    if expected is None:
-        return "the model itself does not use it on this data"
-    return f"perhaps it is also read by the loss or through a reference in another module, or {_CAUSES}"
-
-
-def _format_numbers(numbers: Numbers | None) -> str:
-    return "none" if numbers is None else f"sum {numbers[0]:.6g}, of sizes {numbers[2]:.6g}"
 
 
 def _list_modules(function: Any) -> list[nn.Module]:

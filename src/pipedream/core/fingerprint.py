@@ -1,0 +1,24 @@
+"""Fingerprints of tensors: a few sums, by which two tensors are compared without either being kept."""
+
+from __future__ import annotations
+
+Fingerprint = tuple[float, ...]
+"""Sum, weighted sum, and the sum of the sizes, which is the scale of the others."""
+
+
+def is_close(expected: Fingerprint | None, actual: Fingerprint | None, tolerance: float, floor: float = 0.0) -> bool:
+    """Returns whether two fingerprints are equal but for rounding; None is only equal to None.
+
+    Args:
+        tolerance: difference of the sums, relative to the sizes.
+        floor: added to the sizes, for sums that cancel.
+    """
+    if expected is None or actual is None:
+        return expected is actual
+    limit = tolerance * (max(expected[2], actual[2]) + floor)
+    return all(a == b or abs(a - b) <= limit or (a != a and b != b) for a, b in zip(expected, actual, strict=True))
+
+
+def format_fingerprint(fingerprint: Fingerprint | None) -> str:
+    """Returns the sum and the sizes."""
+    return "none" if fingerprint is None else f"sum {fingerprint[0]:.6g}, of sizes {fingerprint[2]:.6g}"

@@ -1,0 +1,171 @@
+"""Compares what a pipeline gives with what the model gives, by fingerprints."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+
+import torch
+
+from pipedream.core.errors import WorkerError
+from pipedream.core.fingerprint import Fingerprint, format_fingerprint, is_close
+
+_log = logging.getLogger("pipedream")
+
+_FLOOR = 0.01
+"""Of the greatest mean gradient: what is smaller by this factor may be a sum that cancels, and differ by rounding."""
+
+_CAUSES = (
+    "the forward does something that the pipeline cannot see: it passes values on through Python objects, decides anew "
+    "at each call, or was changed after the plan was made"
+)
+
+
+@dataclass
+class Reference:
+    """What the model gives.
+
+    Attributes:
+        gradients: by each name of a parameter; None where it has none.
+        tolerance: relative difference that the precision allows.
+        scale: greatest mean of the sizes of a gradient.
+        incomparable: why the numbers of the pipeline may be others; empty if they may not.
+        parts: why the loss of the minibatch may be another than that of its parts; empty if it may not.
+    """
+
+    loss: float = 0.0
+    gradients: dict[str, Fingerprint | None] = field(default_factory=dict)
+    buffers: dict[str, Fingerprint] = field(default_factory=dict)
+    tolerance: float = 0.0
+    scale: float = 0.0
+    incomparable: str = ""
+    parts: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Reference:
+        fields = json.loads(text)
+        gradients = {n: None if row is None else tuple(row) for n, row in fields.pop("gradients").items()}
+        buffers = {n: tuple(row) for n, row in fields.pop("buffers").items()}
+        return cls(**fields, gradients=gradients, buffers=buffers)
+
+
+class Comparer:
+    """Compares what one rank's stages give with a reference. Each method raises a WorkerError if they differ.
+
+    Args:
+        fingerprint: of a dense tensor.
+        receive: returns the JSON of the reference that another rank has made.
+    """
+
+    def __init__(
+        self, rank: int, fingerprint: Callable[[torch.Tensor], Fingerprint], receive: Callable[[], str]
+    ) -> None:
+        self._rank = rank
+        self._fingerprint = fingerprint
+        self._receive = receive
+        self._reference: Reference | None = None
+
+    @property
+    def reference(self) -> Reference:
+        if self._reference is None:
+            self._reference = Reference.from_json(self._receive())
+        return self._reference
+
+    @reference.setter
+    def reference(self, reference: Reference) -> None:
+        self._reference = reference
+
+    def fingerprint(self, tensor: torch.Tensor, factor: float = 1.0) -> Fingerprint:
+        """Returns the fingerprint of a tensor that was multiplied by a factor."""
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        return tuple(number / factor if factor else number for number in self._fingerprint(tensor))
+
+    def compare_values(
+        self, stage: int, what: str, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
+    ) -> None:
+        """Compares tensors that leave a stage with those that its layers give for the same input."""
+        for number, pair in enumerate(zip(expected, actual, strict=False)):
+            layers, pipeline = (self.fingerprint(tensor.detach()) for tensor in pair)
+            if not is_close(layers, pipeline, self.reference.tolerance):
+                raise self.make_error(
+                    f"for its first microbatch stage {stage} has another {what} {number} than its layers give for the "
+                    f"same input ({format_fingerprint(pipeline)} in the pipeline, {format_fingerprint(layers)} by the "
+                    f"layers); {_CAUSES}"
+                )
+
+    def compare_gradients(self, stage: int, gradients: Mapping[str, torch.Tensor | None], factor: float = 1.0) -> None:
+        """Compares a stage's gradients, divided by `factor`, before its first update."""
+        reference = self.reference
+        if reference.incomparable or not isfinite(reference.loss):
+            return
+        for name, gradient in gradients.items():
+            expected = reference.gradients.get(name)
+            actual = None if gradient is None else self.fingerprint(gradient, factor)
+            count = 0 if gradient is None else gradient.numel()
+            if actual is not None and not all(map(isfinite, actual)):
+                continue  # of a scaled loss
+            if not is_close(expected, actual, reference.tolerance, count * reference.scale * _FLOOR):
+                raise self.make_error(
+                    f"at its first update stage {stage} has another gradient of {name!r} than the model itself "
+                    f"({format_fingerprint(actual)} in the pipeline, {format_fingerprint(expected)} in the model); "
+                    f"{_explain_gradient(expected, actual)}"
+                )
+
+    def compare_buffers(self, stage: int, buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Compares a stage's buffers after the minibatch's last forward."""
+        reference = self.reference
+        if reference.incomparable:
+            return
+        for name, buffer in buffers:
+            expected = reference.buffers.get(name)
+            if expected is None:
+                continue
+            actual = self.fingerprint(buffer)
+            if not is_close(expected, actual, reference.tolerance):
+                raise self.make_error(
+                    f"after the first minibatch the buffer {name!r} of stage {stage} is another than in the model "
+                    f"itself ({format_fingerprint(actual)} in the pipeline, {format_fingerprint(expected)} in the "
+                    "model); a buffer should be written only by the module that holds it, and not be shared with "
+                    "modules of other stages"
+                )
+
+    def compare_loss(self, loss: float) -> None:
+        """Compares the loss of the minibatch; says what could not be compared."""
+        reference = self.reference
+        if self._rank == 0 and reference.incomparable:
+            _log.warning("the first minibatch was not compared with the model's own: %s", reference.incomparable)
+        if self._rank == 0 and reference.parts:
+            _log.warning("the loss of the first minibatch was not compared with its microbatches': %s", reference.parts)
+        if reference.incomparable or not isfinite(reference.loss) or not isfinite(loss):
+            return
+        if abs(loss - reference.loss) > reference.tolerance * max(abs(loss), abs(reference.loss)):
+            raise self.make_error(
+                f"the loss of the first minibatch is {loss:.7g} in the pipeline and {reference.loss:.7g} in the model "
+                f"itself; {_CAUSES}"
+            )
+
+    def make_error(self, cause: str) -> WorkerError:
+        return WorkerError(
+            self._rank,
+            "the comparison of the first minibatch with the model",
+            cause,
+            "to train regardless, turn the comparison off: check=False (on the command line --no-check)",
+        )
+
+
+def _explain_gradient(expected: Fingerprint | None, actual: Fingerprint | None) -> str:
+    if actual is None:
+        return (
+            "it is read where the pipeline does not see it: through a list, a dict, a closure or a reference in "
+            "another module, or by the loss. Read it in the forward of the module that holds it, and pass tensors on"
+        )
+    if expected is None:
+        return "the model itself does not use it on this data"
+    return f"perhaps it is also read by the loss or through a reference in another module, or {_CAUSES}"
