@@ -260,9 +260,8 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
         flat = flat.to(torch.float64) if flat.numel() < _ROW else flat.float()
         rows = flat.numel() // _ROW
         whole, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
-        weighted = (whole @ _make_weights(_ROW, flat)) @ _make_weights(rows, flat) + rest @ _make_weights(
-            rest.numel(), flat
-        )
+        weighted = (whole @ _make_weights(_ROW, flat)) @ _make_weights(rows, flat)
+        weighted = weighted + rest @ _make_weights(rest.numel(), flat)
         return float(flat.sum()), float(weighted), float(torch.linalg.vector_norm(flat, 1))
 
 

@@ -236,7 +236,7 @@ class ReferenceRun:
     ) -> str:
         """Compares the loss of the whole minibatch with those of its parts; returns why it cannot be, or "".
 
-        In evaluation mode, if random numbers or the statistics of a batch may tell them apart.
+        In evaluation mode, if they may differ by random numbers or by the statistics of a batch.
         """
         if self._loss.function is None and self._loss.weight is not None:
             return ""  # by which the user has said how much each part counts
