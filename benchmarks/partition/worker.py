@@ -121,7 +121,7 @@ def _step(model: str, method: str, rounds: int, link: tuple[float, float]) -> di
     return {
         "together_s": together_s,
         "alone_s": alone_s,
-        "exchanges": len(several.exchanges.bytes_of_busiest(sizes, len(step.calls))),
+        "exchanges": len(several.exchanges.list_busiest_bytes(sizes, len(step.calls))),
         "exchange_s": several.exchanges.seconds(sizes, *link, len(step.calls)),
         "sent_bytes": int(sent),
         "predicted_bytes": several.sent_bytes,

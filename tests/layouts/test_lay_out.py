@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipedream import Layout, Mesh, Operators, lay_out
 from pipedream.core.errors import PlanError
 from pipedream.layouts.description.named import Report
-from pipedream.layouts.search.lay_out import memory_program
+from pipedream.layouts.search.lay_out import build_memory_program
 from tests.layouts.steps import steps, transformer
 
 SIZES = {"x": (10, 5), "y": (5, 20)}
@@ -37,7 +37,7 @@ def test_the_published_example() -> None:
 
 def test_equal_operators_share_variables_and_constraints() -> None:
     assert lay_out(products(100), MESH) == Layout("a:m2,c:m1")
-    single, many = memory_program(products(1), MESH), memory_program(products(100), MESH)
+    single, many = build_memory_program(products(1), MESH), build_memory_program(products(100), MESH)
     assert (many.variables, many.constraints) == (single.variables, single.constraints)
     assert many.variables < 10
 
@@ -138,7 +138,7 @@ def test_the_published_layouts_of_a_transformer(
 ) -> None:
     ops = transformer(24, **sizes)
     assert lay_out(ops, Mesh(mesh), **arguments).rules == rules
-    program = memory_program(ops, Mesh(mesh))  # small, so the search takes about a second
+    program = build_memory_program(ops, Mesh(mesh))  # small, so the search takes about a second
     assert (len(ops.steps), program.variables < 200, program.constraints < 400) == (1531, True, True)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipedream import Layout, Mesh, Operators
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import box_of
-from pipedream.layouts.description.operators import span
+from pipedream.layouts.description.operators import find_box
 from pipedream.layouts.description.text import Access, Affine, read_lines
 from tests.layouts.steps import steps
 
@@ -61,7 +61,7 @@ def test_a_span_holds_what_is_read_and_no_more(times: int, padding: int, data: s
     access = Access("x", (Affine(tuple((n, t) for n, t in (("h", times), ("r", 1)) if t), -padding), None), 1)
     read = [times * h + r - padding for h in ranges["h"] for r in ranges["r"]]
     inside = [at for at in range(9) if min(read) <= at <= max(read)]
-    box = span(access, ranges, (9, 5))
+    box = find_box(access, ranges, (9, 5))
     assert box[1] == range(5)
     assert list(box[0]) == inside
 

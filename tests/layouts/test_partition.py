@@ -15,7 +15,7 @@ from pipedream import Operators, partition
 from pipedream.core.errors import PlanError
 from pipedream.layouts.search.cost import Halves, count_moved, halve_access, halve_box, halve_index, halve_tensor
 from pipedream.layouts.search.partition import METHODS, complete_partition
-from pipedream.layouts.search.search import Choice, Search, State, all_choices
+from pipedream.layouts.search.search import Choice, Search, State, list_choices
 
 
 def square_layers(layers: int, batch: int, width: int) -> Operators:
@@ -99,7 +99,7 @@ def test_square_layers(sizes: tuple[int, int, int], first: int, four: int, eight
 def test_megatrons_split_is_one_of_the_cheapest_first_cuts(sizes: tuple[int, int, int], is_cheapest: bool) -> None:
     ops = square_layers(*sizes)
     megatron = {"w1": 1, "w2": 0, "w3": 1, "w4": 0}
-    _, choices = Search(ops).cheapest(State.uncut(ops), most=10_000)
+    _, choices = Search(ops).find_cheapest(State.uncut(ops), most=10_000)
     assert any(megatron.items() <= choice.schemes.items() for (choice,) in choices) == is_cheapest
 
 
@@ -107,10 +107,10 @@ def test_equally_cheap_first_cuts_lead_to_different_ends() -> None:
     """The recursion is not determined by its costs: of 16 cheapest first cuts of the weights some lead to more."""
     ops = square_layers(4, 4096, 4096)
     start = State.uncut(ops)
-    first, choices = Search(ops).cheapest(start, most=10_000)
+    first, choices = Search(ops).find_cheapest(start, most=10_000)
     ends, weights = set(), set()
     for (choice,) in choices:
-        second, _ = Search(ops).cheapest(start.after(choice))
+        second, _ = Search(ops).find_cheapest(start.after(choice))
         ends.add(first + 2 * second)
         weights.add(tuple(choice.schemes[f"{kind}{at}"] for kind in "xdw" for at in range(1, 4)))
     assert {218_103_808, 226_492_416, 234_881_024} <= ends
@@ -143,7 +143,7 @@ def test_published_costs(source: Halves, target: Halves, elements: int) -> None:
 def test_a_halo_is_fetched() -> None:
     ops = Operators({"x": (8, 64), "k": (3,), "y": (8, 64)}, "y[n, h] += x[n, h + r - 1] * k[r]")
     only = Choice({"x": 1, "k": None, "y": 1}, ("h",))
-    assert Search(ops).elements(State.uncut(ops), only) == 2 * 8  # a column from each side
+    assert Search(ops).count_elements(State.uncut(ops), only) == 2 * 8  # a column from each side
 
 
 @st.composite
@@ -189,7 +189,7 @@ def exhaustive(ops: Operators, state: State) -> float:
     def of_step(number: int, schemes: dict[str, Any]) -> float:
         step, ranges = ops.steps[number], state.ranges[number]
         choices = []
-        for index in all_choices(ops, number, ranges):
+        for index in list_choices(ops, number, ranges):
             total = 0
             for access in step.accesses:
                 rest = halve_tensor(state.boxes[access.tensor], schemes[access.tensor])
@@ -210,10 +210,10 @@ def exhaustive(ops: Operators, state: State) -> float:
 def _check_exact(ops: Operators) -> None:
     state = State.uncut(ops)
     for _ in range(2):
-        least, choices = Search(ops).cheapest(state)
+        least, choices = Search(ops).find_cheapest(state)
         assert least == exhaustive(ops, state)
         (choice,) = next(choices)
-        assert Search(ops).elements(state, choice) == least
+        assert Search(ops).count_elements(state, choice) == least
         state = state.after(choice)
 
 
@@ -272,13 +272,13 @@ def _yield_cut_pairs(ops: Operators) -> int:
     """Returns the least of the first cut and the second, from all first ones."""
     start, least = State.uncut(ops), 10**18
     each = [[None, *range(len(ops.tensors[names[0]]))] for names in ops.groups]
-    for indices in product(*(all_choices(ops, number, ranges) for number, ranges in enumerate(start.ranges))):
+    for indices in product(*(list_choices(ops, number, ranges) for number, ranges in enumerate(start.ranges))):
         for taken in product(*each):
             schemes = {name: cut for names, cut in zip(ops.groups, taken, strict=True) for name in names}
             choice = Choice(schemes, indices)
             first = Search(ops).elements(start, choice)
             if first < least:
-                least = min(least, first + 2 * Search(ops).cheapest(start.after(choice))[0])
+                least = min(least, first + 2 * Search(ops).find_cheapest(start.after(choice))[0])
     return least
 
 
@@ -327,10 +327,10 @@ def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
     plain, merged = Search(ops, most_cells=10**9), Search(ops, most_cells=100)
     assert len(merged.sizes) < len(plain.sizes) / 3
     start = State.uncut(ops)
-    fewest, choices = merged.cheapest(start)
+    fewest, choices = merged.find_cheapest(start)
     (choice,) = next(choices)
     assert plain.elements(start, choice) == fewest
-    assert plain.cheapest(start)[0] <= fewest <= 1.2 * plain.cheapest(start)[0]
+    assert plain.find_cheapest(start)[0] <= fewest <= 1.2 * plain.find_cheapest(start)[0]
     inner = [choice.indices[number] for number, step in enumerate(ops.steps) if step.result.startswith("a1_")]
     assert len(set(inner)) == 1
 

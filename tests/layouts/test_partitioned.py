@@ -207,7 +207,7 @@ def test_the_bytes_of_two_ranks_are_the_published_cost(name: str) -> None:
 def _convert_layout(operators: Operators, layout: Layout, mesh: Mesh) -> Partition:
     """Returns the same as cuts into halves: on a mesh of powers of two, of operators with names of their own."""
     shared = operators.with_shared_names()
-    over, cuts = shared.named.over(layout, mesh), []
+    over, cuts = shared.named.read_rules(layout, mesh), []
     for dimension, size in mesh.dimensions.items():
         cut_names = [name for name in over if over[name] == dimension]
         schemes = {
@@ -270,8 +270,8 @@ def test_seconds_are_those_of_the_busiest_rank_of_each_exchange(name: str, how: 
     _check(name, ranks, 4, **how)
     exchanges = Exchanges(step.operators, partition(step.operators, 4, **how))
     sizes = {tensor: dtype.itemsize for tensor, dtype in step.dtypes.items()}
-    busiest = ranks.busiest[: len(exchanges.bytes_of_busiest(sizes, len(step.calls)))]
-    assert exchanges.bytes_of_busiest(sizes, len(step.calls)) == busiest
+    busiest = ranks.busiest[: len(exchanges.list_busiest_bytes(sizes, len(step.calls)))]
+    assert exchanges.list_busiest_bytes(sizes, len(step.calls)) == busiest
     assert exchanges.seconds(sizes, 1e6, 0.0, len(step.calls)) == pytest.approx(sum(busiest) / 1e6)
     assert exchanges.seconds(sizes, 1e30, 0.5, len(step.calls)) == pytest.approx(len(busiest) / 2)
 

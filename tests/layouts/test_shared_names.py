@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipedream import Layout, Mesh, Operators, partition
 from pipedream.core.errors import PlanError
-from pipedream.layouts.description.text import read_lines, with_indices
+from pipedream.layouts.description.text import read_lines, rename_indices
 from tests.layouts.steps import steps, transformer
 
 
@@ -19,7 +19,7 @@ def test_only_names_change(ops: Operators) -> None:
     for step, other in zip(ops.steps, shared.steps, strict=True):
         assert list(step.sizes.values()) == list(other.sizes.values())
         names = dict(zip(other.sizes, step.sizes, strict=True))  # as many: no two have become one
-        assert with_indices(other.line, names) == step.line.text
+        assert rename_indices(other.line, names) == step.line.text
     mesh = Mesh("m:2")
     without, before = shared.report(Layout(), mesh), ops.report(Layout(), mesh)
     assert (without.done, without.unique, without.moved) == (before.done, before.unique, before.moved)
@@ -124,4 +124,4 @@ def test_names_in_brackets_and_bounds_change_alone() -> None:
     (line,) = read_lines("a[a, b] max= b[2*a + r - 1, b] + where[a] where r < 3, a < 4")
     names = {"a": "b", "b": "where", "r": "a_0"}
     expected = "a[b, where] max= b[2*b + a_0 - 1, where] + where[b] where a_0 < 3, b < 4"
-    assert with_indices(line, names) == expected
+    assert rename_indices(line, names) == expected

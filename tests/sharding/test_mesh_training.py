@@ -159,11 +159,8 @@ class Case:
     recompute: bool = False
 
     def __str__(self) -> str:
-        model = (
-            self.model
-            if isinstance(self.model, str)
-            else getattr(self.model, "__name__", "made").removeprefix("_make_")
-        )
+        make = getattr(self.model, "__name__", "made").removeprefix("_make_")
+        model = self.model if isinstance(self.model, str) else make
         return f"{model} {self.mesh} {self.rules} {self.method} {len(self.stages) + 1}".replace(" ", "-")
 
     @property
@@ -202,9 +199,9 @@ def _make_pipeline(case: Case, mesh: str) -> tuple[pipedream.Pipeline, Batches]:
         case.rules,
         shard_weights=case.shard_weights,
         names={
-            name: words
-            for name, words in names.items()
-            if any(fnmatchcase(pattern, name) for pattern in parameter_names)
+            pattern: words
+            for pattern, words in names.items()
+            if any(fnmatchcase(parameter, pattern) for parameter in parameter_names)
         }
         | case.names,
     )

@@ -52,7 +52,7 @@ class Report:
             operations_per_s: of a rank.
             elements_per_s: that a rank sends; for each dimension of the mesh, or for all.
         """
-        rates = rates_of(elements_per_s, self.mesh)
+        rates = read_rates(elements_per_s, self.mesh)
         total = self.done / self.mesh.size / operations_per_s
         for (kind, over), elements in self.moved.items():
             ranks = self.mesh.dimensions[over]
@@ -61,7 +61,7 @@ class Report:
         return total
 
 
-def rates_of(elements_per_s: float | Mapping[str, float], mesh: Mesh) -> dict[str, float]:
+def read_rates(elements_per_s: float | Mapping[str, float], mesh: Mesh) -> dict[str, float]:
     """Returns the elements per second for each dimension of a mesh.
 
     Raises:
@@ -98,11 +98,11 @@ class Use(NamedTuple):
             for name, stored_name in zip(self.names, self.stored_names, strict=True)
         )
 
-    def copied(self, over: Over, mesh: Mesh) -> int:
+    def count_copied(self, over: Over, mesh: Mesh) -> int:
         """Returns the elements of a rank's copy, or 0 if it uses the tensor as it is."""
         return part(self.elements, self.names, over, mesh) if self._is_copied(over) else 0
 
-    def relaid(self, over: Over, mesh: Mesh, *, is_result: bool) -> Iterator[tuple[str, str, int]]:
+    def yield_collectives(self, over: Over, mesh: Mesh, *, is_result: bool) -> Iterator[tuple[str, str, int]]:
         """Yields kind, dimension of the mesh and a rank's elements of each collective.
 
         Slices come first, since they make the others smaller, then all-to-alls and all-gathers.
@@ -141,22 +141,24 @@ class Step(NamedTuple):
     result: Use
     reduced: frozenset[str]
 
-    def copied(self, over: Over, mesh: Mesh) -> int:
+    def count_copied(self, over: Over, mesh: Mesh) -> int:
         """Returns the elements of a rank's copies."""
-        return sum(use.copied(over, mesh) for use in (*self.operands, self.result))
+        return sum(use.count_copied(over, mesh) for use in (*self.operands, self.result))
 
     def report(self, over: Over, mesh: Mesh) -> Report:
         """Returns what it takes by itself; its peak is that of the copies."""
         done = mesh.size * part(self.operations, self.names, over, mesh)
         moved: dict[tuple[str, str], int] = {}
-        collectives = [collective for use in self.operands for collective in use.relaid(over, mesh, is_result=False)]
+        collectives = [
+            collective for use in self.operands for collective in use.yield_collectives(over, mesh, is_result=False)
+        ]
         pending = part(self.result.elements, self.result.names, over, mesh)
         collectives += [("all-reduce", over[name], pending) for name in sorted(self.reduced) if name in over]
-        collectives += self.result.relaid(over, mesh, is_result=True)
+        collectives += self.result.yield_collectives(over, mesh, is_result=True)
         for kind, dimension, elements in collectives:
             if mesh.dimensions[dimension] > 1:
                 moved[kind, dimension] = moved.get((kind, dimension), 0) + mesh.size * elements
-        return Report(mesh, self.copied(over, mesh), done, self.operations, moved)
+        return Report(mesh, self.count_copied(over, mesh), done, self.operations, moved)
 
 
 def part(elements: int, names: Names | frozenset[str], over: Over, mesh: Mesh) -> int:
@@ -164,7 +166,7 @@ def part(elements: int, names: Names | frozenset[str], over: Over, mesh: Mesh) -
     return elements // prod([mesh.dimensions[over[name]] for name in names if name is not None and name in over])
 
 
-class Named:
+class NamedOperators:
     """Operators with shared names.
 
     Args:
@@ -262,7 +264,7 @@ class Named:
 
     def report(self, layout: Layout, mesh: Mesh) -> Report:
         """Returns what a step takes with a layout; see `Operators.report`."""
-        over = self.over(layout, mesh)
+        over = self.read_rules(layout, mesh)
         change = [0] * (max(1, len(self.steps)) + 1)
         for name, live in self.live.items():
             elements = part(prod(self._tensors[name]), self.stored_names[name], over, mesh)
@@ -284,7 +286,7 @@ class Named:
                     moved[key] = moved.get(key, 0) + elements
         return Report(mesh, peak, done, unique, dict(sorted(moved.items())))
 
-    def over(self, layout: Layout, mesh: Mesh) -> dict[str, str]:
+    def read_rules(self, layout: Layout, mesh: Mesh) -> dict[str, str]:
         """Returns a layout's rules that have an effect on a mesh.
 
         Raises:

@@ -13,9 +13,9 @@ from pipedream.core.artifact import Artifact
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Box, Mesh
-from pipedream.layouts.description.named import Named, Report
+from pipedream.layouts.description.named import NamedOperators, Report
 from pipedream.layouts.description.operator import Operator
-from pipedream.layouts.description.shared_names import shared_text
+from pipedream.layouts.description.shared_names import share_names
 from pipedream.layouts.description.text import Access, Affine, Line, read_lines
 
 
@@ -83,9 +83,9 @@ class Operators(Artifact):
         return tuple(step.result for step in self.steps if step.result not in read)
 
     @cached_property
-    def named(self) -> Named:
+    def named(self) -> NamedOperators:
         """With the names of indices shared by all lines."""
-        return Named(self.tensors, self.groups, self.steps)
+        return NamedOperators(self.tensors, self.groups, self.steps)
 
     def with_shared_names(self) -> Operators:
         """Returns it with other names of indices: dimensions that operators connect have one name in all lines.
@@ -93,7 +93,7 @@ class Operators(Artifact):
         For operators whose index names mean something in their own line alone, such as those of a model. A name is a
         tensor and the number of its dimension, such as `x0_0`, of the first tensor that has it.
         """
-        return replace(self, text=shared_text(self.tensors, self.groups, self.steps))
+        return replace(self, text=share_names(self.tensors, self.groups, self.steps))
 
     def report(self, layout: Layout, mesh: Mesh) -> Report:
         """Returns what the step takes on a mesh, whose layout shards indices by name in all lines.
@@ -203,7 +203,7 @@ def _check_order(steps: tuple[Operator, ...]) -> None:
         computed[result] = line
 
 
-def unclipped(index: Affine, ranges: Mapping[str, range]) -> range:
+def find_range(index: Affine, ranges: Mapping[str, range]) -> range:
     """Returns the values from the least to the greatest of an expression, where its indices have these ranges."""
     if any(not ranges[name] for name, _ in index.terms):
         return range(0)
@@ -214,11 +214,11 @@ def unclipped(index: Affine, ranges: Mapping[str, range]) -> range:
     return range(low, high + 1)
 
 
-def span(access: Access, ranges: Mapping[str, range], shape: tuple[int, ...]) -> Box:
+def find_box(access: Access, ranges: Mapping[str, range], shape: tuple[int, ...]) -> Box:
     """Returns the part of a tensor that an operator needs for these ranges of its indices; padding is left out."""
     box = []
     for index, size in zip(access.indices, shape, strict=True):
-        values = range(size) if index is None else unclipped(index, ranges)
+        values = range(size) if index is None else find_range(index, ranges)
         start = min(max(values.start, 0), size)
         box.append(range(start, max(start, min(values.stop, size))))
     return tuple(box)

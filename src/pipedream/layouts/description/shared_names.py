@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from pipedream.layouts.description.operator import Operator
-from pipedream.layouts.description.text import with_indices
+from pipedream.layouts.description.text import rename_indices
 
 _Place = tuple[str | int, str | int]
 """A tensor and a dimension, or the number of an operator and an index."""
 
 
-def shared_text(
+def share_names(
     tensors: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[str]], operators: Sequence[Operator]
 ) -> str:
     """Returns the operators' text with shared names of indices.
@@ -34,13 +34,13 @@ def shared_text(
     names: dict[_Place, str] = {}  # of each class
     for tensor in tensors:
         for at in range(len(tensors[tensor])):
-            names.setdefault(classes.of((first[tensor], at)), f"{tensor}_{at}")
+            names.setdefault(classes.find((first[tensor], at)), f"{tensor}_{at}")
     taken = set(names.values())
     lines = []
     for number, operator in enumerate(operators):
         shared = {}
         for letter in operator.sizes:
-            place = classes.of((number, letter))
+            place = classes.find((number, letter))
             if place not in names:  # it runs over no whole dimension
                 name = f"{operator.result}_{letter}"
                 while name in taken:
@@ -48,7 +48,7 @@ def shared_text(
                 taken.add(name)
                 names[place] = name
             shared[letter] = names[place]
-        lines.append(with_indices(operator.line, shared))
+        lines.append(rename_indices(operator.line, shared))
     return "\n".join(lines)
 
 
@@ -60,7 +60,7 @@ class _Connected:
         self._places: dict[_Place, list[_Place]] = {}
         self._owners: dict[_Place, set[str | int]] = defaultdict(set)
 
-    def of(self, place: _Place) -> _Place:
+    def find(self, place: _Place) -> _Place:
         """Returns the place that stands for its class."""
         if place not in self._of:
             self._of[place], self._places[place], self._owners[place] = place, [place], {place[0]}
@@ -68,7 +68,7 @@ class _Connected:
 
     def join(self, place: _Place, other: _Place) -> None:
         """Makes one class of two, unless it would have two places of an operator or tensor."""
-        kept, moved = sorted((self.of(place), self.of(other)), key=lambda place: -len(self._places[place]))
+        kept, moved = sorted((self.find(place), self.find(other)), key=lambda place: -len(self._places[place]))
         if kept == moved or self._owners[kept] & self._owners[moved]:
             return
         self._owners[kept] |= self._owners.pop(moved)

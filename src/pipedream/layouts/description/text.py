@@ -87,7 +87,7 @@ def read_lines(text: str) -> list[Line]:
     return lines
 
 
-def with_indices(line: Line, names: Mapping[str, str]) -> str:
+def rename_indices(line: Line, names: Mapping[str, str]) -> str:
     """Returns a line's text with other names of its indices."""
     where = _WHERE.search(line.text)
     formula, bounds = (line.text[: where.start()], line.text[where.start() :]) if where else (line.text, "")

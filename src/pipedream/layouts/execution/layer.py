@@ -149,7 +149,7 @@ class _Passes:
             step.parameters[name]: gradient for name, gradient in step.gradients.items()
         }
         forward = {*step.outputs, *self._updated.values()}
-        computed = self._run.needed((), forward)
+        computed = self._run.list_needed((), forward)
         steps = step.operators.steps
         # What follows from weights alone the backward computes again, so that a gathered weight is not kept.
         of_weights = {*step.parameters.values(), *step.constants.keys() - set(step.drawn)}
@@ -159,7 +159,7 @@ class _Passes:
             )
         available = {*(steps[number].result for number in computed), *step.drawn} - of_weights
         available |= {*self._entering, *step.buffers.values()}
-        late = self._run.needed({*available, *step.tangents}, self._gradients.values())
+        late = self._run.list_needed({*available, *step.tangents}, self._gradients.values())
         read = {access.tensor for number in late for access in steps[number].line.operands}
         kept = (read | set(self._gradients.values())) & available
         self._saved = tuple(sorted(kept))

@@ -129,7 +129,7 @@ class PartitionedStep:
         self._ranks = ranks
         self.exchanges = Exchanges(step.operators, partition)
 
-    def needed(self, available: Iterable[str], keep: Iterable[str]) -> tuple[int, ...]:
+    def list_needed(self, available: Iterable[str], keep: Iterable[str]) -> tuple[int, ...]:
         """Returns the numbers of the operators that compute some tensors from others."""
         missing, numbers = set(keep) - set(available), []
         for number in reversed(range(len(self._step.calls))):
@@ -144,10 +144,10 @@ class PartitionedStep:
         exchanged = []
         for number, step in enumerate(self._step.operators.steps[: len(self._step.calls)]):
             operands = [
-                (access, self.exchanges.operand(number, access), self.exchanges.used(number, access))
+                (access, self.exchanges.plan_operand(number, access), self.exchanges.list_used(number, access))
                 for access in step.line.operands
             ]
-            exchanged.append(_Exchanged(operands, self.exchanges.result(number)))
+            exchanged.append(_Exchanged(operands, self.exchanges.plan_result(number)))
         return exchanged
 
     @cached_property
@@ -189,7 +189,7 @@ class PartitionedStep:
             keep: the tensors to return.
         """
         kept = set(keep)
-        numbers = self.needed(values, kept)
+        numbers = self.list_needed(values, kept)
         last_use = {
             access.tensor: number for number in numbers for access in self._step.operators.steps[number].accesses
         }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pipedream.core.plan.mesh import Box, overlap
 from pipedream.layouts.description.operator import Operator
-from pipedream.layouts.description.operators import span
+from pipedream.layouts.description.operators import find_box
 from pipedream.layouts.description.text import Access
 
 _UNEVEN = 100
@@ -64,14 +64,14 @@ def halve_access(
     access: Access, shape: tuple[int, ...], ranges: Mapping[str, range], index: str | None, *, is_result: bool
 ) -> Halves:
     """Returns the halves that an operator reads or computes, where an index is halved."""
-    whole = span(access, ranges, shape)
+    whole = find_box(access, ranges, shape)
     if index is None:
         return Halves(whole, whole, whole)
     first, second = _split_range(ranges[index])
     is_even = len(first) == len(second)
     if not _uses(access, index):
         return Halves(whole, whole, whole, is_result, is_even)
-    first_box, second_box = (span(access, {**ranges, index: half}, shape) for half in (first, second))
+    first_box, second_box = (find_box(access, {**ranges, index: half}, shape) for half in (first, second))
     return Halves(first_box, second_box, whole, is_even=is_even)
 
 

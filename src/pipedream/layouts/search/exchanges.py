@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 
 from pipedream.core.plan.mesh import Box, Piece, overlap
-from pipedream.layouts.description.operators import Operators, span
+from pipedream.layouts.description.operators import Operators, find_box
 from pipedream.layouts.description.text import Access
 from pipedream.layouts.search.cost import halve_box, halve_index
 from pipedream.layouts.search.partition import Partition
@@ -82,19 +82,19 @@ class Exchanges:
             all_ranges.append(tuple(by_rank))
         return tuple(all_ranges)
 
-    def used(self, number: int, access: Access) -> tuple[Box, ...]:
+    def list_used(self, number: int, access: Access) -> tuple[Box, ...]:
         """Returns the part of an operand, or of the result, that each rank of an operator uses, or computes."""
         shape = self.operators.tensors[access.tensor]
-        return tuple(span(access, ranges, shape) for ranges in self.ranges[number])
+        return tuple(find_box(access, ranges, shape) for ranges in self.ranges[number])
 
-    def operand(self, number: int, access: Access) -> tuple[Piece, ...]:
+    def plan_operand(self, number: int, access: Access) -> tuple[Piece, ...]:
         """Returns the pieces of an operand that the ranks need; those from a rank to itself too."""
-        return _plan_pieces(self.stored[access.tensor], self.used(number, access))
+        return _plan_pieces(self.stored[access.tensor], self.list_used(number, access))
 
-    def result(self, number: int) -> Result:
+    def plan_result(self, number: int) -> Result:
         """Returns how the result of an operator gets to where it is stored."""
         step = self.operators.steps[number]
-        boxes, stored = self.used(number, step.line.result), self.stored[step.result]
+        boxes, stored = self.list_used(number, step.line.result), self.stored[step.result]
         partial = [tuple(ranges[name] for name in sorted(step.reduced)) for ranges in self.ranges[number]]
         if len(set(partial)) == 1:
             return Result(boxes, (), boxes, _plan_pieces(boxes, stored))
@@ -118,7 +118,7 @@ class Exchanges:
         """
         return sum(element_bytes[name] * _count_sent(pieces) for name, pieces in self._iterate(steps))
 
-    def bytes_of_busiest(self, element_bytes: Mapping[str, int], steps: int | None = None) -> list[int]:
+    def list_busiest_bytes(self, element_bytes: Mapping[str, int], steps: int | None = None) -> list[int]:
         """Returns for each exchange the bytes that one rank sends, or receives, at most; see `sent_bytes`."""
         busiest = []
         for name, pieces in self._iterate(steps):
@@ -140,14 +140,14 @@ class Exchanges:
             bytes_per_s: that a rank can send, and receive.
             latency_s: of an exchange.
         """
-        busiest = self.bytes_of_busiest(element_bytes, steps)
+        busiest = self.list_busiest_bytes(element_bytes, steps)
         return latency_s * len(busiest) + sum(busiest) / bytes_per_s
 
     def _iterate(self, steps: int | None = None) -> Iterator[tuple[str, tuple[Piece, ...]]]:
         """Yields the tensor and the pieces of each exchange, in order."""
         for number, step in enumerate(self.operators.steps[:steps]):
-            yield from ((access.tensor, self.operand(number, access)) for access in step.line.operands)
-            result = self.result(number)
+            yield from ((access.tensor, self.plan_operand(number, access)) for access in step.line.operands)
+            result = self.plan_result(number)
             yield from ((step.result, pieces) for pieces in (result.sums, result.pieces))
 
 

@@ -98,7 +98,7 @@ class IntegerProgram:
                 if len(row) > 1 and not any(together <= block for block in self._blocks):
                     yield row, 0, 1
 
-    def row(self, weights: Mapping[Any, float]) -> Row:
+    def weigh(self, weights: Mapping[Any, float]) -> Row:
         """Returns the sum of some terms, each with a weight."""
         row: Row = {}
         for term, weight in weights.items():
@@ -109,20 +109,20 @@ class IntegerProgram:
                 row[at] = row.get(at, 0.0) + value
         return row
 
-    def count(self) -> Row:
+    def count_sharded(self) -> Row:
         """Returns the number of names that are sharded."""
         return dict.fromkeys(self._cut.values(), 1.0)
 
-    def at_most(self, row: Row, most: float) -> None:
+    def require_at_most(self, row: Row, most: float) -> None:
         """Adds a constraint."""
         self._rows.append((row, -np.inf, most))
 
-    def without(self, over: Over) -> None:
+    def exclude(self, over: Over) -> None:
         """Excludes one solution."""
         row = {at: -1.0 if over.get(name) == dimension else 1.0 for (name, dimension), at in self._cut.items()}
         self._rows.append((row, 1.0 - sum(value < 0 for value in row.values()), np.inf))
 
-    def least(self, objective: Row) -> dict[str, str] | None:
+    def minimise(self, objective: Row) -> dict[str, str] | None:
         """Returns how names are sharded where an objective is least, or None if nothing satisfies the constraints.
 
         HiGHS stops within 1e-6 of the least value and of each constraint's bound, so both should be near 1.

@@ -13,7 +13,7 @@ import numpy as np
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
-from pipedream.layouts.description.named import Named, Report, Step, Use, rates_of
+from pipedream.layouts.description.named import NamedOperators, Report, Step, Use, read_rates
 from pipedream.layouts.description.operators import Operators
 from pipedream.layouts.search.integer_program import IntegerProgram, Over, Row, Term
 
@@ -37,7 +37,7 @@ def lay_out(
     says what the layout costs.
 
     Args:
-        objective: "memory", the least peak of a rank, and among equals the most names cut; or "time", the fewest
+        objective: "memory", the least peak of a rank, and among equals the most names sharded; or "time", the fewest
             seconds (`Report.seconds`), and among equals the least peak.
         fixed: names that are not sharded.
         memory_elements: that fit on a rank; by default any number.
@@ -61,25 +61,25 @@ def lay_out(
             )
         if not operations_per_s > 0:
             raise PlanError(f"operations_per_s is {operations_per_s}; give a positive number")
-        rates = rates_of(elements_per_s, mesh)
+        rates = read_rates(elements_per_s, mesh)
     elif operations_per_s is not None or elements_per_s is not None:
         raise PlanError("operations_per_s and elements_per_s have no effect on the objective 'memory'; remove them")
     search = _Search(operators, mesh, _check_fixed(operators.named, fixed))
     if operations_per_s is None:
-        layout = search.least_peak(memory_elements)
+        layout = search.minimise_peak(memory_elements)
     else:
-        layout = search.least_time(operations_per_s, rates, memory_elements)
+        layout = search.minimise_time(operations_per_s, rates, memory_elements)
     if layout is None:
         raise PlanError(_explain_shortage(search, memory_elements or 0))
     return layout
 
 
-def memory_program(operators: Operators, mesh: Mesh) -> IntegerProgram:
+def build_memory_program(operators: Operators, mesh: Mesh) -> IntegerProgram:
     """Returns the integer program of the least peak."""
-    return _Search(operators, mesh).program()
+    return _Search(operators, mesh).build_program()
 
 
-def _check_fixed(named: Named, fixed: Iterable[str]) -> frozenset[str]:
+def _check_fixed(named: NamedOperators, fixed: Iterable[str]) -> frozenset[str]:
     names = frozenset(fixed)
     for name in sorted(names - named.sizes.keys() - named.whole.keys()):
         near = get_close_matches(name, [*named.sizes, *named.whole], n=1)
@@ -111,7 +111,7 @@ class _Copy(NamedTuple):
         return frozenset(name for name in (*self.use.names, *self.use.stored_names) if name)
 
     def value(self, over: Over) -> float:
-        return self.use.copied(over, self.mesh)
+        return self.use.count_copied(over, self.mesh)
 
 
 class _Seconds(NamedTuple):
@@ -155,7 +155,7 @@ class _Search:
     def report(self, over: Over) -> Report:
         return self.operators.report(_build_layout(over), self.mesh)
 
-    def program(self, *others: Term) -> IntegerProgram:
+    def build_program(self, *others: Term) -> IntegerProgram:
         """Returns a program whose `peak` is that of a rank, as `_scale`.
 
         Args:
@@ -165,26 +165,26 @@ class _Search:
         terms = [*others, *(term for row in memory_rows for term in row)]
         program = IntegerProgram(self._options, self.operators.named.apart, terms)
         for elements in memory_rows:
-            row = program.row({term: self._scale(weight) for term, weight in elements.items()})
-            program.at_most({**row, program.peak: -1.0}, 0)
+            row = program.weigh({term: self._scale(weight) for term, weight in elements.items()})
+            program.require_at_most({**row, program.peak: -1.0}, 0)
         return program
 
     def _scale(self, elements: float) -> float:
         """Returns elements of a rank so that the least possible peak is 1."""
         return elements * self.mesh.size / (self._uncut.peak or 1)
 
-    def least_peak(self, memory_elements: int | None = None) -> Layout | None:
+    def minimise_peak(self, memory_elements: int | None = None) -> Layout | None:
         """Returns the layout with the least peak, or None if it does not fit."""
-        program = self.program()
-        over = program.least({program.peak: 1.0}) or {}
+        program = self.build_program()
+        over = program.minimise({program.peak: 1.0}) or {}
         least = self.report(over).peak
         if memory_elements is not None and least > memory_elements:
             return None
-        program.at_most({program.peak: 1.0}, self._scale(least))
-        more = {variable: -value for variable, value in program.count().items()}
+        program.require_at_most({program.peak: 1.0}, self._scale(least))
+        more = {variable: -value for variable, value in program.count_sharded().items()}
         return _build_layout(self._find_first(program, more, lambda report: report.peak <= least) or over)
 
-    def least_time(
+    def minimise_time(
         self, operations_per_s: float, elements_per_s: Mapping[str, float], memory_elements: int | None = None
     ) -> Layout | None:
         """Returns the layout with the fewest seconds that fits, or None."""
@@ -192,18 +192,18 @@ class _Search:
             _Seconds(step, self.mesh, operations_per_s, tuple(elements_per_s.items())): count
             for step, count in self._steps.items()
         }
-        program = self.program(*terms)
+        program = self.build_program(*terms)
         # So that no layout has less than 1.
         scale = self.mesh.size / (self._uncut.seconds(operations_per_s, elements_per_s) or 1)
-        seconds = program.row({term: count * scale for term, count in terms.items()})
+        seconds = program.weigh({term: count * scale for term, count in terms.items()})
         most = np.inf if memory_elements is None else memory_elements
         if memory_elements is not None:
-            program.at_most({program.peak: 1.0}, self._scale(memory_elements))
+            program.require_at_most({program.peak: 1.0}, self._scale(memory_elements))
         over = self._find_first(program, seconds, lambda report: report.peak <= most)
         if over is None:
             return None
         least = self.report(over).seconds(operations_per_s, elements_per_s) * (1 + 1e-9)
-        program.at_most(seconds, least * scale)
+        program.require_at_most(seconds, least * scale)
 
         def is_as_good(report: Report) -> bool:
             return report.peak <= most and report.seconds(operations_per_s, elements_per_s) <= least
@@ -212,8 +212,8 @@ class _Search:
 
     def _find_first(self, program: IntegerProgram, objective: Row, accepts: Callable[[Report], bool]) -> Over | None:
         """Returns the best solution that satisfies the constraints exactly; the solver has tolerances."""
-        while (over := program.least(objective)) is not None and not accepts(self.report(over)):
-            program.without(over)
+        while (over := program.minimise(objective)) is not None and not accepts(self.report(over)):
+            program.exclude(over)
         return over
 
 
@@ -251,14 +251,14 @@ def _list_memory_rows(operators: Operators, mesh: Mesh) -> list[dict[Term, float
 
 def _explain_shortage(search: _Search, memory_elements: int) -> str:
     """Returns an error that says by how much, and what would fit."""
-    least = search.least_peak() or Layout()
+    least = search.minimise_peak() or Layout()
     peak = search.operators.report(least, search.mesh).peak
     advice = [f"give each rank {peak}"]
     if search.fixed:
-        free = _Search(search.operators, search.mesh).least_peak(memory_elements)
+        free = _Search(search.operators, search.mesh).minimise_peak(memory_elements)
         advice += [f"let {', '.join(sorted(search.fixed))} be sharded ({free} fits)"] if free else []
     for mesh in _list_larger_meshes(search.mesh):
-        if fitting := _Search(search.operators, mesh, search.fixed).least_peak(memory_elements):
+        if fitting := _Search(search.operators, mesh, search.fixed).minimise_peak(memory_elements):
             advice.append(f"take a mesh such as {mesh} ({fitting})")
             break
     return (

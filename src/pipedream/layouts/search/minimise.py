@@ -43,7 +43,7 @@ class Table:
         return self.costs.transpose(order).reshape(sizes)
 
 
-def elimination_order(
+def find_elimination_order(
     scopes: Sequence[Sequence[Variable]], sizes: Mapping[Variable, int], *, by_fill: bool
 ) -> tuple[list[Variable], int]:
     """Returns an order of the variables, and the cells of the largest table.

@@ -13,7 +13,7 @@ from typing import Any
 from pipedream.core.errors import PlanError
 from pipedream.layouts.description.operators import Operators
 from pipedream.layouts.search.minimise import Variable
-from pipedream.layouts.search.search import Choice, Search, State, all_choices
+from pipedream.layouts.search.search import Choice, Search, State, list_choices
 
 _TIES = 256
 """Equally cheap cuts that the recursion follows, in a step of a few operators."""
@@ -113,11 +113,11 @@ def complete_partition(operators: Operators, ranks: int, fixed: Mapping[str, Seq
     schemes = {group[name]: cuts for name, cuts in fixed.items()}
 
     def allowed(at: int, variable: Variable, part: Any) -> Sequence[Any]:
-        return [schemes[variable][at]] if variable in schemes else all_choices(operators, variable, part)
+        return [schemes[variable][at]] if variable in schemes else list_choices(operators, variable, part)
 
     state, halvings = State.uncut(operators), []
     for at in range(ranks.bit_length() - 1):
-        elements, choices = Search(operators, partial(allowed, at)).cheapest(state)
+        elements, choices = Search(operators, partial(allowed, at)).find_cheapest(state)
         (choice,) = next(choices)
         halvings.append(Halving(choice.schemes, choice.indices, elements))
         state = state.after(choice)
@@ -125,7 +125,7 @@ def complete_partition(operators: Operators, ranks: int, fixed: Mapping[str, Seq
 
 
 def _list_choices_without_replicas(operators: Operators, variable: Variable, part: Any) -> Sequence[Any]:
-    choices = all_choices(operators, variable, part)
+    choices = list_choices(operators, variable, part)
     if not isinstance(variable, str):
         return choices
     return [cut for cut in choices if cut is not None and len(part[cut]) % 2 == 0] or [None]
@@ -137,7 +137,7 @@ def _search_recursively(search: Search, cuts: int, batch: str = "") -> tuple[Hal
     kept: list[tuple[State, tuple[Halving, ...]]] = [(search.uncut, ())]
     for cut in range(cuts):
         most = ties if cut < cuts - 1 else 1  # after the last cut, any of them
-        candidates = [(*search.cheapest(state, most=most), state, before) for state, before in kept]
+        candidates = [(*search.find_cheapest(state, most=most), state, before) for state, before in kept]
         least = min(elements for elements, *_ in candidates)
         each = -(-most // sum(elements == least for elements, *_ in candidates))
         ways = (
@@ -156,13 +156,13 @@ def _search_jointly(search: Search, cuts: int, batch: str = "") -> tuple[Halving
             f"all {cuts} cuts of {len(search.operators.steps)} operators at once were asked for, whose largest table "
             f"would have about {cells:.1g} entries, more than {_CELLS:.1g}; use 'recursive'"
         )
-    return _count_moves(search, next(search.cheapest(search.uncut, cuts)[1]) if cuts else ())
+    return _count_moves(search, next(search.find_cheapest(search.uncut, cuts)[1]) if cuts else ())
 
 
 def _count_moves(search: Search, choices: Iterable[Choice]) -> tuple[Halving, ...]:
     state, halvings = search.uncut, []
     for choice in choices:
-        halvings.append(Halving(choice.schemes, choice.indices, search.elements(state, choice)))
+        halvings.append(Halving(choice.schemes, choice.indices, search.count_elements(state, choice)))
         state = state.after(choice)
     return tuple(halvings)
 
@@ -189,7 +189,7 @@ def _shard_along(search: Search, cuts: int, batch: str, *, at: int) -> tuple[Hal
 
     def only(variable: Variable, part: Any) -> Sequence[Any]:
         if not isinstance(variable, str):
-            return all_choices(search.operators, variable, part)
+            return list_choices(search.operators, variable, part)
         return [at % len(part)] if part else [None]
 
     return _search_recursively(Search(search.operators, only), cuts)
@@ -204,7 +204,7 @@ def _shard_batch(search: Search, cuts: int, batch: str) -> tuple[Halving, ...]:
             return [dimension.get(variable)]
         # Where samples are the inner of merged dimensions, halves of them are no parts.
         name = index.get(variable)
-        return [name if name in all_choices(search.operators, variable, part) else None]
+        return [name if name in list_choices(search.operators, variable, part) else None]
 
     return _search_recursively(Search(search.operators, only), cuts)
 
@@ -251,7 +251,7 @@ def _search_greedily(search: Search, cuts: int, batch: str) -> tuple[Halving, ..
     def each() -> Iterator[Choice]:
         state = search.uncut
         for _ in range(cuts):
-            yield (choice := search.greedy(state))
+            yield (choice := search.choose_greedily(state))
             state = state.after(choice)
 
     return _count_moves(search, each())
@@ -276,6 +276,6 @@ def _bound(search: Search, cuts: int) -> int:
     """Returns elements that any partition moves: what the first cuts do together, as many as can be searched."""
     together = max((at for at in range(1, cuts + 1) if search.cells**at <= _CELLS), default=min(cuts, 1))
     try:
-        return search.cheapest(search.uncut, together)[0] if cuts else 0
+        return search.find_cheapest(search.uncut, together)[0] if cuts else 0
     except PlanError:
         return 0  # too large to search: nothing is known

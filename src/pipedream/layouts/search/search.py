@@ -3,7 +3,7 @@
 The cost is a sum over pairs: an operator's index and the scheme of a tensor that it reads or computes. Bucket
 elimination minimises it exactly, whatever the graph: what Tofu groups (the backward of an operator with its forward, a
 weight with its gradient and update, chains of element-wise operators) has small tables, and is eliminated first at no
-loss. Only equal time steps are chosen for together, where tables would become too large (`equal_time_steps`).
+loss. Only equal time steps are chosen for together, where tables would become too large (`find_equal_time_steps`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pipedream.core.plan.mesh import Box
 from pipedream.layouts.description.operators import Operators
 from pipedream.layouts.description.text import Access, Affine
 from pipedream.layouts.search.cost import count_moved, halve_access, halve_box, halve_index, halve_tensor, is_offered
-from pipedream.layouts.search.minimise import Costs, Elimination, Table, Variable, elimination_order
-from pipedream.layouts.search.time_steps import equal_time_steps
+from pipedream.layouts.search.minimise import Costs, Elimination, Table, Variable, find_elimination_order
+from pipedream.layouts.search.time_steps import find_equal_time_steps
 
 Scheme = int | None
 Index = str | None
@@ -71,7 +71,7 @@ Allowed = Callable[[Variable, Any], Sequence[Any]]
 """A tensor and its part, or the number of an operator and its indices' ranges -> its schemes or indices."""
 
 
-def all_choices(operators: Operators, variable: Variable, part: Any) -> list[Any]:
+def list_choices(operators: Operators, variable: Variable, part: Any) -> list[Any]:
     """Returns all schemes of a tensor, or all indices of an operator.
 
     None is where both halves compute all of it, which is offered for copies, and where there is no index.
@@ -107,7 +107,7 @@ class Search:
         most_cells: int = 1_000_000,
     ) -> None:
         self.operators = operators
-        self.allowed = allowed or partial(all_choices, operators)
+        self.allowed = allowed or partial(list_choices, operators)
         self.uniform = uniform
         self.uncut = State.uncut(operators)
         self.cells = 0
@@ -116,7 +116,7 @@ class Search:
         tensors = {name: group[0] for group in operators.groups for name in group}
         self._choose_together(tensors, list(range(len(operators.steps))))
         if self.cells > most_cells:
-            self._choose_together(*equal_time_steps(operators, tensors))
+            self._choose_together(*find_equal_time_steps(operators, tensors))
         order, cells = self._find_order(by_fill=True)
         if cells < self.cells:
             self._order, self.cells = order, cells
@@ -131,19 +131,19 @@ class Search:
         )
         variables: list[Variable] = [*dict.fromkeys(tensors.values()), *dict.fromkeys(steps)]
         self.sizes = {
-            variable: len(all_choices(self.operators, variable, self._get_part(self.uncut, variable)))
+            variable: len(list_choices(self.operators, variable, self._get_part(self.uncut, variable)))
             for variable in variables
         }
         self._order, self.cells = self._find_order(by_fill=False)
 
     def _find_order(self, *, by_fill: bool) -> tuple[list[Variable], int]:
-        return elimination_order([pair[:2] for pair in self._pairs], self.sizes, by_fill=by_fill)
+        return find_elimination_order([pair[:2] for pair in self._pairs], self.sizes, by_fill=by_fill)
 
     @staticmethod
     def _get_part(state: State, variable: Variable) -> Any:
         return state.boxes[variable] if isinstance(variable, str) else state.ranges[variable]
 
-    def cheapest(self, state: State, cuts: int = 1, most: int = 1) -> tuple[int, Iterator[tuple[Choice, ...]]]:
+    def find_cheapest(self, state: State, cuts: int = 1, most: int = 1) -> tuple[int, Iterator[tuple[Choice, ...]]]:
         """Returns the fewest elements that some cuts move, and choices that move as few.
 
         Args:
@@ -173,7 +173,7 @@ class Search:
             tuple(self._build_choice(taken, at) for at in range(cuts)) for taken in choices
         )
 
-    def elements(self, state: State, choice: Choice) -> int:
+    def count_elements(self, state: State, choice: Choice) -> int:
         """Returns the elements that one cut moves."""
         total = 0
         for pair, times in self._pairs.items():
@@ -183,7 +183,7 @@ class Search:
             total += times * round(self._compute_costs(pair, [index], [scheme]).item())
         return total
 
-    def greedy(self, state: State) -> Choice:
+    def choose_greedily(self, state: State) -> Choice:
         """Returns one cut: tensor after tensor, the largest first, takes the scheme that is cheapest with those before.
 
         Operators take their cheapest index, with the cheapest schemes of the tensors that have none yet.

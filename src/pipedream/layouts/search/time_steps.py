@@ -20,21 +20,21 @@ class _Classes:
         self._above: dict[object, object] = {}
         self.unions = 0
 
-    def of(self, member: object) -> object:
+    def find(self, member: object) -> object:
         while (above := self._above.get(member, member)) != member:
             self._above[member] = member = self._above.get(above, above)
         return member
 
     def unite(self, member: object, other: object) -> bool:
         """Returns whether they were apart."""
-        first, second = self.of(member), self.of(other)
+        first, second = self.find(member), self.find(other)
         if first != second:
             self._above[second] = first
             self.unions += 1
         return first != second
 
 
-def equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> tuple[dict[str, str], list[int]]:
+def find_equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> tuple[dict[str, str], list[int]]:
     """Returns for each tensor and each operator one that is cut like it.
 
     Operators of one form that use the same weight are equal steps in time. So are those of one form that use, as the
@@ -79,8 +79,8 @@ def equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> tuple[d
     first_tensor: dict[object, str] = {}
     first_step: dict[object, int] = {}
     return (
-        {name: first_tensor.setdefault(tensors.of(name), name) for name in operators.tensors},
-        [first_step.setdefault(steps.of(number), number) for number in range(len(operators.steps))],
+        {name: first_tensor.setdefault(tensors.find(name), name) for name in operators.tensors},
+        [first_step.setdefault(steps.find(number), number) for number in range(len(operators.steps))],
     )
 
 
@@ -108,10 +108,10 @@ def _group_equal_readers(
     for (name, form, at), numbers in readers.items():
         taken: Counter[object] = Counter()
         for number in numbers:
-            classes = tuple(tensors.of(weight) for weight in weights[number])
-            turns[tensors.of(name), form, at, classes, taken[classes]].append(number)
+            classes = tuple(tensors.find(weight) for weight in weights[number])
+            turns[tensors.find(name), form, at, classes, taken[classes]].append(number)
             taken[classes] += 1
-    return [same for same in turns.values() if len({steps.of(number) for number in same}) > 1]
+    return [same for same in turns.values() if len({steps.find(number) for number in same}) > 1]
 
 
 def _describe_form(operators: Operators, step: Operator) -> str:

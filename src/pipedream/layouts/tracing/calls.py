@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipedream.layouts.description.operator import Operator
-from pipedream.layouts.description.operators import unclipped
+from pipedream.layouts.description.operators import find_range
 
 COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "+": torch.add,
@@ -94,7 +94,7 @@ class Part:
         access = next(operand for operand in self.step.line.operands if operand.tensor == tensor)
         padding = []
         for index, size in zip(access.indices, self.call.values[tensor].shape, strict=True):
-            values = range(size) if index is None else unclipped(index, self.ranges)
+            values = range(size) if index is None else find_range(index, self.ranges)
             padding.append((max(0, -values.start), max(0, values.stop - size)))
         return padding
 

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from pipedream.layouts.description.operator import Operator
-from pipedream.layouts.description.operators import Operators, span
+from pipedream.layouts.description.operators import Operators, find_box
 from pipedream.layouts.description.text import read_lines
 from pipedream.layouts.search.cost import halve_index, is_offered
 from pipedream.layouts.tracing.calls import COMBINE, Description, OperatorCall, Part, fill_tensors
@@ -41,7 +41,7 @@ def _join(
         return COMBINE[step.line.reduction](*parts)
     joined = torch.empty_like(whole)
     for half, part in zip(halves, parts, strict=True):
-        box = span(step.line.result, half, tuple(whole.shape))
+        box = find_box(step.line.result, half, tuple(whole.shape))
         joined[tuple(slice(values.start, values.stop) for values in box)] = part
     return joined
 
@@ -66,9 +66,9 @@ def _run_part(
 ) -> torch.Tensor:
     parts = {}
     for operand in step.line.operands:
-        box = span(operand, ranges, tuple(tensors[operand.tensor].shape))
+        box = find_box(operand, ranges, tuple(tensors[operand.tensor].shape))
         parts[operand.tensor] = tensors[operand.tensor][tuple(slice(values.start, values.stop) for values in box)]
-    shape = tuple(map(len, span(step.line.result, ranges, tuple(call.out.shape))))
+    shape = tuple(map(len, find_box(step.line.result, ranges, tuple(call.out.shape))))
     return description.run(Part(call, fill_tensors(call.values, parts), shape, step, ranges))
 
 

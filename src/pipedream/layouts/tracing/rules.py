@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from pipedream.layouts.description.operators import unclipped
+from pipedream.layouts.description.operators import find_range
 from pipedream.layouts.tracing.calls import Description, OperatorCall, Part, Rule, list_overloads
 from pipedream.layouts.tracing.spelling import LETTERS, broadcast, name_dimensions, spell_copy, spell_function
 
@@ -139,7 +139,7 @@ def _spell_window(call: OperatorCall, dim: int, place: Callable[[str], str]) -> 
 def _triangle(part: Part) -> torch.Tensor:
     """The diagonal of a part lies where its rows and columns begin."""
     (access,) = part.step.line.operands
-    *_, rows, columns = [range(1) if index is None else unclipped(index, part.ranges) for index in access.indices]
+    *_, rows, columns = [range(1) if index is None else find_range(index, part.ranges) for index in access.indices]
     diagonal = part.call.values.get("diagonal", 0) + rows.start - columns.start
     triangle: torch.Tensor = part.call.function(part.source, diagonal)
     return triangle
