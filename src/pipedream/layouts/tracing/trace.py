@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -12,8 +12,6 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pipedream.core.errors import PlanError
@@ -22,6 +20,7 @@ from pipedream.layouts.description.operators import DescribedStep, Operators
 from pipedream.layouts.tracing.calls import Description, OperatorCall
 from pipedream.layouts.tracing.check import compare_operands, find_contradiction
 from pipedream.layouts.tracing.decompositions import list_decompositions
+from pipedream.layouts.tracing.forward import Callers, disable_fused_operators, split_arguments, swap_tensors
 from pipedream.layouts.tracing.registry import REGISTRY, OperatorRegistry
 from pipedream.layouts.tracing.rules import CONSTANT, DRAWN
 from pipedream.layouts.tracing.spelling import rename_tensors
@@ -152,6 +151,7 @@ class _Tracing:
     _constants: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     _drawn: list[str] = field(default_factory=list)
     _checked: set[str] = field(default_factory=set)
+    _output_count: int = 0
 
     def trace(self, optimizer: Optimizer | None) -> TracedStep:
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -198,71 +198,71 @@ class _Tracing:
         leaves: Sequence[torch.Tensor],
     ) -> tuple[fx.GraphModule, int]:
         """Returns forward and backward, and the number of outputs."""
-        _, structure = tree_flatten(self.sample)
-        everything = tree_leaves(self.sample)
-        count = 0
-
-        def step(
-            parameters: dict[str, torch.Tensor],
-            fixed: dict[str, torch.Tensor],
-            buffers: dict[str, torch.Tensor],
-            inputs: list[torch.Tensor],
-            tangents: list[torch.Tensor],
-        ) -> Any:
-            weights = {name: weight.detach().requires_grad_() for name, weight in parameters.items()}
-            entering = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
-            changed = {name: buffer.clone() for name, buffer in buffers.items()}
-            tensors = iter(entering)
-            filled = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in everything]
-            arguments, named = _split_arguments(tree_unflatten(filled, structure))
-            with _swap_tensors(self.model, {**weights, **fixed, **changed}):
-                value = self.model(*arguments, **named)
-            value = value if self.loss is None else self.loss(value)
-            outputs = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            sources = [
-                *weights.values(),
-                *(tensor for tensor in entering if tensor.requires_grad and self.loss is None),
-            ]
-            output_gradients = tangents or [torch.ones_like(output) for output in outputs]
-            ends = [at for at, output in enumerate(outputs) if output.requires_grad]
-            gradients = tuple(torch.zeros_like(source) for source in sources)
-            if sources and ends:
-                gradients = torch.autograd.grad(
-                    [outputs[at] for at in ends],
-                    sources,
-                    [output_gradients[at] for at in ends],
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-            nonlocal count
-            count = len(outputs)
-            return outputs, gradients[: len(weights)], list(changed.values()), gradients[len(weights) :]
-
         tangents = [] if self.loss is not None else [torch.ones_like(output) for output in self._run_forward()]
         example = dict(trained), dict(frozen), dict(buffers), list(leaves), tangents
         fake: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
+
+        def step(parameters: Any, fixed: Any, buffers: Any, inputs: Any, tangents: Any) -> Any:  # make_fx counts `self`
+            return self._run_step(parameters, fixed, buffers, inputs, tangents)
+
         try:
-            with _disable_fused_operators(), self._choose_device(), torch.enable_grad():
+            with disable_fused_operators(), self._choose_device(), torch.enable_grad():
                 graph = make_fx(step, **fake)(*example)
         except GuardOnDataDependentSymNode:
             raise _refuse_data_dependence("a branch") from None
         for node in graph.graph.nodes:
             value = node.meta.get("val")
-            if any(
-                isinstance(size, _SYMBOLS) for size in (value.shape if isinstance(value, torch.Tensor) else [value])
-            ):
+            sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+            if any(isinstance(size, _SYMBOLS) for size in sizes):
                 raise _refuse_data_dependence(f"{self._locate(node.target)} calls {node.target}, whose result")
+        count = self._output_count
         # A second time, for autograd does not go with functionalize.
         pure = torch.func.functionalize(graph, remove="mutations")
         graph = make_fx(pure, decomposition_table=list_decompositions(self.registry), **fake)(*example)
         graph.graph.eliminate_dead_code()
         return graph, count
 
+    def _run_step(
+        self,
+        parameters: dict[str, torch.Tensor],
+        fixed: dict[str, torch.Tensor],
+        buffers: dict[str, torch.Tensor],
+        inputs: list[torch.Tensor],
+        tangents: list[torch.Tensor],
+    ) -> Any:
+        """Returns outputs, gradients of parameters, buffers, and gradients of inputs where there is no loss."""
+        weights = {name: weight.detach().requires_grad_() for name, weight in parameters.items()}
+        entering = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+        changed = {name: buffer.clone() for name, buffer in buffers.items()}
+        tensors = iter(entering)
+        leaves, structure = tree_flatten(self.sample)
+        filled = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        arguments, named = split_arguments(tree_unflatten(filled, structure))
+        with swap_tensors(self.model, {**weights, **fixed, **changed}):
+            value = self.model(*arguments, **named)
+        value = value if self.loss is None else self.loss(value)
+        outputs = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        sources = [*weights.values()]
+        sources += [tensor for tensor in entering if tensor.requires_grad and self.loss is None]
+        output_gradients = tangents or [torch.ones_like(output) for output in outputs]
+        ends = [at for at, output in enumerate(outputs) if output.requires_grad]
+        gradients = tuple(torch.zeros_like(source) for source in sources)
+        if sources and ends:
+            gradients = torch.autograd.grad(
+                [outputs[at] for at in ends],
+                sources,
+                [output_gradients[at] for at in ends],
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        self._output_count = len(outputs)
+        return outputs, gradients[: len(weights)], list(changed.values()), gradients[len(weights) :]
+
     def _run_forward(self) -> list[torch.Tensor]:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), self._choose_device():
             kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-            arguments, named = _split_arguments(self.sample)
-            with _swap_tensors(self.model, kept):
+            arguments, named = split_arguments(self.sample)
+            with swap_tensors(self.model, kept):
                 value = self.model(*arguments, **named)
         return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
@@ -346,7 +346,7 @@ class _Tracing:
 
     def _locate(self, function: Any) -> str:
         """Returns which layer calls an operator, in words."""
-        with _Callers(self.model, function) as callers:
+        with Callers(self.model, function) as callers:
             self._run_forward()
         if callers.innermost is None:
             return "the step, in its backward or loss,"
@@ -372,66 +372,6 @@ class _Tracing:
             results = [self._add_tensor(f"new_{tensor[2:]}", parameter) for tensor in (weight, *states)]
             self._lines += [f"{result}[{letters}] = step({read})" for result in results]
             alike[at] = (weight, gradient, *states, *results)
-
-
-class _Callers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds the innermost layer of a model that calls an operator."""
-
-    def __init__(self, model: nn.Module, function: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.innermost: str | None = None
-        self._model, self._function = model, function
-        self._inside: list[str] = []
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> _Callers:
-        for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)))
-            self._hooks.append(module.register_forward_hook(lambda *_: self._inside.pop() and None))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *reason: Any) -> None:
-        super().__exit__(*reason)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _read_name(func) == _read_name(self._function) and self.innermost is None and self._inside:
-            self.innermost = self._inside[-1]
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _swap_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Context in which a model has other parameters and buffers, also one that does not register its modules."""
-    name_of = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    slots = [
-        (cast(dict[str, Any], module_slots), key, tensor)
-        for module in dict.fromkeys(model.modules())
-        for module_slots in (module._parameters, module._buffers)
-        for key, tensor in module_slots.items()
-        if tensor is not None and name_of.get(id(tensor)) in tensors
-    ]
-    try:
-        for module_slots, key, tensor in slots:
-            dict.__setitem__(module_slots, key, tensors[name_of[id(tensor)]])
-        yield
-    finally:
-        for module_slots, key, tensor in slots:
-            dict.__setitem__(module_slots, key, tensor)
-
-
-@contextmanager
-def _disable_fused_operators() -> Iterator[None]:
-    """Context in which attention and recurrent layers call simple operators."""
-    mkldnn: Any = torch.backends.mkldnn  # its own context warns where TF32 is not available
-    before = mkldnn.set_flags(False, _fp32_precision=None)
-    try:
-        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
-            yield
-    finally:
-        mkldnn.set_flags(before[0], _fp32_precision=None)
 
 
 def _prepare_optimizer(optimizer: Optimizer, trained: Mapping[str, torch.Tensor]) -> _Stepping:
@@ -463,17 +403,6 @@ def _refuse_data_dependence(what: str) -> PlanError:
         f"{what} depends on the numbers of a tensor, so that the operators differ from step to step and cannot be "
         "described; compute with tensors of fixed sizes, as torch.where does, or use a layout by hand"
     )
-
-
-def _read_name(function: Any) -> str:
-    """Returns an operator's name, that of its in-place form too."""
-    return str(function._schema.name).rstrip("_")
-
-
-def _split_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(sample, Mapping):
-        return (), dict(sample)
-    return (sample if isinstance(sample, tuple) else (sample,)), {}
 
 
 def _bind_arguments(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
