@@ -136,7 +136,7 @@ def _spell_window(call: OperatorCall, dim: int, place: Callable[[str], str]) -> 
     return spell_copy([*out[:dim], place(out[dim]), *out[dim + 1 :]], out) + bound
 
 
-def _triangle(part: Part) -> torch.Tensor:
+def _take_triangle(part: Part) -> torch.Tensor:
     """The diagonal of a part lies where its rows and columns begin."""
     (access,) = part.step.line.operands
     *_, rows, columns = [range(1) if index is None else find_range(index, part.ranges) for index in access.indices]
@@ -302,7 +302,7 @@ RULES = (
         lambda part: part.source,
         items=range(64),
     ),
-    Rule((A.tril, A.triu), _spell_expanded, _triangle),
+    Rule((A.tril, A.triu), _spell_expanded, _take_triangle),
     Rule((A.diagonal, A.diagonal_copy, A.diagonal_scatter), _spell_diagonal),
     Rule((A.cat,), _spell_joined),
     Rule(
