@@ -114,16 +114,18 @@ class OneRank:
             ]
         else:
             placed = iter(self._entering)
-            inside = [self._sharding.like(tensor, next(placed)) if _is_part(tensor) else tensor for tensor in tensors]
+            inside = [
+                self._sharding.enter_layer(tensor, next(placed)) if _is_part(tensor) else tensor for tensor in tensors
+            ]
         arguments = tree_unflatten(inside, structure)
         leaves = {name: self._parameters[name] for name in self._names[id(layer)]}
-        weights = self._sharding.weights(leaves)
+        weights = self._sharding.wrap_weights(leaves)
         replaced = [(slots, slot, slots[slot]) for slots, slot, name in self._slots if name in weights]
         try:
             for slots, slot, name in self._slots:
                 if name in weights:
                     slots[slot] = weights[name]
-            with self._sharding.running("forward"):
+            with self._sharding.enter_pass("forward"):
                 call = self._callers[id(layer)]
                 return call(**arguments) if isinstance(arguments, Mapping) else call(*arguments)
         finally:
@@ -137,7 +139,7 @@ class OneRank:
         def left(tensor: Any) -> Any:
             if not _is_part(tensor):
                 return tensor
-            part, placed = self._sharding.left(tensor, whole=whole)
+            part, placed = self._sharding.leave_layer(tensor, whole=whole)
             self._entering.append(placed)
             return part
 

@@ -173,7 +173,7 @@ class Checkpointer:
             stage_tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
             if stage in self._shardings:
                 parts = {
-                    name: self._shardings[stage].saved_part(self._list_weights(name), tensor)
+                    name: self._shardings[stage].locate_saved(self._list_weights(name), tensor)
                     for name, tensor in stage_tensors.items()
                 }
                 places |= {name: place for name, place in parts.items() if place is not None}
@@ -200,7 +200,7 @@ class Checkpointer:
     def _find_box(self, name: str, shape: Sequence[int]) -> Box:
         """Returns the part of a tensor that this rank needs."""
         whole = tuple(map(range, shape))
-        boxes = [sharding.box(self._list_weights(name), shape) for sharding in self._shardings.values()]
+        boxes = [sharding.find_box(self._list_weights(name), shape) for sharding in self._shardings.values()]
         return next((box for box in boxes if box != whole), whole)
 
     def _check_shapes(self, manifest: Checkpoint) -> None:

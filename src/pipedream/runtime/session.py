@@ -612,7 +612,7 @@ class Session:
     def _gather_wholes(self, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Returns whole tensors from the parts of this worker's ranks, which all call it."""
         for sharding in self._shardings.values():
-            parts = {name: sharding.whole(self._shared_names.get(name, (name,)), part) for name, part in parts.items()}
+            parts = {name: sharding.gather(self._shared_names.get(name, (name,)), part) for name, part in parts.items()}
         return parts
 
     def _collect_tensors(
@@ -644,7 +644,7 @@ class Session:
         for sharding in self._shardings.values():
             names, tensors = self._shared_names, {n: value for n, value in state.items() if torch.is_tensor(value)}
             sharding.check_shapes({name: tensor.shape for name, tensor in tensors.items()})
-            state = {**state, **{n: sharding.part(names.get(n, (n,)), tensor) for n, tensor in tensors.items()}}
+            state = {**state, **{n: sharding.take_part(names.get(n, (n,)), tensor) for n, tensor in tensors.items()}}
         parameters.load(self.model, state, here, self._shared_names, self._blueprint.device)
         for key, module in modules_by_key(self.model).items():
             if key in state:

@@ -1,8 +1,8 @@
 """One stage on a mesh of ranks: its layers compute with DTensors, everything else with each rank's own part.
 
 Life of a weight: the user's parameter holds this rank's part, and so do the versions, gradients and optimizer state.
-While layers run, `weights` puts DTensors around the leaves of a version. Their gradients come back as parts. Where a
-weight is whole on every rank, its gradient may be a partial sum. It stays one until the update (`sum_gradients`), so
+While layers run, `wrap_weights` puts DTensors around the leaves of a version. Their gradients come back as parts. Where
+a weight is whole on every rank, its gradient may be a partial sum. It stays one until the update (`sum_gradients`), so
 that microbatches cost no collective.
 
 Life of an activation: it enters as this rank's part (`enter`), and leaves as one (`leave`), sharded as the boundary
@@ -213,14 +213,14 @@ class StageSharding:
                 shard_dim=self._shard_dim,
                 batch=self._find_dimension(self._layout.over.get(BATCH, "")),
             )
-            handle.data = self.part([name], handle.data)
+            handle.data = self.take_part([name], handle.data)
 
     def prepare(self, modules: Iterable[torch.nn.Module]) -> None:
         """Lets modules gather sharded weights."""
         for module in modules if self._shard_dim is not None else ():
             module._parameters = LazyParameters(module._parameters)
 
-    def weights(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def wrap_weights(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Returns DTensors around a layer's parts, whose gradients go to the leaves.
 
         Of sharded weights it returns what gathers them, together with others of the layer.
@@ -244,14 +244,14 @@ class StageSharding:
             if part.rows is not None
         }
 
-    def counts(self, name: str) -> bool:
+    def is_counted(self, name: str) -> bool:
         """Whether this rank counts its part of a weight in the norm: of equal parts the first does."""
         part = self._weights[name]
         sharded = {self._shard_dim} if part.rows is not None else set()
         placed = enumerate(zip(part.spec.placements, self._place, strict=True))
         return not any(place for at, (placement, place) in placed if placement.is_replicate() and at not in sharded)
 
-    def saved_part(self, names: Sequence[str], part: torch.Tensor) -> tuple[Box, Sequence[int]] | None:
+    def locate_saved(self, names: Sequence[str], part: torch.Tensor) -> tuple[Box, Sequence[int]] | None:
         """Returns which part this rank has of a weight, or of a state of its size, and the shape of the whole.
 
         None if another rank with the same part saves it.
@@ -263,10 +263,10 @@ class StageSharding:
         if weight is None or part.shape != weight.part_shape:
             return (tuple(map(range, part.shape)), part.shape) if self.is_first else None
         name = next(name for name in names if name in self._weights)
-        return (weight.box, weight.whole_shape) if self.counts(name) else None
+        return (weight.box, weight.whole_shape) if self.is_counted(name) else None
 
-    def box(self, names: Sequence[str], shape: Sequence[int]) -> Box:
-        """Returns which part this rank has of a weight, or of a state of its size; see `saved_part`.
+    def find_box(self, names: Sequence[str], shape: Sequence[int]) -> Box:
+        """Returns which part this rank has of a weight, or of a state of its size; see `locate_saved`.
 
         Args:
             shape: of the whole.
@@ -284,7 +284,7 @@ class StageSharding:
                     "give one of this model"
                 )
 
-    def whole(self, names: Sequence[str], part: torch.Tensor) -> torch.Tensor:
+    def gather(self, names: Sequence[str], part: torch.Tensor) -> torch.Tensor:
         """Returns a weight, or a state of its size, from the parts of all ranks, which all call it.
 
         Args:
@@ -297,13 +297,15 @@ class StageSharding:
         return local_part(weight.wrap(part).redistribute(placements=self._nowhere))
 
     def gather_all(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns `whole` of several, each with one name."""
-        with self.counting("whole weights"):
-            return [None if part is None else self.whole([name], part) for name, part in zip(names, parts, strict=True)]
+        """Returns `gather` of several, each with one name."""
+        with self.count_collectives("whole weights"):
+            return [
+                None if part is None else self.gather([name], part) for name, part in zip(names, parts, strict=True)
+            ]
 
-    def part(self, names: Sequence[str], whole: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of a weight, or of a state of its size; see `whole`."""
-        box = self.box(names, whole.shape)
+    def take_part(self, names: Sequence[str], whole: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of a weight, or of a state of its size; see `gather`."""
+        box = self.find_box(names, whole.shape)
         if tuple(map(len, box)) == whole.shape:
             return whole
         return whole[tuple(slice(part.start, part.stop) for part in box)].clone()
@@ -313,7 +315,7 @@ class StageSharding:
 
     def sum_gradients(self, names: Sequence[str], sums: Sequence[torch.Tensor | None]) -> None:
         """Adds up, in place, the gradients that are still partial sums."""
-        with self.counting("sums"):
+        with self.count_collectives("sums"):
             self._sum_gradients(names, sums)
 
     def _sum_gradients(self, names: Sequence[str], sums: Sequence[torch.Tensor | None]) -> None:
@@ -331,14 +333,14 @@ class StageSharding:
 
     def sum(self, number: torch.Tensor) -> torch.Tensor:
         """Returns the sum over all ranks of the worker."""
-        with self.counting("norm"):
+        with self.count_collectives("norm"):
             for at in range(len(self.mesh.dimensions)):
                 dist.all_reduce(number, group=self.device_mesh.get_group(at))
         return number
 
     # -- collectives ----------------------------------------------------------------------------------
 
-    def counting(self, what: str) -> AbstractContextManager[None]:
+    def count_collectives(self, what: str) -> AbstractContextManager[None]:
         """Context of a part of a pass; of the first the collectives are counted (`FirstPasses.counting`)."""
         return self._first.counting(what)
 
@@ -363,7 +365,7 @@ class StageSharding:
     # -- activations ----------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, what: str) -> Iterator[None]:
+    def enter_pass(self, what: str) -> Iterator[None]:
         """Context of a pass: plain tensors count as whole, and some operators have rules of their own.
 
         Args:
@@ -398,7 +400,7 @@ class StageSharding:
         return _wrap(tensor, part)
 
     @staticmethod
-    def divides(tensor: torch.Tensor) -> bool:
+    def is_sharded(tensor: torch.Tensor) -> bool:
         """Whether a tensor of the layers may be sharded; another one is whole on every rank."""
         return isinstance(tensor, DTensor)
 
@@ -410,11 +412,11 @@ class StageSharding:
         local = redistribute_in_steps(tensor, placed).to_local(grad_placements=placed)
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
-    def like(self, local: torch.Tensor, spec: Any) -> torch.Tensor:
-        """Returns a part that `left` gave, as it was before."""
+    def enter_layer(self, local: torch.Tensor, spec: Any) -> torch.Tensor:
+        """Returns a part that `leave_layer` gave, as it was before."""
         return local if spec is None else _wrap(local, _Part(spec, waits_for_update=False))
 
-    def left(self, tensor: torch.Tensor, *, whole: bool) -> tuple[torch.Tensor, Any]:
+    def leave_layer(self, tensor: torch.Tensor, *, whole: bool) -> tuple[torch.Tensor, Any]:
         """Returns this rank's part of a value between two layers of a stage, and its placement.
 
         Partial sums are added up, and the model's output is made whole.

@@ -38,7 +38,7 @@ class _Parts(Protocol):
 
     def gather_all(self, names: list[str], parts: list[torch.Tensor | None]) -> list[torch.Tensor | None]: ...
 
-    def part(self, names: list[str], whole: torch.Tensor) -> torch.Tensor: ...
+    def take_part(self, names: list[str], whole: torch.Tensor) -> torch.Tensor: ...
 
 
 def steps_each_element(optimizer: torch.optim.Optimizer) -> bool:
@@ -80,7 +80,7 @@ def step_whole_weights(optimizer: torch.optim.Optimizer, handles: Mapping[str, n
     def keep_parts(*_: Any) -> None:
         for weight, handle in handle_of.items():
             owner = [names[handle]]
-            handle.data.copy_(parts.part(owner, weight.detach()))
+            handle.data.copy_(parts.take_part(owner, weight.detach()))
             if state := optimizer.state.pop(weight, {}):
                 optimizer.state[handle] = {key: kept(owner, key, value, weight, handle) for key, value in state.items()}
         for group in optimizer.param_groups:
@@ -96,7 +96,7 @@ def step_whole_weights(optimizer: torch.optim.Optimizer, handles: Mapping[str, n
                 f"{owner[0]!r} of {tuple(weight.shape)} looks like one of a rank's parts, {tuple(value.shape)}; use "
                 "another layout, or an optimizer that steps each element by itself"
             )
-        return parts.part(owner, value)
+        return parts.take_part(owner, value)
 
     optimizer.register_step_pre_hook(gather)
     optimizer.register_step_post_hook(keep_parts)

@@ -66,7 +66,7 @@ class StageCheck(StageObserver):
         for name, handle in zip(self._names, handles.values(), strict=True) if self._alone else ():
             gradient = handle.grad
             if gradient is not None and self._sharding is not None:
-                gradient = self._sharding.whole([name], gradient)
+                gradient = self._sharding.gather([name], gradient)
             self._run.comparer.compare_gradients(self._stage, {name: gradient})
 
 

@@ -290,7 +290,7 @@ class StageModule:
         crossings = self._boundary.crossings([tensor.shape for tensor in tensors], samples)
         if self.sharding is not None:
             crossings = [
-                crossing if self.sharding.divides(tensor) else self._boundary.whole(tensor.shape)
+                crossing if self.sharding.is_sharded(tensor) else self._boundary.whole(tensor.shape)
                 for tensor, crossing in zip(tensors, crossings, strict=True)
             ]
             tensors = tuple(
@@ -403,7 +403,7 @@ class StageModule:
             return leaves
         weights: dict[str, torch.Tensor] = {}
         for names in self._names_by_layer:
-            weights |= self.sharding.weights({name: leaves[name] for name in names})
+            weights |= self.sharding.wrap_weights({name: leaves[name] for name in names})
         return weights
 
     def _set_parameters(self, leaves: Any) -> None:
@@ -422,7 +422,7 @@ class StageModule:
 
     def counting(self, what: str) -> AbstractContextManager[None]:
         """Context of a pass whose collectives are counted, on a mesh, if it is the first."""
-        return _NOTHING if self.sharding is None else self.sharding.counting(what)
+        return _NOTHING if self.sharding is None else self.sharding.count_collectives(what)
 
     def with_layers(
         self, layers: Sequence[tuple[str, nn.Module]], handles: dict[str, nn.Parameter], sharding: StageSharding
@@ -432,7 +432,7 @@ class StageModule:
 
     def _enter_run(self, what: str) -> AbstractContextManager[None]:
         """Context of a pass on a mesh."""
-        return _NOTHING if self.sharding is None else self.sharding.running(what)
+        return _NOTHING if self.sharding is None else self.sharding.enter_pass(what)
 
     def casting(self) -> AbstractContextManager[Any]:
         """Context of the layers and the loss."""

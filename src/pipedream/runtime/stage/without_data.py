@@ -85,9 +85,9 @@ def predict_collectives(
                 outputs = fake_module.sent(output, message.samples)[1]
             return SavedForward(weights, nodes, outputs, message.gradients, 0, auxiliary_scale=1.0)
 
-        with sharding.counting("forward"):
+        with sharding.count_collectives("forward"):
             saved = forward()
-        with sharding.counting("backward"):
+        with sharding.count_collectives("backward"):
             saved = forward() if recomputes else saved
             arriving = [torch.empty_like(output) if output.requires_grad else None for output in saved.outputs]
             if splits:
@@ -95,7 +95,7 @@ def predict_collectives(
             else:
                 gradients, _ = fake_module.backward(saved, arriving, [None] * len(handles))
         if splits:
-            with sharding.counting("weights' backward"):
+            with sharding.count_collectives("weights' backward"):
                 gradients = fake_module.backward_weights(saved, [None] * len(handles))
         kinds = zip(gradients, handles.values(), strict=True)
         sums = [None if gradient is None else torch.empty_like(gradient, dtype=as_.dtype) for gradient, as_ in kinds]

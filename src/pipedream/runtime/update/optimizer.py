@@ -266,7 +266,7 @@ class Optimizer:
             for i, (name, handle) in enumerate(self.named.items())
             if handle.grad is not None
             and i not in self.counted_elsewhere
-            and (self._sharding is None or self._sharding.counts(name))
+            and (self._sharding is None or self._sharding.is_counted(name))
         ]
         # In double precision the squares of all finite float32 are finite.
         norms = torch._foreach_norm(counted, 2, torch.float64) if counted else ()
