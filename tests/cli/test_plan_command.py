@@ -116,28 +116,11 @@ def test_train_takes_a_plan_or_a_shape(profile: str, capfd: pytest.CaptureFixtur
         )
 
 
-def test_versions_of_methods_count_a_lag() -> None:
+def test_versions_of_methods_count_an_update_delay() -> None:
     """Under stashing W_s + 1, and one more if the update comes after the next forward."""
-    assert [versions_of("pipedream")(in_flight, update_delay) for in_flight in (1, 4) for update_delay in (0, 1)] == [
-        1,
-        2,
-        4,
-        5,
-    ]
-    assert [
-        versions_of("pipedream_2bw")(in_flight, update_delay) for in_flight in (1, 4) for update_delay in (0, 1)
-    ] == [
-        2,
-        2,
-        2,
-        2,
-    ]
-    assert [versions_of("1f1b")(in_flight, update_delay) for in_flight in (1, 4) for update_delay in (0, 1)] == [
-        1,
-        1,
-        1,
-        1,
-    ]
+    for name, expected in (("pipedream", [1, 2, 4, 5]), ("pipedream_2bw", [2] * 4), ("1f1b", [1] * 4)):
+        versions = versions_of(name)
+        assert [versions(in_flight, delay) for in_flight in (1, 4) for delay in (0, 1)] == expected, name
 
 
 def recipe(seed: int) -> Recipe:

@@ -6,11 +6,11 @@ import csv
 import io
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from html_page import HtmlPage
 
 import pipedream
 from pipedream.core.errors import PipelineError
@@ -54,32 +54,14 @@ KINDS = ["Profile", "Plan", "Timeline", "Program", "Proof", "Metrics", "Comparis
 ROWS = {"Profile": 8, "Plan": 3, "Proof": 3, "Metrics": 3, "Sweep": 4}
 
 
-class _Balanced(HTMLParser):
-    """Counts tags, and checks that each is closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.counts: dict[str, int] = {}
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attributes: Any) -> None:
-        self.open.append(tag)
-        self.counts[tag] = self.counts.get(tag, 0) + 1
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_line_a_table_and_a_picture(nouns: dict[str, Any], kind: str) -> None:
     noun = nouns[kind]
     assert len(repr(noun)) < 160
     assert "\n" not in repr(noun)
-    shown = _Balanced(noun._repr_html_()).counts
-    assert shown.get("svg", 0) == (kind not in ("Proof", "Metrics"))
-    assert shown.get("tr", 1) == ROWS.get(kind, shown.get("tr", 1) - 1) + 1
+    tags = HtmlPage(noun._repr_html_()).tags
+    assert tags.count("svg") == (kind not in ("Proof", "Metrics"))
+    assert kind not in ROWS or tags.count("tr") == ROWS[kind] + 1
     rows = noun.rows()
     assert len(rows) == ROWS.get(kind, len(rows)) > 1
     read = list(csv.DictReader(io.StringIO(noun.to_csv())))

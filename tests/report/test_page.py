@@ -6,11 +6,11 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from html_page import HtmlPage
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +20,6 @@ from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.html import page, save_page
 
 Simulated = Callable[..., Timeline]
-VOID = {"meta", "link"}
 
 SUMMARY: dict[str, Any] = {
     "recipe": "examples/digits.py",
@@ -50,42 +49,6 @@ SUMMARY: dict[str, Any] = {
 }  # fmt: skip
 
 
-class _Reader(HTMLParser):
-    """Checks that tags are balanced and collects attributes and words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loads: list[str] = []
-        self.words: list[str] = []
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data", "srcset")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] not in ("style", "script", "title"):
-            self.words.append(data)
-
-
-def _read(text: str) -> _Reader:
-    reader = _Reader()
-    reader.feed(text)
-    reader.close()
-    assert not reader.open, f"left open: {reader.open}"
-    return reader
-
-
 @pytest.fixture(scope="module")
 def full(simulated: Simulated, digits_plan: Plan, measured: Timeline) -> str:
     profile = Profile.of_chain((LayerProfile(0.1, 0.2, 10, 10, 10), LayerProfile(0.1, 0.2, 10, 10, 10)))
@@ -100,14 +63,14 @@ def full(simulated: Simulated, digits_plan: Plan, measured: Timeline) -> str:
 
 
 def test_it_is_balanced_and_loads_nothing(full: str) -> None:
-    reader = _read(full)
+    reader = HtmlPage(full)
     assert reader.loads == ["data:,"]
     assert "script" not in reader.tags
     assert not re.search(r"url\(|@import|(src|href)=.?https?:", full)
 
 
 def test_it_tells_all(full: str) -> None:
-    words = " ".join(_read(full).words)
+    words = " ".join(HtmlPage(full).words)
     for word in (
         "97.2%", "target 95.0%", "0.1124", "7200", "predicted 8000 (-10%)", "10.4%", "predicted 3.1%", "12 min 34 s",
         "9.25 s",        "plan 2-1", "seed 3", "conv1 .. pool", "91.3%", "98.0%", "123 MB", "81.0 MB", "fc1 .. fc<2>",
@@ -122,18 +85,18 @@ def test_it_tells_all(full: str) -> None:
 def test_the_start_is_the_start(simulated: Simulated, measured: Timeline) -> None:
     """The compared part may begin later in the run, after a drain."""
     late = replace(measured, spans=tuple(span._replace(index=span.index + 364) for span in measured.spans))
-    words = " ".join(_read(page(SUMMARY, measured=late, start=measured)).words)
+    words = " ".join(HtmlPage(page(SUMMARY, measured=late, start=measured)).words)
     assert "Measured, from microbatch 0 on" in words.partition("At the start")[2]
     assert "from microbatch 0 on" not in words.partition("At the start")[0]
 
 
 def test_curves_of_the_evaluations() -> None:
     rows = [{"epoch": k, "minibatches": 30 * k, "seconds": 1.0, "accuracy": k / 9, "loss": 1 / k} for k in (1, 2, 3)]
-    words = _read(page({"evaluations": rows})).words
+    words = HtmlPage(page({"evaluations": rows})).words
     assert {"Evaluations", "Test accuracy", "Test loss"} <= set(words)
     assert "Test seconds" not in words
     for wrong in ([{"epoch": 0}], [3], "x", [{"accuracy": "high", "minibatches": None}]):
-        assert "Evaluations" not in _read(page({"evaluations": wrong})).words
+        assert "Evaluations" not in HtmlPage(page({"evaluations": wrong})).words
 
 
 def test_timelines_are_on_one_scale(full: str) -> None:
@@ -152,12 +115,12 @@ def test_timelines_are_on_one_scale(full: str) -> None:
 
 def test_all_is_escaped() -> None:
     text = page({"recipe": "<script>alert(1)</script>", "configuration": {"<b>": "<i>"}, "metrics": {"<u>": 1}})
-    reader = _read(text)
+    reader = HtmlPage(text)
     assert not {"script", "b", "i", "u"} & set(reader.tags)
 
 
 def test_nothing_is_known() -> None:
-    words = " ".join(_read(page({})).words)
+    words = " ".join(HtmlPage(page({})).words)
     assert "No loss was recorded" in words
     assert "nan" not in words.lower()
     assert "None" not in words
@@ -185,17 +148,17 @@ def _list_paths(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...
 def test_any_key_may_be_missing(data: st.DataObject) -> None:
     summary, paths = copy.deepcopy(SUMMARY), _list_paths(SUMMARY)
     _remove_paths(summary, paths[::-1], data.draw(st.lists(st.booleans(), min_size=len(paths), max_size=len(paths))))
-    _read(page(summary))
+    HtmlPage(page(summary))
 
 
 def test_a_page_that_says_none(digits_plan: Plan) -> None:
     """Values that the run could not know arrive as null."""
     summary = {key: None for key in SUMMARY} | {"throughput": {"measured_per_s": None}, "stages": [{"rank": None}]}
-    assert "None" not in " ".join(_read(page(summary, plan=digits_plan)).words)
+    assert "None" not in " ".join(HtmlPage(page(summary, plan=digits_plan)).words)
 
 
 def test_memory_is_compared_with_the_same_tensors() -> None:
-    words = _read(page(SUMMARY)).words
+    words = HtmlPage(page(SUMMARY)).words
     assert "tensors of the fullest worker; predicted 79.0 MB; the process reserved 455 MB" in words
     heads = words[words.index("peak memory", words.index("sent")) :]
     assert heads[:3] == ["peak memory", "predicted", "reserved"]
