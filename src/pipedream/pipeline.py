@@ -41,7 +41,7 @@ from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.process_group import is_distributed, process_device
-from pipedream.runtime.comm.same_settings import describe_model, text_of
+from pipedream.runtime.comm.same_settings import describe_model, describe_value
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.results.loggers import Loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
@@ -551,5 +551,5 @@ def _check_layout(options: PipelineOptions, phases: Sequence[Prepared], model: A
 
 def _list_settings_to_agree(model: Any, options: PipelineOptions, seed: int) -> dict[str, str]:
     names = {option.name for option in fields(options)} - _OWN_TO_RANKS - _IN_PROGRAMS
-    texts = {name: text_of(getattr(options, name)) for name in sorted(names)}
+    texts = {name: describe_value(getattr(options, name)) for name in sorted(names)}
     return texts | {"seed": str(seed), "the model": describe_model(model)}

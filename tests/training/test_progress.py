@@ -27,10 +27,10 @@ class _Pipeline:
 def test_status_is_computed_only_if_it_is_shown(
     monkeypatch: pytest.MonkeyPatch, rank: int, rank_0_shows: bool, computed: int
 ) -> None:
-    def from_rank_0(make: Any, rank: int) -> str:
+    def make_on_rank_0(make: Any, rank: int) -> str:
         return str(make()) if rank == 0 else "shown" * rank_0_shows
 
-    monkeypatch.setattr(progress, "from_rank_0", from_rank_0)
+    monkeypatch.setattr(progress, "make_on_rank_0", make_on_rank_0)
     console = Console(file=io.StringIO(), force_terminal=rank_0_shows, quiet=rank != 0)
     pipeline: Any = _Pipeline()
     with progress.Progress(console, 2, rank) as shown:

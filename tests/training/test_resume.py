@@ -409,7 +409,7 @@ def test_a_run_folder_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(path.name for path in store.glob("*")) == sorted([*files, CHECKPOINTS])
     with (store / "weights.pt").open("rb") as file:
         assert file.read() == (here / "weights.pt").read_bytes()
-    assert [folders.minibatches_of(p.name) for p in folders.complete_checkpoints(store / CHECKPOINTS)] == [10, 15]
+    assert [folders.parse_minibatches(p.name) for p in folders.complete_checkpoints(store / CHECKPOINTS)] == [10, 15]
     store.remove_folder()
 
 

@@ -199,9 +199,9 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
                 amount(stage.get("learning_rate")),
             )
         )
-    shares_of = ("busy", "predicted", "waiting", "predicted", "sending", "predicted")
+    list_shares = ("busy", "predicted", "waiting", "predicted", "sending", "predicted")
     memory_of = ("peak memory", "predicted", "reserved")
-    heads = ("stage", "layers", "rank", *shares_of, "sent", *memory_of, "versions", "staleness", "rate")
+    heads = ("stage", "layers", "rank", *list_shares, "sent", *memory_of, "versions", "staleness", "rate")
     return table("Stages: shares of the time and memory of tensors, measured and predicted", heads, rows, words=2)
 
 

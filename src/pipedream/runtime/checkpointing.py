@@ -20,7 +20,7 @@ from pipedream.core.plan.mesh import Box
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, pieces, writer
 from pipedream.runtime.checkpoint.initial_values import named_state
-from pipedream.runtime.checkpoint.parameters import extra_states_of, set_extra_states
+from pipedream.runtime.checkpoint.parameters import collect_extra_states, set_extra_states
 from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.data.rng import restore_rng, save_rng
@@ -120,7 +120,7 @@ class Checkpointer:
 
     def newest(self, folder: AnyPath) -> AnyPath | None:
         """Returns the newest checkpoint in a folder, or the folder if it is one; every rank calls it."""
-        return folders.newest_of_all(folders.newest_checkpoint(folder), self._group)
+        return folders.find_newest_of_all(folders.newest_checkpoint(folder), self._group)
 
     def read(self, path: AnyPath) -> Checkpoint:
         """Reads the manifest; every rank calls it, and raises the same `ArtifactError` if it is damaged."""
@@ -169,7 +169,7 @@ class Checkpointer:
         extra_states = self.extra_states()
         for stage, stage_state in self._list_stage_states(first_replicas=True):
             stage_tensors = {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
-            stage_tensors |= optimizer_state.tensors_of(stage_state.optimizer)
+            stage_tensors |= optimizer_state.collect_tensors(stage_state.optimizer)
             stage_tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
             if stage in self._shardings:
                 parts = {
@@ -215,14 +215,14 @@ class Checkpointer:
         """Returns the extra states, in JSON, of the modules of each stage whose replica 0 is here."""
         layers = [stage.names for stage in self._program.plan.stages]
         return {
-            stage: extra_states_of(self._model, stage, layers, self._names)
+            stage: collect_extra_states(self._model, stage, layers, self._names)
             for stage, _ in self._list_stage_states(first_replicas=True)
         }
 
     def _fetch(self, path: AnyPath, manifest: Checkpoint, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
         """Returns parts of tensors from this machine's files, and those that others have from them."""
         elsewhere = folders.absent_files(path, manifest)
-        shares = pieces.shares_of(manifest, boxes)
+        shares = pieces.list_shares(manifest, boxes)
         here = [share for share in shares if share.stored_in(manifest).file not in elsewhere]
         lacking = [
             (name, number, [(side.start, side.stop) for side in box])
@@ -239,7 +239,7 @@ class Checkpointer:
         for rank, share in requests:
             owner = self._find_owner(manifest, share)
             if rank == self._rank:
-                parts[share] = pieces.empty_of(manifest.tensors[share.name].dtype, share.box)
+                parts[share] = pieces.make_empty(manifest.tensors[share.name].dtype, share.box)
                 dist.recv(_view_bytes(parts[share]), group=self._group, group_src=owner)
             elif owner == self._rank:
                 dist.send(_view_bytes(parts[share]), group=self._group, group_dst=rank)

@@ -38,7 +38,7 @@ from pipedream.runtime.assemble import (
 from pipedream.runtime.checkpoint import parameters
 from pipedream.runtime.checkpoint.files import fit_names, open_weights
 from pipedream.runtime.checkpoint.initial_values import materialise, named_state
-from pipedream.runtime.checkpoint.parameters import keys_of, modules_by_key
+from pipedream.runtime.checkpoint.parameters import key_extra_states, modules_by_key
 from pipedream.runtime.checkpoint.remote import AnyPath
 from pipedream.runtime.checkpointing import Checkpointer, share_with_replicas
 from pipedream.runtime.clock import run_in_process
@@ -176,7 +176,7 @@ class Session:
         self._names_here = {name for names in self._stage_names for name in names}
         self._read_weights(weights)
         materialise(model, self._names_here, blueprint.device, blueprint.settings.seed)
-        return make_local_workers(blueprint, [parameters.trained(model, names) for names in self._stage_names])
+        return make_local_workers(blueprint, [parameters.select_trained(model, names) for names in self._stage_names])
 
     def _read_weights(self, weights: str | os.PathLike[str] | None) -> set[str]:
         """Loads this rank's part of a file. Returns the names of all ranks' parts."""
@@ -262,14 +262,14 @@ class Session:
                 )
             broadcast_tied(model, blueprint.shared, connections.holders, placement, self._worker_rank)
         visited = {
-            stage: parameters.trained(model, self._stage_names[stage])
+            stage: parameters.select_trained(model, self._stage_names[stage])
             for stage, _ in placement.remote_forwards(self._worker_rank)
         }
         remote_forwards = make_remote_forwards(blueprint, self.rank, visited)
         parameters.drop_foreign(model, self._names_here | set(self._unused))
         for remote_forward in remote_forwards.values():
             remote_forward.empty()
-        handles = {stage: parameters.trained(model, self._stage_names[stage]) for stage in own_stages}
+        handles = {stage: parameters.select_trained(model, self._stage_names[stage]) for stage in own_stages}
         for stage, owned in handles.items():
             if connections.mesh is None:
                 continue
@@ -604,7 +604,7 @@ class Session:
             whole |= {name: state[name].detach().cpu().clone() for name in self._unused}
             for text in gather_texts(json.dumps(self.checkpointer.extra_states()), self._group):
                 for states in json.loads(text).values() if self.rank == 0 else ():
-                    whole |= keys_of(states)
+                    whole |= key_extra_states(states)
             if self.rank:
                 return {}
             return {name: whole[name] for name in self.model.state_dict() if name in whole}

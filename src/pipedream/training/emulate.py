@@ -19,7 +19,7 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.units import check_factor, format_number
 from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group
-from pipedream.runtime.failure.guard import guarded
+from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.training.resume import locked
 from pipedream.training.run_folder import RunFiles, last_segment, software_versions, summarise, write_run
@@ -67,8 +67,8 @@ def emulate(
         raise PlanError(f"{minibatches} minibatches were asked for; run at least 1")
     rank, processes = _join_group(plan)
     named = f"runs/emulated-{plan.config}-{datetime.now():%Y%m%d-%H%M%S}"
-    with guarded(rank, processes), ExitStack() as stack:
-        folder = Path(process_group.from_rank_0(lambda: str(out or named), rank))
+    with guard_job(rank, processes), ExitStack() as stack:
+        folder = Path(process_group.make_on_rank_0(lambda: str(out or named), rank))
         name, parts = resolve_method(scaled, schedule, microbatches)
         stack.enter_context(locked(folder, rank))
         with build_emulated_pipeline(scaled, schedule=name, microbatches=parts, byte_scale=byte_scale) as pipeline:

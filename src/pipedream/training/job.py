@@ -30,7 +30,7 @@ from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.batch_adapter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
-from pipedream.runtime.results.loggers import loggers_of
+from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
 from pipedream.training.resume import ResumePoint, resume_point
@@ -162,9 +162,9 @@ def resolve(make: Callable[[int], Recipe], options: TrainingOptions, process: Pr
         saved = resumed.folder if resumed is not None else None
         return str(options.out or saved or Path("runs") / f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
 
-    place = any_path(process_group.from_rank_0(chosen_folder, process.rank))
+    place = any_path(process_group.make_on_rank_0(chosen_folder, process.rank))
     folder = place if isinstance(place, Path) else Path("runs", str(place).replace("://", "/"))
-    loggers_of(options.logs, folder)  # before anything is measured: a package may be missing
+    make_loggers(options.logs, folder)  # before anything is measured: a package may be missing
     return Job(
         options=options,
         recipe=recipe,

@@ -13,7 +13,7 @@ from rich.table import Table
 from pipedream.core.progress import is_live
 from pipedream.core.units import format_bytes
 from pipedream.pipeline import Pipeline
-from pipedream.runtime.comm.process_group import from_rank_0
+from pipedream.runtime.comm.process_group import make_on_rank_0
 from pipedream.runtime.results.results import Done
 
 _EVERY_S = 0.5
@@ -29,7 +29,7 @@ class Progress:
         self._console = console
         self._workers = workers
         shows = is_live(console) and not console.quiet
-        self._is_shown = bool(from_rank_0(lambda: "shown" if shows else "", rank))
+        self._is_shown = bool(make_on_rank_0(lambda: "shown" if shows else "", rank))
         self._live = Live(console=console, auto_refresh=False, transient=True) if shows else None
         self._shown_s = 0.0
         self._shown_number = 0

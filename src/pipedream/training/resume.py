@@ -14,8 +14,8 @@ from pipedream.core.errors import ArtifactError
 from pipedream.core.model.profile import Profile
 from pipedream.runtime.checkpoint.folders import (
     complete_checkpoints,
+    find_newest_of_all,
     newest_checkpoint,
-    newest_of_all,
     read_shared_manifest,
 )
 from pipedream.runtime.checkpoint.lock import FolderLock
@@ -84,7 +84,7 @@ def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[s
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         checkpoint = newest_checkpoint(any_path(out) / CHECKPOINTS) if restarted and out is not None else None
     group = process_group.world_group()
-    path = newest_of_all(checkpoint, group)
+    path = find_newest_of_all(checkpoint, group)
     if path is None:
         # One command may start a run and continue it.
         if resume is None or (out is not None and any_path(out) == any_path(resume)):
@@ -111,7 +111,7 @@ def locked(folder: Path, rank: int) -> Iterator[None]:
         locks.append(FolderLock(folder))
         return ""
 
-    process_group.from_rank_0(lock, rank)
+    process_group.make_on_rank_0(lock, rank)
     try:
         yield
     finally:

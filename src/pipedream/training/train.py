@@ -23,8 +23,8 @@ from pipedream.report.terminal_tables import collectives_text
 from pipedream.runtime.checkpoint.folders import ranks_that_see
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data
-from pipedream.runtime.failure.guard import guarded
-from pipedream.runtime.results.loggers import loggers_of
+from pipedream.runtime.failure.guard import guard_job
+from pipedream.runtime.results.loggers import make_loggers
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
 from pipedream.training.resume import CHECKPOINTS, check_unused, locked
@@ -73,7 +73,7 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
 
 def _train(make: Callable[[int], Recipe], options: TrainingOptions) -> dict[str, Any]:
     process = Process.join(options)
-    with guarded(process.rank, process.count) as activity:
+    with guard_job(process.rank, process.count) as activity:
         process_group.check_same_software()
         activity.place = "preparing the run"
         job = resolve(make, options, process)
@@ -162,7 +162,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
                 "phases": planned.phases,
                 "compensation": planned.compensation,
                 "compile": options.compile or recipe.compile,
-                "loggers": [*recipe.loggers, *loggers_of(options.logs, job.folder)],
+                "loggers": [*recipe.loggers, *make_loggers(options.logs, job.folder)],
                 "sample": None if names_layers else model_input(recipe, recipe.first_batch()),
             },
         )

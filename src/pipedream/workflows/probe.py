@@ -19,7 +19,7 @@ from pipedream.core.units import format_rate, format_seconds
 from pipedream.probe import links, machine
 from pipedream.profiler.environment import device_text
 from pipedream.runtime.comm import process_group
-from pipedream.runtime.comm.connections import card_of, has_nccl
+from pipedream.runtime.comm.connections import has_nccl, name_card
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.workflows.runtime_costs import measure_runtime
 
@@ -104,7 +104,7 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
     rank, processes = process_group.join_group(place)
     count = processes if processes > 1 else workers
     texts = process_group.gather_texts(
-        json.dumps([machine.machine_name(), card_of(place)]), process_group.world_group()
+        json.dumps([machine.machine_name(), name_card(place)]), process_group.world_group()
     )
     names, cards = zip(*map(json.loads, texts), strict=True)
     machines = len(set(names))
@@ -116,7 +116,7 @@ def detect_cluster(device: str, *, workers: int | None = None) -> tuple[Cluster,
     if place.type == "cpu":
         return measure_runtime("cpu").on_links(Cluster.local(count)), ""
     # As rank 0 sees it: all must make the same plan.
-    text = process_group.from_rank_0(
+    text = process_group.make_on_rank_0(
         lambda: machine.probe_gpus(count, device="cuda" if processes > 1 else device).to_json(), rank
     )
     return Cluster.from_json(text, "rank 0's cluster"), ""
@@ -173,7 +173,7 @@ def _add_level(
 def _measure_step(step: Step, rank: int, device: Any, target_s: float) -> list[Link | Fan | Sum]:
     """Returns the results that this rank reports."""
     ranks = step[2]
-    group = process_group.group_of(ranks)
+    group = process_group.make_group(ranks)
     if rank not in ranks:
         return []
     result = _measure_in_group(step, group, rank, device, target_s)

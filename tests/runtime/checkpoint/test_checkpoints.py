@@ -68,9 +68,12 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_a_folder_is_named_after_its_minibatches(tmp_path: Path) -> None:
     assert folders.folder_name(91) == "minibatch-00000091", "earlier versions have written this name"
-    assert [folders.minibatches_of(name) for name in ("minibatch-00000091", "minibatch-123456789")] == [91, 123456789]
+    assert [folders.parse_minibatches(name) for name in ("minibatch-00000091", "minibatch-123456789")] == [
+        91,
+        123456789,
+    ]
     for name in (".minibatch-00000091", "minibatch-of-mine", "minibatch-", "minibatch-00000091-old", "91"):
-        assert folders.minibatches_of(name) is None
+        assert folders.parse_minibatches(name) is None
     saved = save(tmp_path, epochs=2)
     assert names(saved) == [folders.folder_name(folders.read_manifest(path).minibatches) for path in saved]
 

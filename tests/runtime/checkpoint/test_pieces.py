@@ -84,7 +84,7 @@ def test_any_part_of_what_any_mesh_wrote_is_read(data: st.DataObject) -> None:
         manifest = Checkpoint.from_json(manifest.to_json())
         for box in boxes(shape, *data.draw(cuts(len(shape)))):
             part_boxes = {"model/a": box}
-            shares = pieces.read_shares(folder, manifest, pieces.shares_of(manifest, part_boxes))
+            shares = pieces.read_shares(folder, manifest, pieces.list_shares(manifest, part_boxes))
             part = pieces.assemble(manifest, part_boxes, shares)["model/a"]
             assert part.dtype == tensor.dtype
             assert torch.equal(part, tensor[_slices(box)])
@@ -112,11 +112,11 @@ def test_little_is_read_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.M
     for dimension in (0, 1):
         for box in boxes(tuple(tensor.shape), [dimension], [4]):
             read.clear()
-            shares = pieces.shares_of(manifest, {"model/a": box})
+            shares = pieces.list_shares(manifest, {"model/a": box})
             list(pieces.read_shares(tmp_path, manifest, shares))
             assert tensor.nbytes // 4 < sum(read) < 1.1 * tensor.nbytes / 4
     lying = [
-        len(pieces._group_reads(pieces.shares_of(manifest, {"model/a": box}), manifest))
+        len(pieces._group_reads(pieces.list_shares(manifest, {"model/a": box}), manifest))
         for box in boxes((256, 512), [0], [4])
     ]
     assert lying == [1] * 4, "rows lie together, and are read at once"
@@ -187,7 +187,7 @@ def test_a_damaged_piece_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ArtifactError, match="another checksum"):
         pieces.verify_checkpoint(path)
     # A rank that does not need this piece is not concerned.
-    others = pieces.shares_of(manifest, {"model/0.weight": stored.pieces[0].box})
+    others = pieces.list_shares(manifest, {"model/0.weight": stored.pieces[0].box})
     assert len(list(pieces.read_shares(path, manifest, others))) == 1
 
 

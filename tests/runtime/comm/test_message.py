@@ -18,7 +18,7 @@ from pipedream.runtime.comm.message import (
     SentFormats,
     copy_as_received,
     dimension_order,
-    in_memory_order,
+    flatten_in_memory_order,
     write,
 )
 
@@ -101,7 +101,7 @@ def test_a_message_arrives_as_it_was(message: Message, gradients: list[bool]) ->
 @given(tensor=tensors())
 def test_a_tensor_sent_alone_is_in_the_order_of_its_layout(tensor: torch.Tensor) -> None:
     message_format = MessageFormat.of(Message(0, tensors=(tensor,)))
-    (received,) = message_format.tensors_in(in_memory_order(tensor).view(torch.uint8).clone())
+    (received,) = message_format.tensors_in(flatten_in_memory_order(tensor).view(torch.uint8).clone())
     assert received is not None
     assert torch.equal(received, tensor)
 
@@ -175,7 +175,7 @@ def test_a_transposed_tensor_arrives_transposed() -> None:
     ids=["conjugate", "negated", "float8"],
 )
 def test_numbers_that_memory_does_not_hold_as_such(tensor: torch.Tensor) -> None:
-    numbers = in_memory_order(tensor)
+    numbers = flatten_in_memory_order(tensor)
     received = torch.empty_like(numbers)
     received.view(torch.uint8).copy_(numbers.view(torch.uint8))  # bytes, as gloo sends them
     assert torch.equal(received.to(torch.complex64), tensor.to(torch.complex64).reshape(-1).resolve_conj())

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipedream.runtime.comm.same_settings import describe_data, describe_model, describe_optimizer, text_of
+from pipedream.runtime.comm.same_settings import describe_data, describe_model, describe_optimizer, describe_value
 
 SGD, ADAM, STEP = torch.optim.SGD, torch.optim.Adam, torch.optim.lr_scheduler.StepLR
 RATE = 0.1
@@ -55,14 +55,14 @@ DIFFERENT: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("value", "other"), DIFFERENT)
 def test_other_settings_have_other_texts(value: Any, other: Any) -> None:
-    assert text_of(value) != text_of(other)
-    assert text_of(value) == text_of(value)
+    assert describe_value(value) != describe_value(other)
+    assert describe_value(value) == describe_value(value)
 
 
 def test_what_a_rank_has_of_its_own_is_left_out() -> None:
-    assert text_of(_factory(0.1, "cuda:0", 0)) == text_of(_factory(0.1, "cuda:1", 1))
-    assert text_of(partial(_factory, device="cuda:0")) == text_of(partial(_factory, device="cuda:3"))
-    assert text_of(_Loss(1.0)) == text_of(_Loss(1.0))
+    assert describe_value(_factory(0.1, "cuda:0", 0)) == describe_value(_factory(0.1, "cuda:1", 1))
+    assert describe_value(partial(_factory, device="cuda:0")) == describe_value(partial(_factory, device="cuda:3"))
+    assert describe_value(_Loss(1.0)) == describe_value(_Loss(1.0))
 
 
 def test_models_and_optimizers() -> None:
@@ -98,7 +98,7 @@ def test_data() -> None:
 def test_texts_are_equal_in_another_process() -> None:
     program = (
         "import test_same_settings as t\n"
-        "for one, other in t.DIFFERENT: print(repr(t.text_of(one)), repr(t.text_of(other)))"
+        "for one, other in t.DIFFERENT: print(repr(t.describe_value(one)), repr(t.describe_value(other)))"
     )
     texts = {
         subprocess.run(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pipedream as pd
 from pipedream.core.errors import PipelineError, RecipeError
-from pipedream.runtime.results.loggers import loggers_of
+from pipedream.runtime.results.loggers import make_loggers
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -165,10 +165,10 @@ def test_what_is_no_logger_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(PipelineError, match=r"was given as a logger; give an object with log_metrics"):
             trained(wrong)
     with pytest.raises(RecipeError, match="logger 'commet' is not known; choose from csv, tensorboard, wandb, mlflow"):
-        loggers_of(["csv", "commet"], tmp_path)
+        make_loggers(["csv", "commet"], tmp_path)
     monkeypatch.setattr("pipedream.runtime.results.loggers.find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"needs the package wandb, which is not installed; pip install wandb, or"):
-        loggers_of(["wandb"], tmp_path)
+        make_loggers(["wandb"], tmp_path)
 
 
 def test_tensorboard_gets_scalars_by_name(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def _describe_recipe(path: str, seed: int) -> DescribedStep:
     from pipedream.recipe import blaming, load_recipe
     from pipedream.runtime.comm.values import to_device
     from pipedream.runtime.data.batch_adapter import BatchAdapter
-    from pipedream.runtime.results.losses import Loss, is_torch_loss, loss_of_output
+    from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
     from pipedream.training.job import model_input
 
     recipe = load_recipe(path, seed=seed)
@@ -47,7 +47,7 @@ def _describe_recipe(path: str, seed: int) -> DescribedStep:
     _, targets = adapt(batch)
 
     def score(output: Any) -> Any:
-        return loss_of_output(output) if recipe.loss is None else loss.value(output, targets)
+        return find_loss(output) if recipe.loss is None else loss.value(output, targets)
 
     with blaming("while its step was described on its first batch"):
         sample = move(model_input(recipe, batch))

@@ -52,7 +52,7 @@ def folder_name(minibatches: int) -> str:
     return f"{_PREFIX}{minibatches:08d}"
 
 
-def minibatches_of(name: str) -> int | None:
+def parse_minibatches(name: str) -> int | None:
     """Returns the number in the name of a checkpoint's folder."""
     match = re.fullmatch(rf"{_PREFIX}(\d+)", name)
     return int(match[1]) if match else None
@@ -67,7 +67,7 @@ def _list_checkpoints(folder: AnyPath, *, parts: bool = False) -> list[AnyPath]:
     minibatches = {
         path: number
         for path in folder.glob(f"{_PREFIX}*")
-        if (number := minibatches_of(path.name)) is not None and (parts or (path / MANIFEST).is_file())
+        if (number := parse_minibatches(path.name)) is not None and (parts or (path / MANIFEST).is_file())
     }
     return sorted(minibatches, key=minibatches.__getitem__)
 
@@ -80,12 +80,12 @@ def newest_checkpoint(folder: str | os.PathLike[str] | RemotePath) -> AnyPath | 
     return next(reversed(complete_checkpoints(path)), None)
 
 
-def newest_of_all(newest_here: AnyPath | None, group: dist.ProcessGroup | None) -> AnyPath | None:
+def find_newest_of_all(newest_here: AnyPath | None, group: dist.ProcessGroup | None) -> AnyPath | None:
     """Returns the newest of what the ranks have found; every rank calls it.
 
     Without a shared folder one machine has the manifest: that of rank 0 when it was saved.
     """
-    number = -1 if newest_here is None else (minibatches_of(newest_here.resolve().name) or 0)
+    number = -1 if newest_here is None else (parse_minibatches(newest_here.resolve().name) or 0)
     rows = [json.loads(row) for row in gather_texts(json.dumps([number, str(newest_here)]), group)]
     newest, path = max(rows, key=lambda row: int(row[0]))
     return any_path(path) if newest >= 0 else None

@@ -27,7 +27,7 @@ counts."""
 _NOT_OPTIONS = ("params", "param_names")
 
 
-def tensors_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+def collect_tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Returns ``optimizer/NAME/KEY``, ``compensation/NAME/KEY`` and ``ema/NAME``, without tied weights of others."""
     mine = {name for number, name in enumerate(optimizer.named) if number not in optimizer.counted_elsewhere}
     tensors = {f"ema/{name}": average for name, average in optimizer.ema.items() if name in mine}
@@ -82,7 +82,7 @@ def restore(
     """Puts a checkpoint's state into a stage's new optimizer and scheduler.
 
     Args:
-        tensors: named as by `tensors_of`.
+        tensors: named as by `collect_tensors`.
         stage: None if plan or method has changed.
 
     Raises:

@@ -46,7 +46,7 @@ def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for names in names_by_id.values() if len(names) > 1 for name in names}
 
 
-def trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+def select_trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
     """Returns the trained ones, each once, in the model's order, under the first of its names."""
     every = dict(model.named_parameters(remove_duplicate=False))
     ids = {id(every[name]) for name in names if name in every}
@@ -201,7 +201,7 @@ def load(
                 tensor.copy_(value)
 
 
-def extra_states_of(
+def collect_extra_states(
     model: nn.Module, stage: int, layers: Sequence[Sequence[str]], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     """Returns module -> extra state, in JSON, of a stage's modules; warns of one that JSON cannot hold.
@@ -233,7 +233,7 @@ def extra_states_of(
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     """Gives modules their extra states, from JSON."""
     modules = modules_by_key(model)
-    for key, state in keys_of(states).items():
+    for key, state in key_extra_states(states).items():
         if key in modules:
             modules[key].set_extra_state(state)
 
@@ -247,6 +247,6 @@ def modules_by_key(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def keys_of(states: Mapping[str, Any]) -> dict[str, Any]:
+def key_extra_states(states: Mapping[str, Any]) -> dict[str, Any]:
     """Returns extra states, from JSON, by their keys in a state dict."""
     return {f"{name}.{_KEY}".lstrip("."): from_json(state) for name, state in states.items()}

@@ -46,7 +46,7 @@ class Share(NamedTuple):
         return manifest.tensors[self.name].pieces[self.number]
 
 
-def shares_of(manifest: Checkpoint, boxes: Mapping[str, Box]) -> list[Share]:
+def list_shares(manifest: Checkpoint, boxes: Mapping[str, Box]) -> list[Share]:
     """Returns what parts of tensors consist of.
 
     Args:
@@ -60,7 +60,7 @@ def shares_of(manifest: Checkpoint, boxes: Mapping[str, Box]) -> list[Share]:
     ]
 
 
-def empty_of(dtype: str, box: Box) -> torch.Tensor:
+def make_empty(dtype: str, box: Box) -> torch.Tensor:
     """Returns a part of a tensor without its values. Raises an `ArtifactError` if torch has no such dtype."""
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
@@ -81,7 +81,7 @@ def assemble(
             tensors[name] = values.new_empty([len(side) for side in boxes[name]])
         tensors[name][_slice_within(box, boxes[name])] = values
     for name in boxes.keys() - tensors.keys():  # those without values
-        tensors[name] = empty_of(manifest.tensors[name].dtype, boxes[name])
+        tensors[name] = make_empty(manifest.tensors[name].dtype, boxes[name])
     return {name: tensors[name] for name in boxes}
 
 
@@ -90,7 +90,7 @@ def read_tensors(path: AnyPath, manifest: Checkpoint, names: Iterable[str]) -> d
     wanted_names = list(names)
     check_names(path, manifest, wanted_names)
     boxes = {name: tuple(map(range, manifest.tensors[name].shape)) for name in wanted_names}
-    return assemble(manifest, boxes, read_shares(path, manifest, shares_of(manifest, boxes)))
+    return assemble(manifest, boxes, read_shares(path, manifest, list_shares(manifest, boxes)))
 
 
 def read_shares(path: AnyPath, manifest: Checkpoint, shares: Iterable[Share]) -> Iterator[tuple[Share, torch.Tensor]]:

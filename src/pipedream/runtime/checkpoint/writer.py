@@ -33,10 +33,10 @@ from pipedream.runtime.checkpoint.folders import (
     commit,
     complete_checkpoints,
     folder_name,
-    minibatches_of,
     move,
     name_scratch,
     newest_checkpoint,
+    parse_minibatches,
     prune,
     ranks_that_see,
     remove_leftovers,
@@ -181,7 +181,7 @@ class Writer:
         if last is not None and last.resolve().parent == folder.resolve():
             # Resumed from an older one: a later resume must not take those of the course that was left.
             for other in complete_checkpoints(folder):
-                if (minibatches_of(other.name) or 0) > number:
+                if (parse_minibatches(other.name) or 0) > number:
                     set_aside(other)
         if (path / MANIFEST if isinstance(path, RemotePath) else path).exists():
             raise ArtifactError(

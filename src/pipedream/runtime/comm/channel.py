@@ -52,7 +52,7 @@ class Sender(ABC):
     def send(self, message: Message) -> None:
         """Does not wait; the message's tensors must not be written to afterwards."""
 
-    def drain_begin(self) -> None:
+    def begin_drain(self) -> None:
         """Completes, without waiting, the receives that were posted for further messages."""
         return
 
@@ -114,7 +114,7 @@ def drain(ends: Sequence[Sender | Receiver]) -> None:
     """Leaves nothing under way on channels whose messages have all been received; both ends' ranks call it."""
     for end in ends:
         if isinstance(end, Sender):
-            end.drain_begin()
+            end.begin_drain()
     for kind in (Receiver, Sender):
         for end in ends:
             if isinstance(end, kind):

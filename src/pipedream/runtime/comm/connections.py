@@ -69,7 +69,7 @@ class Connections:
     workers: Sequence[range] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "workers", ranks_of_workers(self.meshes))
+        object.__setattr__(self, "workers", list_worker_ranks(self.meshes))
 
     @property
     def rank(self) -> int:
@@ -128,7 +128,7 @@ def connect_groups(
     """
     everyone = world_group()
     assert everyone is not None
-    uses_nccl = has_nccl(device, gather_texts(card_of(device), everyone))
+    uses_nccl = has_nccl(device, gather_texts(name_card(device), everyone))
     if device.type != "cpu" and not uses_nccl and any(mesh.dimensions for mesh in meshes):
         raise PlanError(
             "a plan with meshes was asked for on ranks that share a GPU, where NCCL does not run; give each rank a GPU "
@@ -136,7 +136,7 @@ def connect_groups(
         )
     sums_on = device if uses_nccl else torch.device("cpu")
     meshes = meshes or [Mesh()] * (1 + max(map(max, stages)))
-    workers = ranks_of_workers(meshes)
+    workers = list_worker_ranks(meshes)
     pairs = [pair for a, b in pairs for pair in (zip if meshes[a] == meshes[b] else product)(workers[a], workers[b])]
     upward = _make_group(range(dist.get_world_size(everyone)), torch.device("cpu"))
     assert upward is not None
@@ -194,7 +194,7 @@ def _connect_sums(
     return next(filter(None, groups), None)
 
 
-def ranks_of_workers(meshes: Sequence[Mesh]) -> list[range]:
+def list_worker_ranks(meshes: Sequence[Mesh]) -> list[range]:
     """Returns the ranks of each worker."""
     workers: list[range] = []
     for mesh in meshes:
@@ -268,7 +268,7 @@ class _Connecting:
             return
         failures: list[Exception] = []
 
-        def guarded() -> None:
+        def run_on_device() -> None:
             try:
                 if self._device.type == "cuda":
                     torch.cuda.set_device(self._device)  # a new thread's is 0
@@ -276,7 +276,7 @@ class _Connecting:
             except Exception as error:
                 failures.append(error)
 
-        thread = Thread(target=guarded, daemon=True, name="pipedream-connect")
+        thread = Thread(target=run_on_device, daemon=True, name="pipedream-connect")
         thread.start()
         thread.join(CONNECT_TIMEOUT_S)
         if thread.is_alive() or failures:
@@ -353,6 +353,6 @@ def has_nccl(device: torch.device, cards: Sequence[str]) -> bool:
     return "nccl" in dist.get_backend_config()
 
 
-def card_of(device: torch.device) -> str:
+def name_card(device: torch.device) -> str:
     """Returns a name of a GPU that no other GPU has; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

@@ -7,7 +7,7 @@ largest payload up to i - depth had, which both ends know. The rest of a larger 
 because receives for later messages are posted already.
 
 Receives are posted when a stream first uses a channel. At the stream's end the sender completes them with messages
-that say nothing (`drain_begin`), so nothing is under way between streams, however long that is.
+that say nothing (`begin_drain`), so nothing is under way between streams, however long that is.
 
 Nothing waits for a send on the critical path: a worker waits for the oldest message only when more are under way than
 its schedule can have unread. (gloo reports that one has been sent only to those who wait.)
@@ -31,7 +31,7 @@ from pipedream.runtime.comm.message import (
     MessageFormat,
     ReceivedFormats,
     SentFormats,
-    in_memory_order,
+    flatten_in_memory_order,
     restore_device,
     wait_for_copies,
     write,
@@ -178,7 +178,7 @@ class GlooSender(ConnectionSender):
             t for t, spec in zip(message.tensors, message_format.specs, strict=True) if spec and spec.begin is not None
         ]
         if len(shared) == 1 and shared[0] is not None and shared[0].is_cpu:
-            payload = in_memory_order(shared[0]).view(torch.uint8)
+            payload = flatten_in_memory_order(shared[0]).view(torch.uint8)
         else:
             payload = torch.empty(size, dtype=torch.uint8, pin_memory=end.pinned)
             write(message.tensors, message_format.tensors_in(payload))
@@ -204,7 +204,7 @@ class GlooSender(ConnectionSender):
         if buffer is not None and buffer.size == self._buffer_bytes:
             self._free.append(buffer)
 
-    def drain_begin(self) -> None:
+    def begin_drain(self) -> None:
         if not self._streaming:  # no receive is posted either
             return
         self._streaming = False

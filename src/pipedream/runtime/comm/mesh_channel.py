@@ -93,9 +93,9 @@ class MeshSender(Sender):
         stored_box = _locate_part(self._pair.sender, self._place, crossing.shape, crossing.sent)
         return tensor if box == stored_box else tensor[_slice_within(box, stored_box)]
 
-    def drain_begin(self) -> None:
+    def begin_drain(self) -> None:
         for peer in self._peers.values():
-            peer.drain_begin()
+            peer.begin_drain()
 
     def drain(self) -> None:
         for peer in self._peers.values():

@@ -167,7 +167,7 @@ class MessageFormat:
             strides = _compute_dense_strides(tuple(tensor.shape), dimension_order(tensor))
             if tensor.dtype not in _DTYPE_CODE:
                 raise TypeError(f"a tensor of {tensor.dtype} cannot be sent between stages; convert it to a plain type")
-            begin = None if tensor.device.type == separate else aligned(end)
+            begin = None if tensor.device.type == separate else align(end)
             specs.append(TensorSpec(tensor.dtype, tuple(tensor.shape), strides, not tensor.is_cpu, begin))
             if begin is not None:
                 end = begin + tensor.numel() * tensor.element_size()
@@ -301,7 +301,7 @@ class Header(NamedTuple):
     @property
     def head_bytes(self) -> int:
         """Bytes of header, numbers and description, up to the payload."""
-        return aligned(HEADER_BYTES + 8 * self.numbers + self.description_bytes)
+        return align(HEADER_BYTES + 8 * self.numbers + self.description_bytes)
 
     def write(self, head: Any, numbers: Sequence[float], description: bytes) -> None:
         """Writes header, numbers and description to bytes."""
@@ -369,7 +369,7 @@ def copy_as_received(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
-def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+def flatten_in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the numbers of a tensor, flat, in the order of a dense tensor with its order of dimensions.
 
     Copies only what is not dense.
@@ -380,7 +380,7 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,))
 
 
-def aligned(size: int) -> int:
+def align(size: int) -> int:
     """Returns the next place where a tensor of any dtype may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.runtime.comm.channel import ConnectionReceiver, ConnectionSender, RemoteReceiver, Sender
-from pipedream.runtime.comm.message import Message, MessageFormat, in_memory_order
+from pipedream.runtime.comm.message import Message, MessageFormat, flatten_in_memory_order
 
 _SENDER, _RECEIVER = 0, 1
 """Their ranks in the communicator."""
@@ -42,14 +42,14 @@ class SendingLink:
         message_format = self._headers.send_on(message, channel)
         for tensor, spec in zip(message.tensors, message_format.specs, strict=True):
             if tensor is not None and spec is not None and spec.begin is None and tensor.numel():
-                sent = in_memory_order(tensor)
+                sent = flatten_in_memory_order(tensor)
                 self._out.append((self._communicator.send([sent], _RECEIVER, 0), sent))
         while self._out and self._out[0][0].is_completed():
             self._out.popleft()
         return message_format.sent_bytes
 
-    def drain_begin(self) -> None:
-        self._headers.drain_begin()
+    def begin_drain(self) -> None:
+        self._headers.begin_drain()
 
     def drain(self) -> None:
         self._headers.drain()
@@ -96,7 +96,8 @@ class ReceivingLink:
                     tensor = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self._device)
                     tensors[i] = tensor
                     if tensor.numel():
-                        receives.append((self._communicator.recv([in_memory_order(tensor)], _SENDER, 0), tensor))
+                        work = self._communicator.recv([flatten_in_memory_order(tensor)], _SENDER, 0)
+                        receives.append((work, tensor))
         message.tensors = tuple(tensors)  # nobody else has seen it
         return message, receives
 
@@ -120,8 +121,8 @@ class LinkSender(Sender):
     def send(self, message: Message) -> None:
         self._sent_bytes += self._link.send(message, self._number)
 
-    def drain_begin(self) -> None:
-        self._link.drain_begin()
+    def begin_drain(self) -> None:
+        self._link.begin_drain()
 
     def drain(self) -> None:
         self._link.drain()

@@ -147,14 +147,14 @@ def broadcast_text(text: str, group: dist.ProcessGroup | None) -> str:
 
 
 def run_on_rank_0(make: Callable[[], str], device: str) -> str:
-    """Joins the group if needed; see `from_rank_0`."""
+    """Joins the group if needed; see `make_on_rank_0`."""
     if not is_distributed():
         return make()
     rank, _ = join_group(device)
-    return from_rank_0(make, rank)
+    return make_on_rank_0(make, rank)
 
 
-def from_rank_0(make: Callable[[], str], rank: int) -> str:
+def make_on_rank_0(make: Callable[[], str], rank: int) -> str:
     """Returns rank 0's result of `make`; if it fails, all ranks raise, the others PlanError."""
     text, failure = "", None
     if rank == 0:
@@ -194,7 +194,7 @@ def wait_for_all() -> None:
     gather_texts("", world_group())
 
 
-def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+def make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Returns a process group of some ranks; every rank calls it, in the same order."""
     group: dist.ProcessGroup = dist.new_group(list(ranks))
     return group

@@ -83,7 +83,7 @@ def _describe_difference(name: str, texts: Sequence[tuple[int, str]]) -> str:
     return f"{name} ({where})"
 
 
-def text_of(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Returns a text that is equal for equal options, functions and objects of processes that run the same code."""
     return "\n".join(_describe(value, 0))
 
@@ -212,7 +212,7 @@ def _describe_module(module: nn.Module) -> str:
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Returns its class, and the numbers of its groups."""
     groups = [
-        f"group {number}: {', '.join(f'{k}={text_of(v)}' for k, v in group.items() if k != 'params')}"
+        f"group {number}: {', '.join(f'{k}={describe_value(v)}' for k, v in group.items() if k != 'params')}"
         f" for {len(group['params'])} parameters"
         for number, group in enumerate(optimizer.param_groups)
     ]

@@ -212,7 +212,7 @@ class SharedMemorySender(ConnectionSender):
         except OSError as error:
             raise _make_lost_error(self._peer) from error
 
-    def drain_begin(self) -> None:
+    def begin_drain(self) -> None:
         header = Header.of_filler()
         header.write(self._head, (), b"")
         self._send_packet(_SLOT.size + header.head_bytes)

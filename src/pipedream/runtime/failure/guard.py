@@ -335,7 +335,7 @@ class Guard:
 
 
 @contextmanager
-def guarded(rank: int, ranks: int) -> Iterator[Activity]:
+def guard_job(rank: int, ranks: int) -> Iterator[Activity]:
     """Context of a job, which may have sessions; yields what it is doing.
 
     A failure at any of the ranks is raised as a `WorkerError` or `PeerError`. What all ranks find wrong with a call

@@ -89,7 +89,7 @@ def is_stopped(pid: int) -> bool:
     return _read_stat(pid)[:1] == ["T"]
 
 
-def parent_of(pid: int) -> int:
+def find_parent(pid: int) -> int:
     """Returns the id of a process's parent; 0 if there is no such process."""
     return int((_read_stat(pid) or ["", "0"])[1])
 
@@ -235,7 +235,7 @@ def _end_launcher(pid: int) -> None:
 def _end_worker(pid: int) -> None:
     """Kills a worker, this process's parent, if it stays stopped; a job that is suspended as a whole is left alone."""
     worker = RankProcess.of(pid)
-    agent = parent_of(pid)
+    agent = find_parent(pid)
 
     def kill(_: int) -> None:
         if os.getppid() == pid and worker.kill():

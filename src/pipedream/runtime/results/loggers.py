@@ -323,7 +323,7 @@ class MLFlowLogger(_Closable):
         self._run, self._starts_run = None, False
 
 
-def loggers_of(names: Sequence[str], folder: Path) -> list[Logger]:
+def make_loggers(names: Sequence[str], folder: Path) -> list[Logger]:
     """Returns the loggers of these names for a run folder.
 
     Raises:

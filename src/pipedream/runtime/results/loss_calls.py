@@ -187,7 +187,7 @@ class LossCalls(TorchFunctionMode):
         """
         self.clear()
         self._samples = samples
-        for item in leaves_of(inputs):
+        for item in iterate_leaves(inputs):
             if isinstance(item, torch.Tensor):
                 if item.numel() == 1 and not item.ndim:
                     self._inputs[id(item)] = item
@@ -297,7 +297,7 @@ class LossCalls(TorchFunctionMode):
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Callable[[torch.Tensor], _Noted | None] | None:
         """Returns from a function's result to its note; called before the function, which may write in place."""
-        operands = [*leaves_of(args), *kwargs.values()]
+        operands = [*iterate_leaves(args), *kwargs.values()]
         notes = [noted for noted in map(self._find_note, operands) if noted is not None]
         if not notes:
             if name in _FORMS and args and id(args[0]) in self._inputs:
@@ -394,13 +394,13 @@ def _is_number(item: Any) -> bool:
     return item.numel() == 1 if isinstance(item, torch.Tensor) else isinstance(item, (int, float))
 
 
-def leaves_of(value: Any) -> Iterator[Any]:
+def iterate_leaves(value: Any) -> Iterator[Any]:
     """Yields what is in nested tuples, lists and mappings."""
     if isinstance(value, (tuple, list)):
         for item in value:
-            yield from leaves_of(item)
+            yield from iterate_leaves(item)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from leaves_of(item)
+            yield from iterate_leaves(item)
     else:
         yield value

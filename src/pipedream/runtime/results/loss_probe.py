@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pipedream.runtime.results.loss_calls import Amounts, LossCalls, leaves_of
-from pipedream.runtime.results.losses import LossWeight, loss_of_output
+from pipedream.runtime.results.loss_calls import Amounts, LossCalls, iterate_leaves
+from pipedream.runtime.results.losses import LossWeight, find_loss
 
 
 def probe_weight(
@@ -32,14 +32,14 @@ def probe_weight(
         split: ``split(batch, samples, sizes)`` -> parts of these sizes; by default along dimension 0.
     """
     if samples is None:
-        samples = next((len(item) for item in leaves_of(batch) if isinstance(item, torch.Tensor) and item.ndim), 1)
+        samples = next((len(item) for item in iterate_leaves(batch) if isinstance(item, torch.Tensor) and item.ndim), 1)
     if samples < 2:
         return LossWeight.UNKNOWN
     sizes = [samples // 2, 1, samples - samples // 2 - 1] if samples > 2 else [1, 1]
     parts = (split or _split)(batch, samples, sizes)
     calls = LossCalls()
     with torch.no_grad(), _WithoutRandomness():
-        again = loss_of_output(evaluate(batch))
+        again = find_loss(evaluate(batch))
         if again is None:
             return LossWeight.UNKNOWN
         whole, amounts, tolerance = _evaluate_loss(calls, evaluate, batch, samples)
@@ -71,9 +71,9 @@ def _evaluate_loss(
     """Returns the loss, what it is a mean over, and the relative error that its precision allows."""
     with calls.watch(batch, samples):
         output = evaluate(batch)
-    loss = loss_of_output(output)
+    loss = find_loss(output)
     assert loss is not None, "the model computed a loss for the batch, but not for a part of it"
-    tensors = (item for item in leaves_of(output) if isinstance(item, torch.Tensor) and item.is_floating_point())
+    tensors = (item for item in iterate_leaves(output) if isinstance(item, torch.Tensor) and item.is_floating_point())
     precision = max(torch.finfo(tensor.dtype).eps for tensor in (loss, *tensors))
     return float(loss), calls.amounts(loss), 1e-9 if precision < 1e-10 else max(1e-5, 2 * precision)
 

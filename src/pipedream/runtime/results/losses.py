@@ -235,7 +235,7 @@ class Loss:
     def _evaluate(self, output: Any, batch: Any) -> Any:
         if self.function is not None:
             return _call_function(self.function, "loss", output, batch)
-        loss = loss_of_output(output)
+        loss = find_loss(output)
         if loss is None:
             what = type(output).__name__
             raise TypeError(f"loss=None needs a model whose output has .loss, but the output is a {what}; give a loss")
@@ -331,7 +331,7 @@ def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
     return loss, keywords
 
 
-def loss_of_output(output: Any) -> torch.Tensor | None:
+def find_loss(output: Any) -> torch.Tensor | None:
     """Returns the loss that a model has computed itself, if it has."""
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
