@@ -17,16 +17,16 @@ OfStage = Callable[[int, int], float]
 """(p, s) -> a number."""
 
 
-def _never(p: int, s: int) -> int:
+def _count_none(p: int, s: int) -> int:
     return 0
 
 
-def _one_after_another(p: int, s: int) -> int:
+def _count_in_turn(p: int, s: int) -> int:
     """1F1B: stage s holds p - s microbatches; p - 1 - s backwards lie between the two passes of one."""
     return p - 1 - s
 
 
-def _concurrent(p: int, s: int) -> int:
+def _count_concurrent(p: int, s: int) -> int:
     """Each stage makes a forward and a backward in each cycle; 2 (p - 1 - s) cycles lie between the two of one."""
     return 2 * (p - 1 - s)
 
@@ -55,7 +55,7 @@ class Method:
     """
 
     schedule: str
-    late: Callable[[int, int], int] = _never
+    late: Callable[[int, int], int] = _count_none
     accumulates: bool = False
     splits: bool = False
     rule: str = "stash"
@@ -130,42 +130,42 @@ class Arm:
 # -- methods ---------------------------------------------------------------------------------------
 
 SYNCHRONOUS = Method("1f1b", splits=True)
-NAIVE = Method("paci", _one_after_another, rule="graph")
-PIPEDREAM = Method("pipedream", _one_after_another)
+NAIVE = Method("paci", _count_in_turn, rule="graph")
+PIPEDREAM = Method("pipedream", _count_in_turn)
 VERTICAL_SYNC = Method("pipedream_vertical_sync", lambda p, s: p - 1)
 TWO_BW = Method("pipedream_2bw", lambda p, s: 1, splits=True)
-PIPELINED = Method("pipelined_backprop", _concurrent, rule="graph")
+PIPELINED = Method("pipelined_backprop", _count_concurrent, rule="graph")
 PIPEMARE = Method(
-    "pipemare", _concurrent, rule="graph", back=lambda p, s: -_concurrent(p, s), step="average"
+    "pipemare", _count_concurrent, rule="graph", back=lambda p, s: -_count_concurrent(p, s), step="average"
 )  # T2; without it, at a microbatch a minibatch, PipeMare is pipelined backpropagation
 
 
-def _spike(momentum: float, late: int) -> float:
+def _make_spike(momentum: float, late: int) -> float:
     return (1 - momentum**late) / (1 - momentum)
 
 
-def _spiked(method: Method) -> Method:
-    return replace(method, at_once=_spike, compensation=("spike",))
+def _add_spike(method: Method) -> Method:
+    return replace(method, at_once=_make_spike, compensation=("spike",))
 
 
-def _fed_back(method: Method) -> Method:
+def _add_feedback(method: Method) -> Method:
     return replace(method, feedback=lambda late: 1.0, compensation=("error_feedback:1.0",))
 
 
-def _rescheduled(method: Method) -> Method:
+def _reschedule(method: Method) -> Method:
     return replace(method, rescheduled=0.5, compensation=("t1:{updates}",))
 
 
-PREDICTED = replace(PIPELINED, schedule="pb_lwp", ahead=_concurrent)
+PREDICTED = replace(PIPELINED, schedule="pb_lwp", ahead=_count_concurrent)
 WARMED_UP = 0.2
 """T3: share of the run that is trained synchronously first."""
 
 
-def _after_warm_up(method: Method) -> tuple[Turn, ...]:
+def _add_warm_up(method: Method) -> tuple[Turn, ...]:
     return Turn(SYNCHRONOUS, WARMED_UP), Turn(method)
 
 
-def _with_finish(method: Method) -> tuple[Turn, ...]:
+def _add_finish(method: Method) -> tuple[Turn, ...]:
     return Turn(method, 2 / 3), Turn(SYNCHRONOUS)
 
 
@@ -206,15 +206,15 @@ ARMS: tuple[Arm, ...] = (
     ),
     *_make_arms("pb", PIPELINED, "pipelined backpropagation; also PipeMare without T1, T2, T3", KOSSON),
     *_make_arms("pb_lwp", PREDICTED, "forwards at weights predicted by the velocity, T = D", KOSSON),
-    *_make_arms("pb_sc", _spiked(PIPELINED), "spike compensation", KOSSON, char_gpt=""),
-    *_make_arms("pb_lwp_sc", _spiked(PREDICTED), "both", KOSSON, char_gpt=""),
-    *_make_arms("pipemare_t1", _rescheduled(PIPELINED), "T1: rates by stage, for half of the run", YANG),
+    *_make_arms("pb_sc", _add_spike(PIPELINED), "spike compensation", KOSSON, char_gpt=""),
+    *_make_arms("pb_lwp_sc", _add_spike(PREDICTED), "both", KOSSON, char_gpt=""),
+    *_make_arms("pipemare_t1", _reschedule(PIPELINED), "T1: rates by stage, for half of the run", YANG),
     *_make_arms("pipemare_t2", PIPEMARE, "T2: the backward's weights corrected back", YANG),
-    *_make_arms("pipemare_t1_t2", _rescheduled(PIPEMARE), "T1 and T2", YANG),
+    *_make_arms("pipemare_t1_t2", _reschedule(PIPEMARE), "T1 and T2", YANG),
     *_make_arms(
-        "pipemare_t1_t2_t3", _after_warm_up(_rescheduled(PIPEMARE)), "T1, T2, T3: a synchronous fifth first", YANG
+        "pipemare_t1_t2_t3", _add_warm_up(_reschedule(PIPEMARE)), "T1, T2, T3: a synchronous fifth first", YANG
     ),
-    *_make_arms("hybrid", _with_finish(PIPELINED), "pb, the last third synchronous", "Zhang and Abdelrahman, 2021"),
+    *_make_arms("hybrid", _add_finish(PIPELINED), "pb, the last third synchronous", "Zhang and Abdelrahman, 2021"),
     *_make_arms(
         "spectrain",
         replace(
@@ -230,7 +230,7 @@ ARMS: tuple[Arm, ...] = (
     ),
     *_make_arms(
         "pipeoptim",
-        replace(PIPEDREAM, schedule="pipeoptim", rule="graph", ahead=_one_after_another),
+        replace(PIPEDREAM, schedule="pipeoptim", rule="graph", ahead=_count_in_turn),
         "forwards predicted by AdamW's direction",
         "Guan et al., PipeOptim, 2023",
         digits="",
@@ -246,16 +246,16 @@ ARMS: tuple[Arm, ...] = (
     *_make_arms("sync_nadam", SYNCHRONOUS, "synchronous, NAdam, beta_1 0.99", "control", digits="", char_gpt="nadam"),
     *_make_arms("sync_adamw", SYNCHRONOUS, "synchronous, AdamW", "control", digits="adamw", char_gpt=""),
     *_make_arms("2bw_adamw", TWO_BW, "2BW, AdamW", ONE_STEP, digits="adamw", char_gpt=""),
-    *_make_arms("2bw_ef", _fed_back(TWO_BW), "2BW with error feedback, AdamW", ONE_STEP, digits="adamw"),
+    *_make_arms("2bw_ef", _add_feedback(TWO_BW), "2BW with error feedback, AdamW", ONE_STEP, digits="adamw"),
     *_make_arms("sync_muon", SYNCHRONOUS, "synchronous, Muon", "control", digits="", char_gpt="muon"),
     *_make_arms("pipedream_muon", PIPEDREAM, "PipeDream, Muon", ONE_STEP, digits="", char_gpt="muon"),
     *_make_arms("2bw_muon", TWO_BW, "2BW, Muon", ONE_STEP, digits="", char_gpt="muon"),
     *_make_arms(
-        "2bw_ef_muon", _fed_back(TWO_BW), "2BW with error feedback, Muon", ONE_STEP, digits="", char_gpt="muon"
+        "2bw_ef_muon", _add_feedback(TWO_BW), "2BW with error feedback, Muon", ONE_STEP, digits="", char_gpt="muon"
     ),
     *_make_arms("sync_sgd", SYNCHRONOUS, "synchronous, momentum SGD", "control", digits="", char_gpt="sgd"),
     *_make_arms("pb_sgd", PIPELINED, "pipelined backpropagation, momentum SGD", KOSSON, digits="", char_gpt="sgd"),
-    *_make_arms("pb_lwp_sc_sgd", _spiked(PREDICTED), "the same, LWP and SC", KOSSON, digits="", char_gpt="sgd"),
+    *_make_arms("pb_lwp_sc_sgd", _add_spike(PREDICTED), "the same, LWP and SC", KOSSON, digits="", char_gpt="sgd"),
 )  # fmt: skip
 
 

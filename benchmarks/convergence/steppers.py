@@ -22,13 +22,13 @@ def sgd(named: Named, lr: float) -> torch.optim.Optimizer:
 
 def adamw(named: Named, lr: float) -> torch.optim.Optimizer:
     """AdamW; only matrices and kernels decay."""
-    return torch.optim.AdamW(_decaying(named), lr=lr, betas=(0.9, 0.999), weight_decay=0.01, fused=True)
+    return torch.optim.AdamW(_select_decaying(named), lr=lr, betas=(0.9, 0.999), weight_decay=0.01, fused=True)
 
 
 def nadam(named: Named, lr: float) -> torch.optim.Optimizer:
     """NAdam with long momentum: Ajanthan et al., ICML 2025, section 5."""
     betas, decay = (0.99, 0.999), {"weight_decay": 0.01, "decoupled_weight_decay": True}
-    return torch.optim.NAdam(_decaying(named), lr=lr, betas=betas, momentum_decay=0.004, foreach=True, **decay)
+    return torch.optim.NAdam(_select_decaying(named), lr=lr, betas=betas, momentum_decay=0.004, foreach=True, **decay)
 
 
 def muon(named: Named, lr: float) -> torch.optim.Optimizer:
@@ -123,7 +123,7 @@ def _is_inside(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 and "embed" not in name and "head" not in name
 
 
-def _decaying(named: Named) -> list[dict[str, Any]]:
+def _select_decaying(named: Named) -> list[dict[str, Any]]:
     groups = [
         {"params": [item for item in named if item[1].ndim >= 2]},
         {"params": [item for item in named if item[1].ndim < 2], "weight_decay": 0.0},

@@ -224,7 +224,7 @@ def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
         rates = sorted(_find_median(other) / seconds for seconds in row["segments_s"])
         lines.append(
             f"| {row['model']} | {_place(row)} | {row['config']}{' (planner)' if row['shape'] == _PLANNED else ''} | "
-            f"{_method(row)} | {'' if row['paper'] is None else format(row['paper'], '.2f')} | "
+            f"{_describe_method(row)} | {'' if row['paper'] is None else format(row['paper'], '.2f')} | "
             f"{other['predicted_s'] / row['predicted_s']:.2f} | {_find_median(other) / _find_median(row):.2f} "
             f"({rates[0]:.2f} to {rates[-1]:.2f}) | {_compute_error(row):+.1%} | {row['dilation']:g} | "
             f"{row['byte_scale']:g} |"
@@ -252,7 +252,7 @@ def _place(row: dict[str, Any]) -> str:
     )
 
 
-def _method(row: dict[str, Any]) -> str:
+def _describe_method(row: dict[str, Any]) -> str:
     if row["config"] == str(row["workers"]):
         return "data parallel"
     return str(row["schedule"]) + (f", m = {row['microbatches']}" if row["microbatches"] else "")

@@ -58,7 +58,7 @@ def select_trained(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Param
 
 
 def drop_foreign(model: nn.Module, names: set[str]) -> None:
-    """Turns all parameters and buffers but `own` into meta tensors, in place."""
+    """Turns all parameters and buffers but these into meta tensors, in place."""
     kept = {id(tensor) for name, tensor in named_state(model).items() if name in names}
     for module in model.modules():
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -135,7 +135,7 @@ def collect(
     What several stages hold is taken from the first.
 
     Args:
-        own: this rank's tensors.
+        tensors: this rank's.
         shapes: by name, any tensor of that shape and dtype.
         names: what each stage holds.
         group: None if one process has everything.

@@ -66,10 +66,12 @@ class Transport:
             peers = self._connections.peers(channel.receiver if sends else channel.sender)
             # The targets stay in the memory of the CPU.
             on_link = [
-                peer for peer in peers if channel.carries != Carries.INPUT and self._pair(peer, sends) in self._links
+                peer
+                for peer in peers
+                if channel.carries != Carries.INPUT and self._make_pair(peer, sends) in self._links
             ]
             for peer in on_link:
-                linked.setdefault(self._pair(peer, sends), []).append(number)
+                linked.setdefault(self._make_pair(peer, sends), []).append(number)
             others = [peer for peer in peers if peer not in on_link]
             if sends:
                 senders[number] = {
@@ -141,7 +143,7 @@ class Transport:
     def _links(self) -> Mapping[tuple[int, int], dist.ProcessGroup]:
         return self._connections.links
 
-    def _pair(self, peer: int, sends: bool) -> tuple[int, int]:
+    def _make_pair(self, peer: int, sends: bool) -> tuple[int, int]:
         process = self._connections.process
         return (process, peer) if sends else (peer, process)
 

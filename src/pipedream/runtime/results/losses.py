@@ -51,7 +51,7 @@ class LossWeight(enum.StrEnum):
 
 def is_torch_loss(loss: Any) -> bool:
     """Returns whether a loss is PyTorch's own, called with (output, targets)."""
-    function, _ = _unwrapped(loss)
+    function, _ = _unwrap(loss)
     if isinstance(function, nn.Module):
         return type(function).__module__ == "torch.nn.modules.loss"
     return getattr(function, "__module__", "") == "torch.nn.functional"
@@ -76,12 +76,12 @@ class Loss:
     ) -> None:
         self.function = loss
         self.weight = weight
-        self._unwrapped, self._keywords = _unwrapped(loss)
+        self._unwrap, self._keywords = _unwrap(loss)
         self._is_torch_loss = is_torch_loss(loss)
-        self._is_of_classes = _is_one_of(self._unwrapped, _CLASS_LOSSES, _CLASS_MODULES)
-        self._is_of_elements = _is_one_of(self._unwrapped, _ELEMENT_LOSSES, _ELEMENT_MODULES)
+        self._is_of_classes = _is_one_of(self._unwrap, _CLASS_LOSSES, _CLASS_MODULES)
+        self._is_of_elements = _is_one_of(self._unwrap, _ELEMENT_LOSSES, _ELEMENT_MODULES)
         self._of_model = LossWeight(of_model)
-        self.module = self._unwrapped if isinstance(self._unwrapped, nn.Module) else None
+        self.module = self._unwrap if isinstance(self._unwrap, nn.Module) else None
         watches = loss is None and weight is None and self._of_model in (LossWeight.UNKNOWN, LossWeight.RECOGNISED)
         self._calls = LossCalls() if watches else None
         self._user_calls = LossCalls() if loss is not None and weight is None and not self._is_torch_loss else None
@@ -283,8 +283,8 @@ class Loss:
         return str(self._read_option("reduction", "mean"))
 
     def _read_option(self, name: str, default: Any) -> Any:
-        if isinstance(self._unwrapped, nn.Module):
-            return getattr(self._unwrapped, name, default)
+        if isinstance(self._unwrap, nn.Module):
+            return getattr(self._unwrap, name, default)
         return self._keywords.get(name, default)
 
 
@@ -323,7 +323,7 @@ def _is_one_of(function: Any, functions: tuple[Any, ...], modules: tuple[type, .
     return function in functions or isinstance(function, modules)
 
 
-def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
+def _unwrap(loss: Any) -> tuple[Any, dict[str, Any]]:
     keywords: dict[str, Any] = {}
     while isinstance(loss, functools.partial):
         keywords = {**loss.keywords, **keywords}
