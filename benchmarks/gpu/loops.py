@@ -99,7 +99,7 @@ def plan_of(
     plan = manual_plan(profile, Cluster.flat(sum(replicas)), cuts, replicas)
     if layout is not None:
         workers = workers or max(1, sum(replicas) // 2)
-        plan = replace(plan, order=layout.order(workers, sum(replicas) // workers))
+        plan = replace(plan, worker_order=layout.order(workers, sum(replicas) // workers))
     return replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
 
 

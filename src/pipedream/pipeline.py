@@ -97,7 +97,7 @@ class Pipeline:
         )
         captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
         shared = find_tied_weights(model, captured.graph, plan.stages)
-        self.plan = plan = replace(plan, tied=shared).with_layout(options.layout or Layout())
+        self.plan = plan = replace(plan, tied_weights=shared).with_layout(options.layout or Layout())
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
         self.prepared = prepare(plan, self.phases, policy)
         self._phase = 0
@@ -540,7 +540,7 @@ def _check_layout(options: PipelineOptions, phases: Sequence[Prepared], model: A
     names = [name for name, _ in model.named_parameters()]
     unused = () if options.parallelize is not None else meshes  # it may use any dimension
     layout.check(names, [layer.name for layer in graph.layers], unused)
-    for tied in plan.tied:
+    for tied in plan.tied_weights:
         if len(differing := dict.fromkeys(str(meshes[stage]) for stage in tied.stages)) > 1:
             raise PlanError(
                 f"the tied weights {tied} would be on the meshes {' and '.join(differing)}, where their gradients "

@@ -72,7 +72,7 @@ def test_plan(run_command: RunCommand, looped: Path, tmp_path: Path) -> None:
     assert run_command("plan", saved, "--workers", 2, "--schedule", looped, "-o", out)[0] == 0
     plan = Plan.load(out)
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 2), (2, 4), (4, 6), (6, 8)]
-    assert (plan.order, plan.schedule, plan.microbatches) == ((0, 1, 0, 1), str(looped), 4)
+    assert (plan.worker_order, plan.schedule, plan.microbatches) == ((0, 1, 0, 1), str(looped), 4)
     assert run_command("check", out)[0] == 0
     assert run_command("simulate", out)[0] == 0
     for wrong in (("--workers", 3), ("--workers", 2, "--microbatches", 3), ("--workers", 2, "--data-parallel")):
@@ -101,7 +101,7 @@ def test_plans_of_files(looped: Path, tmp_path: Path) -> None:
     path.write_text(to_torch_csv(build("gpipe", Plan.uniform(2), 4)))
     plan = plan_from_file(alike_layers(7), PlanRequest(Cluster.flat(2), schedule=str(path)))
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 3), (3, 7)]
-    assert plan.order == ()
+    assert plan.worker_order == ()
 
 
 RECIPE = """

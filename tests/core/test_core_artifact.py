@@ -215,3 +215,11 @@ def test_programs_refused(change: Change, message: str) -> None:
 )
 def test_weight_rules(rule: WeightRule) -> None:
     assert WeightRule.from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
+
+
+def test_a_plan_keeps_the_keys_of_earlier_files() -> None:
+    plan = Plan.uniform(4, order=(0, 1, 0, 1))
+    data = json.loads(plan.to_json())
+    assert (data["order"], data["tied"]) == ([0, 1, 0, 1], [])
+    assert not {"worker_order", "tied_weights"} & data.keys()
+    assert Plan.from_json(json.dumps(data)) == plan

@@ -501,18 +501,18 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
     ]  # fmt: skip
     for schedule, how in searches:
         plan = pd.plan(profile, cluster, schedule=schedule, microbatches=4, **how)
-        (tied,) = plan.tied
+        (tied,) = plan.tied_weights
         assert (tied.names, tied.stages) == (("0.words.weight",), (0, len(plan.stages) - 1))
         assert sum(stage.parameter_bytes for stage in plan.stages) == profile.parameter_bytes + size
         assert "tied: '0.words.weight' (stages 0," in str(plan)
         assert Plan.from_json(plan.to_json()) == plan
         slow = plan.on(Cluster.flat(2, 1e9, 10.0))  # with messages of 10 s each
-        free = replace(slow, tied=())
+        free = replace(slow, tied_weights=())
         if schedule == "gpipe":
             assert score(slow).period_s == pytest.approx(score(free).period_s + slow.costs.tied_sums_s[0])
     assert check_plan(pd.plan(profile, cluster, schedule="2bw", shape="pipeline", microbatches=4), profile=profile)
     whole_plan = pd.plan(profile, cluster, schedule="pipedream", shape="pipeline")
-    assert (len(whole_plan.stages), whole_plan.tied) == (1, ())
+    assert (len(whole_plan.stages), whole_plan.tied_weights) == (1, ())
     assert "'0' and '3' share '0.words.weight' and stay in one stage" in whole_plan.note
     assert (
         "untie the weight, or choose a method whose stages all make the same updates: pipedream_2bw" in whole_plan.note
@@ -520,7 +520,7 @@ def test_a_profiled_model_with_tied_weights_gets_pipelines_that_train() -> None:
     with pytest.raises(PlanError, match=r"at 0 places; .* layers '0' and '3' share '0.words.weight' and stay"):
         pd.plan(profile, cluster, schedule="pipedream", shape="straight")
     two_bw = pd.plan(profile, Cluster.flat(4, 1e9), strategy="2bw")
-    assert two_bw.tied or len(two_bw.stages) == 1
+    assert two_bw.tied_weights or len(two_bw.stages) == 1
 
 
 def test_tied_weights_are_found_by_the_names_that_layers_list() -> None:
@@ -559,7 +559,7 @@ def test_a_model_that_runs_by_its_own_forward_is_cut_between_tied_layers(schedul
     serial = deepcopy(model)
     profile = pd.profile(model, (sentences()[0][0],), runs=1, warmup=0)
     plan = pd.plan(profile, Cluster.flat(2), schedule=schedule, shape="1-1", microbatches=2)
-    assert [(tied.names, tied.stages) for tied in plan.tied] == [(("words.weight",), (0, 1))]
+    assert [(tied.names, tied.stages) for tied in plan.tied_weights] == [(("words.weight",), (0, 1))]
     sgd = partial(torch.optim.SGD, lr=0.5)
     with pd.Pipeline(model, plan, loss=F.cross_entropy, optimizer=sgd) as pipeline:
         losses = [done.loss for done in pipeline.train(Fresh(sentences()), epochs=3)]
@@ -694,7 +694,9 @@ def trap_plan(schedule: str) -> Plan:
     graph = capture(trapped(), (marked(())[0][0],)).graph
     profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
     cuts, replicas, order = SHARED.get(schedule, ((2, 3), (1, 1, 1), ()))
-    return replace(manual_plan(profile.without_tied_groups(), Cluster.flat(sum(replicas)), cuts, replicas), order=order)
+    return replace(
+        manual_plan(profile.without_tied_groups(), Cluster.flat(sum(replicas)), cuts, replicas), worker_order=order
+    )
 
 
 def train_marked(
@@ -873,7 +875,7 @@ def test_methods_of_several_stages_a_worker_take_turns() -> None:
 @pytest.mark.slow
 def test_all_stages_on_one_worker_are_clipped_by_their_common_norm() -> None:
     batches = marked(())
-    plan = replace(trap_plan("interleaved_1f1b"), order=(0, 0, 0, 0))
+    plan = replace(trap_plan("interleaved_1f1b"), worker_order=(0, 0, 0, 0))
     with pd.Pipeline(
         model := trapped(), plan, schedule="interleaved_1f1b", microbatches=2, loss=F.cross_entropy,
         optimizer=OPTIMIZERS["sgd"], clip_grad_norm=0.05,

@@ -149,7 +149,7 @@ def test_tied_parameters_count_in_each_of_their_stages(seed: int) -> None:
         assert [stage.parameter_bytes for stage in best.stages] == sizes
         rows = zip(profile.tied, holders, strict=True)
         expected = [(tied.names, tuple(stages)) for tied, stages in rows if tied.trained and len(stages) > 1]
-        assert [(tied.names, tied.stages) for tied in best.tied] == expected
+        assert [(tied.names, tied.stages) for tied in best.tied_weights] == expected
         separated += bool(expected)
     assert separated > 5
 

@@ -212,7 +212,7 @@ def test_a_large_worker_takes_what_needs_memory() -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 10, 1000, 1000),) * 3)
     cluster = Cluster((Level(3, 1e9),), kinds=(Workers(2, "small", memory_bytes=5_500), Workers(1, "large")))
     best = plan(profile, cluster, shape="straight")
-    assert best.order == (2, 0, 1)
+    assert best.worker_order == (2, 0, 1)
     assert best.slowest_stage_s == 3.0
     assert "in any of 3 orders of those that differ" in best.note
 

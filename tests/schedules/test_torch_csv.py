@@ -130,7 +130,7 @@ def test_their_bubbles_are_those_of_the_papers(name: str, p: int, m: int, v: int
     timeline = pd.simulate(schedule.plan, schedule=schedule, microbatches=m)
     if name in ("GPipe", "Interleaved1F1B", "LoopedBFS"):
         plan = uniform(name="1f1b", workers=p * v, forward_s=times[0], backward_s=times[1])
-        plan = replace(plan, order=schedule.plan.order, cluster=schedule.plan.cluster)
+        plan = replace(plan, worker_order=schedule.plan.worker_order, cluster=schedule.plan.cluster)
         timeline = simulate(lower(replace(schedule, plan=plan)), costs(plan), m)
         assert run_metrics(timeline).bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-9)
         return
@@ -366,7 +366,7 @@ def plan_on(schedule: Schedule) -> Plan:
     """Returns the plan of the mlp with the schedule's stages, on its ranks."""
     animal = zoo.make("mlp", torch.float64)
     plan = zoo.plan_of(animal, schedule.placement.stages)
-    return replace(plan, order=schedule.plan.order)
+    return replace(plan, worker_order=schedule.plan.worker_order)
 
 
 def serial(split: int, plan: Plan, batches: int = 3) -> reference.Answer:
@@ -443,7 +443,7 @@ def test_pytorch_runs_ours_to_the_same_gradients(tmp_path: Path, name: str, chun
         summed |= gradients
     model, x, y = torch_schedules.model_and_batch()
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
-    plan = replace(Plan.uniform(ours.placement.stages), order=ours.plan.order, cluster=ours.plan.cluster)
+    plan = replace(Plan.uniform(ours.placement.stages), worker_order=ours.plan.worker_order, cluster=ours.plan.cluster)
     per = len(model) // len(plan.stages)
     rows = [replace(row, first=i * per, last=(i + 1) * per) for i, row in enumerate(plan.stages)]
     plan = replace(plan, stages=tuple(rows))

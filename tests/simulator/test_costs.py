@@ -76,7 +76,7 @@ def test_split_below_one_is_refused() -> None:
 
 def test_ranks_are_the_workers_of_the_order() -> None:
     slow = Cluster((Level(2, 100.0), Level(2, 10.0, 0.5)), kinds=(Workers(1, speed=0.5), Workers(3)))
-    plan = replace(PLAN, cluster=slow, order=(2, 3, 0))
+    plan = replace(PLAN, cluster=slow, worker_order=(2, 3, 0))
     of_order = costs(plan)
     assert plan.placement.ranks == ((1, 2), (0,))  # in the order of the workers 0, 2 and 3
     assert [of_order.worker(rank) for rank in range(3)] == [0, 2, 3]

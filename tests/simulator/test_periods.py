@@ -188,7 +188,7 @@ def replicated_plans(draw: st.DrawFn, levels: bool) -> Plan:
     order: tuple[int, ...] = ()
     if levels and draw(st.booleans()):
         order = tuple(draw(st.permutations(range(cluster.workers)))[: sum(replicas)])
-    return Plan(rows, noam(tuple(replicas)), cluster, unit="microbatch", order=order).with_depth("full")
+    return Plan(rows, noam(tuple(replicas)), cluster, unit="microbatch", worker_order=order).with_depth("full")
 
 
 def far_down_s(plan: Plan) -> float:
@@ -219,7 +219,7 @@ def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
 @settings(max_examples=6)
 @given(replicated_plans(levels=True))
 def test_on_levels_too_with_what_machines_and_racks_carry(plan: Plan) -> None:
-    if not plan.order:  # what stages know of a port is a bound from below, where they lie one beside the other
+    if not plan.worker_order:  # what stages know of a port is a bound from below, where they lie one beside the other
         assert plan.slowest_stage_s <= plan.period_s * (1 + 1e-9)
     assert plan.period_s * 0.97 <= far_down_s(plan) <= with_collisions_s(plan) * 1.03
 

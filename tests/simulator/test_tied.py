@@ -28,7 +28,7 @@ def tied_plan(
     plan = Plan.uniform(stages, update_s=0.25, replicas=replicas or None, order=order)
     rows = tuple(replace(stage, output_bytes=0, parameter_bytes=0) for stage in plan.stages)
     cluster = Cluster.flat(plan.workers, BYTES_PER_S, LATENCY_S)
-    return replace(plan, stages=rows, cluster=cluster, tied=(TiedWeights(("w",), holders, 100),))
+    return replace(plan, stages=rows, cluster=cluster, tied_weights=(TiedWeights(("w",), holders, 100),))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream_2bw"])
@@ -70,7 +70,7 @@ def test_a_worker_joins_the_sum_once_for_all_its_stages(name: str) -> None:
     verify(program)
     ranks = {rank for stage in (0, stages - 1) for rank in program.placement.ranks[stage]}
     assert plan.costs.tied_sums_s == (all_reduce_s(100, len(ranks), BYTES_PER_S, LATENCY_S),)
-    free = replace(plan, tied=())
+    free = replace(plan, tied_weights=())
     alone = simulate(lower(build(name, free, 4)), costs(free), 8)
     seconds = simulate(program, costs(plan), 8).makespan_s
     assert seconds > alone.makespan_s + plan.costs.tied_sums_s[0] if len(ranks) > 1 else seconds == alone.makespan_s
@@ -103,4 +103,4 @@ def test_an_order_in_which_holders_wait_for_each_other_is_found() -> None:
     changed = RankProgram((*first.warmup, *begin), (*turn[:after], update, *turn[after:]))
     with pytest.raises(DeadlockError, match="with its gradient of the tied weights"):
         verify(replace(program, ranks=(changed, *program.ranks[1:])))
-    verify(replace(program, plan=replace(plan, tied=()), ranks=(changed, *program.ranks[1:])))
+    verify(replace(program, plan=replace(plan, tied_weights=()), ranks=(changed, *program.ranks[1:])))

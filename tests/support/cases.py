@@ -115,7 +115,7 @@ class Case:
                 order = homes(self.workers or min(self.stages, 3), self.stages)
             else:
                 order = layout.order(workers, self.stages * layout.replicas // workers)
-            plan = replace(plan, order=order)
+            plan = replace(plan, worker_order=order)
         return replace(plan, stages=tuple(replace(stage, recompute=self.recompute) for stage in plan.stages))
 
 

@@ -38,7 +38,7 @@ REPLICAS = ((1, 1), (1, 1, 1), (2, 1), (1, 2))
 @cache
 def make_program(name: str, which: int) -> Program:
     """Returns a small program of a method."""
-    if uniform(name, 2).order:  # stages share workers
+    if uniform(name, 2).worker_order:  # stages share workers
         workers = 2 + 2 * (which % 2)
         return lower(build(name, uniform(name, workers), 2 * workers))
     plan = Plan.uniform(len(REPLICAS[which]), replicas=REPLICAS[which])

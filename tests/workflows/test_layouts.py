@@ -33,7 +33,7 @@ def test_every_layout_is_planned_proved_and_simulated(name: str, workers: int, c
     plan = pd.plan(profile, Cluster.flat(workers), schedule=name, chunks=chunks)
     assert plan.workers == workers
     assert len(plan.stages) == layout.stages(workers, chunks)
-    assert plan.order == layout.order(workers, chunks or layout.chunks or 1)
+    assert plan.worker_order == layout.order(workers, chunks or layout.chunks or 1)
     verify(lower(schedules.build(plan.schedule, plan, plan.microbatches)))
     assert score(plan).period_s > 0
     assert Plan.from_json(plan.to_json()) == plan
@@ -95,7 +95,7 @@ def test_what_cannot_be_laid_out_is_refused() -> None:
     with pytest.raises(PlanError, match="splits a minibatch into 32 microbatches, but one has 16 samples"):
         pd.plan(EVEN, Cluster.flat(8), schedule="interleaved_1f1b", chunks=1)
     with pytest.raises(ScheduleError, match="needs stage s on worker s mod p, without replicas; found plan 1-1-1"):
-        schedules.build("interleaved_1f1b", replace(Plan.uniform(3), order=(0, 2, 1)))
+        schedules.build("interleaved_1f1b", replace(Plan.uniform(3), worker_order=(0, 2, 1)))
     with pytest.raises(ScheduleError, match="plan for it alone"):
         planning.choose(EVEN, PlanRequest(cluster, schedule="auto"), names=["chimera"])
 

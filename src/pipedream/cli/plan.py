@@ -118,7 +118,8 @@ class _Answer:
             "speedup_over_data_parallel": self.parallel_s / period_s if period_s else None,
             "planning_s": self.planning_s,
             **encode_attributes(plan, "in_flight", "update_delay", "schedule", "microbatches", "note", "bound_s"),
-            **encode_attributes(plan, "gap", "order"),
+            "gap": plan.gap,
+            "order": list(plan.worker_order),
             "candidates": encode(compared.candidates) if compared else [],
             "references": encode(compared.references) if compared else [],
             "stages": [

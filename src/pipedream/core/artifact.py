@@ -140,7 +140,7 @@ def encode(value: Any) -> Any:
     if hasattr(type(value), "encoded"):
         return value.encoded()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {_json_name(f): encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):
@@ -212,20 +212,25 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
     """Returns a dataclass from JSON, field by field; see `decode`."""
     _expect(isinstance(value, dict), place, "an object", value)
     hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    fields = {_json_name(f): f for f in dataclasses.fields(kind) if f.init}
     unknown = sorted(set(value) - set(fields))
     if unknown:
         raise ArtifactError(f"{place} has unknown fields {unknown}; it may have {sorted(fields)}")
     arguments = {}
     for name, field in fields.items():
         if name in value:
-            arguments[name] = decode(hints[name], value[name], f"{place}.{name}")
+            arguments[field.name] = decode(hints[field.name], value[name], f"{place}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ArtifactError(f"{place} lacks the field {name!r}")
     try:
         return kind(**arguments)
     except (ValueError, TypeError, PlanError) as error:  # PlanError: of a mesh or a layout
         raise ArtifactError(f"{place}: {error}") from None
+
+
+def _json_name(field: dataclasses.Field[Any]) -> str:
+    """Returns a field's name in JSON: its own, unless files were written before it was renamed."""
+    return str(field.metadata.get("json", field.name))
 
 
 def _add_article(kind: type) -> str:

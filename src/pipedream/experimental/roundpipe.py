@@ -43,7 +43,7 @@ def roundpipe(plan: kit.Plan, microbatches: int | None = None, *, forwards: int 
         forwards: number of stages whose forwards are one slot.
     """
     p, last = plan.workers, len(plan.stages) - 1
-    taken = plan.order or tuple(range(sum(plan.replicas)))
+    taken = plan.worker_order or tuple(range(sum(plan.replicas)))
     if set(plan.replicas) != {1} or taken != homes(p, last + 1):
         raise kit.ScheduleError(
             f"schedule 'roundpipe' needs {dispatched.words}, without replicas; found plan {plan.config} on workers "

@@ -183,7 +183,7 @@ def _plan_all(ways: _Alternatives, advance: Callable[[], None]) -> tuple[list[tu
         except PipelineError as error:
             refused.append(replace(way, why=str(error)))
             continue
-        key = (way.schedule, way.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.order)
+        key = (way.schedule, way.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order)
         if key in seen:
             continue
         seen.add(key)

@@ -157,7 +157,7 @@ class Worker:
             stage
             for stage, replicas in enumerate(self._replicas)
             if replicas > 1
-            or any(stage in weights.stages for weights in program.plan.tied)
+            or any(stage in weights.stages for weights in program.plan.tied_weights)
             or (program.couples_updates and not program.norm_delay)
         }
         self._is_remote = [program.placement.is_remote(stage) for stage in range(len(self._replicas))]

@@ -39,7 +39,7 @@ def uniform(
         read = load_torch_csv(name).plan
         if workers not in (None, read.workers):
             raise ScheduleError(f"schedule {name!r} is for {read.workers} workers, and {workers} were asked for")
-        return Plan.uniform(len(read.stages), forward_s, backward_s, transfer_s, order=read.order)
+        return Plan.uniform(len(read.stages), forward_s, backward_s, transfer_s, order=read.worker_order)
     workers, layout = workers or _DEFAULT_WORKERS, layout_of(name)
     if layout is None:
         return Plan.uniform(workers, forward_s, backward_s, transfer_s)

@@ -142,7 +142,7 @@ class _Clock:
             instructions = list(rank.text.instructions) if rank.missing else rank.text.sends_left(0, 0)
             rank.slowness = stragglers.slowness(rank.number) / costs.speed(rank.number)
             rank.instructions = self._add_seconds(instructions, rank.slowness)
-        self.members = [*placement.replicas, *(len(tied.ranks(placement)) for tied in program.plan.tied)]
+        self.members = [*placement.replicas, *(len(tied.ranks(placement)) for tied in program.plan.tied_weights)]
         self.meetings: dict[tuple[int, int], _Meeting] = {}
         self.last_updates = [
             max(program.updates.updates(stage, total) for stage, _ in placement.stage_replicas(rank.number))

@@ -79,7 +79,7 @@ def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[i
     text = (*mine.warmup, *mine.period)
     next_turn = (advanced(item, program.cycle, program.updates) for item in mine.period)
     sums = {item for item in (*text, *next_turn) if item.kind is Move.SYNC}
-    stages, tied = program.placement.stages, [weights.ranks(program.placement) for weights in program.plan.tied]
+    stages, tied = program.placement.stages, [weights.ranks(program.placement) for weights in program.plan.tied_weights]
     joined = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
     summed: set[int] = set()  # updates before which this rank has joined the sums of its tied weights
     flat: list[CompiledInstruction] = []

@@ -31,7 +31,7 @@ class Costs:
         buckets: of each stage's sum: the share of the last backward after which one is ready, and the seconds of it and
             all later ones. () for the classic model: nothing hides sums, and they take `sync_s`.
         sum_bytes: that each stage's sum moves through a port, one way.
-        tied: the seconds and bytes through a port of each sum over the holders of tied weights (`Plan.tied`).
+        tied: the seconds and bytes through a port of each sum over the holders of tied weights (`Plan.tied_weights`).
         runtime: what the runtime adds; on a worker of speed 1, like the seconds of ops.
         launch_s: that the host needs to launch both passes of a microbatch at each stage, while a GPU computes; () if
             unknown.
@@ -231,7 +231,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
         sync_s=plan.costs.sync_s,
         output_bytes=tuple(stage.output_bytes / parts for stage in stages),
         cluster=cluster,
-        workers=tuple(sorted(set(plan.order))),
+        workers=tuple(sorted(set(plan.worker_order))),
         buckets=tuple(
             bucket_costs(stage.parameter_bytes, stage.replicas, *link, how=cluster.sums)
             for stage, link in zip(stages, links, strict=True)
@@ -245,7 +245,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
                 seconds,
                 float(all_reduce_bytes(tied.parameter_bytes, len(tied.ranks(plan.placement)), how=cluster.sums)),
             )
-            for tied, seconds in zip(plan.tied, plan.costs.tied_sums_s, strict=True)
+            for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
         ),
         runtime=plan.runtime,
         launch_s=tuple(

@@ -81,7 +81,7 @@ class Messages:
         self._rings = [
             _Row(-1 - stage, self._build_ring(ports, [costs.worker(rank) for rank in ranks], costs, stage))
             for stage, ranks in enumerate(
-                (*program.placement.ranks, *(tied.ranks(program.placement) for tied in program.plan.tied))
+                (*program.placement.ranks, *(tied.ranks(program.placement) for tied in program.plan.tied_weights))
             )
         ]
         self._flows = Flows()

@@ -114,7 +114,7 @@ class Ports:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._made: dict[tuple[int, int, int], Port] = {}
+        self._ports: dict[tuple[int, int, int], Port] = {}
 
     def path(self, sender: int, receiver: int) -> list[Port]:
         if sender == receiver:
@@ -134,8 +134,8 @@ class Ports:
 
     def _make_port(self, level: int, worker: int, way: int) -> Port:
         key = level, self.cluster.component(level, worker), way
-        if key not in self._made:
+        if key not in self._ports:
             row = self.cluster.levels[level]
             rate = row.bandwidth_bytes_per_s if way == _OUT else row.receive_bytes_per_s or row.bandwidth_bytes_per_s
-            self._made[key] = Port(rate)
-        return self._made[key]
+            self._ports[key] = Port(rate)
+        return self._ports[key]

@@ -219,7 +219,7 @@ def predict_samples_per_s(plan: Plan) -> float:
 def _identify_run(plan: Plan) -> tuple[Any, ...]:
     """Returns what distinguishes two plans' runs."""
     stages = tuple((stage.first, stage.last, stage.replicas) for stage in plan.stages)
-    return stages, plan.schedule, plan.microbatches, plan.in_flight, plan.order
+    return stages, plan.schedule, plan.microbatches, plan.in_flight, plan.worker_order
 
 
 def _count_steady_minibatches(plan: Plan) -> int:

@@ -170,7 +170,7 @@ def scale_plan(plan: Plan, dilation: float = 1.0, byte_scale: float = 1.0) -> Pl
         cluster=replace(plan.cluster, levels=levels),
         bound_s=plan.bound_s * dilation,
         note=plan.note if dilation == byte_scale == 1 else "",  # its seconds are those of the plan
-        tied=(),
+        tied_weights=(),
         graph=None,
     )
 
@@ -190,7 +190,7 @@ def build_emulated_pipeline(
     if plan.unit == "microbatch":
         plan = replace(plan, unit="minibatch", stages=tuple(_multiply(stage, parts) for stage in plan.stages))
     rank, _ = process_group.join_group("cpu")
-    speed = plan.cluster.speeds[sorted(set(plan.order))[rank] if plan.order else rank]
+    speed = plan.cluster.speeds[sorted(set(plan.worker_order))[rank] if plan.worker_order else rank]
     stages = [replace(stage, **{name: getattr(stage, name) / speed for name in _SECONDS}) for stage in plan.stages]
     return Pipeline(
         emulated.make_emulated_model(stages, parts, splits_backward=built.splits_backward, byte_scale=byte_scale),

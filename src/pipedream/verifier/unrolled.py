@@ -197,7 +197,7 @@ def _check_needs(run: Unrolled, op: Op, rank: int, position: int) -> None:
         if joined is None or joined > position:
             raise run.error(rank, position, f"no sum over the replicas, ={op.stage}:{op.index}, comes before it")
         limit = joined  # its own gradients; the others' are checked at their own update
-    if op.kind is Kind.UPDATE and (program.couples_updates or program.plan.tied):
+    if op.kind is Kind.UPDATE and (program.couples_updates or program.plan.tied_weights):
         _check_whole_rank(run, op, rank, position)
     for need in program.requires(op, run.total):
         place = run.ops.get(need)

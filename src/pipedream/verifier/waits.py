@@ -24,7 +24,7 @@ from pipedream.core.schedule.program import Channel, Instruction, Move, Transfer
 from pipedream.verifier.unrolled import Message, Unrolled
 
 _Lane = tuple[int, Hashable]  # (rank, lane)
-_Meeting = tuple[str, int, int]  # ('sum', 'update' or 'tied', stage, -1 or number in `Plan.tied`, update)
+_Meeting = tuple[str, int, int]  # ('sum', 'update' or 'tied', stage, -1 or number in `Plan.tied_weights`, update)
 
 
 def check_waits(run: Unrolled, lanes: Callable[[Channel], Hashable] | None = None) -> None:
@@ -77,7 +77,9 @@ class _Waits:
         for rank, stage, update in run.synced:
             self.members["sum", stage, update].add(rank)
         placement = run.program.placement
-        self.tied = [weights.ranks(placement) for weights in run.program.plan.tied] if run.program.trains else []
+        self.tied = (
+            [weights.ranks(placement) for weights in run.program.plan.tied_weights] if run.program.trains else []
+        )
         for op, (rank, _) in run.ops.items():
             if op.kind is not Kind.UPDATE:
                 continue

@@ -148,7 +148,13 @@ def _plan_from_profile(plan: Plan, profile: Profile, built: Schedule) -> tuple[P
         rows.append(row)
     tied = space.tied_weights(list(pairwise(places)))
     renewed = replace(
-        plan, stages=tuple(rows), tied=tied, batch=profile.batch, model=profile.model, unit="minibatch", bound_s=0.0
+        plan,
+        stages=tuple(rows),
+        tied_weights=tied,
+        batch=profile.batch,
+        model=profile.model,
+        unit="minibatch",
+        bound_s=0.0,
     )
     return space.with_bytes(renewed), tuple(differences)
 

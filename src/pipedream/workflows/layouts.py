@@ -53,7 +53,7 @@ def lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
         in_flight=depth.noam((layout.replicas,) * count),
         update_delay=(0,) * count,
         cluster=cluster,
-        order=order,
+        worker_order=order,
         bound_s=0.0,
     )
     built = schedules.build(schedule, plan, request.microbatches)
@@ -94,7 +94,7 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
             f"{workers}"
         )
     parts, in_flight = read.microbatches, request.in_flight
-    line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if read.plan.order else cluster
+    line = Cluster.flat(stages, cluster.bandwidth_bytes_per_s) if read.plan.worker_order else cluster
     occupancy = occupancy_of(name)
     if request.cuts is None:
         plan = planner.plan(
@@ -120,8 +120,10 @@ def plan_from_file(profile: Profile, request: PlanRequest) -> Plan:
         raise PlanError(
             f"schedule {name!r} has {stages} stages, the cuts make {len(plan.stages)}; give one cut between each two"
         )
-    if read.plan.order:
-        plan = replace(plan, cluster=cluster, order=read.plan.order, bound_s=0.0, note="cut as a straight pipeline")
+    if read.plan.worker_order:
+        plan = replace(
+            plan, cluster=cluster, worker_order=read.plan.worker_order, bound_s=0.0, note="cut as a straight pipeline"
+        )
         _check_worker_memory(plan)
     return adapt_plan_to_method(plan, profile, name, parts)
 

@@ -96,7 +96,7 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
         try:
             built = build(plan)
         except ScheduleError:
-            if layout is None or plan.order:
+            if layout is None or plan.worker_order:
                 raise
             return (StageOccupancy(1, 1),) * len(plan.stages)
         if microbatches is None:
@@ -171,7 +171,7 @@ def check_no_remote_stages(built: Schedule) -> None:
     if not any(built.placement.remote_forwards(rank) for rank in range(plan.workers)):
         return
     peaks = clock.simulate(lower(built), clock.costs(plan, split=m), m).peak_bytes
-    for rank, (worker, peak) in enumerate(zip(sorted(set(plan.order)), peaks, strict=True)):
+    for rank, (worker, peak) in enumerate(zip(sorted(set(plan.worker_order)), peaks, strict=True)):
         limit = memories[worker]
         if limit is not None and peak > limit:
             visiting = ", ".join(str(stage) for stage, _ in built.placement.remote_forwards(rank))

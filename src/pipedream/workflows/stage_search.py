@@ -86,7 +86,7 @@ class StageSearch:
                     m = request.microbatches or 1
                     refused.append(planner.Candidate(request.schedule, m, "", 0, str(finalist), why=str(error)))
                     continue
-                key = plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.order
+                key = plan.microbatches, plan.stages, plan.in_flight, plan.update_delay, plan.worker_order
                 plans.setdefault(key, (str(finalist), plan))
         if not plans:
             raise errors[0]

@@ -39,12 +39,12 @@ class Plan(Tabular, Artifact):
         unit: of the stages' seconds and bytes: 'minibatch', or 'microbatch' for a plan without a profile.
         depth_mode: how in_flight was chosen: 'noam', 'full', 'auto' or 'hand'.
         note: what the planner promises.
-        order: the cluster's worker for each replica, stage by stage; () for their own order. A worker may have several
-            stages (chunks).
+        worker_order: the cluster's worker for each replica, stage by stage; () for their own order. A worker may have
+            several stages (chunks).
         bound_s: no plan of the note's space is faster, in seconds per unit; 0 if nothing is proved.
         schedule: the method that it was planned for, or ''.
         microbatches: parts of a minibatch.
-        tied: weights that several stages hold.
+        tied_weights: weights that several stages hold.
         graph: of a model that runs by its own forward, to find its layers again; None for a chain of modules.
         runtime: what the runtime adds to the stages' seconds.
 
@@ -63,11 +63,11 @@ class Plan(Tabular, Artifact):
     unit: str = "minibatch"
     depth_mode: str = "noam"
     note: str = ""
-    order: tuple[int, ...] = ()
+    worker_order: tuple[int, ...] = field(default=(), metadata={"json": "order"})
     bound_s: float = 0.0
     schedule: str = ""
     microbatches: int = 1
-    tied: tuple[TiedWeights, ...] = ()
+    tied_weights: tuple[TiedWeights, ...] = field(default=(), metadata={"json": "tied"})
     graph: LayerGraph | None = None
     runtime: RuntimeCosts = field(default_factory=RuntimeCosts)
 
@@ -91,16 +91,18 @@ class Plan(Tabular, Artifact):
             raise ValueError(f"depth_mode is one of {', '.join(depth.DEPTH_MODES)}, found {self.depth_mode!r}")
         if self.workers > self.cluster.workers:
             raise ValueError(f"the stages take {self.workers} workers, the cluster has {self.cluster.workers}")
-        if self.order and len(self.order) != sum(self.replicas):
-            raise ValueError(f"the order names a worker for each of {sum(self.replicas)} replicas, found {self.order}")
+        if self.worker_order and len(self.worker_order) != sum(self.replicas):
+            raise ValueError(
+                f"the order names a worker for each of {sum(self.replicas)} replicas, found {self.worker_order}"
+            )
         if any(len(set(self.workers_of(s))) != count for s, count in enumerate(self.replicas)):
-            raise ValueError(f"the replicas of a stage are on workers of their own, found {self.order}")
-        if self.order and not 0 <= min(self.order) <= max(self.order) < self.cluster.workers:
-            raise ValueError(f"the order names workers below {self.cluster.workers}, found {self.order}")
+            raise ValueError(f"the replicas of a stage are on workers of their own, found {self.worker_order}")
+        if self.worker_order and not 0 <= min(self.worker_order) <= max(self.worker_order) < self.cluster.workers:
+            raise ValueError(f"the order names workers below {self.cluster.workers}, found {self.worker_order}")
         for stage, update_delay in zip(self.stages, self.update_delay, strict=True):
             if update_delay and (stage.replicas == 1 or len(self.stages) == 1):
                 raise ValueError("update delay is 0 where a stage is not replicated, and in a one-stage plan")
-        for tied in self.tied:
+        for tied in self.tied_weights:
             if len(tied.stages) < 2 or not 0 <= min(tied.stages) <= max(tied.stages) < len(self.stages):
                 raise ValueError(
                     f"tied weights are held by two or more of {len(self.stages)} stages, found {tied.stages}"
@@ -131,7 +133,7 @@ class Plan(Tabular, Artifact):
             Stage(s, s + 1, counts[s], forward_s, backward_s, update_s, 1, 1, 1, names=(f"stage{s}",))
             for s in range(stages)
         )
-        return cls(rows, depth.noam(counts), cluster, unit="microbatch", order=order)
+        return cls(rows, depth.noam(counts), cluster, unit="microbatch", worker_order=order)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -139,7 +141,7 @@ class Plan(Tabular, Artifact):
 
     @property
     def workers(self) -> int:
-        return len(set(self.order)) or sum(self.replicas)
+        return len(set(self.worker_order)) or sum(self.replicas)
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
@@ -179,9 +181,9 @@ class Plan(Tabular, Artifact):
     @property
     def placement(self) -> Placement:
         """One rank per worker, stage by stage or in the order of the cluster's workers."""
-        if not self.order:
+        if not self.worker_order:
             return Placement.replicated(self.replicas)
-        ranks = {worker: rank for rank, worker in enumerate(sorted(set(self.order)))}
+        ranks = {worker: rank for rank, worker in enumerate(sorted(set(self.worker_order)))}
         return Placement(tuple(tuple(ranks[w] for w in self.workers_of(s)) for s in range(len(self.stages))))
 
     @property
@@ -192,11 +194,11 @@ class Plan(Tabular, Artifact):
     def workers_of(self, stage: int) -> tuple[int, ...]:
         first = sum(self.replicas[:stage])
         taken = range(first, first + self.replicas[stage])
-        return tuple(self.order[worker] for worker in taken) if self.order else tuple(taken)
+        return tuple(self.worker_order[worker] for worker in taken) if self.worker_order else tuple(taken)
 
     @property
     def is_shared(self) -> bool:
-        return len(set(self.order)) < len(self.order)
+        return len(set(self.worker_order)) < len(self.worker_order)
 
     @property
     def worker_bytes(self) -> dict[int, int]:
@@ -211,7 +213,7 @@ class Plan(Tabular, Artifact):
     def costs(self) -> PlanCosts:
         """Predicted seconds of messages, sums and stages."""
         taken = tuple(self.workers_of(stage) for stage in range(len(self.stages)))
-        return PlanCosts(self.stages, taken, self.cluster, self.tied, self.runtime)
+        return PlanCosts(self.stages, taken, self.cluster, self.tied_weights, self.runtime)
 
     @property
     def slowest_stage_s(self) -> float:
@@ -361,7 +363,7 @@ def _format_plan(plan: Plan) -> str:
     rows.append("; ".join(words))
     rows += [
         f"tied: {tied}, {format_bytes(tied.parameter_bytes)}, summed at each update in {format_seconds(seconds)}"
-        for tied, seconds in zip(plan.tied, plan.costs.tied_sums_s, strict=True)
+        for tied, seconds in zip(plan.tied_weights, plan.costs.tied_sums_s, strict=True)
     ]
     if plan.runtime:
         rows.append(str(plan.runtime))

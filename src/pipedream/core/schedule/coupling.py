@@ -1,11 +1,11 @@
 """What couples the stages besides the data: global norms, gradients that are not finite, shared weights.
 
-docs/couplings.md has the table. Weights that several stages hold (`Plan.tied`) need stages that all make the same
-updates; each then waits for the others' gradients of the same update.
+docs/couplings.md has the table. Weights that several stages hold (`Plan.tied_weights`) need stages that all make the
+same updates; each then waits for the others' gradients of the same update.
 
-Without a flush there is never one global norm. *Delayed global* clipping takes for
-update n that of update max(b, n - D), the newest that every stage can know without waiting; b is the update before the
-last drain. D is static, so that a run can be repeated, and compared with a serial loop.
+Without a flush there is never one global norm. *Delayed global* clipping takes for update n that of update
+max(b, n - D), the newest that every stage can know without waiting; b is the update before the last drain. D is static,
+so that a run can be repeated, and compared with a serial loop.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Policy:
 def coupled(schedule: Schedule, policy: Policy) -> Schedule:
     """Returns the schedule, with updates that wait for each other if the policy needs that."""
     plan = schedule.plan
-    if plan.tied:
+    if plan.tied_weights:
         _check_clip_of_tied(schedule, policy)
     several = len(plan.stages) > 1
     if policy.scaling == "dynamic" and several and not schedule.flushes:
@@ -74,7 +74,7 @@ def coupled(schedule: Schedule, policy: Policy) -> Schedule:
             "norm of an earlier update), clip='local' (each stage by its own) or a flushing schedule (1f1b, gpipe)"
         )
     # Holders of a tied weight skip an update together.
-    couples = by_norm or (policy.skips and several and bool(schedule.flushes or plan.tied))
+    couples = by_norm or (policy.skips and several and bool(schedule.flushes or plan.tied_weights))
     return schedule.coupled() if couples else schedule
 
 
@@ -100,7 +100,7 @@ def with_tied_weights(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: its stages do not all make the same updates.
     """
-    tied = schedule.plan.tied
+    tied = schedule.plan.tied_weights
     if not tied or not schedule.trains:
         return schedule
     if not makes_same_updates(schedule):
@@ -114,7 +114,8 @@ def with_tied_weights(schedule: Schedule) -> Schedule:
 
 
 def _name_separated(schedule: Schedule) -> str:
-    return f"the plan separates layers that share {'; '.join(map(str, schedule.plan.tied))}, and was asked to train"
+    shared = "; ".join(map(str, schedule.plan.tied_weights))
+    return f"the plan separates layers that share {shared}, and was asked to train"
 
 
 def _find_settled(schedule: Schedule) -> int:

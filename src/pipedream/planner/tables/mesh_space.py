@@ -161,7 +161,7 @@ class MeshSpace(SearchSpace):
             self.profile.model,
             self.profile.batch,
             note=note,
-            order=() if self.cluster.is_flat or not idle else tuple(workers),
+            worker_order=() if self.cluster.is_flat or not idle else tuple(workers),
             graph=self.profile.graph if self.profile.graph.calls else None,
             runtime=self.profile.runtime,
         )

@@ -291,8 +291,8 @@ class SearchSpace(PlaceSums):
             self.profile.model,
             self.profile.batch,
             note=note,
-            order=order,
-            tied=self.tied_weights(spans),
+            worker_order=order,
+            tied_weights=self.tied_weights(spans),
             graph=self.profile.graph if self.profile.graph.calls else None,
             runtime=self.profile.runtime,
         )

@@ -60,7 +60,7 @@ class WorkerLine:
         return cls(cluster, tuple(order) or tuple(range(cluster.workers)))
 
     def taken(self, workers: int) -> tuple[int, ...]:
-        """Returns `Plan.order` of a plan on the last `workers` of the line; () if it is the default."""
+        """Returns `Plan.worker_order` of a plan on the last `workers` of the line; () if it is the default."""
         order = self.order[len(self.order) - workers :]
         return () if self.cluster.is_flat or order == tuple(range(workers)) else order
 

@@ -17,8 +17,8 @@ class StageOrder:
 
     Attributes:
         words: for errors and notes.
-        order: (p, v) -> workers in the order of `Plan.order`, for v stages per worker (chunks); raises ScheduleError
-            for a number of workers that it cannot use.
+        order: (p, v) -> `Plan.worker_order`, for v stages per worker (chunks); raises ScheduleError for a number of
+            workers that it cannot use.
         chunks: default v; None if the method leaves no choice.
     """
 
@@ -38,7 +38,7 @@ class StageOrder:
             ScheduleError: the plan is laid out differently, or has another v.
         """
         count = sum(plan.replicas)
-        taken = plan.order or tuple(range(count))
+        taken = plan.worker_order or tuple(range(count))
         chunks = count // plan.workers // self.replicas
         if set(plan.replicas) != {self.replicas} or taken != self.order(plan.workers, required or chunks):
             several = "" if required is None else f", {required} on each"
