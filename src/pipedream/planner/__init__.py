@@ -2,15 +2,12 @@
 
 from pipedream.planner.auto import choose
 from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, fastest, scored
-from pipedream.planner.dynamic_program.recurrence import DynamicProgram, check_recompute
+from pipedream.planner.dynamic_program import DynamicProgram, check_recompute
 from pipedream.planner.manual import check_cuts, manual_plan, place_of, single_stage_plan
 from pipedream.planner.mesh_search import MeshSearch, fits_rank_memory
-from pipedream.planner.papers.classic import Classic, classic
-from pipedream.planner.papers.two_bw import two_bw, two_bw_s
+from pipedream.planner.papers import Classic, classic, two_bw, two_bw_s
 from pipedream.planner.search import SHAPES, Finalist, PlanSearch, finalists, parse_counts, plan
-from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
-from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
-from pipedream.planner.tables.search_space import SearchSpace
+from pipedream.planner.tables import MeshSpace, MethodOccupancy, SearchSpace, StageChoice, VersionsRule, stash
 
 __all__ = [
     "SHAPES",

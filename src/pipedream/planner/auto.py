@@ -19,9 +19,7 @@ from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.units import format_seconds
 from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, fastest
 from pipedream.planner.search import Finalist, PlanSearch, finalists, plan
-from pipedream.planner.tables.method_occupancy import MethodOccupancy
-from pipedream.planner.tables.plan_depth import apply_depth
-from pipedream.planner.tables.search_space import SearchSpace
+from pipedream.planner.tables import MethodOccupancy, SearchSpace, apply_depth
 
 _MOST_MICROBATCHES = 64
 

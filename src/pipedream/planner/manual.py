@@ -10,10 +10,8 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner.dynamic_program.recurrence import check_recompute
-from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
-from pipedream.planner.tables.plan_depth import apply_depth
-from pipedream.planner.tables.search_space import SearchSpace
+from pipedream.planner.dynamic_program import check_recompute
+from pipedream.planner.tables import MethodOccupancy, SearchSpace, VersionsRule, apply_depth, stash
 
 _FEW = 12  # so many layers are listed in an error
 

@@ -9,20 +9,19 @@ from functools import cached_property
 import numpy as np
 
 from pipedream.core.plan.plan import Plan
-from pipedream.planner.bisection.bisection import Bisection
-from pipedream.planner.dynamic_program.pruning import prune_places
-from pipedream.planner.dynamic_program.recurrence import (
+from pipedream.planner.bisection import Bisection
+from pipedream.planner.dynamic_program import (
     DynamicProgram,
     Shortage,
     State,
+    prune_places,
     replicated_states,
     states_of_counts,
     straight_states,
     tie_break_key,
 )
-from pipedream.planner.tables.search_space import SearchSpace
-from pipedream.planner.workers.line_orders import LineOrders
-from pipedream.planner.workers.worker_line import WorkerLine
+from pipedream.planner.tables import SearchSpace
+from pipedream.planner.workers import LineOrders, WorkerLine
 
 _MOST_WORK = 5e8
 """Comparisons of costs in all searches for one plan: about ten seconds."""

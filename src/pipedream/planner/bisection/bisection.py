@@ -22,8 +22,8 @@ import numpy as np
 from pipedream.core.plan.plan import Plan
 from pipedream.planner.arrays import BoolArray, IntArray
 from pipedream.planner.bisection.feasibility import PeriodNeeds, StageNeeds, period_s
-from pipedream.planner.tables.search_space import SearchSpace
-from pipedream.planner.workers.worker_line import WorkerLine
+from pipedream.planner.tables import SearchSpace
+from pipedream.planner.workers import WorkerLine
 
 _TRIED = 128  # candidates to try at once, the most promising first
 _ROUNDS = 4

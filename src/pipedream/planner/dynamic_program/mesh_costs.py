@@ -10,8 +10,7 @@ import numpy as np
 
 from pipedream.core.plan.memory import StageSizes
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
-from pipedream.planner.tables.mesh_space import MeshSite, MeshSpace
-from pipedream.planner.tables.search_space import SearchSpace
+from pipedream.planner.tables import MeshSite, MeshSpace, SearchSpace
 
 MESH_PROGRAMS = ("below", "exact", "above")
 

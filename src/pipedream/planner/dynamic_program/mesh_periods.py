@@ -19,7 +19,7 @@ import numpy as np
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.dynamic_program.mesh_costs import MeshState
 from pipedream.planner.dynamic_program.mesh_program import MeshProgram
-from pipedream.planner.tables.mesh_space import MeshSite, StageChoice
+from pipedream.planner.tables import MeshSite, StageChoice
 
 _FAR = 1e9  # more workers than any cluster has
 

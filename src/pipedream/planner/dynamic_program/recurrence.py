@@ -34,8 +34,8 @@ from pipedream.core.plan.site import PortLoad, Site
 from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.core.units import format_bytes
 from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray
-from pipedream.planner.tables.search_space import SearchSpace
-from pipedream.planner.workers.worker_line import WorkerLine
+from pipedream.planner.tables import SearchSpace
+from pipedream.planner.workers import WorkerLine
 
 RECOMPUTE = ("never", "auto", "always")
 """Which stages keep only their input between forward and backward: none, those that would not fit otherwise, all."""

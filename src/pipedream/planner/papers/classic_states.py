@@ -22,7 +22,7 @@ import numpy as np
 from pipedream.core.errors import PlanError
 from pipedream.core.model.graph_txt import GraphText, in_order
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
-from pipedream.planner.cuts.downsets import bit_indices, bool_rows
+from pipedream.planner.cuts import bit_indices, bool_rows
 
 MOST_STATES = 4000
 """Graphs with more are refused: the search takes the square of their number in memory, and the cube in time."""

@@ -1,1 +1,17 @@
 """Tables of seconds and bytes that the searches read."""
+
+from pipedream.planner.tables.mesh_space import MeshSite, MeshSpace, StageChoice
+from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
+from pipedream.planner.tables.plan_depth import apply_depth
+from pipedream.planner.tables.search_space import SearchSpace
+
+__all__ = [
+    "MeshSite",
+    "MeshSpace",
+    "MethodOccupancy",
+    "SearchSpace",
+    "StageChoice",
+    "VersionsRule",
+    "apply_depth",
+    "stash",
+]

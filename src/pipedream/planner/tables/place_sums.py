@@ -21,7 +21,7 @@ import numpy as np
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.stage import Stage
 from pipedream.planner.arrays import Bytes, IntArray, Place, Seconds, WholeArray
-from pipedream.planner.cuts.downsets import Lattice, bit_indices
+from pipedream.planner.cuts import Lattice, bit_indices
 from pipedream.planner.tables.working_peaks import PlaceBytes, StagePeaks
 
 

@@ -29,8 +29,7 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.plan.tied import TiedWeights, least_sum_s
 from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.planner.arrays import BoolArray, Bytes, Place, Seconds
-from pipedream.planner.cuts.cut_selection import searched_downsets
-from pipedream.planner.cuts.downsets import Lattice, bool_rows
+from pipedream.planner.cuts import Lattice, bool_rows, searched_downsets
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, OccupancyRule, VersionsRule, stash
 from pipedream.planner.tables.place_sums import PlaceSums
 
