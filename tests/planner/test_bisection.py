@@ -128,7 +128,7 @@ def test_relaxed_seconds_are_below_the_true_ones_and_fall(seed: int) -> None:
             for first in range(cluster.workers - replicas + 1):
                 sites = line.site_arrays(np.full(count, first), np.full(count, replicas))
                 true = period_s(costs, sites, cluster.sums)
-                site = line.site(first, replicas)
+                (site,) = line.site_list(np.array([first]), np.array([replicas]))
                 ends = needs.places[costs.first], needs.places[costs.last]
                 assert true == pytest.approx(space.period_s(space.passes_s(*ends), *ends, site), rel=1e-12)
                 assert (seconds <= true * (1 + 1e-12)).all()

@@ -23,7 +23,7 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.schedule import Schedule
-from pipedream.core.schedule.timeline import MemoryStep, Timeline
+from pipedream.core.schedule.timeline import WORK, Timeline
 from pipedream.core.schedule.weights import Stamped, WeightRule
 from pipedream.experimental.timeprest_interpolated import Interpolated
 from pipedream.metrics import run_metrics
@@ -61,6 +61,12 @@ def base_at(plan: Plan, stage: int, versions: int, in_flight: int, most: tuple[i
     peers = peers_of(plan.replicas, most)[stage]
     messages = message_bytes(sizes_at(plan, stage), most[stage], recompute, peers)
     return row.parameter_bytes * versions + row.optimizer_bytes + messages + in_flight * waiting
+
+
+def memory_steps(timeline: Timeline, rank: int) -> tuple[tuple[float, int], ...]:
+    """Returns the start of each op of a rank, the start of the run first, with the most that is held from there on."""
+    begins = (span.start_s for span in timeline.of_rank(rank) if span.kind in WORK)
+    return tuple(zip((0.0, *begins), timeline.memory[rank], strict=True))
 
 
 def alive_after(
@@ -121,7 +127,7 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
         rule = schedule.weights
         buffers, until = rule.buffers(stage), rule.kept_until(stage)
 
-        expected = [MemoryStep(0.0, base_at(schedule.plan, stage, 1 + buffers, 0, held_most))]
+        expected = [(0.0, base_at(schedule.plan, stage, 1 + buffers, 0, held_most))]
         pass_bytes = row.working_bytes
         if row.recompute:  # of the one at work the activations are there too
             pass_bytes += row.activation_bytes - sizes_at(schedule.plan, stage).input_bytes
@@ -154,15 +160,15 @@ def test_bytes_of_each_op_are_those_of_what_is_alive(
                 continue
             extra += halved * DEFERRED_SHARE * row.activation_bytes
             expected.append(
-                MemoryStep(span.start_s, base_at(schedule.plan, stage, alive + buffers, in_flight, held_most) + extra)
+                (span.start_s, base_at(schedule.plan, stage, alive + buffers, in_flight, held_most) + extra)
             )
             if span.kind in ("B", "W"):
                 in_flight, halved, summed = in_flight - (span.kind == "B"), halved - (span.kind == "W"), summed + 1
                 waiting.remove(span.index)
             alive = alive_after(rule, stage, newest, read, waiting, coming)
-        assert timeline.memory_steps(rank) == tuple(expected)
+        assert memory_steps(timeline, rank) == tuple(expected)
         assert timeline.peak_versions[rank] == most
-        assert timeline.peak_bytes[rank] == max(step.held_bytes for step in expected)
+        assert timeline.peak_bytes[rank] == max(size for _, size in expected)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +200,7 @@ def test_a_picture_of_the_memory_of_a_split_backward() -> None:
         801,
         5000 + 7 + 5 * 80,
     )  # weights, state; two receives, three gradients that may not be taken
-    steps = [step.held_bytes - start for step in timeline.memory_steps(1)]
+    steps = [size - start for _, size in memory_steps(timeline, 1)]
     assert steps == [
         0,
         microbatch_bytes,  # F0
@@ -211,7 +217,7 @@ def test_a_picture_of_memory() -> None:
     pair = Plan(ROWS[:2], (2, 1), Cluster.flat(2, 1e30))
     timeline = simulate(lower(build("pipedream", pair)), costs(pair), 3)
     start = 5000 + 7 + 3 * 80  # weights, state; two receives are posted, and an output may still have to leave
-    assert timeline.memory_steps(0) == (
+    assert memory_steps(timeline, 0) == (
         (0.0, start),
         (0.0, start + 800),  # F0
         (1.0, start + 2 * 800),  # F1
@@ -227,11 +233,11 @@ def test_a_picture_of_memory() -> None:
 
 def test_forwards_alone_hold_one_version() -> None:
     timeline = simulate(lower(evaluation(PLAN)), costs(PLAN), 4)
-    assert {step.held_bytes for step in timeline.memory_steps(1)} == {base_at(PLAN, 1, 1, 0)}
+    assert set(timeline.memory[1]) == {base_at(PLAN, 1, 1, 0)}
 
 
 def test_memory_is_saved_and_not_known_of_parts_and_of_measured_runs() -> None:
     timeline = simulate(lower(build("pipedream", PLAN)), costs(PLAN), 4)
     assert Timeline.from_json(timeline.to_json()) == timeline
-    assert timeline.between(2.0, 9.0).memory_steps(0) == ()
-    assert Timeline("x", "measured", 1, timeline.of_rank(0), 4).memory_steps(0) == ()
+    assert timeline.between(2.0, 9.0).memory == ()
+    assert Timeline("x", "measured", 1, timeline.of_rank(0), 4).memory == ()

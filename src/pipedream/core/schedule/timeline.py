@@ -48,13 +48,6 @@ class GradientVersions(NamedTuple):
         return self.applied_to - self.forward_version
 
 
-class MemoryStep(NamedTuple):
-    """The most that a rank holds until the next step."""
-
-    at_s: float
-    held_bytes: int
-
-
 @dataclass(frozen=True, repr=False)
 class Timeline(Tabular, Artifact):
     """Spans of a run, over all ranks.
@@ -147,10 +140,3 @@ class Timeline(Tabular, Artifact):
             .timeline_svg(self, title=title, width_px=width_px, start_s=start_s, end_s=end_s, versions=versions)
         )
         return text
-
-    def memory_steps(self, rank: int) -> tuple[MemoryStep, ...]:
-        """Returns the bytes held over time; none for a measured run, or for a part of a run."""
-        if not self.memory:
-            return ()
-        begins = (span.start_s for span in self.spans if span.rank == rank and span.kind in WORK)
-        return tuple(map(MemoryStep, (0.0, *begins), self.memory[rank]))

@@ -64,10 +64,6 @@ class WorkerLine:
         order = self.order[len(self.order) - workers :]
         return () if self.cluster.is_flat or order == tuple(range(workers)) else order
 
-    def site(self, first: int, replicas: int) -> Site:
-        """Returns the site of a stage from position `first` of the line."""
-        return self.site_list(np.array([first]), np.array([replicas]))[0]
-
     def site_list(self, first: IntArray, replicas: IntArray) -> list[Site]:
         """Returns the sites as `Site.of` does for stages between neighbours on the line."""
         arrays = self.site_arrays(first, replicas)
