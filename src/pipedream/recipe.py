@@ -26,7 +26,7 @@ from typing import Any
 
 from pipedream.core.cold import busy_wait_cold_cache
 from pipedream.core.errors import PipelineError, RecipeError, ScheduleError, install_advice
-from pipedream.core.user_code import is_of_loader, notes_of, shortened, with_place
+from pipedream.core.user_code import elide_middle, is_of_loader, notes_of, with_place
 from pipedream.options import ModelOptions, optimizer_problems
 
 _LOADS = 5  # batches made to time the loader
@@ -201,5 +201,5 @@ def _shorten(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return "; ".join(
-        [f"{type(error).__name__}: {shortened(str(error))}{place}{install_advice(error)}", *notes_of(error)]
+        [f"{type(error).__name__}: {elide_middle(str(error))}{place}{install_advice(error)}", *notes_of(error)]
     )

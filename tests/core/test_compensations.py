@@ -182,20 +182,20 @@ def test_gap_aware_needs_one_version_that_was_read() -> None:
     check_compensations((SpikeCompensation(),), graph, flushes=False, reads_one=False)
     for name in ("pipelined_backprop", "timeprest"):  # it ended in a KeyError at the first late update
         with pytest.raises(ScheduleError, match="the backward rule 'recompute' takes it at the newest"):
-            SCHEDULES[name](Plan.uniform(2), None, backward_rule="recompute").compensated("gap_aware")  # type: ignore[call-arg]
+            SCHEDULES[name](Plan.uniform(2), None, backward_rule="recompute").with_compensation("gap_aware")  # type: ignore[call-arg]
     schedule = build("pipedream", Plan.uniform(2))
     accumulating = UpdateRule((2, 2), compensation=(GapAware(),))
     with pytest.raises(ScheduleError, match="microbatches of one update read different versions"):
         replace(schedule, weights=_Drifting((1, 0), (1, 1), (0, 0)), updates=accumulating)
     # All microbatches of a double-buffered update, and of a round of replicas, read one version.
-    build("pipedream_2bw", Plan.uniform(3)).compensated("gap_aware")
-    build("pipedream", Plan.uniform(2, replicas=(3, 2))).compensated("gap_aware")
+    build("pipedream_2bw", Plan.uniform(3)).with_compensation("gap_aware")
+    build("pipedream", Plan.uniform(2, replicas=(3, 2))).with_compensation("gap_aware")
     # The tag of vertical sync changes within a round of a stage with more replicas than the input stage.
     with pytest.raises(ScheduleError, match="different versions"):
-        build("pipedream_vertical_sync", Plan.uniform(2, replicas=(2, 3))).compensated("gap_aware")
+        build("pipedream_vertical_sync", Plan.uniform(2, replicas=(2, 3))).with_compensation("gap_aware")
     # A prediction that is kept is gone when the update comes (a KeyError there).
     with pytest.raises(ScheduleError, match="forwards read predictions, which are gone"):
-        build("spectrain_v2", Plan.uniform(3)).compensated("gap_aware")
+        build("spectrain_v2", Plan.uniform(3)).with_compensation("gap_aware")
 
 
 # -- stability ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipedream.core.user_code import shortened, with_place
+from pipedream.core.user_code import elide_middle, with_place
 
 LOADERS = """Caught OSError in DataLoader worker process 1.
 Original Traceback (most recent call last):
@@ -28,7 +28,7 @@ def test_a_loaders_process() -> None:
 @pytest.mark.parametrize("length", [0, 1000, 1001, 5000])
 def test_long_texts_keep_both_ends(length: int) -> None:
     text = "".join(chr(97 + i % 26) for i in range(length))
-    short = shortened(text)
+    short = elide_middle(text)
     if length <= 1000:
         assert short == text
     else:

@@ -329,7 +329,7 @@ def test_a_pipeline_takes_names_objects_and_schedules_and_tells_its_rates() -> N
             assert done.rate == 0.05, "the user's"
         assert pipeline.learning_rates() == pytest.approx((0.05, 0.05, 0.05))
     schedule = pd.schedules.build("nesterov_async", Plan.uniform(2))
-    assert schedule.compensated(()).updates.compensation == ()
+    assert schedule.with_compensation(()).updates.compensation == ()
     with make_pipeline("one_step_ef", microbatches=3) as pipeline:
         assert pipeline.schedule.updates.compensation == (ErrorFeedback(1.0),)
     with make_pipeline("one_step_ef", microbatches=3, compensation="error_feedback:0.5") as pipeline:

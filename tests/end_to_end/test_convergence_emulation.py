@@ -89,7 +89,7 @@ def _schedule(method: Method, plan: Plan) -> Schedule:
     options: dict[str, Any] = {"backward_rule": "recompute"} if method.rule == "recompute" else {}
     built = SCHEDULES[method.schedule](plan, method.microbatches(p), **options)
     compensation = tuple(text.format(updates=UPDATES // 2) for text in method.compensation)
-    return built.compensated(compensation) if compensation else built  # type: ignore[attr-defined, no-any-return]
+    return built.with_compensation(compensation) if compensation else built  # type: ignore[attr-defined, no-any-return]
 
 
 def _run(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:

@@ -128,7 +128,7 @@ def test_every_method_trains_as_its_paper_says(case: Case) -> None:
 )
 def test_one_delay_is_made_up_for_once(name: str, compensation: str) -> None:
     with pytest.raises(ScheduleError, match="both make up for the same delay"):
-        build(name, Plan.uniform(3)).compensated(compensation)
+        build(name, Plan.uniform(3)).with_compensation(compensation)
 
 
 def test_the_comparison_can_fail() -> None:

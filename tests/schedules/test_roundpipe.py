@@ -21,7 +21,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, advanced
+from pipedream.core.schedule.program import Instruction, Move, Program, RankProgram, Transfer, advance_instruction
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.experimental.roundpipe import homes, roundpipe
 from pipedream.metrics import run_metrics
@@ -165,7 +165,7 @@ def refused(
     """Returns what the proof says of the program, the text of a rank being edited from microbatch 8 on, behind what is
     brought forward."""
     mine = PROGRAM.ranks[rank]
-    turns = [[advanced(item, 4 * turn, PROGRAM.updates) for item in mine.period] for turn in range(3)]
+    turns = [[advance_instruction(item, 4 * turn, PROGRAM.updates) for item in mine.period] for turn in range(3)]
     ranks = list(PROGRAM.ranks)
     ranks[rank] = RankProgram((*mine.warmup, *turns[0], *turns[1], *ahead), tuple(edit(turns[2])))
     with pytest.raises((ScheduleError, DeadlockError)) as caught:
@@ -205,7 +205,7 @@ def test_a_fetch_that_is_not_there_or_not_in_time(rank: int, stage: int) -> None
 def test_a_fetch_in_the_place_of_weights_that_are_still_read(rank: int, stage: int) -> None:
     """The next minibatch's weights stand there before the last forward of this one."""
     here = [Transfer(Move.RECEIVE, channel("weights", stage), 8), Op(Kind.FETCH, stage, 8)]
-    coming = [advanced(item, 4, PROGRAM.updates) for item in here]
+    coming = [advance_instruction(item, 4, PROGRAM.updates) for item in here]
 
     def early(items: list[Instruction]) -> list[Instruction]:
         rest = [item for item in items if item not in here]
@@ -220,7 +220,7 @@ def test_weights_that_leave_before_their_update_or_behind_the_next(rank: int, st
     home = PROGRAM.placement.rank_of(stage, 0)
     leaves = Transfer(Move.SEND, channel("weights", stage), 8)
 
-    soon, update = advanced(leaves, 4, PROGRAM.updates), Op(Kind.UPDATE, stage, 3)
+    soon, update = advance_instruction(leaves, 4, PROGRAM.updates), Op(Kind.UPDATE, stage, 3)
 
     def early(items: list[Instruction]) -> list[Instruction]:
         rest = [item for item in items if item != leaves]

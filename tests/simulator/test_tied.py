@@ -13,7 +13,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.tied import TiedWeights
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.program import Move, RankProgram, advanced
+from pipedream.core.schedule.program import Move, RankProgram, advance_instruction
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
@@ -98,7 +98,7 @@ def test_an_order_in_which_holders_wait_for_each_other_is_found() -> None:
     first = program.ranks[0]
     *begin, update = first.period
     assert update.kind is Kind.UPDATE
-    turn = [advanced(item, program.cycle, program.updates) for item in begin]
+    turn = [advance_instruction(item, program.cycle, program.updates) for item in begin]
     after = next(i for i, item in enumerate(turn) if item.kind is Move.RECEIVE) + 1
     changed = RankProgram((*first.warmup, *begin), (*turn[:after], update, *turn[after:]))
     with pytest.raises(DeadlockError, match="with its gradient of the tied weights"):

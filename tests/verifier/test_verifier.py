@@ -81,7 +81,7 @@ def test_several_stages_a_worker_pass(schedule: Schedule) -> None:
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "chimera"])
 def test_updates_that_wait_for_all_stages_stand_behind_all_gradients_of_their_rank(name: str) -> None:
     schedule = build(name, uniform(name, 2), 2)
-    verify(lower(schedule.coupled()))
+    verify(lower(schedule.couple_updates()))
     if name == "interleaved_1f1b":  # whose first stage is done before its second has begun
         with pytest.raises(ScheduleError, match="waits for all stages, but 0B0 on this rank comes later"):
             verify(lower(replace(schedule, couples_updates=True)))

@@ -146,7 +146,7 @@ def _plan(profile: Profile | GraphText, request: PlanRequest, *, name: str, batc
     if batch is not None:
         profile = replace(profile, batch=batch)
     compared = planning.choose(profile, request)
-    unlimited = PlanRequest(request.workers_and_links.unlimited(), shape="data-parallel")
+    unlimited = PlanRequest(request.workers_and_links.without_memory_limits(), shape="data-parallel")
     return _Answer(
         compared.plan,
         compared.plan.slowest_stage_s,

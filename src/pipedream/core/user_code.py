@@ -58,7 +58,7 @@ def with_place(error: BaseException) -> str:
     """
     if is_of_loader(error):
         return _describe_loader_error(str(error))
-    text = "; ".join([f"{type(error).__name__}: {shortened(str(error).strip() or repr(error))}", *notes_of(error)])
+    text = "; ".join([f"{type(error).__name__}: {elide_middle(str(error).strip() or repr(error))}", *notes_of(error)])
     module, source = getattr(error, _MODULE, ("", ""))
     line = user_line(error)
     if not line and source:
@@ -74,7 +74,7 @@ def notes_of(error: BaseException) -> list[str]:
     return [str(note) for note in getattr(error, "__notes__", ())]
 
 
-def shortened(text: str) -> str:
+def elide_middle(text: str) -> str:
     """Returns a text without its middle if it is long."""
     left_out = len(text) - _LONGEST
     if left_out <= 0:
@@ -93,7 +93,7 @@ def _describe_loader_error(text: str) -> str:
     process = head.removeprefix("Caught ").strip().rstrip(".").partition(" in ")[2]
     lines = trace.strip().splitlines()
     begin = max((i + 1 for i, line in enumerate(lines) if line.startswith("  ")), default=0)
-    cause = shortened("\n".join(lines[begin:]).strip())
+    cause = elide_middle("\n".join(lines[begin:]).strip())
     frames = re.findall(r'^  File "(.+)", line (\d+), in (\S+)$', trace, flags=re.MULTILINE)
     user = [frame for frame in frames if is_users_file(frame[0])]
     place = f", at {Path(user[-1][0]).name}:{user[-1][1]} in {user[-1][2]}" if user else ""

@@ -1,7 +1,7 @@
 """Planning: which layers form a stage, on how many workers, and with which method to train."""
 
 from pipedream.planner.auto import choose
-from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, fastest, scored
+from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, find_fastest, with_score
 from pipedream.planner.dynamic_program import DynamicProgram, check_recompute
 from pipedream.planner.manual import check_cuts, manual_plan, place_of, single_stage_plan
 from pipedream.planner.mesh_search import MeshSearch, fits_rank_memory
@@ -29,16 +29,16 @@ __all__ = [
     "check_recompute",
     "choose",
     "classic",
-    "fastest",
     "finalists",
+    "find_fastest",
     "fits_rank_memory",
     "manual_plan",
     "parse_counts",
     "place_of",
     "plan",
-    "scored",
     "single_stage_plan",
     "stash",
     "two_bw",
     "two_bw_s",
+    "with_score",
 ]

@@ -17,7 +17,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
 from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.units import format_seconds
-from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, fastest
+from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, find_fastest
 from pipedream.planner.search import Finalist, PlanSearch, finalists, plan
 from pipedream.planner.tables import MethodOccupancy, SearchSpace, apply_depth
 
@@ -94,7 +94,7 @@ class _Alternatives:
             again = "always" if self.recompute == "always" else "never"
             self._searches[key] = PlanSearch.of(
                 profile,
-                self.cluster.unlimited(),
+                self.cluster.without_memory_limits(),
                 update_delay=update_delay,
                 all_workers=self.all_workers,
                 recompute=again,
@@ -158,7 +158,7 @@ def choose(
     with progress("planning", sum(1 for _ in ways.all())) as advance:
         planned, refused = _plan_all(ways, advance)
     try:
-        comparison = fastest(planned, score, refused)
+        comparison = find_fastest(planned, score, refused)
     except PlanError as error:
         raise PlanError(f"no method works with what was asked on {cluster.workers} workers; {error}") from None
     note = _write_note([candidate for candidate in comparison.candidates if candidate.period_s is not None])

@@ -258,7 +258,7 @@ class Comparison(Tabular):
         return "  ".join(cells)
 
 
-def fastest(
+def find_fastest(
     planned: Iterable[tuple[Candidate, Plan]],
     score: Callable[[Plan], Score],
     refused: Iterable[Candidate] = (),
@@ -288,7 +288,7 @@ def fastest(
             refused.append(replace(way, config="", why=str(error)))
             continue
         least[kind] = min(least.get(kind, inf), result.period_s)
-        simulated.append((result.period_s, way.peak_bytes, number, scored(way, result), plan))
+        simulated.append((result.period_s, way.peak_bytes, number, with_score(way, result), plan))
     if not simulated:
         raise PlanError(f"{len(refused)} ways were tried, the first, {refused[0]}: {refused[0].why}")
     equal_s = min(least.values()) * (1 + _TIE)
@@ -296,7 +296,7 @@ def fastest(
     return Comparison(simulated[0][4], (*(row[3] for row in simulated), *slower, *refused))
 
 
-def scored(way: Candidate, score: Score) -> Candidate:
+def with_score(way: Candidate, score: Score) -> Candidate:
     """Returns the candidate as it was simulated."""
     return replace(
         way, period_s=score.period_s, bubble=score.bubble, samples_per_update=score.samples_per_update, why=""

@@ -80,7 +80,7 @@ class MeshSearch:
         """
         search = partial(self._search, shape=shape)
         if slower != 1:
-            slowed = self.space.slowed(slower)
+            slowed = self.space.with_slower_links(slower)
             choices = slowed.choices_of(search(slowed))
             return apply_depth(
                 self.space, self.space.plan_of(choices, f"as if links were {slower:g} times slower"), in_flight

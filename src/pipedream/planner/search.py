@@ -136,7 +136,7 @@ class PlanSearch:
         return apply_depth(space, plan, in_flight)
 
     def _with_slower_links(self, factor: float) -> PlanSearch:
-        return replace(self, space=replace(self.space, cluster=self.space.cluster.slowed(factor)))
+        return replace(self, space=replace(self.space, cluster=self.space.cluster.with_slower_links(factor)))
 
     @cached_property
     def _base_searches(self) -> PipelineSearch:

@@ -3,8 +3,8 @@
 A stage decides by its own gradients or by those of all stages, whose norm is the whole model's
 (`torch.nn.utils.clip_grad_norm_`). A rank contributes one number for all its stages together, and one sum for all its
 holders of a tied weight. So the first update of a round on a rank needs the gradients of all its stages, and the
-schedule places their updates together (`Schedule.coupled`). Without a flush, an update is clipped by the norm of an
-earlier one (`core.schedule.coupling`).
+schedule places their updates together (`Schedule.couple_updates`). Without a flush, an update is clipped by the norm of
+an earlier one (`core.schedule.coupling`).
 """
 
 from __future__ import annotations

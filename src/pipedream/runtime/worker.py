@@ -17,7 +17,7 @@ import torch
 from pipedream.core.errors import CaptureError, PipelineError, WorkerError
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program, advanced
+from pipedream.core.schedule.program import Instruction, Move, Program, advance_instruction
 from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
 from pipedream.runtime.comm.message import Content, Message, StopReason
@@ -249,7 +249,7 @@ class Worker:
         if self._text is None:
             return "the start"
         by = self._turn * self._text.cycle
-        return self._text.describe(advanced(self._instruction, by, self._text.updates))
+        return self._text.describe(advance_instruction(self._instruction, by, self._text.updates))
 
     @property
     def rate(self) -> float:
@@ -271,7 +271,7 @@ class Worker:
         ]
 
     def _resolve_step(self, program: Program, instruction: Instruction) -> _Step:
-        by = advanced(instruction, program.cycle, program.updates).index - instruction.index
+        by = advance_instruction(instruction, program.cycle, program.updates).index - instruction.index
         at = instruction.stage if isinstance(instruction, Op) else instruction.channel
         return _Step(self._actions[instruction.kind], at, instruction.index, by, instruction)
 

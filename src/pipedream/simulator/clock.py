@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.schedule.occupancy import most_in_flight
 from pipedream.core.schedule.op import Kind
-from pipedream.core.schedule.program import Channel, Instruction, Move, Program, Transfer, advanced
+from pipedream.core.schedule.program import Channel, Instruction, Move, Program, Transfer, advance_instruction
 from pipedream.core.schedule.timeline import Span, Timeline
 from pipedream.simulator.compiled import (
     FREE,
@@ -357,4 +357,4 @@ class _Clock:
     def _find_instruction(self, rank: _Rank) -> Instruction:
         source = rank.text.instructions[rank.position].source
         assert source is not None
-        return advanced(source, rank.turn * self.program.cycle, self.program.updates)
+        return advance_instruction(source, rank.turn * self.program.cycle, self.program.updates)

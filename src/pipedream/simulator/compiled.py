@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipedream.core.schedule.op import Kind, Op
-from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advanced
+from pipedream.core.schedule.program import Instruction, Move, Program, Transfer, advance_instruction
 
 OP, RECEIVE, SEND, SYNC, GIVE, COUPLE, TIED, FREE, TURN, STOP = range(10)
 
@@ -77,7 +77,7 @@ def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[i
     mine = program.ranks[rank]
     completed = program.update_completed_by(rank)
     text = (*mine.warmup, *mine.period)
-    next_turn = (advanced(item, program.cycle, program.updates) for item in mine.period)
+    next_turn = (advance_instruction(item, program.cycle, program.updates) for item in mine.period)
     sums = {item for item in (*text, *next_turn) if item.kind is Move.SYNC}
     stages, tied = program.placement.stages, [weights.ranks(program.placement) for weights in program.plan.tied_weights]
     joined = [stages + number for number, ranks in enumerate(tied) if rank in ranks]
@@ -105,7 +105,7 @@ def compile_rank(program: Program, rank: int, total: int, *, gives: Collection[i
 
 
 def _compile_instruction(program: Program, instruction: Instruction, total: int) -> CompiledInstruction:
-    stride = advanced(instruction, program.cycle, program.updates).index - instruction.index
+    stride = advance_instruction(instruction, program.cycle, program.updates).index - instruction.index
     if isinstance(instruction, Op):
         what, letter = instruction.stage, instruction.kind.value
         code = OP if instruction.kind.is_work else FREE

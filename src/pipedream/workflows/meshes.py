@@ -200,7 +200,7 @@ def _list_others(
             comparison = single.compare_on(mesh, shape)
             row = comparison.candidates[0]
             is_missing = simulates and row.period_s is None
-            candidates.append(planner.scored(row, score_plan(comparison.plan)) if is_missing else row)
+            candidates.append(planner.with_score(row, score_plan(comparison.plan)) if is_missing else row)
     return candidates
 
 

@@ -87,7 +87,7 @@ def occupancy_of(schedule: str, microbatches: int | None = None, compensation: A
 
     def build(plan: Plan, parts: int | None = None) -> Schedule:
         built = schedules.build(schedule, plan, parts)
-        return built if compensation is None else built.compensated(compensation)
+        return built if compensation is None else built.with_compensation(compensation)
 
     def holds(plan: Plan) -> tuple[StageOccupancy, ...]:
         for parts in () if microbatches is None else (microbatches, max(microbatches, *plan.replicas)):

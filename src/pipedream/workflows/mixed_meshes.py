@@ -58,7 +58,7 @@ def compare_mixed(
         if simulates and candidate.bound_s >= least_s:
             candidate = replace(candidate, why=f"cannot take less than {format_seconds(candidate.bound_s)}")
         elif simulates and not takes_long(plan):
-            candidate = planner.scored(candidate, score_plan(plan))
+            candidate = planner.with_score(candidate, score_plan(plan))
         rows.append(planner.Comparison(plan, (candidate,)))
     return rows
 

@@ -203,7 +203,7 @@ def _single_candidate(plan: Plan, request: PlanRequest) -> planner.Comparison:
 
 def _simulate(candidate: planner.Candidate, plan: Plan) -> planner.Candidate:
     try:
-        return planner.scored(candidate, score_if_quick(plan))
+        return planner.with_score(candidate, score_if_quick(plan))
     except PipelineError as error:
         return replace(candidate, why=str(error))
 

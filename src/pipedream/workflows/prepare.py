@@ -11,7 +11,7 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import compensations
-from pipedream.core.schedule.coupling import Policy, coupled
+from pipedream.core.schedule.coupling import Policy, couple_stages
 from pipedream.core.schedule.lowering import lower, with_common_channels
 from pipedream.core.schedule.phase import Phase, check_phases, read_phases
 from pipedream.core.schedule.program import Program
@@ -81,7 +81,7 @@ def prepare(plan: Plan, phases: Sequence[Phase], policy: Policy) -> tuple[Prepar
         ScheduleError: a method does not work with this plan or policy, or the placements differ.
         DeadlockError: a program would deadlock.
     """
-    built = [coupled(_build(plan, phase), policy) for phase in phases]
+    built = [couple_stages(_build(plan, phase), policy) for phase in phases]
     programs = with_common_channels([lower(schedule) for schedule in built])
     return tuple(
         Prepared(phase, schedule, program, verify(program))
@@ -130,4 +130,4 @@ def _build(plan: Plan, phase: Phase) -> Schedule:
         built = schedules.build(name, plan, parts)
     elif built.plan.tied_weights != plan.tied_weights:
         built = replace(built, plan=replace(built.plan, tied_weights=plan.tied_weights))
-    return built if phase.compensation is None else built.compensated(phase.compensation)
+    return built if phase.compensation is None else built.with_compensation(phase.compensation)

@@ -38,7 +38,7 @@ class StageSearch:
         batch = self.profile.batch
         possible = [row for row in rows if batch == 1 or row[1].microbatches <= batch] or rows
         try:
-            comparison = planner.fastest(possible, score_plan, refused)
+            comparison = planner.find_fastest(possible, score_plan, refused)
         except PlanError:  # none can be simulated
             return planner.Comparison(rows[0][1], (rows[0][0],))
         ties = self.profile.ties_in_words() if workers > 1 else ""

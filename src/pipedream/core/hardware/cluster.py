@@ -224,14 +224,14 @@ class Cluster(Artifact):
     def is_limited(self) -> bool:
         return any(memory is not None for memory in self.memories)
 
-    def unlimited(self) -> Cluster:
+    def without_memory_limits(self) -> Cluster:
         return self.with_memory(lambda memory: None)
 
     def with_memory(self, change: Callable[[int | None], int | None]) -> Cluster:
         kinds = tuple(replace(kind, memory_bytes=change(kind.memory_bytes)) for kind in self.kinds)
         return replace(self, memory_bytes=change(self.memory_bytes), kinds=kinds)
 
-    def slowed(self, factor: float) -> Cluster:
+    def with_slower_links(self, factor: float) -> Cluster:
         """Returns the cluster with slower links: longer latencies, and bandwidths divided by the factor."""
 
         def divided(rate: float | None) -> float | None:

@@ -52,7 +52,7 @@ class Policy:
         return bool(self.scaling) or self.on_nan == "skip"
 
 
-def coupled(schedule: Schedule, policy: Policy) -> Schedule:
+def couple_stages(schedule: Schedule, policy: Policy) -> Schedule:
     """Returns the schedule, with updates that wait for each other if the policy needs that."""
     plan = schedule.plan
     if plan.tied_weights:
@@ -66,7 +66,7 @@ def coupled(schedule: Schedule, policy: Policy) -> Schedule:
         )
     by_norm = policy.clip_grad_norm is not None and policy.clip != "local" and several
     if by_norm and policy.clip == "delayed_global" and not schedule.flushes:
-        return replace(schedule.coupled(), norm_delay=norm_delay(schedule))
+        return replace(schedule.couple_updates(), norm_delay=norm_delay(schedule))
     if by_norm and not schedule.flushes:
         raise ScheduleError(
             f"clip_grad_norm by the global norm was asked of {schedule.name!r}, which does not flush: its stages "
@@ -75,7 +75,7 @@ def coupled(schedule: Schedule, policy: Policy) -> Schedule:
         )
     # Holders of a tied weight skip an update together.
     couples = by_norm or (policy.skips and several and bool(schedule.flushes or plan.tied_weights))
-    return schedule.coupled() if couples else schedule
+    return schedule.couple_updates() if couples else schedule
 
 
 def makes_same_updates(schedule: Schedule) -> bool:
@@ -110,7 +110,7 @@ def with_tied_weights(schedule: Schedule) -> Schedule:
             "layer), or use a method whose stages all make the same updates: pipedream_2bw, or a flushing one (1f1b, "
             "gpipe)"
         )
-    return schedule.together()
+    return schedule.join_updates()
 
 
 def _name_separated(schedule: Schedule) -> str:

@@ -32,7 +32,7 @@ from pipedream.core.schedule.program import (
     RankProgram,
     Route,
     Transfer,
-    advanced,
+    advance_instruction,
 )
 from pipedream.core.schedule.rules import Rules
 from pipedream.core.schedule.schedule import Schedule
@@ -160,13 +160,13 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
         if isinstance(instruction, Op) and instruction.kind is anchor:
             if first is None and instruction.index >= settled:
                 first = len(window) - 1
-            elif first is not None and instruction == advanced(window[first], cycle, schedule.updates):
+            elif first is not None and instruction == advance_instruction(window[first], cycle, schedule.updates):
                 if second is None:
                     second = len(window) - 1
             elif (
                 first is not None
                 and second is not None
-                and instruction == advanced(window[first], 2 * cycle, schedule.updates)
+                and instruction == advance_instruction(window[first], 2 * cycle, schedule.updates)
             ):
                 break
     if first is None or second is None:
@@ -174,7 +174,7 @@ def _fold(schedule: Schedule, rank: int, stream: Iterator[Instruction]) -> RankP
     length = second - first
 
     def repeats(i: int) -> bool:
-        return window[i + length] == advanced(window[i], cycle, schedule.updates)
+        return window[i + length] == advance_instruction(window[i], cycle, schedule.updates)
 
     start = first
     while start and repeats(start - 1):

@@ -310,14 +310,14 @@ class Program(Tabular, Rules, Artifact):
         return "\n".join([head, *rows])
 
     def _advance(self, instruction: Instruction, turns: int) -> Instruction:
-        return advanced(instruction, turns * self.cycle, self.updates) if turns else instruction
+        return advance_instruction(instruction, turns * self.cycle, self.updates) if turns else instruction
 
 
 def _is_work(instruction: Instruction) -> bool:
     return isinstance(instruction, Op) and instruction.kind.is_work
 
 
-def advanced(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
+def advance_instruction(instruction: Instruction, microbatches: int, updates: UpdateRule) -> Instruction:
     """Returns an instruction that many microbatches (a multiple of the cycle) later."""
     if isinstance(instruction, Op):
         kind, stage, index, replica = instruction

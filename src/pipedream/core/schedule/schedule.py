@@ -88,7 +88,7 @@ class Schedule(Rules):
                 f"{again.index(False)} of its plan does not recompute; set recompute=True on all stages"
             )
 
-    def compensated(self, chosen: Any) -> Schedule:
+    def with_compensation(self, chosen: Any) -> Schedule:
         """Returns the schedule with other compensations (see `Phase`)."""
         return replace(self, updates=replace(self.updates, compensation=compensations(chosen)))
 
@@ -126,11 +126,11 @@ class Schedule(Rules):
             idle = 0
             yield op
 
-    def coupled(self) -> Schedule:
-        """Returns the schedule with the updates of all stages waiting for each other; `together` on each rank."""
-        return replace(self.together(), couples_updates=True)
+    def couple_updates(self) -> Schedule:
+        """Returns the schedule with the updates of all stages waiting for each other; `join_updates` on each rank."""
+        return replace(self.join_updates(), couples_updates=True)
 
-    def together(self) -> Schedule:
+    def join_updates(self) -> Schedule:
         """Returns the schedule in which a rank makes the updates of its stages together, after the last gradient."""
 
         def order(rank: int) -> Iterator[Op]:

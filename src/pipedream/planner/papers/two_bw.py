@@ -81,7 +81,7 @@ def two_bw(
         if stages > len(SearchSpace.of(profile, cluster).positions) - 1:
             continue
         try:
-            base = replace(plan(profile, cluster.unlimited(), shape=(w,) * stages), cluster=cluster)
+            base = replace(plan(profile, cluster.without_memory_limits(), shape=(w,) * stages), cluster=cluster)
         except PlanError:  # no chain of the graph's cuts has this many stages
             continue
         splits = [workers << power for power in range((most // workers).bit_length())]

@@ -95,9 +95,9 @@ class MeshSpace(SearchSpace):
     def _spaces(self) -> dict[tuple[Mesh, tuple[int, ...]], SearchSpace]:
         return self.kept.setdefault("spaces", {})
 
-    def slowed(self, factor: float) -> Self:
+    def with_slower_links(self, factor: float) -> Self:
         """Returns the space on slower links."""
-        return replace(self, cluster=self.cluster.slowed(factor), kept={})
+        return replace(self, cluster=self.cluster.with_slower_links(factor), kept={})
 
     def boundary(self, sender: Mesh, receiver: Mesh) -> IntArray:
         """Returns the bytes of `boundary_bytes` at each place."""

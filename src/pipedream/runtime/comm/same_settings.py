@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipedream.core.errors import PlanError
-from pipedream.core.user_code import is_users_file, shortened
+from pipedream.core.user_code import elide_middle, is_users_file
 from pipedream.runtime.comm.process_group import gather_texts
 
 CALL = "their call"
@@ -78,7 +78,7 @@ def _describe_difference(name: str, texts: Sequence[tuple[int, str]]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, text in texts:
         line = [*text.splitlines(), *["nothing"] * (at + 1)][at]
-        ranks.setdefault(shortened(line.strip()), []).append(rank)
+        ranks.setdefault(elide_middle(line.strip()), []).append(rank)
     where = "; ".join(f"{line} on rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}" for line, who in ranks.items())
     return f"{name} ({where})"
 

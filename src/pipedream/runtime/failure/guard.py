@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipedream.core.errors import PeerError, PipelineError, WorkerError, is_broken_connection
-from pipedream.core.user_code import shortened, with_place
+from pipedream.core.user_code import elide_middle, with_place
 from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.processes import RankProcess, is_launched_here, watch_from_outside
@@ -236,7 +236,7 @@ class Guard:
                 self._rank,
                 where,
                 f"{notes.LOST_CONNECTION} (killed, out of memory, machine gone)",
-                f"look at what that worker printed last; torch's error: {shortened(str(origin or error))}",
+                f"look at what that worker printed last; torch's error: {elide_middle(str(origin or error))}",
             )
         elif not isinstance(error, WorkerError):
             cause = str(error) if isinstance(error, PipelineError) else with_place(error)

@@ -28,7 +28,7 @@ def nesterov_async(plan: kit.Plan, microbatches: int | None = None) -> kit.Sched
     plain ``pipedream`` with ``partial(torch.optim.NAdam, lr=3e-4, betas=(0.99, 0.999), weight_decay=0.01,
     decoupled_weight_decay=True)``, whose long momentum makes late gradients useful.
     """
-    return stashing("nesterov_async", plan, microbatches).compensated(Nesterov())
+    return stashing("nesterov_async", plan, microbatches).with_compensation(Nesterov())
 
 
 def ftpipe_msnag(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
@@ -37,7 +37,7 @@ def ftpipe_msnag(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedul
     FTPipe (Eliad et al., ATC 2021), ``msnag`` with weight stashing, at each stage's own delay; the same as spike
     compensation (Kosson et al., MLSys 2021) of the stored weights.
     """
-    return stashing("ftpipe_msnag", plan, microbatches).compensated(SpikeCompensation())
+    return stashing("ftpipe_msnag", plan, microbatches).with_compensation(SpikeCompensation())
 
 
 def ftpipe_ga(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
@@ -45,7 +45,7 @@ def ftpipe_ga(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
 
     Barkai et al., ICLR 2020, as FTPipe (ATC 2021) uses it with weight stashing.
     """
-    return stashing("ftpipe_ga", plan, microbatches).compensated(GapAware())
+    return stashing("ftpipe_ga", plan, microbatches).with_compensation(GapAware())
 
 
 def pipedream_lr(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
@@ -54,7 +54,7 @@ def pipedream_lr(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedul
     Yang et al., PipeMare, MLSys 2021; later comparisons use this name. K is 7,000 updates, or that of
     ``compensation="t1:K"``.
     """
-    return stashing("pipedream_lr", plan, microbatches).compensated(LearningRateRescheduling(RESCHEDULED_FOR))
+    return stashing("pipedream_lr", plan, microbatches).with_compensation(LearningRateRescheduling(RESCHEDULED_FOR))
 
 
 def one_step_ef(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule:
@@ -62,7 +62,7 @@ def one_step_ef(plan: kit.Plan, microbatches: int | None = None) -> kit.Schedule
 
     One-Step Gradient Delay, arXiv 2606.30634, ICML 2026.
     """
-    return double_buffered("one_step_ef", plan, microbatches).compensated(ErrorFeedback(1.0))
+    return double_buffered("one_step_ef", plan, microbatches).with_compensation(ErrorFeedback(1.0))
 
 
 def pb_lwp_sc(
@@ -77,7 +77,7 @@ def pb_lwp_sc(
 
     Kosson et al., Pipelined Backpropagation at Scale, MLSys 2021, section 3.3: LWP^v_D + SC_D, the paper's best.
     """
-    return predicting("pb_lwp_sc", plan, microbatches, by, scale, backward_rule).compensated(SpikeCompensation())
+    return predicting("pb_lwp_sc", plan, microbatches, by, scale, backward_rule).with_compensation(SpikeCompensation())
 
 
 METHODS = (
