@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pipedream.core.schedule.timeline import Timeline
     from pipedream.layouts import Operators, lay_out, operators, partition, register_operator
     from pipedream.pipeline import Pipeline
-    from pipedream.probe.machine import probe_gpus
     from pipedream.recipe import Recipe
     from pipedream.runtime.results.results import Done
     from pipedream.runtime.stage.auxiliary import add_auxiliary_loss, auxiliary_loss_scale
@@ -65,7 +64,6 @@ __all__ = [
     "operators",
     "partition",
     "plan",
-    "probe_gpus",
     "profile",
     "register_operator",
     "run",
@@ -94,7 +92,6 @@ _HOMES = {
     "operators": "layouts",
     "partition": "layouts",
     "plan": "workflows.plan",
-    "probe_gpus": "probe.machine",
     "profile": "workflows.profile",
     "register_operator": "layouts",
     "run": "training.train",

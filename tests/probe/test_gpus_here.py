@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipedream import probe_gpus
 from pipedream.core.errors import PlanError
 from pipedream.probe import machine
+from pipedream.probe.machine import probe_gpus
 
 H200, A100, OTHER = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA RTX A2000"
 GB = 10**9
