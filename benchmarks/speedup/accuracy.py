@@ -23,8 +23,8 @@ from accuracy_recipe import ASKED, recipe
 
 from pipedream import Cluster, Plan, Profile
 from pipedream import plan as make_plan
-from pipedream.core.comparison import DDP, ONE_WORKER, TORCH, format_link, format_ratio
 from pipedream.core.units import format_bytes, format_number
+from pipedream.core.variants import DDP, ONE_WORKER, TORCH, format_link, format_ratio
 from pipedream.options import TrainingOptions
 from pipedream.runtime import torch_baselines
 from pipedream.slow_links import Network, slow_network

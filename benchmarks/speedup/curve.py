@@ -18,10 +18,10 @@ from models import MODELS
 
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile, metrics
-from pipedream.core.comparison import ONE_WORKER, OverLink, RecipeComparison, Variant, format_link
 from pipedream.core.units import format_bytes
+from pipedream.core.variants import ONE_WORKER, OverLink, RecipeComparison, Variant, format_link
 from pipedream.plan_request import PlanRequest
-from pipedream.report.comparison import comparison_svg
+from pipedream.report.variants import variants_svg
 from pipedream.slow_links import Network, slow_network
 from pipedream.workflows.plan import choose
 
@@ -323,7 +323,7 @@ def pictures(rows: list[dict[str, Any]]) -> dict[str, str]:
                     )
                 )
             links.append(OverLink((point["solo"]["bytes_per_s"],), tuple(variants)))
-        svg_by_name[f"{model}.svg"] = comparison_svg(RecipeComparison(MODELS[model].title, 2, None, tuple(links)))
+        svg_by_name[f"{model}.svg"] = variants_svg(RecipeComparison(MODELS[model].title, 2, None, tuple(links)))
     return svg_by_name
 
 

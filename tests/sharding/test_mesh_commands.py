@@ -13,8 +13,8 @@ from torch import nn
 
 import pipedream
 from pipedream import cli
-from pipedream.core.comparison import ONE_WORKER, Variant
 from pipedream.core.errors import PlanError
+from pipedream.core.variants import ONE_WORKER, Variant
 from pipedream.options import TrainingOptions
 from pipedream.training.compare_runs import RunFailed, Runs
 from pipedream.training.compare_variants import LinkVariants

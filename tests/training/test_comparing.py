@@ -174,7 +174,7 @@ def test_ddp_refuses_unused_parameters() -> None:
         (lambda: one_f_one_b(Task(recipe(clip_grad_norm=1.0), 0, 2, CPU, 2), [[], []]), "clips the norm"),
         (
             lambda: one_f_one_b(Task(recipe(), 0, 2, CPU, 3), [[("0", nn.Linear(8, 2))], []]),
-            "needs equal microbatches, but 8 samples are cut into 3",
+            "needs equal microbatches, but 8 samples are split into 3",
         ),
     ],
 )

@@ -110,7 +110,9 @@ def kinds_of(comparison: Comparison) -> dict[str, str]:
 def test_a_layer_that_no_rank_holds_is_planned() -> None:
     """And the plan says why it has meshes; so does its JSON."""
     profile, cluster = one_of(("model:2", "model:4")), Cluster.flat(4, 1e9, memory_bytes=190)
-    with pytest.raises(PlanError, match=r"a stage may also be cut over several ranks: plan with mesh='auto' \(--mesh"):
+    with pytest.raises(
+        PlanError, match=r"a stage may also be sharded over several ranks: plan with mesh='auto' \(--mesh"
+    ):
         plan(profile, cluster)
     comparison = choose(profile, PlanRequest(cluster, schedule="pipedream", mesh="auto"))
     assert [str(mesh) for mesh in comparison.plan.meshes] == ["model:2", "model:2"]

@@ -119,7 +119,7 @@ def test_a_layer_that_was_moved_is_found_with_the_profile(edited: Callable[..., 
     assert json.loads(alike)["differences"]
     status, blind = edited(move_a_layer)
     assert status == 2
-    assert "its cut was moved, its figures were not; check it with the model's profile" in blind
+    assert "its boundary was moved, its figures were not; check it with the model's profile" in blind
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def one_f_one_b(task: Task, stages: Sequence[Sequence[tuple[str, nn.Module]]]) -
     inputs, targets = task.read(recipe.first_batch())
     samples: int = split_minibatch(inputs, targets, 1, recipe.batch_dim)[0][0]
     if samples % task.parts:
-        raise RecipeError(f"Schedule1F1B needs equal microbatches, but {samples} samples are cut into {task.parts}")
+        raise RecipeError(f"Schedule1F1B needs equal microbatches, but {samples} samples are split into {task.parts}")
     if not isinstance(inputs, torch.Tensor) or recipe.batch_dim != 0:
         raise RecipeError("this comparison runs Schedule1F1B on one input tensor with its samples in dimension 0")
     arriving, leaving = _infer_messages(task, stages)

@@ -12,13 +12,13 @@ from math import prod
 from pathlib import Path
 
 from pipedream.core.artifact import encode, write_text
-from pipedream.core.comparison import ONE_WORKER, OverLink, RecipeComparison, format_link
 from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.mesh import meshes_of
+from pipedream.core.variants import ONE_WORKER, OverLink, RecipeComparison, format_link
 from pipedream.options import TrainingOptions
-from pipedream.report.comparison import comparison_page, comparison_svg
+from pipedream.report.variants import variants_page, variants_svg
 from pipedream.runtime.checkpoint.remote import is_url
 from pipedream.slow_links import Network, loopback_bytes_per_s, slow_network
 from pipedream.training.compare_runs import RunFailed, Runs, Scales, count_cores, limit_threads
@@ -87,10 +87,10 @@ def compare_recipe(
             target = link.target
     notes = (*_describe_setting(options, workers, emulated), *notes)
     comparison = RecipeComparison(Path(recipe).stem, workers, target, tuple(compared), notes, emulated)
-    write_text(folder / "compare.svg", comparison_svg(comparison))
+    write_text(folder / "compare.svg", variants_svg(comparison))
     text = json.dumps({"verdict": comparison.verdict} | dict(encode(comparison)), indent=1)
     write_text(folder / "compare.json", text + "\n")
-    write_text(folder / "compare.html", comparison_page(comparison))
+    write_text(folder / "compare.html", variants_page(comparison))
     progress(f"{folder / 'compare.html'}, picture in {folder / 'compare.svg'}")
     return comparison
 
@@ -156,7 +156,7 @@ def _limit_network(
 def _describe_setting(options: TrainingOptions, workers: int, emulated: bool) -> list[str]:
     notes = []
     if options.mesh:
-        notes.append(f"workers are ranks; the methods cut layers over meshes of them, {options.mesh}")
+        notes.append(f"workers are ranks; the methods shard layers over meshes of them, {options.mesh}")
     if emulated:
         notes.append(
             f"{workers} workers are more than {count_cores()} cores, so they are emulated: they wait for the profiled "
@@ -183,7 +183,7 @@ def _measure_mesh(mesh: str) -> int:
     first, *others = set(meshes_of(mesh))
     if others:
         raise PlanError(
-            f"the meshes {mesh} were asked for, but the methods that are compared cut the model into different stages; "
+            f"the meshes {mesh} were asked for, but the methods that are compared partition the model differently; "
             "give one mesh for all, such as model:2"
         )
     return first.size

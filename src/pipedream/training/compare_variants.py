@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipedream import metrics
-from pipedream.core.comparison import DDP, ONE_WORKER, TORCH, Variant, format_link
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
+from pipedream.core.variants import DDP, ONE_WORKER, TORCH, Variant, format_link
 from pipedream.plan_request import AUTO, PlanRequest
 from pipedream.schedules import properties_of
 from pipedream.training.compare_runs import RunFailed, Runs, Scales

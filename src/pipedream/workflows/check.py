@@ -77,7 +77,7 @@ def check_plan(
         schedule, microbatches: by default the plan's own.
 
     Raises:
-        PlanError: the plan does not cover the model's layers, cuts it where it cannot be cut, does not fit the memory,
+        PlanError: the plan does not cover the model's layers, begins a stage where none can, does not fit the memory,
             or has too few figures to be checked without a profile.
         ScheduleError: the method does not work with the plan, or the program is not correct.
     """
@@ -113,7 +113,7 @@ def _check_figures(plan: Plan) -> None:
         if stage.names and len(stage.names) != stage.last - stage.first:
             raise PlanError(
                 f"stage {s} of the plan has layers {stage.first} to {stage.last - 1} but {len(stage.names)} layer "
-                "names: its cut was moved, its figures were not; check it with the model's profile (--profile)"
+                "names: its boundary was moved, its figures were not; check it with the model's profile (--profile)"
             )
     if not any(stage.forward_s + stage.backward_s for stage in plan.stages):
         raise PlanError(

@@ -61,43 +61,39 @@ def check_claims(name: str, workers: int, microbatches: int | None = None, chunk
     counted = m if built.flushes else total  # the claims' m: of a minibatch, or of a run that does not flush
     timeline = _simulate(built, total)
     applies = m >= claims.least(p)
-    compared: dict[str, list[tuple[str, float, float]]] = {}
+    pairs: dict[str, list[tuple[str, float, float]]] = {}
     try:
         for s in range(p):
             if claims.in_flight is not None and applies:
                 pair = claims.in_flight(p, counted, s), metrics.in_flight(timeline, s)
-                compared.setdefault("in_flight", []).append((f"worker {s}", *pair))
+                pairs.setdefault("in_flight", []).append((f"worker {s}", *pair))
             if claims.staleness is not None:
                 pair = claims.staleness(p, counted, s), metrics.staleness(timeline, s)
-                compared.setdefault("staleness", []).append((f"stage {s}", *pair))
+                pairs.setdefault("staleness", []).append((f"stage {s}", *pair))
             if claims.versions is not None:
                 pair = claims.versions(p, counted, s), timeline.peak_versions[s]
-                compared.setdefault("versions", []).append((f"worker {s}", *pair))
+                pairs.setdefault("versions", []).append((f"worker {s}", *pair))
         if built.flushes and applies:
             once = _simulate(built, m)
             if claims.bubble is not None:
-                compared["bubble"] = [("one minibatch", claims.bubble(p, m), metrics.run_metrics(once).bubble)]
+                pairs["bubble"] = [("one minibatch", claims.bubble(p, m), metrics.run_metrics(once).bubble)]
             if claims.makespan_s is not None:
-                seconds = claims.makespan_s(p, m, 1, *_split_pass_seconds(built))
-                compared["makespan_s"] = [("one minibatch", seconds, once.makespan_s)]
+                stage = built.plan.stages[0]
+                halves_s = (stage.backward_s / 2, stage.backward_s / 2)  # the input and the weight gradient
+                seconds = claims.makespan_s(p, m, 1, stage.forward_s, *halves_s)
+                pairs["makespan_s"] = [("one minibatch", seconds, once.makespan_s)]
     except ScheduleError:
         raise
     except Exception as error:  # of the file's functions
         raise ScheduleError(f"schedule {name!r}: a claim failed with {type(error).__name__}: {error}") from error
     differences = tuple(
         f"{_SHOWN.get(what, what)} of {where}: claimed {claimed:.6g}, simulated {value:.6g}"
-        for what, rows in compared.items()
+        for what, rows in pairs.items()
         for where, claimed, value in rows
         if abs(claimed - value) > _SAME * max(1.0, abs(value))
     )
-    return ClaimCheck(built.name, p, m, claims.assumption, tuple(compared), differences)
+    return ClaimCheck(built.name, p, m, claims.assumption, tuple(pairs), differences)
 
 
 def _simulate(built: Schedule, total: int) -> Timeline:
     return clock.simulate(lower(built), clock.costs(built.plan), total)
-
-
-def _split_pass_seconds(built: Schedule) -> tuple[float, float, float]:
-    """Seconds of a forward, an input gradient and a weight gradient: a backward is split in halves."""
-    stage = built.plan.stages[0]
-    return stage.forward_s, stage.backward_s / 2, stage.backward_s / 2

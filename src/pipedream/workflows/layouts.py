@@ -27,7 +27,7 @@ def lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
         profile: `Profile.without_tied_groups`, since these methods may hold a weight in several stages.
 
     Raises:
-        PlanError: the model has too few places to cut, workers differ in speed, or stages do not fit their memory.
+        PlanError: the model has too few cut points, workers differ in speed, or stages do not fit their memory.
         ScheduleError: the method does not work with these workers, microbatches or chunks.
     """
     schedule, chunks, cluster = request.schedule, request.chunks, request.workers_and_links
@@ -37,7 +37,7 @@ def lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     if len(set(cluster.speeds)) > 1:
         raise PlanError(
             f"schedule {schedule!r} was asked for workers that are not equally fast; its stages are laid out for equal "
-            "ones. Plan for another method, or cut by hand and name the workers in the plan's order"
+            "ones. Plan for another method, or partition by hand and name the workers in the plan's order"
         )
     p = cluster.workers
     order = layout.order(p, chunks or layout.chunks or 1)

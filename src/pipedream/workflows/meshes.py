@@ -35,7 +35,7 @@ def suggest_mesh_on_shortage(profile: Profile | GraphText, request: PlanRequest)
     except ShortageError as error:
         if request.mesh or isinstance(profile, GraphText) or request.workers_and_links.workers < 2:
             raise
-        advice = "a stage may also be cut over several ranks: plan with mesh='auto' (--mesh auto)"
+        advice = "a stage may also be sharded over several ranks: plan with mesh='auto' (--mesh auto)"
         if not profile.ranks:
             advice += ", from a profile with a layout and meshes='auto' (--mesh auto)"
         raise ShortageError(f"{error}; {advice}", error.need_bytes) from None
@@ -129,7 +129,7 @@ def _list_meshes(profile: Profile, cluster: Cluster) -> list[Mesh]:
         why = "".join(f" ({note})" for note in profile.notes if note.startswith(NOT_MEASURED))
         raise PlanError(
             f"mesh='auto' was asked for, but the profile has no measurement of a rank of any mesh{why}; profile with a "
-            "layout that cuts the model's tensors and meshes='auto' (pipedream profile RECIPE --mesh auto)"
+            "layout that shards the model's tensors and meshes='auto' (pipedream profile RECIPE --mesh auto)"
         )
     measured = dict.fromkeys(Mesh(rank.mesh) for rank in profile.ranks)
     return [Mesh(), *(mesh for mesh in measured if 1 < mesh.size <= cluster.workers)]

@@ -84,7 +84,7 @@ def profile(
         batch_dim: as in `pipedream.Pipeline`.
         microbatches: that each minibatch will be split into, if known. The time of one is measured as well, because a
             small batch may take more or less time per sample than a large one; by default that of half a minibatch.
-        layout: says what a mesh cuts.
+        layout: says which tensors a mesh shards.
         meshes: such as ('model:2',); one rank of each is measured too, in this process, with its parts of all tensors.
             What it exchanges with the others is counted (docs/meshes.md). 'auto' takes all meshes of 2, 4 and 8 ranks
             ('auto:4': of 2 and 4) over the dimensions of the layout's rules that are legal for the model; the profile's

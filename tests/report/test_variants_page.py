@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.core.comparison import OverLink, RecipeComparison, Variant
-from pipedream.report.comparison import comparison_page, comparison_svg
+from pipedream.core.variants import OverLink, RecipeComparison, Variant
+from pipedream.report.variants import variants_page, variants_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ("one worker", "DDP", "DDP, accumulating", "torch Schedule1F1B", "1F1B", "PipeDream <full>", "2BW", "x & y")
@@ -32,7 +32,7 @@ def comparisons(draw: st.DrawFn) -> RecipeComparison:
 
 @given(comparisons())
 def test_every_variant_is_in_the_picture(comparison: RecipeComparison) -> None:
-    picture = ElementTree.fromstring(comparison_svg(comparison))
+    picture = ElementTree.fromstring(variants_svg(comparison))
     words = [element.text for element in picture.iter(f"{SVG}text")]
     variants = comparison.links[0].variants
     assert {variant.name for variant in variants} <= set(words)
@@ -49,7 +49,7 @@ def test_every_variant_is_in_the_picture(comparison: RecipeComparison) -> None:
 
 @given(comparisons())
 def test_page_has_verdict_and_tables(comparison: RecipeComparison) -> None:
-    page = comparison_page(comparison)
+    page = variants_page(comparison)
     assert page.count("<table>") == len(comparison.links)
     assert "<script" not in page
     assert "PipeDream <full>" not in page
@@ -63,7 +63,7 @@ def over(bytes_per_s: float, **rates: float) -> OverLink:
 
 
 def words(*links: OverLink) -> list[str | None]:
-    picture = ElementTree.fromstring(comparison_svg(RecipeComparison("net", 2, None, links)))
+    picture = ElementTree.fromstring(variants_svg(RecipeComparison("net", 2, None, links)))
     return [element.text for element in picture.iter(f"{SVG}text")]
 
 
@@ -74,7 +74,7 @@ def test_picture_shows_speed_up_over_ddp() -> None:
         assert texts[0] == "net, 2 workers: speed-up over DDP"
         assert [texts[texts.index(name) - 1] for name in ("one worker", "DDP", "PipeDream")] == ["2.0x", "1.0x", "3.6x"]
         assert [word for word in texts if word and "bit/s" in word] == ["4 Gbit/s", "400 Mbit/s"]
-    picture = comparison_svg(RecipeComparison("net", 2, None, (slow, fast)))
+    picture = variants_svg(RecipeComparison("net", 2, None, (slow, fast)))
     assert picture.count("stroke-dasharray") == 2  # one worker's line, and the piece that leads to its name
 
 
@@ -85,11 +85,11 @@ def test_picture_without_ddp_shows_samples_per_second() -> None:
 
 
 def test_predicted_is_dashed_over_one_link() -> None:
-    assert comparison_svg(RecipeComparison("net", 2, None, (over(5e7, ddp=10),))).count("stroke-dasharray") == 1
+    assert variants_svg(RecipeComparison("net", 2, None, (over(5e7, ddp=10),))).count("stroke-dasharray") == 1
 
 
 def test_names_are_apart() -> None:
-    picture = ElementTree.fromstring(comparison_svg(RecipeComparison("net", 2, None, (
+    picture = ElementTree.fromstring(variants_svg(RecipeComparison("net", 2, None, (
         over(5e7, alone=20, ddp=20, ours=20), over(5e8, alone=20, ddp=20, ours=20)))))  # fmt: skip
     named = [element for element in picture.iter(f"{SVG}text") if element.text in ("one worker", "DDP", "PipeDream")]
     heights = sorted(float(element.get("y", "0")) for element in named)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipedream.core.comparison import DDP, ONE_WORKER, OverLink, RecipeComparison, Variant
+from pipedream.core.variants import DDP, ONE_WORKER, OverLink, RecipeComparison, Variant
 
 
 def over(rate: float | None, **rates: float | None) -> OverLink:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from html import escape
 
-from pipedream.core.comparison import ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant, format_link, format_ratio
 from pipedream.core.units import format_number
+from pipedream.core.variants import ONE_WORKER, TORCH, OverLink, RecipeComparison, Variant, format_link, format_ratio
 from pipedream.report.axis import length, log_ticks
 from pipedream.report.html_tables import document, scroll, table
 from pipedream.report.style import COLOURS, LINES, line_style
@@ -21,7 +21,7 @@ _PLAIN = (ONE_WORKER, *TORCH)
 Points = list[tuple[float, float, str]]
 
 
-def comparison_svg(comparison: RecipeComparison, *, standalone: bool = True) -> str:
+def variants_svg(comparison: RecipeComparison, *, standalone: bool = True) -> str:
     """Returns the speed-up over DDP against the rate of the outermost links, one line a variant.
 
     Without DDP's figures it shows samples per second. Over one link each variant has a bar of its samples per second,
@@ -36,14 +36,16 @@ def comparison_svg(comparison: RecipeComparison, *, standalone: bool = True) -> 
         )
     links = sorted(comparison.links, key=lambda link: link.bytes_per_s[-1], reverse=True)
     rates = [link.bytes_per_s[-1] for link in links]
-    is_ratio = all(link.of_ddp(variant) for link in links for variant in link.variants if variant.samples_per_s)
+    is_ratio = all(
+        link.compare_with_ddp(variant) for link in links for variant in link.variants if variant.samples_per_s
+    )
     title = (
         f"{comparison.recipe}, {comparison.workers_text}: {'speed-up over DDP' if is_ratio else 'samples per second'}"
     )
     lines: dict[str, Points] = {}
     for link in links:
         for variant in link.variants:
-            value = link.of_ddp(variant) if is_ratio else variant.samples_per_s
+            value = link.compare_with_ddp(variant) if is_ratio else variant.samples_per_s
             points = lines.setdefault(variant.name, [])
             if value:
                 points.append((link.bytes_per_s[-1], value, _tell_figures(variant)))
@@ -87,7 +89,7 @@ def comparison_svg(comparison: RecipeComparison, *, standalone: bool = True) -> 
     return frame("".join(parts), right + _LABELS, bottom + _FOOT, title, standalone)
 
 
-def comparison_page(comparison: RecipeComparison) -> str:
+def variants_page(comparison: RecipeComparison) -> str:
     """Returns the page: verdict, picture, tables, and why figures are missing."""
     heading = f"{comparison.recipe} on {comparison.workers_text}"
     tables = "".join(
@@ -103,7 +105,7 @@ def comparison_page(comparison: RecipeComparison) -> str:
         for link in comparison.links
     )
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in comparison.reasons())
-    picture = scroll("Picture", comparison_svg(comparison, standalone=False))
+    picture = scroll("Picture", variants_svg(comparison, standalone=False))
     notes = f"<section><h2>Notes</h2><ul>{reasons}</ul></section>\n" if reasons else ""
     return document(heading, comparison.verdict, f"<section>{picture}</section>\n{tables}{notes}")
 

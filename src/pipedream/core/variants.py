@@ -65,7 +65,7 @@ class OverLink:
         ran = [variant for variant in self.variants if variant.samples_per_s]
         return max(ran, key=lambda variant: variant.samples_per_s or 0.0, default=None)
 
-    def of_ddp(self, variant: Variant) -> float | None:
+    def compare_with_ddp(self, variant: Variant) -> float | None:
         """Returns a variant's samples per second over those of DDP."""
         ddp = next((other.samples_per_s for other in self.variants if other.name == DDP), None)
         return None if not ddp or variant.samples_per_s is None else variant.samples_per_s / ddp
@@ -79,7 +79,7 @@ class OverLink:
             return f"{where} use {best.name}"
         if best.name == ONE_WORKER:
             return f"{where} one worker alone is the fastest"
-        if (ratio := self.of_ddp(best)) is None:
+        if (ratio := self.compare_with_ddp(best)) is None:
             return f"{where} {best.name} is the fastest"
         return f"{where} {best.name} trains {format_ratio(ratio)} times{_MEANING}"
 
@@ -125,7 +125,7 @@ class RecipeComparison:
 
     def row(self, link: OverLink, variant: Variant) -> tuple[str, ...]:
         """Returns a variant's figures in words, as many as `heads`; '-' where one is not known."""
-        share = link.of_ddp(variant)
+        share = link.compare_with_ddp(variant)
         return (
             variant.name,
             variant.plan or "-",
