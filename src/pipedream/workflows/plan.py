@@ -125,13 +125,14 @@ def _read_profile(profile: Profile | GraphText) -> Profile:
 
 
 def _search_meshes(profile: Profile | GraphText, request: PlanRequest, names: Sequence[str] = ()) -> planner.Comparison:
-    score_once = cache(score_if_quick)
-
-    def score_plan(plan: Plan) -> planner.Score:  # several searches find the same stages
-        return score_once(replace(plan, note="", bound_s=0.0))
-
+    score_plan = partial(_score_stages, cache(score_if_quick))
     compare = partial(_compare, names=names, score_plan=score_plan)
     return choose_meshes(_read_profile(profile), request, compare, score_plan)
+
+
+def _score_stages(score_once: Callable[[Plan], planner.Score], plan: Plan) -> planner.Score:
+    """Scores a plan by its stages alone, as several searches find the same ones."""
+    return score_once(replace(plan, note="", bound_s=0.0))
 
 
 def _plan_on_mesh(profile: Profile | GraphText, request: PlanRequest) -> tuple[Profile | GraphText, PlanRequest]:
