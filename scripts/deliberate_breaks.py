@@ -460,24 +460,24 @@ BREAKS = (
     # Data and losses
     Break(
         "data: a replica reads its neighbour's minibatches",
-        "runtime/data/sharded_loader.py",
+        "runtime/data/sharded_reader.py",
         "if number % self._loader.replicas == self._loader.replica:",
         "if (number + 1) % self._loader.replicas == self._loader.replica:",
-        ("runtime/data/test_sharded_loader.py",),
+        ("runtime/data/test_sharded_reader.py",),
     ),
     Break(
         "data: a resumed epoch starts one minibatch late",
-        "runtime/data/sharded_loader.py",
+        "runtime/data/sharded_reader.py",
         "self._skip = skip\n",
         "self._skip = skip + 1\n",
-        ("runtime/data/test_sharded_loader.py",),
+        ("runtime/data/test_sharded_reader.py",),
     ),
     Break(
         "data: a tensor without samples is split too",
-        "runtime/data/batches.py",
+        "runtime/data/splitter.py",
         "return dim if size == count else None",
         "return dim if size is not None and size >= count else None",
-        ("runtime/data/test_batches.py",),
+        ("runtime/data/test_splitter.py",),
     ),
     Break(
         "values: a message makes an object of any class",
@@ -495,10 +495,10 @@ BREAKS = (
     ),
     Break(
         "data: inputs that hold the samples along another dimension are cut along the first",
-        "runtime/data/batches.py",
+        "runtime/data/splitter.py",
         "yield from ((leaf, batch_dim) for leaf in _list_leaves(value))",
         "yield from ((leaf, 0) for leaf in _list_leaves(value))",
-        ("runtime/data/test_batches.py", "test_pipeline.py"),
+        ("runtime/data/test_splitter.py", "test_pipeline.py"),
     ),
     Break(
         "random: dropout is the same for all microbatches",

@@ -149,7 +149,9 @@ def train(
         trained.at_drains.append(allocated_bytes(device))
         trained.skipped = max(pipeline.skipped_updates())
         trained.scale = next(
-            state.optimizer.scale for worker in pipeline._session.workers for state in worker.stage_states.values()
+            state.optimizer.scale
+            for worker in pipeline._session.local.workers
+            for state in worker.stage_states.values()
         )
         trained.state = {name: tensor.detach().cpu().clone() for name, tensor in pipeline.state_dict().items()}
     return trained

@@ -72,7 +72,7 @@ def ours(sizes: Sizes, segment: int, *, early: bool, mib: int) -> float:
     plan, sample = pd.Plan.uniform(1, replicas=(2,)), batch(sizes)[:1]
     plan = replace(plan, stages=(replace(plan.stages[0], last=len(model)),))
     with pd.Pipeline(model, plan, loss=functional.cross_entropy, optimizer=optimizer, sample=sample) as pipeline:
-        (worker,) = pipeline._session.workers
+        (worker,) = pipeline._session.local.workers
         (stage_state,) = worker.stage_states.values()
         reduction, group = stage_state.optimizer.all_reduce, stage_state.optimizer.replica_group
         assert reduction is not None
@@ -81,7 +81,7 @@ def ours(sizes: Sizes, segment: int, *, early: bool, mib: int) -> float:
             list(stage_state.versions.handles.values()), group, bucket_bytes=mib * MIB
         )
         if not early:
-            worker._update_completed_by = lambda op: None
+            worker._backwards.update_completed_by = lambda op: None
         start = 0.0
         for done in pipeline.train([batch(sizes)] * (2 * (WARMUP + segment))):
             if done.number == 2 * WARMUP - 1:

@@ -42,12 +42,14 @@ from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
-from pipedream.runtime.data.batch_adapter import BatchAdapter
+from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.results.loggers import Loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.runtime.results.results import Done
 from pipedream.runtime.results.scoring import needs_weights
-from pipedream.runtime.session import Session
+from pipedream.runtime.session import measured
+from pipedream.runtime.session.session import Session
+from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.workflows.prepare import Prepared, add_compensation, build_evaluation, prepare, read_run_phases
@@ -157,9 +159,11 @@ class Pipeline:
             plain=PlainModel(model, captured) if options.check and not _applies_styles(options, plan) else None,
             free_bytes=lambda: available_bytes(blueprint.device, 1),
         )
-        warn_of_loopback(plan, self._session.rank)
+        self._local, self._streams = self._session.local, self._session.streams
+        self._checkpointer = self._session.checkpointer
+        warn_of_loopback(plan, self._local.rank)
         self._loggers = Loggers(
-            options.loggers, self.rank, self.program.placement.workers, lambda: self._session.status("loggers")
+            options.loggers, self.rank, self.program.placement.workers, lambda: measured.status(self._local, "loggers")
         )
         self._options = options
 
@@ -181,18 +185,18 @@ class Pipeline:
         """
         continues = self._training or self._epoch_batches > 0
         self._finish()
-        self._session.note_call("train()", self._number)
+        self._local.note_call("train()", self._number)
         self._training, self.should_stop = True, False
         self._loggers.begin(self._list_hyperparameters)
         state, self._data_state = self._data_state, None
         if state is None and continues:
-            state = self._session.data_state(*self.position)
+            state = self._streams.data_state(*self.position)
         until = self._epoch + epochs
         opened: int | None = None
         while True:
             end = next_border(self.phases[self._phase :], self._epoch, until)
             if end != opened:
-                self._session.open_feed(
+                self._streams.open_feed(
                     loader,
                     self._adapt_batch,
                     first_epoch=self._epoch,
@@ -201,35 +205,35 @@ class Pipeline:
                     state=state,
                 )
                 opened, state = end, None
-            self._segment = self._session.train(self.phases[self._phase].until)
+            self._segment = self._streams.train(self.phases[self._phase].until)
             while self.ready or self._advance():
                 done = self.ready.popleft()
-                self._session.note_given(done.number + 1)
+                self._local.activity.loop_minibatches = done.number + 1
                 yield done
                 if self.should_stop:
-                    self._session.stop(StopReason.STOP)
-            if self._stop_reason is StopReason.DRAIN and not self._session.any_rank(self.should_stop):
-                self._session.resume()
+                    self._streams.stop(StopReason.STOP)
+            if self._stop_reason is StopReason.DRAIN and not self._local.any_rank(self.should_stop):
+                self._streams.resume()
             elif self._stop_reason is not StopReason.DATA or end == until:
                 break
         self._segment = None
         self._training = False
         self.should_stop = self._stop_reason in (StopReason.STOP, StopReason.DRAIN)
         if self._stop_reason is StopReason.INTERRUPT:
-            self._session.interrupts.heard = True  # on every rank, also on those that had no signal
+            self._streams.interrupts.heard = True  # on every rank, also on those that had no signal
             self._raise_interrupt()
 
     def _advance(self) -> bool:
         """Takes the next result, if there is one."""
         if self._segment is None:
             return False
-        self._session.check_saved(wait=False)
+        self._checkpointer.check_saved(wait=False)
         done = next(self._segment, None)
         if done is None:
             if self._number not in self.drains:
                 self.drains.append(self._number)
             self._segment = None
-            self._stop_reason = self._session.stop_reason
+            self._stop_reason = self._streams.stop_reason
             self._enter(phase_after(self.phases, self._phase, self._number, self._epoch))
             return False
         self._number = done.number + 1
@@ -252,7 +256,7 @@ class Pipeline:
     def drain(self) -> int:
         """Finishes the admitted minibatches. Returns the total of minibatches. Every rank calls it."""
         if self._segment is not None:
-            self._session.stop()
+            self._streams.stop()
             while self._advance():
                 pass
         self._loggers.pause()
@@ -260,9 +264,9 @@ class Pipeline:
 
     def _begin_collective_call(self, name: str) -> None:
         """Begins a call that every rank must make at the same place: drains, and waits for the others."""
-        self._session.note_call(name, self._number - len(self.ready))
+        self._local.note_call(name, self._number - len(self.ready))
         self.drain()
-        self._session.meet()
+        self._local.meet()
 
     def _finish(self) -> None:
         """Ends a stream that its loop has left by a `break`."""
@@ -283,12 +287,12 @@ class Pipeline:
                 'test'. By default 'test', or with `ema` 'test_ema'.
         """
         self._begin_collective_call("evaluate()")
-        done = self._session.evaluate(loader, self._adapt_batch, ema)
+        done = self._streams.evaluate(loader, self._adapt_batch, ema)
         self._raise_interrupt()
         means, name = {"loss": done.loss, **done.metrics}, name or ("test_ema" if ema else "test")
         self._loggers.evaluation(name, means, max(self._number - 1, 0))
         if name == "test":
-            self._session.evaluated(means[self._options.monitor])
+            self._local.step_schedules(means[self._options.monitor])
             for callback in self._callbacks:
                 callback.on_evaluation(self, means)
         return means
@@ -300,14 +304,14 @@ class Pipeline:
         cannot be sent, such as a cache of keys and values, are None.
         """
         self._begin_collective_call("predict()")
-        for output in self._session.predict(loader, lambda batch: (self._adapt_batch.input_of(batch), None), ema):
+        for output in self._streams.predict(loader, lambda batch: (self._adapt_batch.input_of(batch), None), ema):
             yield output.value
         self._raise_interrupt()
 
     def _raise_interrupt(self) -> None:
         """Raises an interrupt from outside of training; within it the stream ends first."""
-        if self._session.interrupts.heard and not self._training:
-            self._session.forget_interrupt()
+        if self._streams.interrupts.heard and not self._training:
+            self._streams.forget_interrupt()
             self._interrupted = True
             raise KeyboardInterrupt
 
@@ -318,7 +322,7 @@ class Pipeline:
         `predicted=False` the weights they are predicted from, w of `core.schedule.compensation` (SpecTrain, LWP).
         """
         self._begin_collective_call("state_dict()")
-        return self._session.state_dict(ema, predicted)
+        return collect_state_dict(self._local, ema, predicted)
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, ema: bool = False, predicted: bool = True) -> None:
         """Writes the whole model in its own format, by its ``save_pretrained`` at rank 0; drains. Every rank calls it.
@@ -330,7 +334,7 @@ class Pipeline:
             CaptureError: the model has no ``save_pretrained``.
         """
         self._begin_collective_call("save_pretrained()")
-        self._session.save_pretrained(Path(folder), ema, predicted)
+        save_pretrained(self._local, Path(folder), ema, predicted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads weights from a plain state dict; drains. Optimizer state stays.
@@ -341,7 +345,7 @@ class Pipeline:
             CaptureError: a name is missing or a shape differs.
         """
         self._begin_collective_call("load_state_dict()")
-        self._session.load_state_dict(state)
+        load_state_dict(self._local, state)
 
     def save(
         self,
@@ -372,7 +376,7 @@ class Pipeline:
         self.extra = self.extra if extra is None else dict(extra)
         check_json(self.extra, "extra")
         self._begin_collective_call("save()")
-        data = self._session.data_state(*self.position)
+        data = self._streams.data_state(*self.position)
         position = Position(
             self._number,
             self._epoch,
@@ -385,9 +389,11 @@ class Pipeline:
             callback for callback in self._callbacks if type(callback).on_checkpoint is not Callback.on_checkpoint
         ]
         wait = wait or bool(listening)
-        path = self._session.save(any_path(folder), self._request, position, keep=keep, wait=wait, extra=self.extra)
+        path = self._checkpointer.save(
+            any_path(folder), self._request, position, keep=keep, wait=wait, extra=self.extra
+        )
         if listening and path != self._checkpoint:
-            self._session.any_rank(False)  # rank 0 has completed it
+            self._local.any_rank(False)  # rank 0 has completed it
             for callback in listening:
                 callback.on_checkpoint(self, cast(Path, path))
         self._checkpoint = path
@@ -405,14 +411,15 @@ class Pipeline:
             ArtifactError: no checkpoint, or one that is damaged or of another model, optimizer or scheduler.
         """
         self._begin_collective_call("load()")
-        path = self._session.newest_checkpoint(any_path(folder))
+        path = self._checkpointer.newest(any_path(folder))
         if path is None:
             raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
-        manifest = self._session.read_checkpoint(path)
-        if not manifest.has_checksums and self._session.rank == 0:
+        manifest = self._checkpointer.read(path)
+        if not manifest.has_checksums and self._local.rank == 0:
             warnings.warn(f"the checkpoint {path} has no checksums, so damage may go unnoticed", stacklevel=2)
         self._enter(phase_at(self.phases, manifest.minibatches, manifest.epoch))
-        self._session.restore(path, manifest)
+        self._streams.skip_comparison()
+        self._checkpointer.restore(path, manifest)
         self._number = manifest.minibatches
         self._epoch = manifest.epoch
         self._epoch_batches = manifest.epoch_batches
@@ -431,22 +438,22 @@ class Pipeline:
     @property
     def trained(self) -> dict[int, tuple[int, int]]:
         """Phase -> (begin, end) in minibatches, for the phases trained so far."""
-        return dict(self._session.trained)
+        return dict(self._local.workers[0].trained)
 
     @property
     def rank(self) -> int:
         """0 if one process has all workers."""
-        return self._session.rank
+        return self._local.rank
 
     @property
     def distributed(self) -> bool:
         """Whether the workers are several processes."""
-        return self._session.distributed
+        return self._local.distributed
 
     @property
     def follows_evaluations(self) -> bool:
         """Whether the learning-rate scheduler is a ReduceLROnPlateau, which needs evaluations."""
-        return self._session.follows_evaluations
+        return self._local.follows_evaluations
 
     def timeline(self, phase: int | None = None) -> Timeline:
         """Returns a phase's measured timeline, on all ranks; drains. Every rank calls it.
@@ -459,30 +466,30 @@ class Pipeline:
         """
         self._begin_collective_call("timeline()")
         number = max(self.trained, default=self._phase) if phase is None else phase
-        return self._session.timeline(number, self.plan.batch)
+        return measured.collect_timeline(self._local, self._session.clock, number, self.plan.batch)
 
     def status(self) -> dict[int, dict[str, float]]:
         """Returns rank -> recent busy share, and peak bytes of its process, as far as known here; does not wait."""
-        return self._session.status()
+        return measured.status(self._local)
 
     def sent_bytes(self) -> dict[int, int]:
         """Returns worker -> bytes sent, of its first rank. Every rank calls it."""
-        return self._session.sent_bytes()
+        return measured.count_sent_bytes(self._local)
 
     def collectives(self) -> tuple[StageCollectives | None, ...]:
         """Returns what the ranks of each stage exchange, counted in its first microbatch and update, and predicted.
 
         None for a stage of a single rank, or without an update yet. Every rank calls it.
         """
-        return self._session.collectives()
+        return measured.collect_collectives(self._local)
 
     def skipped_updates(self) -> tuple[int, ...]:
         """Returns each stage's skipped updates. Every rank calls it."""
-        return self._session.skipped_updates()
+        return measured.count_skipped_updates(self._local)
 
     def learning_rates(self) -> tuple[float, ...]:
         """Returns each stage's learning rate: the user's, times r_s / r_0 if a round is an update, times T1's."""
-        rate, rounds = self._session.rate()
+        rate, rounds = self._local.rate
         factor, late = self.schedule.updates.rate_factor, self.schedule.weights.mean_staleness
         return tuple(rate * factor(s, late(s), rounds) for s in range(len(self.plan.stages)))
 
@@ -494,11 +501,11 @@ class Pipeline:
             "plan": plan.config,
             "workers": plan.workers,
             "batch": plan.batch,
-            "rate": self._session.rate()[0],
+            "rate": self._local.rate[0],
         }
 
     def __enter__(self) -> Self:
-        self._session.interrupts.start()
+        self._streams.interrupts.start()
         return self
 
     def __exit__(
@@ -506,8 +513,8 @@ class Pipeline:
     ) -> None:
         if error is None or (isinstance(error, KeyboardInterrupt) and self._interrupted):
             self._finish()
-            self._session.note_call("close()", self._number)
-            self._session.meet()
+            self._local.note_call("close()", self._number)
+            self._local.meet()
             self._session.close(failed=False)
             self._loggers.finalize("success")
         else:

@@ -221,7 +221,7 @@ def train_tied(
             if done.number == 7:
                 pipeline.evaluate(Fresh(sentences()))
         stage_states = [
-            stage_state for worker in pipeline._session.workers for stage_state in worker.stage_states.values()
+            stage_state for worker in pipeline._session.local.workers for stage_state in worker.stage_states.values()
         ]
         copies = [
             stage_state.versions.handles["0.words.weight"]
@@ -480,7 +480,7 @@ def test_holders_without_a_flush_skip_an_update_together() -> None:
         assert pipeline.skipped_updates() == (3,) * 4
         copies = [
             state.versions.handles["0.words.weight"]
-            for worker in pipeline._session.workers for s, state in worker.stage_states.items() if s in (0, 3)
+            for worker in pipeline._session.local.workers for s, state in worker.stage_states.items() if s in (0, 3)
         ]  # fmt: skip
     assert torch.equal(*copies)
     assert torch.isfinite(copies[0]).all()
@@ -912,7 +912,7 @@ def test_a_loss_scale_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
             for done in pipeline.train(Fresh(animal.batches), epochs=4 - pipeline.position[0]):
                 if done.number == 6 and not resume:
                     pipeline.save(tmp_path)
-            scale = pipeline._session.workers[0].stage_states[0].optimizer.scale
+            scale = pipeline._session.local.workers[0].stage_states[0].optimizer.scale
             return pipeline.state_dict(), pipeline.skipped_updates(), scale
 
     whole, rest = go_on(False), go_on(True)
@@ -932,7 +932,7 @@ def test_a_loss_scale_that_is_asked_for_is_not_the_checkpoints(tmp_path: Path) -
                 pipeline.load(tmp_path)
             else:
                 pipeline.save(tmp_path)
-            scales.append(pipeline._session.workers[0].stage_states[0].optimizer.scale)
+            scales.append(pipeline._session.local.workers[0].stage_states[0].optimizer.scale)
     assert scales == [1024.0, 8.0]
 
 
@@ -970,7 +970,7 @@ def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> N
         state, skipped = pipeline.state_dict(), pipeline.skipped_updates()
         scales = {
             stage_state.optimizer.scale
-            for worker in pipeline._session.workers
+            for worker in pipeline._session.local.workers
             for stage_state in worker.stage_states.values()
         }
     reference_scaler = torch.amp.GradScaler("cpu", **scaler)
@@ -1025,7 +1025,7 @@ def test_the_loss_is_scaled_as_a_mean(schedule: str, loss: Any, scaler: Any) -> 
     ) as pipeline:  # fmt: skip
         for _ in pipeline.train(Fresh(batches)):
             pass
-        skipped, scale = pipeline.skipped_updates(), pipeline._session.workers[0].stage_states[0].optimizer.scale
+        skipped, scale = pipeline.skipped_updates(), pipeline._session.local.workers[0].stage_states[0].optimizer.scale
         state = pipeline.state_dict()
     if not isinstance(scaler, torch.amp.GradScaler):
         assert skipped == (0, 0)
@@ -1080,7 +1080,7 @@ def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
         for _ in pipeline.train(Fresh(batches)):
             pass
         state, skipped = pipeline.state_dict(), pipeline.skipped_updates()
-        scale = pipeline._session.workers[0].stage_states[0].optimizer.scale
+        scale = pipeline._session.local.workers[0].stage_states[0].optimizer.scale
     assert scaler.get_scale() == 2.0**126
     plain, skips = trapped().float(), 0
     optimizer = OPTIMIZERS["sgd"](list(plain.named_parameters()))

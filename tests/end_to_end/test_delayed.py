@@ -464,7 +464,7 @@ def test_a_difference_is_in_the_checkpoint(tmp_path: Path) -> None:
         with pd.Pipeline(animal.model, plan, schedule=schedule, loss=animal.loss, optimizer=optimizer) as pipeline:
             if resume is not None:
                 pipeline.load(resume)
-                for worker in pipeline._session.workers if forget else ():
+                for worker in pipeline._session.local.workers if forget else ():
                     for stage_state in worker.stage_states.values():
                         assert worker.rank == 2 or stage_state.predictions is not None
                         if stage_state.predictions is not None:
@@ -495,7 +495,9 @@ def test_a_drain_leaves_one_version(name: str) -> None:
             if done.number == 7:
                 pipeline.drain()
                 stage_states = [
-                    stage_state for worker in pipeline._session.workers for stage_state in worker.stage_states.values()
+                    stage_state
+                    for worker in pipeline._session.local.workers
+                    for stage_state in worker.stage_states.values()
                 ]
                 assert {stage_state.versions.alive for stage_state in stage_states} == {1}
                 # What stands in the model is the weights, not a view of them.

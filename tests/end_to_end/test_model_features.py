@@ -236,7 +236,7 @@ def test_compiled_are_the_outermost_modules_within_a_stage_and_once_for_all_vers
             if done.number == 1:
                 first = len(graphs)
         assert len(graphs) == first > 0, "a version of the weights was compiled again"
-        stages = [state for worker in pipeline._session.workers for state in worker.stage_states.values()]
+        stages = [state for worker in pipeline._session.local.workers for state in worker.stage_states.values()]
         compiled = [layer.compiled for state in stages for _, layer in state.module.layers]
     assert "transformer.h.0" in compiled[0]
     assert not any(name.startswith("transformer.h.0.") for name in compiled[0])

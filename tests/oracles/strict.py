@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.runtime import session
 from pipedream.runtime.comm import channel, connections, process_group, shared_memory
+from pipedream.runtime.session import streams
 
 _HOST_TIMEOUT_S = 30.0
 _FIRST_TAG = 1 << 20
@@ -204,7 +204,7 @@ def installed() -> Iterator[None]:
         mock.patch.object(connections, "_make_group", new_group),
         mock.patch.object(connections, "has_nccl", return_value=True),
         mock.patch.object(connections, "leave_group", leave_group),
-        mock.patch.object(session, "drain", drained),
+        mock.patch.object(streams, "drain", drained),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
         mock.patch.object(shared_memory, "is_supported", return_value=False),  # as between machines
     ]

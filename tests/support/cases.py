@@ -190,7 +190,7 @@ def run(case: Case) -> Outcome:
         check_tags(timeline.gradient_versions, pipeline.program, outcome.drains, animal.batches)
         for tag in timeline.gradient_versions:
             outcome.late.setdefault(tag.stage, set()).add(tag.staleness)
-        for worker in pipeline._session.workers:
+        for worker in pipeline._session.local.workers:
             for stage, stage_state in worker.stage_states.items():
                 outcome.storages[stage] = max(stage_state.versions.storages, outcome.storages.get(stage, 0))
                 outcome.versions[stage] = max(stage_state.versions.peak, outcome.versions.get(stage, 0))

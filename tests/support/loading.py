@@ -177,7 +177,7 @@ def run(job: Job, folder: str) -> Ran:
         left: dict[str, Any] = {}
         if job.leave_at >= 0:
             pipeline.drain()
-            left = json.loads(json.dumps(pipeline._session.data_state(*pipeline.position)))
+            left = json.loads(json.dumps(pipeline._session.streams.data_state(*pipeline.position)))
             dones += list(pipeline.train(loader, epochs=job.epochs - pipeline.position[0]))
         return Ran(dones, pipeline.state_dict(), pipeline.drains, pipeline.position, left, still)
 
@@ -193,10 +193,10 @@ def resume(job: Job, folder: str, position: tuple[int, int], state: dict[str, An
     with pipeline_of(job) as pipeline:
         session = pipeline._session
         loader = loader_of(job.kind, Notes(folder))
-        session.open_feed(
+        session.streams.open_feed(
             loader, pipeline._adapt_batch, first_epoch=position[0], epochs=job.epochs, skip=position[1], state=state
         )
-        return len(list(session.train()))
+        return len(list(session.streams.train()))
 
 
 def resume_all(jobs: list[tuple[Job, str, tuple[int, int], dict[str, Any]]]) -> list[int]:

@@ -312,7 +312,7 @@ def test_compensations_go_on_under_another_plan(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"loss": animal.loss, "optimizer": groups("adamw"), "seed": 3}
     with pd.Pipeline(animal.model, plan, schedule="pipedream", compensation=compensations, **settings) as pipeline:
         pipeline.load(path)
-        for worker in pipeline._session.workers:
+        for worker in pipeline._session.local.workers:
             for stage, stage_state in worker.stage_states.items():
                 assert (stage_state.optimizer.updates, stage_state.optimizer.rounds) == (0, rounds)
                 for name, state in stage_state.optimizer.compensator.state.items():

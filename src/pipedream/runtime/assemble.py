@@ -21,7 +21,8 @@ from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import DistributedGroup, Group, LocalChannel, LocalGroup, Receiver, Sender
 from pipedream.runtime.comm.connections import Connections, connect_groups
 from pipedream.runtime.comm.transport import Transport
-from pipedream.runtime.data.batches import BatchDim
+from pipedream.runtime.data.splitter import BatchDim
+from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.results.losses import Loss, Metric
 from pipedream.runtime.results.results import Results
 from pipedream.runtime.results.scoring import Scorer
@@ -47,7 +48,7 @@ class Settings:
         autocast: dtype of the forwards; None computes in the dtype of the weights.
         compile: arguments of torch.compile; None does not compile.
         scaling: None does not scale the loss.
-        batch_dim: dimension of the samples in the model's inputs, see `data.batches`.
+        batch_dim: dimension of the samples in the model's inputs, see `data.splitter`.
         layout: of tensors on the mesh of each worker.
         parallelize: cuts layers in place of the layout, see `sharding.parallelized`.
     """
@@ -164,7 +165,9 @@ def make_local_workers(blueprint: Blueprint, parameters: Sequence[dict[str, nn.P
         remote_forwards = make_remote_forwards(blueprint, rank, dict(enumerate(parameters)))
         tied = [(weights, group.member(ranks.index(rank))) for weights, ranks, group in holders if rank in ranks]
         workers.append(
-            _make_worker(blueprint, rank, stage_states, remote_forwards, channels, everyone.member(rank), tied, rank)
+            _make_worker(
+                blueprint, rank, stage_states, remote_forwards, channels, everyone.member(rank), tied, rank, Activity()
+            )
         )
     return workers
 
@@ -176,6 +179,7 @@ def make_distributed_worker(
     remote_forwards: dict[int, RemoteForward],
     connections: Connections,
     shardings: Mapping[int, StageSharding],
+    activity: Activity,
 ) -> Worker:
     """Returns this process's worker, joined to the others by torch.distributed.
 
@@ -211,6 +215,7 @@ def make_distributed_worker(
         DistributedGroup(connections.everyone),
         tied,
         connections.process,
+        activity,
     )
 
 
@@ -320,6 +325,7 @@ def _make_worker(
     everyone: Group,
     tied: Sequence[tuple[TiedWeights, Group]],
     process: int,
+    activity: Activity,
 ) -> Worker:
     program, placement, settings = blueprint.program, blueprint.placement, blueprint.settings
     trained = {stage: stage_state.optimizer.named for stage, stage_state in stage_states.items()}
@@ -360,4 +366,5 @@ def _make_worker(
         scorer=Scorer(settings.loss, settings.metrics, results),
         device=blueprint.device,
         update_barrier=UpdateBarrier(settings.policy, everyone, stage_states, sums),
+        activity=activity,
     )

@@ -24,7 +24,8 @@ from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.comm.process_group import gather_texts, world_group
 from pipedream.runtime.data.rng import preserved_rng
 from pipedream.runtime.results.losses import Loss
-from pipedream.runtime.session import Session
+from pipedream.runtime.session.measured import collect_timeline
+from pipedream.runtime.session.session import Session
 
 _NUMBERS = (1 << 4, 1 << 15)  # in a small and in a large message: so few that torch computes them in one thread
 _COUNTED = (48, 24)  # minibatches of each size
@@ -91,14 +92,14 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
             # A recipe's loader adds its own making of a batch.
             loader = DataLoader(batches, shuffle=True, collate_fn=itemgetter(0))
             with preserved_rng(loader):
-                session.open_feed(loader, lambda batch: batch)
-                for _ in session.train():
+                session.streams.open_feed(loader, lambda batch: batch)
+                for _ in session.streams.train():
                     pass
-        timeline = session.timeline(0, 1)
+        timeline = collect_timeline(session.local, session.clock, 0, 1)
         failed = False
     finally:
         session.close(failed=failed)
-    everyone = world_group() if session.distributed else None
+    everyone = world_group() if session.local.distributed else None
     rows = [json.loads(text) for text in gather_texts(json.dumps(alone_s), everyone)]
     small = range(_WARM_UP, _WARM_UP + _COUNTED[0])
     large = range(small.stop + _WARM_UP, small.stop + _WARM_UP + _COUNTED[1])
@@ -109,8 +110,8 @@ def calibrate(program: Program, evaluation: Program) -> tuple[Calibration, Calib
             message_bytes=8 * _NUMBERS[number],
             op_s=(_sum_spans_s(timeline, "FB", part) - layers_s) / (2 * count),
             update_s=_sum_spans_s(timeline, "U", range(part.start + 1, part.stop + 1)) / count,
-            other_s=_measure_other_s(timeline, part, together=not session.distributed),
-            arrival_s=_measure_arrival_s(timeline, part) if session.distributed else 0.0,
+            other_s=_measure_other_s(timeline, part, together=not session.local.distributed),
+            arrival_s=_measure_arrival_s(timeline, part) if session.local.distributed else 0.0,
         )
 
     return summarize(0, small), summarize(1, large)

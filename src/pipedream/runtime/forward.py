@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 from pipedream.core.plan.boundary import read_crossings, with_crossings
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.program import Program
+from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, to_device, unflatten
+from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.mailbox import Mailbox
-from pipedream.runtime.results.results import Results
+from pipedream.runtime.results.recorder import Recorder
+from pipedream.runtime.results.results import Output, Results
 from pipedream.runtime.results.scoring import Scorer, Targets
 from pipedream.runtime.stage.recompute import ForwardFunction
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
@@ -41,34 +45,155 @@ class DataStream:
     ema: bool = False
 
     def minibatch(self, index: int) -> int:
-        """The minibatch of a microbatch, both counted in this stream."""
+        """Returns the minibatch of a microbatch, both counted in this stream."""
         return index // self.split
 
     def number(self, index: int) -> int:
+        """Returns a microbatch's number since the start of training."""
         return self.base * self.split + index
 
 
 class ForwardRunner:
-    """Runs the forwards of a rank. Life: `begin` a stream; then one call for each microbatch at a stage."""
+    """Runs the forwards of a rank. Life: `begin` a stream; then `run` for each microbatch at a stage.
+
+    Args:
+        remote_forwards: stage -> forwards on weights of another rank.
+        admit: takes a microbatch from the data; None at its end.
+
+    Attributes:
+        saved_forwards: (stage, microbatch) -> what its backward needs.
+        yielded: outputs that were received, in a prediction.
+    """
 
     def __init__(
         self,
+        rank: int,
+        stage_states: dict[int, StageState],
+        remote_forwards: dict[int, RemoteForward],
+        *,
+        admit: Callable[[int], Message | None],
         mailbox: Mailbox,
         scorer: Scorer,
         results: Results,
+        recorder: Recorder,
+        activity: Activity,
         device: torch.device,
     ) -> None:
+        self._rank = rank
+        self._stage_states = stage_states
+        self._remote_forwards = remote_forwards
+        self._admit = admit
         self._mailbox = mailbox
         self._scorer = scorer
         self._results = results
+        self._recorder = recorder
+        self._activity = activity
         self._device = device
+        self.saved_forwards: dict[tuple[int, int], SavedForward] = {}
+        self.yielded = 0
 
     def begin(self, program: Program, stream: DataStream) -> None:
         self._program = program
         self._stream = stream
         self._last = program.placement.stages - 1
+        self._replicas = program.placement.replicas
+        self.saved_forwards.clear()
+        self.yielded = 0
+        for remote_forward in self._remote_forwards.values():
+            remote_forward.drop()
 
-    def for_training(
+    def run(self, stage: int, index: int) -> Waiting[Any] | None:
+        """F: returns what it waits for, if it has to."""
+        message = self._mailbox.take(Carries.ACTIVATION, stage, index) if stage else self._admit(index)
+        if message is None:
+            return None
+        stream = self._stream
+        start = self._recorder.mark()
+        self._activity.begin("a forward" if stream.trains else "a forward without training")
+        remote_forward = self._remote_forwards.get(stage)
+        stage_state = remote_forward or self._stage_states[stage]
+        if not stream.trains:
+            is_empty = message.content is Content.EMPTY
+            result = message if is_empty else self._run_without_backward(stage, index, stage_state, message)
+        elif remote_forward is None:
+            result = self._run_local(stage, index, self._stage_states[stage], message)
+        else:
+            result = self._run_remote(stage, index, remote_forward, message)
+        if stage < self._last:
+            self._mailbox.put(Carries.ACTIVATION, stage + 1, result)
+        else:
+            self._mailbox.drop(Carries.INPUT, stage, index)
+        self._activity.end()
+        stage_state.next_forward = index + self._replicas[stage]
+        self._recorder.note("F", stage, stream.number(index), start)
+        if stage == self._last and stream.trains:
+            minibatch = stream.minibatch(index)
+            # The next forward of this replica may belong to a later minibatch: this one's results are complete then.
+            if stream.minibatch(stage_state.next_forward) > minibatch:
+                self._results.complete(minibatch, index)
+        if stream.predicts and self._rank == 0 and index - self.yielded >= self._program.plan.in_flight[0]:
+            # Outputs are received as they come, so that no worker has to keep many.
+            return self._yield_output()
+        return None
+
+    def receive_output(self) -> Waiting[Output]:
+        """Receives the next output of a prediction."""
+        index = self.yielded
+        self.yielded += 1
+        return self._results.receive_output(index, self._program.placement.rank_of(self._last, index))
+
+    def fetch(self, stage: int, index: int) -> None:
+        self._remote_forwards[stage].fetch(self._mailbox.take(Carries.WEIGHTS, stage, index))
+
+    def recompute(self, stage: int, index: int, stage_state: StageState, message: Message) -> SavedForward:
+        """Returns what a forward on another rank has kept: its input."""
+        stage_state.next_forward = index + 1
+        if message.content is Content.EMPTY:
+            return SavedForward(None, (), (), (), index)
+        saved, run = self._prepare(stage, index, stage_state, message)
+        saved.recompute = lambda: run(message, True)
+        return saved
+
+    def pack_weights(self, stage: int, index: int, stage_state: StageState, weight_packet: WeightPacket) -> Message:
+        """Packs the weights for another rank's forwards from microbatch `index` on."""
+        version = self._program.weights.forward_version(stage, index) if self._stream.trains else 0
+        leaves = stage_state.versions.peek(version).leaves if self._stream.trains else self._choose_leaves(stage_state)
+        return Message(index, tensors=(weight_packet.pack(leaves),), version=version)
+
+    def _yield_output(self) -> Generator[Any, None, None]:
+        yield (yield from self.receive_output())
+
+    def _run_local(self, stage: int, index: int, stage_state: StageState, message: Message) -> Message:
+        """Runs a forward of a stage of this rank, and keeps what its backward needs."""
+        if message.content is Content.EMPTY:
+            self.saved_forwards[stage, index] = SavedForward(None, (), (), (), index)
+            if stage == self._last:
+                self._results.add(self._stream.minibatch(index), message, self._results.zeros)
+            return message
+        stage_state.note_received(message)
+        saved, run = self._prepare(stage, index, stage_state, message)
+        with stage_state.forward_context(), stage_state.module.counting("forward"):
+            if stage_state.recomputation is None:
+                result = run(message)
+            else:
+                result = stage_state.recomputation.forward(saved, message, run)
+        self.saved_forwards[stage, index] = saved
+        stage_state.check.after_forward(index)
+        return result
+
+    def _run_remote(self, stage: int, index: int, remote_forward: RemoteForward, message: Message) -> Message:
+        """Runs a forward on fetched weights; its input goes to the stage's own rank, where the backward repeats it."""
+        result = message
+        if message.content is not Content.EMPTY:
+            saved, run = self._prepare(stage, index, remote_forward, message)
+            with remote_forward.forward_context():
+                result = remote_forward.recomputation.forward(saved, message, run)
+        self._mailbox.put(Carries.STAGE_INPUT, stage, message)
+        if (index + 1) % self._stream.split == 0:
+            remote_forward.drop()
+        return result
+
+    def _prepare(
         self, stage: int, index: int, stage_state: StageState | RemoteForward, message: Message
     ) -> tuple[SavedForward, ForwardFunction]:
         """Returns what is kept for the backward, and the forward that fills it in."""
@@ -84,12 +209,14 @@ class ForwardRunner:
                 value, saved.graph_inputs = stage_state.module.enter(
                     message.structure, message.tensors, message.gradients
                 )
+                # The gradients travel back in the shards in which the tensors came.
                 crossings, _ = read_crossings(message.structure)
                 gradient_crossings = [
                     crossing.reversed() for crossing, wants in zip(crossings, message.gradients, strict=False) if wants
                 ]
                 saved.gradient_crossings = with_crossings("", gradient_crossings)
             if index == 0 and not again and isinstance(stage_state, StageState):
+                # Before the stage's own forward, which may write into its input and its buffers.
                 stage_state.check.before_forward(value, self._stream.number(index), stage == 0, message, targets)
             read = stage_state.read_again(saved) if again else weights
             with nullcontext() if targets is None else self._scorer.watching(value, message.samples, trains=True):
@@ -109,16 +236,7 @@ class ForwardRunner:
 
         return saved, run
 
-    def recompute(self, stage: int, index: int, stage_state: StageState, message: Message) -> SavedForward:
-        """Returns what a forward on another rank has kept: its input."""
-        stage_state.next_forward = index + 1
-        if message.content is Content.EMPTY:
-            return SavedForward(None, (), (), (), index)
-        saved, run = self.for_training(stage, index, stage_state, message)
-        saved.recompute = lambda: run(message, True)
-        return saved
-
-    def without_backward(
+    def _run_without_backward(
         self, stage: int, index: int, stage_state: StageState | RemoteForward, message: Message
     ) -> Message:
         context: AbstractContextManager[None] = nullcontext()
@@ -145,12 +263,6 @@ class ForwardRunner:
                     targets = self._unpack_targets(self._mailbox.take(Carries.INPUT, stage, index))
                     self._scorer.score_evaluation(message, output, targets)
         return message
-
-    def pack_weights(self, stage: int, index: int, stage_state: StageState, weight_packet: WeightPacket) -> Message:
-        """Weights for another rank's forwards from microbatch `index` on."""
-        version = self._program.weights.forward_version(stage, index) if self._stream.trains else 0
-        leaves = stage_state.versions.peek(version).leaves if self._stream.trains else self._choose_leaves(stage_state)
-        return Message(index, tensors=(weight_packet.pack(leaves),), version=version)
 
     def _choose_leaves(self, stage_state: StageState) -> dict[str, torch.Tensor]:
         return stage_state.optimizer.ema if self._stream.ema else stage_state.versions.peek().leaves

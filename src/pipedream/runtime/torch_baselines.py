@@ -22,11 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipedream.core.errors import RecipeError
 from pipedream.runtime.comm.values import to_device
-from pipedream.runtime.data.batch_adapter import BatchAdapter
-from pipedream.runtime.data.batches import split_batch, split_minibatch
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader
 from pipedream.runtime.data.rng import DataOrder, preserved_rng
-from pipedream.runtime.data.sharded_loader import ShardedLoader, ShardedReader, can_be_sharded
+from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
+from pipedream.runtime.data.splitter import BatchAdapter, split_batch, split_minibatch
 from pipedream.runtime.results.losses import Loss, is_torch_loss, metric_scores
 from pipedream.runtime.results.memory import MemoryMeter, keep_freed_memory, tensor_bytes
 from pipedream.runtime.results.results import Score

@@ -8,8 +8,7 @@ verified program. Each instruction is resolved to a method and its numbers befor
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
-from functools import partial
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +18,18 @@ from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction, Move, Program, advance_instruction
 from pipedream.core.user_code import with_place
+from pipedream.runtime.backward import BackwardRunner
 from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
-from pipedream.runtime.comm.message import Content, Message, StopReason
-from pipedream.runtime.data.microbatches import Microbatches
+from pipedream.runtime.comm.message import Message, StopReason
+from pipedream.runtime.data.source import Source
 from pipedream.runtime.failure.activity import Activity
+from pipedream.runtime.finite import describe_not_finite, find_not_finite
 from pipedream.runtime.forward import DataStream, ForwardRunner
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Moment, Recorder
-from pipedream.runtime.results.results import NOT_FINITE_ADVICE, Done, Output, Results
+from pipedream.runtime.results.results import Done, Output, Results
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
-from pipedream.runtime.stage.stage_module import SavedForward
 from pipedream.runtime.stage_state import StageState
 from pipedream.runtime.update_barrier import UpdateBarrier
 
@@ -99,6 +99,7 @@ class Worker:
         scorer: Scorer,
         device: torch.device,
         update_barrier: UpdateBarrier,
+        activity: Activity,
     ) -> None:
         self.rank = rank
         self._process = process
@@ -116,42 +117,58 @@ class Worker:
         for sharding in (stage_state.module.sharding for stage_state in stage_states.values()):
             if sharding is not None:
                 sharding.look = self.recorder.memory.look
+        self._activity = activity
+        self.stop_requested: Callable[[], bool] = lambda: False
         self.stop_reason = StopReason.DATA
-        self._total: int | None = None
-        self._mailbox = Mailbox(rank, program.placement, program.channels, senders, receivers)
-        self._forwards = ForwardRunner(self._mailbox, scorer, results, device)
-        results.where = lambda: self.where
         self.done_minibatches = 0
         self.input_updates = 0
         self.trained: dict[int, tuple[int, int]] = {}
+        self._total: int | None = None
         self._text: Program | None = None
-        self._yielded = 0
         self._turn = 0
+        results.where = lambda: self.where
+        mailbox = self._mailbox = Mailbox(rank, program.placement, program.channels, senders, receivers)
+        forwards = self._forwards = ForwardRunner(
+            rank,
+            stage_states,
+            remote_forwards,
+            admit=self._admit,
+            mailbox=mailbox,
+            scorer=scorer,
+            results=results,
+            recorder=self.recorder,
+            activity=activity,
+            device=device,
+        )
+        backwards = self._backwards = BackwardRunner(
+            rank,
+            stage_states,
+            forwards,
+            mailbox=mailbox,
+            results=results,
+            recorder=self.recorder,
+            activity=activity,
+            is_stop_requested=lambda: self.stop_requested(),
+        )
         self._actions: dict[Kind | Move, Callable[[int, int], Waiting[Any] | None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: partial(self._time_backward, Kind.BACKWARD.value, "a backward", self._run_backward),
-            Kind.INPUT_GRADIENT: partial(
-                self._time_backward, Kind.INPUT_GRADIENT.value, "an input gradient", self._compute_input_gradients
-            ),
-            Kind.WEIGHT_GRADIENT: partial(
-                self._time_backward, Kind.WEIGHT_GRADIENT.value, "a weight gradient", self._compute_weight_gradients
-            ),
+            Kind.FORWARD: forwards.run,
+            Kind.BACKWARD: backwards.run,
+            Kind.INPUT_GRADIENT: backwards.run_inputs,
+            Kind.WEIGHT_GRADIENT: backwards.run_weights,
             Kind.UPDATE: self._update,
-            Kind.FETCH: self._fetch,
+            Kind.FETCH: forwards.fetch,
             Move.RECEIVE: self._receive,
             Move.SEND: self._send,
             Move.SYNC: self._sync,
         }
         self._steps: dict[bool, tuple[list[_Step], list[_Step]]] = {False: self._resolve_steps(evaluation)}
-        self.activity = Activity()
-        self.stop_requested: Callable[[], bool] = lambda: False
         self.switch_to(program, 0)
         self._begin(DataStream(), None)
 
     def switch_to(self, program: Program, phase: int) -> None:
         self.program = program
         self._steps[True] = self._resolve_steps(program)
-        self._update_completed_by = program.update_completed_by(self.rank)
+        self._backwards.switch_to(program)
         self._replicas = program.placement.replicas
         self._waits_for_others = {
             stage
@@ -160,7 +177,6 @@ class Worker:
             or any(stage in weights.stages for weights in program.plan.tied_weights)
             or (program.couples_updates and not program.norm_delay)
         }
-        self._is_remote = [program.placement.is_remote(stage) for stage in range(len(self._replicas))]
         self.recorder.switch_to(phase)
         self._scorer.switch_to(program)
         self.update_barrier.switch_to(program)
@@ -170,7 +186,7 @@ class Worker:
 
     # -- the three things a worker does -------------------------------------------------------------
 
-    def train(self, data: Microbatches | None, until: int | None) -> Generator[Pending[Any] | Done, None, None]:
+    def train(self, data: Source | None, until: int | None) -> Generator[Pending[Any] | Done, None, None]:
         """Trains until the stream ends, and drains; sets `stop_reason`.
 
         Args:
@@ -181,7 +197,7 @@ class Worker:
             WorkerError: an op failed, or the last updates left weights that are not finite; names rank, stage, op and
                 cause.
         """
-        not_finite = self._list_not_finite()
+        not_finite = find_not_finite(self.stage_states) if self.results.raises_on_nan else {}
         stream = DataStream(self.program.microbatches, self.done_minibatches, trains=True)
         self._begin(stream, data, self.program.round_minibatches, until)
         self._mailbox.begin(self.program.microbatches)
@@ -198,38 +214,18 @@ class Worker:
         self.done_minibatches += (self._total or 0) // self.program.microbatches
         if self._total:
             self.trained[self.recorder.phase] = begin, self.done_minibatches
-        if newly_not_finite := {
-            name: stage for name, stage in self._list_not_finite().items() if name not in not_finite
-        }:
-            self._refuse(*next(iter(newly_not_finite.items())))
+        if self.results.raises_on_nan:
+            self._check_finite(not_finite)
         self.recorder.note_peak(max(stage_state.versions.peak for stage_state in self.stage_states.values()))
 
-    def _list_not_finite(self) -> dict[str, int]:
-        """Returns each trained weight that is not finite, with its stage; none where the run continues regardless."""
-        if not self.results.raises_on_nan:
-            return {}
-        return {
-            name: stage
-            for stage, stage_state in self.stage_states.items()
-            for name, handle in stage_state.versions.handles.items()
-            if not _is_finite(handle.detach())
-        }
-
-    def _refuse(self, name: str, stage: int) -> None:
+    def _check_finite(self, not_finite: Mapping[str, int]) -> None:
         """Raises the error of a weight that no loss has shown: no later forward has read it."""
-        last, program = self.done_minibatches - 1, self.program
-        minibatches = f"minibatch {last}"
-        if any(program.weights.mean_staleness(s) for s in range(len(self._replicas))):
-            unread = -(-max(program.plan.in_flight) // program.microbatches) + 1  # the weights after so many, at most
-            minibatches = f"one of the minibatches {max(0, last + 1 - unread)} to {last}"
-        raise WorkerError(
-            self._process,
-            f"stage {stage}, the updates after minibatch {last}",
-            f"the weight {name!r} is not finite, because a gradient of {minibatches} was not",
-            NOT_FINITE_ADVICE,
-        )
+        now = find_not_finite(self.stage_states)
+        newly = [(name, stage) for name, stage in now.items() if name not in not_finite]
+        if newly:
+            raise describe_not_finite(*newly[0], self.program, self.done_minibatches - 1, self._process)
 
-    def evaluate(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
+    def evaluate(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Yields at the end one `Done` with the means over all minibatches; the stages are in evaluation mode."""
         self._begin(DataStream(ema=ema), data)
         yield from self._run(self._evaluation)
@@ -237,12 +233,12 @@ class Worker:
             self.results.complete(0)
         yield (yield from self.results.collect(0, self.rate))
 
-    def predict(self, data: Microbatches | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
+    def predict(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Output, None, None]:
         """Yields the outputs in order, at rank 0 only; the stages are in evaluation mode."""
         self._begin(DataStream(predicts=True, ema=ema), data)
         yield from self._run(self._evaluation)
-        while self.rank == 0 and self._yielded < (self._total or 0):
-            yield (yield from self._receive_output())
+        while self.rank == 0 and self._forwards.yielded < (self._total or 0):
+            yield (yield from self._forwards.receive_output())
 
     @property
     def where(self) -> str:
@@ -255,11 +251,6 @@ class Worker:
     def rate(self) -> float:
         """The learning rate, before the stages' factors."""
         return self.stage_states[min(self.stage_states)].optimizer.rate
-
-    def _receive_output(self) -> Waiting[Output]:
-        index = self._yielded
-        self._yielded += 1
-        return self.results.receive_output(index, self.program.placement.rank_of(self._last, index))
 
     # -- the loop -----------------------------------------------------------------------------------
 
@@ -312,84 +303,16 @@ class Worker:
         while unread := self._mailbox.unread(program.channels):
             yield from self._receive(unread[0], self._total or 0) or ()
 
-    # -- forward ------------------------------------------------------------------------------------
-
-    def _fetch(self, stage: int, index: int) -> None:
-        self.remote_forwards[stage].fetch(self._mailbox.take(Carries.WEIGHTS, stage, index))
-
-    def _forward(self, stage: int, index: int) -> Waiting[Any] | None:
-        message = self._mailbox.take(Carries.ACTIVATION, stage, index) if stage else self._admit(index)
-        if message is None:
-            return None
-        start = self.recorder.mark()
-        trains = self._stream.trains
-        self.activity.begin("a forward" if trains else "a forward without training")
-        remote_forward = self.remote_forwards.get(stage)
-        stage_state = remote_forward or self.stage_states[stage]
-        if not trains:
-            is_empty = message.content is Content.EMPTY
-            result = message if is_empty else self._forwards.without_backward(stage, index, stage_state, message)
-        elif remote_forward is None:
-            result = self._run_local_forward(stage, index, self.stage_states[stage], message)
-        else:
-            result = self._run_remote_forward(stage, index, remote_forward, message)
-        if stage < self._last:
-            self._mailbox.put(Carries.ACTIVATION, stage + 1, result)
-        else:
-            self._mailbox.drop(Carries.INPUT, stage, index)
-        self.activity.end()
-        stage_state.next_forward = index + self._replicas[stage]
-        self.recorder.note("F", stage, self._stream.number(index), start)
-        if stage == self._last and trains:
-            minibatch = self._stream.minibatch(index)
-            if self._stream.minibatch(stage_state.next_forward) > minibatch:
-                self.results.complete(minibatch, index)
-        if self._stream.predicts and self.rank == 0 and index - self._yielded >= self.program.plan.in_flight[0]:
-            # Outputs are received as they come, so that no worker has to keep many.
-            return self._yield_output()
-        return None
-
-    def _yield_output(self) -> Generator[Any, None, None]:
-        yield (yield from self._receive_output())
-
-    def _run_local_forward(self, stage: int, index: int, stage_state: StageState, message: Message) -> Message:
-        """Runs a forward of a stage of this rank, and keeps what its backward needs."""
-        if message.content is Content.EMPTY:
-            self._saved_forwards[stage, index] = SavedForward(None, (), (), (), index)
-            if stage == self._last:
-                self.results.add(self._stream.minibatch(index), message, self.results.zeros)
-            return message
-        stage_state.note_received(message)
-        saved, run = self._forwards.for_training(stage, index, stage_state, message)
-        with stage_state.forward_context(), stage_state.module.counting("forward"):
-            if stage_state.recomputation is None:
-                result = run(message)
-            else:
-                result = stage_state.recomputation.forward(saved, message, run)
-        self._saved_forwards[stage, index] = saved
-        stage_state.check.after_forward(index)
-        return result
-
-    def _run_remote_forward(self, stage: int, index: int, remote_forward: RemoteForward, message: Message) -> Message:
-        """Runs a forward on fetched weights; its input goes to the stage's own rank, where the backward repeats it."""
-        result = message
-        if message.content is not Content.EMPTY:
-            saved, run = self._forwards.for_training(stage, index, remote_forward, message)
-            with remote_forward.forward_context():
-                result = remote_forward.recomputation.forward(saved, message, run)
-        self._mailbox.put(Carries.STAGE_INPUT, stage, message)
-        if (index + 1) % self._stream.split == 0:
-            remote_forward.drop()
-        return result
+    # -- data and update ----------------------------------------------------------------------------
 
     def _admit(self, index: int) -> Message | None:
         """Takes the next microbatch from the data; ends the stream after the last one."""
         if self._stream.trains and self._replicas[0] == 1 and self.stop_requested():
             self._stop_feed(StopReason.INTERRUPT)
         assert self._data is not None
-        self.activity.begin("loading data")
+        self._activity.begin("loading data")
         messages = self._data.take(index)
-        self.activity.end()
+        self._activity.end()
         if isinstance(messages, StopReason):
             self._end(self._data.ended_at * self._stream.split, messages)
             return None
@@ -397,110 +320,9 @@ class Worker:
         self._mailbox.put(Carries.INPUT, self._last, targets)
         return inputs
 
-    # -- backward and update ------------------------------------------------------------------------
-
-    def _time_backward(
-        self, kind: str, task: str, backward: Callable[[int, int, StageState], None], stage: int, index: int
-    ) -> None:
-        self.activity.begin(task)
-        stage_state = self.stage_states[stage]
-        if self._is_remote[stage]:
-            self._saved_forwards[stage, index] = self._forwards.recompute(
-                stage, index, stage_state, self._mailbox.take(Carries.STAGE_INPUT, stage, index)
-            )
-        start = self.recorder.mark()
-        backward(stage, index, stage_state)
-        self.recorder.note(kind, stage, self._stream.number(index), start)
-        self.activity.end()
-
-    def _run_backward(self, stage: int, index: int, stage_state: StageState) -> None:
-        """B: gradients of the weights and of the received tensors."""
-        saved = self._saved_forwards.pop((stage, index))
-        message = self._take_gradients(stage, index)
-        ready = self._choose_ready_hook(Kind.BACKWARD, stage, index, stage_state)
-        weight_gradients: list[torch.Tensor | None] = []
-        input_gradients: list[torch.Tensor | None] = []
-        if saved.weights is not None:
-            with stage_state.backward_context(saved), stage_state.module.counting("backward"):
-                output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
-                stage_state.check.before_backward(saved, output_gradients)
-                weight_gradients, input_gradients = stage_state.module.backward(
-                    saved, output_gradients, stage_state.gradients.accumulators, ready
-                )
-        self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
-        self._send_back(stage, index, saved, input_gradients, message)
-
-    def _compute_input_gradients(self, stage: int, index: int, stage_state: StageState) -> None:
-        """I: the half of a backward that the previous stage waits for."""
-        saved = self._saved_forwards[stage, index]
-        message = self._take_gradients(stage, index)
-        input_gradients: list[torch.Tensor | None] = []
-        if saved.weights is not None:
-            with stage_state.backward_context(saved), stage_state.module.counting("backward"):
-                output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
-                stage_state.check.before_backward(saved, output_gradients)
-                input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
-        self._send_back(stage, index, saved, input_gradients, message)
-
-    def _compute_weight_gradients(self, stage: int, index: int, stage_state: StageState) -> None:
-        """W: the other half of a backward."""
-        saved = self._saved_forwards.pop((stage, index))
-        ready = self._choose_ready_hook(Kind.WEIGHT_GRADIENT, stage, index, stage_state)
-        weight_gradients: list[torch.Tensor | None] = []
-        if saved.weights is not None:
-            with stage_state.backward_context(saved), stage_state.module.counting("weights' backward"):
-                weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, ready)
-        self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
-
-    def _choose_ready_hook(
-        self, kind: Kind, stage: int, index: int, stage_state: StageState
-    ) -> Callable[[int, torch.Tensor], None] | None:
-        """Returns what starts the all-reduce inside the last backward before a replicated stage's update, else None."""
-        if stage_state.optimizer.all_reduce is None:
-            return None
-        op = Op(kind, stage, index, self.program.placement.replica(stage, index))
-        return None if self._update_completed_by(op) is None else stage_state.gradient_ready
-
-    def _add_gradients(
-        self, stage_state: StageState, saved: SavedForward, gradients: list[torch.Tensor | None], *, is_last: bool
-    ) -> None:
-        stage_state.add_gradients(saved, gradients)
-        if is_last:
-            stage_state.optimizer.close(stage_state.gradients, float(self.stop_requested()))
-
-    def _take_gradients(self, stage: int, index: int) -> Message | None:
-        """Returns the message with the gradients of a stage's outputs; None at the last stage."""
-        if stage == self._last:
-            return None
-        message = self._mailbox.take(Carries.GRADIENT, stage, index)
-        if message.numbers:
-            self.results.arrived(index, message)
-        return message
-
-    def _send_back(
-        self,
-        stage: int,
-        index: int,
-        saved: SavedForward,
-        input_gradients: list[torch.Tensor | None],
-        received: Message | None,
-    ) -> None:
-        """Sends the gradients of a stage's inputs, with the results that travel with them."""
-        if not stage:
-            return
-        self.stage_states[stage].check.sent_back(index, input_gradients)
-        results = self.results.carried(index) if received is None else received
-        content = Content.EMPTY if saved.weights is None else Content.DATA
-        gradients = Message(
-            index, content, tuple(input_gradients), saved.gradient_crossings, loss_weight=saved.loss_weight
-        )
-        if results is not None and results.numbers:
-            gradients.carry(results)
-        self._mailbox.put(Carries.GRADIENT, stage - 1, gradients)
-
     def _sync(self, stage: int, index: int) -> None:
         """Has nothing to do: the all-reduce that the proof places here was started inside the update's last backward
-        (`_choose_ready_hook`), and the update waits for it (`UpdateBarrier.prepare`).
+        (`BackwardRunner`), and the update waits for it (`UpdateBarrier.prepare`).
 
         The earlier start is safe: the replicas of a stage have a group of their own, and all start their buckets in the
         same order.
@@ -514,9 +336,9 @@ class Worker:
         if stage in self._waits_for_others:
             self.recorder.note("wait", stage, index, before)
         start = self.recorder.mark()
-        self.activity.begin("an update")
+        self._activity.begin("an update")
         gradient_versions = stage_state.update(self.program, Op(Kind.UPDATE, stage, index), present_share, self._total)
-        self.activity.end()
+        self._activity.end()
         for microbatch, *versions in gradient_versions:
             self.recorder.note_gradient_versions(stage, self._stream.number(microbatch), *versions)
         before_drain = self._stream.base * self.program.microbatches // self.program.updates.per_update[stage]
@@ -575,27 +397,19 @@ class Worker:
 
     # -- small things -------------------------------------------------------------------------------
 
-    def _begin(self, stream: DataStream, data: Microbatches | None, cycle: int = 1, until: int | None = None) -> None:
+    def _begin(self, stream: DataStream, data: Source | None, cycle: int = 1, until: int | None = None) -> None:
         self._data = data
         if data is not None:
             replica = dict(self.program.placement.stage_replicas(self.rank)).get(0, 0)
             data.begin(stream.split, replica, stream.base, cycle, until)
         self._stream = stream
         self._total = None
-        self._yielded = 0  # outputs, in a prediction
         self._mailbox.begin()
         self._forwards.begin(self.program, stream)
-        for remote_forward in self.remote_forwards.values():
-            remote_forward.drop()
-        self._saved_forwards: dict[tuple[int, int], SavedForward] = {}
+        self._backwards.begin(stream)
         self.results.begin(stream.split if stream.trains else 0)
         self._updated: deque[tuple[int, float]] = deque()
 
     def _stop_feed(self, stop_reason: StopReason) -> None:
         if self._data is not None:
             self._data.stop(stop_reason)
-
-
-def _is_finite(weight: torch.Tensor) -> bool:
-    """Tries the sum first, which takes a twentieth of the time; a sum of finite numbers may overflow."""
-    return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())

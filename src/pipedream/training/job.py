@@ -28,7 +28,7 @@ from pipedream.recipe import Recipe, blaming
 from pipedream.runtime.checkpoint.remote import AnyPath, any_path
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
-from pipedream.runtime.data.batch_adapter import BatchAdapter
+from pipedream.runtime.data.splitter import BatchAdapter
 from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss

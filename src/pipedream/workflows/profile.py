@@ -32,7 +32,7 @@ from pipedream.plan_request import AUTO, NO_MESH
 from pipedream.runtime.checkpoint.initial_values import named_state
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.values import to_device
-from pipedream.runtime.data.batches import BatchDim, first_part, known_samples
+from pipedream.runtime.data.splitter import BatchDim, first_part, known_samples
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import NOT_MEASURED

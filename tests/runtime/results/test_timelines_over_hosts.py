@@ -14,7 +14,7 @@ import zoo
 import pipedream as pd
 from pipedream import metrics
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.runtime import measured
+from pipedream.runtime.session import measured
 
 
 def _train(shift_s: float, drift: float) -> tuple[Timeline, float]:

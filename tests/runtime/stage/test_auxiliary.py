@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pipedream
 from pipedream import add_auxiliary_loss, auxiliary_loss_scale
-from pipedream.runtime.session import Session
+from pipedream.runtime.session.comparison import Comparison
 
 DATA = batches()
 PARTS = {"gpipe": 3, "zb_h2": 5, "pipedream_2bw": 3, "paci": 2, "pipemare": 2, "xpipe": 2}
@@ -112,7 +112,7 @@ def test_a_pipeline_equals_the_sum_written_out(kind: Callable[[], nn.Module], m:
 
 
 def test_each_stage_compares_its_first_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "_fits", lambda self, reader: False)
+    monkeypatch.setattr(Comparison, "_fits", lambda self, reader: False)
     for schedule in ("1f1b", "zb_h1"):
         actual = piped(net(Penalised), mse, DATA, cuts=(1, 2), microbatches=4, schedule=schedule)
         assert_equal(actual, written_out(net(Penalised)))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.values import tensors_in
 from pipedream.runtime.data.rng import DataOrder
 from pipedream.runtime.data.tensor_json import from_json, to_json
@@ -45,11 +46,59 @@ class EpochRange:
     skip: int = 0
 
 
-class MinibatchReader(ABC):
-    """One worker's minibatches; at the end, `count` is the number of all replicas'."""
+class Reader(ABC):
+    """One worker's minibatches. `begin` starts a stream, which counts them from the last drain.
+
+    Attributes:
+        count: minibatches of all replicas, known at the loader's end.
+        stopped: why the stream ends before its next round.
+        ended_at: the stream's length, once it has ended.
+    """
 
     count: int | None = None
-    _last = -1
+    stopped: StopReason | None = None
+    ended_at: int = 0
+    _base: int = 0
+    _cycle: int = 1
+    _until: int | None = None
+    _last: int = -1
+
+    def begin(self, cycle: int = 1, until: int | None = None) -> None:
+        """Gets ready for a stream.
+
+        Args:
+            cycle: drains come after a multiple of this number of minibatches, so that no stage's round is broken.
+            until: minibatches before a drain, rounded up to whole cycles; None for all data.
+        """
+        self._cycle = cycle
+        self._until = None if until is None else -(-until // cycle) * cycle
+
+    def read(self, number: int, replica: int = 0) -> Minibatch | StopReason:
+        """Returns minibatch `number` of the stream, or why the stream has ended; the numbers must grow."""
+        if self._until is not None and number >= self._until:
+            self.stop(StopReason.DRAIN)
+        if self.stopped is not None and number % self._cycle == replica % self._cycle:
+            # All replicas stop before the same round, unless the data ended in the one before.
+            until = number - number % self._cycle
+            if not until or self._has_loader_minibatch(self._base + until - 1):
+                self.ended_at = until
+                return self.stopped
+        if self.count is None:
+            for minibatch in self:
+                if minibatch.number == self._base + number:
+                    return minibatch
+        assert self.count is not None, "the loader failed before"
+        self.ended_at = self.count - self._base
+        return StopReason.DATA
+
+    def stop(self, stop_reason: StopReason) -> None:
+        if self.stopped is None or stop_reason is StopReason.INTERRUPT:
+            self.stopped = stop_reason
+
+    def resume(self) -> None:
+        """Makes the next minibatch number 0 again."""
+        self._base += self.ended_at
+        self.stopped = None
 
     def __iter__(self) -> Self:
         return self
@@ -70,8 +119,11 @@ class MinibatchReader(ABC):
                 return False
         return True
 
+    def _has_loader_minibatch(self, number: int) -> bool:
+        return self.has_minibatch(number) if self.count is None else number < self.count
 
-class LoaderReader(MinibatchReader):
+
+class LoaderReader(Reader):
     """Reads a user's loader, from the start or from a `state`."""
 
     def __init__(self, loader: Any, order: DataOrder, epochs: EpochRange, state: Mapping[str, Any] | None) -> None:
@@ -237,7 +289,7 @@ def _reads_in_processes(loader: Any) -> bool:
     return type(loader) is DataLoader and loader.num_workers > 0 and isinstance(loader.dataset, IterableDataset)
 
 
-class _TeeReader(MinibatchReader):
+class _TeeReader(Reader):
     """Not itertools.tee: that keeps up to 57 minibatches that all readers have had."""
 
     def __init__(self, source: LoaderReader, queues: Sequence[deque[Minibatch]], queue: deque[Minibatch]) -> None:
@@ -257,7 +309,7 @@ class _TeeReader(MinibatchReader):
         return self._queue.popleft()
 
 
-def tee(reader: LoaderReader, readers: int) -> Sequence[MinibatchReader]:
+def tee(reader: LoaderReader, readers: int) -> Sequence[Reader]:
     """Returns readers that each see every minibatch."""
     if readers == 1:
         return [reader]

@@ -1,14 +1,22 @@
-"""Which workers of the input stage read the loader, and with which random state.
+"""Where each worker of the input stage takes its microbatches from.
 
 - All workers in one process: one reader serves all of them.
-- One replica, or a map-style DataLoader and no split minibatches: each replica loads its own.
-- Anything else: replica 0 reads and sends the others theirs (`microbatches.py`).
+- One replica, or a map-style DataLoader and no split minibatches: each replica reads its own.
+- Anything else (an iterable, or split minibatches): replica 0 alone reads, a whole round at a time, and sends the
+  others theirs.
+- If the worker is a mesh, its first rank reads or receives, and sends everything to the others.
+
+No deadlock: a forward of replica c waits until replica 0 reads its round, at its own first forward of it. That waits
+only for ops of earlier rounds, because no stage has more in flight than the input stage. By induction every round is
+read. (Sending waits only for the receipt of much earlier rounds.)
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,24 +25,199 @@ import torch.distributed as dist
 from pipedream.core.errors import WorkerError
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Receiver, Sender
+from pipedream.runtime.comm.message import Content, Message, StopReason
 from pipedream.runtime.comm.process_group import gather_texts
-from pipedream.runtime.data.batch_adapter import AdaptBatch
-from pipedream.runtime.data.batches import BatchDim
-from pipedream.runtime.data.feed import Feed
-from pipedream.runtime.data.microbatches import LocalMicrobatches, Microbatches, ReceivedMicrobatches
-from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, tee
+from pipedream.runtime.comm.values import flatten, unflatten
+from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Reader, tee
 from pipedream.runtime.data.rng import DataOrder, find_torch_generators
-from pipedream.runtime.data.sharded_loader import ShardedLoader, ShardedReader, can_be_sharded
+from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
+from pipedream.runtime.data.splitter import AdaptBatch, BatchDim, Parts, Splitter
 
 
-class DataSource:
-    """The data for the workers of one process.
+@dataclass(frozen=True)
+class DataChannels:
+    """How data travels to ranks that do not read it.
+
+    Attributes:
+        group: of the first ranks of all workers; None in a single process, and at other ranks of a mesh.
+        senders: at replica 0 of the input stage, replica -> to the others.
+        receiver: at the others.
+        mesh_senders: at the first rank of an input worker with a mesh, to its other ranks.
+        mesh_receiver: at those.
+    """
+
+    worker: int = 0
+    group: dist.ProcessGroup | None = None
+    senders: Mapping[int, Sender] = field(default_factory=dict)
+    receiver: Receiver | None = None
+    mesh_senders: Sequence[Sender] = ()
+    mesh_receiver: Receiver | None = None
+
+    @property
+    def all(self) -> list[Sender | Receiver]:
+        ends = [*self.senders.values(), self.receiver, *self.mesh_senders, self.mesh_receiver]
+        return [end for end in ends if end is not None]
+
+
+class Source(ABC):
+    """One worker's microbatches.
+
+    Life: `begin` a stream; `take` each microbatch until the answer is a `StopReason`; after a drain, `resume`.
+    """
+
+    ended_at: int = 0
+
+    @abstractmethod
+    def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
+        """Begins a stream.
+
+        Args:
+            base: minibatches done before.
+            until: as for `Reader.begin`, but counted from the start of training.
+        """
+
+    @abstractmethod
+    def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
+        """Returns the input of the first layer and that of the loss."""
+
+    @abstractmethod
+    def stop(self, stop_reason: StopReason) -> None:
+        """Ends the stream with what has been read."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Continues after a drain."""
+
+
+class ReadingSource(Source):
+    """Microbatches that this process reads, for other replicas too."""
+
+    def __init__(self, reader: Reader, splitter: Splitter, senders: Mapping[int, Sender] | None = None) -> None:
+        self.splitter = splitter
+        self._reader = reader
+        self._senders = dict(senders or {})
+        self._replicas = 1 + max(self._senders, default=0)
+
+    def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
+        self._reader.begin(cycle, None if until is None else until - base)
+        self.splitter.begin(per_minibatch, base)
+        self._per_minibatch = per_minibatch
+        self._replica = replica
+        self._open_senders = dict(self._senders)  # whose stream has not ended
+        self._number = -1
+        self._parts: Parts = []
+        self.ended_at = 0
+
+    def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
+        number, part = divmod(microbatch, self._per_minibatch)
+        if number != self._number:
+            minibatch = self._reader.read(number, self._replica)
+            if isinstance(minibatch, StopReason):
+                self.ended_at = self._reader.ended_at
+                for replica in list(self._open_senders):
+                    self._send_end(replica, minibatch)
+                return minibatch
+            self._parts = self.splitter.split(number, minibatch)
+            self._number = number
+            if self._open_senders:
+                self._send_round(number)
+        return self._parts[part]
+
+    def stop(self, stop_reason: StopReason) -> None:
+        self._reader.stop(stop_reason)
+
+    def resume(self) -> None:
+        self._reader.resume()
+
+    def _send_round(self, number: int) -> None:
+        if self._per_minibatch > 1:  # its microbatches are those of all replicas
+            self._send(self._parts)
+            return
+        for replica in range(1, self._replicas):
+            minibatch = self._reader.read(number + replica, replica)
+            if isinstance(minibatch, StopReason):
+                for later in range(replica, self._replicas):
+                    self._send_end(later, minibatch)
+                return
+            self._send(self.splitter.split(number + replica, minibatch))
+
+    def _send(self, parts: Parts) -> None:
+        for inputs, targets in parts:
+            sender = self._open_senders.get(inputs.microbatch % self._replicas)
+            if sender is not None:
+                sender.send(_join(inputs, targets))
+
+    def _send_end(self, replica: int, stop_reason: StopReason) -> None:
+        end = Message(self._reader.ended_at, Content.END, flags=int(stop_reason))
+        self._open_senders.pop(replica).send(end)
+
+
+class ReceivingSource(Source):
+    """Microbatches that another rank reads and sends."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
+        self.ended_at = 0
+
+    def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
+        message = self._receiver.receive().result()
+        if message.content is Content.END:
+            self.ended_at = message.microbatch
+            return StopReason(message.flags)
+        assert message.microbatch == microbatch, f"received microbatch {message.microbatch} instead of {microbatch}"
+        header = message.without_tensors()
+        if message.content is Content.EMPTY:
+            return header, header
+        inputs, targets = _unpack(message)
+        return header.with_tensors(*flatten(inputs)), header.with_tensors(*flatten(targets))
+
+    def stop(self, stop_reason: StopReason) -> None:
+        """Does nothing: the rank that reads ends the stream."""
+
+    def resume(self) -> None:
+        """Does nothing."""
+
+
+class MeshSource(Source):
+    """Microbatches of the first rank of a mesh, which it sends to the others.
+
+    Args:
+        source: where this rank has them from.
+    """
+
+    def __init__(self, source: Source, senders: Sequence[Sender]) -> None:
+        self.source = source
+        self._senders = senders
+
+    def begin(self, per_minibatch: int, replica: int, base: int, cycle: int = 1, until: int | None = None) -> None:
+        self.source.begin(per_minibatch, replica, base, cycle, until)
+
+    def take(self, microbatch: int) -> tuple[Message, Message] | StopReason:
+        messages = self.source.take(microbatch)
+        self.ended_at = self.source.ended_at
+        if isinstance(messages, StopReason):
+            message = Message(self.ended_at, Content.END, flags=int(messages))
+        else:
+            message = _join(*messages)
+        for sender in self._senders:
+            sender.send(message)
+        return messages
+
+    def stop(self, stop_reason: StopReason) -> None:
+        self.source.stop(stop_reason)
+
+    def resume(self) -> None:
+        self.source.resume()
+
+
+class DataSources:
+    """Opens loaders for the workers of one process, rank -> `Source`.
 
     Args:
         programs: one for each phase of the training.
-        group: None in a single process.
-        senders: at replica 0 of the input stage, to the others.
-        receiver: at the others.
+        ranks: workers here that read a loader or receive from its reader.
         batch_dim: of the model's inputs.
     """
 
@@ -42,29 +225,30 @@ class DataSource:
         self,
         programs: Sequence[Program],
         ranks: Iterable[int],
-        group: dist.ProcessGroup | None = None,
-        senders: Mapping[int, Sender] | None = None,
-        receiver: Receiver | None = None,
+        channels: DataChannels | None = None,
         batch_dim: BatchDim = 0,
     ) -> None:
         self._input_ranks = programs[0].placement.readers
         self._ranks_here = [rank for rank in self._input_ranks if rank in set(ranks)]
         self._splits = max(program.microbatches for program in programs) > 1
-        self._group = group
-        self._senders = dict(senders or {})
-        self._receiver = receiver
         self._batch_dim = batch_dim
         self._training = _OpenLoader()
         self._evaluation = _OpenLoader()
         self._borrowed: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.channels = channels or DataChannels()
+
+    @property
+    def uses_loader(self) -> bool:
+        """Whether a loader may be read here; elsewhere it may be any."""
+        return bool(self._ranks_here)
 
     def open_training(
         self, loader: Any, adapt: AdaptBatch, epochs: EpochRange, state: Mapping[str, Any] | None
-    ) -> dict[int, Microbatches]:
-        """Returns rank -> microbatches for the workers here; without a `state` the order continues."""
+    ) -> dict[int, Source]:
+        """Opens a loader for training; without a `state` the order continues."""
         return self._open(self._training, self._splits, loader, adapt, epochs, state)
 
-    def open_evaluation(self, loader: Any, adapt: AdaptBatch) -> dict[int, Microbatches]:
+    def open_evaluation(self, loader: Any, adapt: AdaptBatch) -> dict[int, Source]:
         """Opens a loader for one epoch; the training's order stays as it is."""
         self._borrowed = [(generator, generator.get_state()) for generator in find_torch_generators(loader).values()]
         self._evaluation.order = DataOrder()
@@ -94,17 +278,34 @@ class DataSource:
         adapt: AdaptBatch,
         epochs: EpochRange,
         state: Mapping[str, Any] | None,
-    ) -> dict[int, Microbatches]:
+    ) -> dict[int, Source]:
         target.close_reader()
-        if self._group is None or len(self._input_ranks) == 1:
-            if not self._ranks_here:
-                return {}
-            readers = tee(target.open(loader, epochs, state), len(self._ranks_here))
-            return {
-                rank: LocalMicrobatches(Feed(reader), adapt, batch_dim=self._batch_dim)
+        channels = self.channels
+        if channels.mesh_receiver is not None:
+            return {channels.worker: ReceivingSource(channels.mesh_receiver)}
+        sources: dict[int, Source]
+        if channels.group is None or len(self._input_ranks) == 1:
+            readers = tee(target.open(loader, epochs, state), len(self._ranks_here)) if self._ranks_here else []
+            sources = {
+                rank: ReadingSource(reader, Splitter(adapt, self._batch_dim))
                 for rank, reader in zip(self._ranks_here, readers, strict=True)
             }
-        # Replica 0 decides how all replicas read.
+        else:
+            sources = self._open_among_replicas(target, splits, loader, adapt, epochs, state)
+        if channels.mesh_senders:
+            return {rank: MeshSource(source, channels.mesh_senders) for rank, source in sources.items()}
+        return sources
+
+    def _open_among_replicas(
+        self,
+        target: _OpenLoader,
+        splits: bool,
+        loader: Any,
+        adapt: AdaptBatch,
+        epochs: EpochRange,
+        state: Mapping[str, Any] | None,
+    ) -> dict[int, Source]:
+        """Opens a loader as replica 0 decides for all."""
         replicas = len(self._input_ranks)
         replica = self._input_ranks.index(self._ranks_here[0]) if self._ranks_here else None
         text = ""
@@ -113,7 +314,7 @@ class DataSource:
             if sharded and not state:
                 state = target.initial_state(loader, epochs, replicas)
             text = json.dumps([sharded, state])
-        texts = gather_texts(text, self._group)
+        texts = gather_texts(text, self.channels.group)
         if replica is None:
             return {}
         rank, first = self._ranks_here[0], self._input_ranks[0]
@@ -125,17 +326,18 @@ class DataSource:
                 f"it is a {type(loader).__name__}, but rank {first} has a DataLoader over a map-style data set",
                 "create the same loader on every rank",
             )
+        splitter = Splitter(adapt, self._batch_dim)
         if sharded:
-            reader = target.open(loader, epochs, state, replica, replicas)
-            return {rank: LocalMicrobatches(Feed(reader), adapt, batch_dim=self._batch_dim)}
+            return {rank: ReadingSource(target.open(loader, epochs, state, replica, replicas), splitter)}
         if replica == 0:
-            reader = target.open(loader, epochs, state)
-            return {rank: LocalMicrobatches(Feed(reader), adapt, self._senders, self._batch_dim)}
-        assert self._receiver is not None
-        return {rank: ReceivedMicrobatches(self._receiver)}
+            return {rank: ReadingSource(target.open(loader, epochs, state), splitter, self.channels.senders)}
+        assert self.channels.receiver is not None
+        return {rank: ReceivingSource(self.channels.receiver)}
 
 
 class _OpenLoader:
+    """A loader with the random state of its order, which outlives each of its readers."""
+
     def __init__(self) -> None:
         self.order = DataOrder()
         self.reader: LoaderReader | None = None
@@ -151,7 +353,7 @@ class _OpenLoader:
         return self.reader
 
     def initial_state(self, loader: Any, epochs: EpochRange, replicas: int) -> dict[str, Any]:
-        """Replica 0's, with which all replicas begin."""
+        """Returns replica 0's state, with which all replicas begin."""
         seeded = self._shard(loader, 0, replicas).seeded
         return {"epoch": epochs.first, "order": self.order.snapshot(loader), "seeded": seeded}
 
@@ -167,10 +369,21 @@ class _OpenLoader:
             self._sharded = None
 
     def _shard(self, loader: Any, replica: int, replicas: int) -> ShardedLoader:
-        """The same object for the same loader, whose workers may live on."""
+        """Returns the same object for the same loader, whose workers may live on."""
         sharded = self._sharded
         if sharded is None or sharded.loader is not loader or sharded.replicas != replicas:
             if sharded is not None:
                 sharded.close()
             sharded = self._sharded = ShardedLoader(loader, replica, replicas)
         return sharded
+
+
+def _join(inputs: Message, targets: Message) -> Message:
+    """Returns one message with both, for a `ReceivingSource`."""
+    if inputs.content is not Content.DATA:
+        return inputs
+    return inputs.with_tensors(*flatten((_unpack(inputs), _unpack(targets))))
+
+
+def _unpack(message: Message) -> Any:
+    return unflatten(message.structure, message.tensors)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The feed of the input stage: minibatches for each replica, over epochs, with drains between."""
+"""The readers of the input stage: minibatches for each replica, over epochs, with drains between."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm.message import StopReason
-from pipedream.runtime.data.feed import Feed
-from pipedream.runtime.data.reader import EpochRange, IterableReader, Minibatch, MinibatchReader, tee
+from pipedream.runtime.data.reader import EpochRange, IterableReader, Minibatch, Reader, tee
 from pipedream.runtime.data.rng import DataOrder, RngStates
 
 
@@ -31,7 +30,7 @@ class Loader:
         return (torch.tensor([number]) for number in range(self.size))
 
 
-def read(loader: Any, readers: int = 1, **epochs: int) -> Sequence[MinibatchReader]:
+def read(loader: Any, readers: int = 1, **epochs: int) -> Sequence[Reader]:
     return tee(IterableReader(loader, DataOrder(), EpochRange(**epochs), None), readers)
 
 
@@ -42,23 +41,23 @@ def read(loader: Any, readers: int = 1, **epochs: int) -> Sequence[MinibatchRead
 def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
     size: int, epochs: int, replicas: int, stop: int, cycles: int
 ) -> None:
-    feeds = [Feed(part) for part in read(Loader(size), replicas, end=epochs)]
-    for feed in feeds:
-        feed.begin(replicas * cycles)
+    readers = read(Loader(size), replicas, end=epochs)
+    for reader in readers:
+        reader.begin(replicas * cycles)
     admitted: list[tuple[int, int, bool]] = []
 
     def stream(until: int | None) -> StopReason:
         ends: set[tuple[StopReason, int]] = set()
         number = 0
         while len(ends) == 0:
-            for replica, feed in enumerate(feeds):
+            for replica, reader in enumerate(readers):
                 if until is not None and number >= until:
-                    feed.stopped = StopReason.DRAIN
-                minibatch = feed.read(number + replica, replica)
+                    reader.stopped = StopReason.DRAIN
+                minibatch = reader.read(number + replica, replica)
                 if isinstance(minibatch, Minibatch):
                     admitted.append((minibatch.epoch, int(minibatch.batch), minibatch.ends_epoch))
                 else:
-                    ends.add((minibatch, feed.ended_at))
+                    ends.add((minibatch, reader.ended_at))
             number += replicas
         assert len(ends) == 1, "all replicas end alike"
         ((stop_reason, count),) = ends
@@ -67,8 +66,8 @@ def test_replicas_take_each_minibatch_once_in_order_with_a_drain_between(
         return stop_reason
 
     if stream(stop) is StopReason.DRAIN:
-        for feed in feeds:
-            feed.resume()
+        for reader in readers:
+            reader.resume()
         assert stream(None) is StopReason.DATA
     expected = [(epoch, number, number == size - 1) for epoch in range(epochs) for number in range(size)]
     assert admitted == expected
@@ -114,8 +113,8 @@ def test_a_loader_without_minibatches_is_refused() -> None:
 
 
 def test_an_interrupt_is_told_at_the_next_minibatch() -> None:
-    feed = Feed(read(Loader(5))[0])
-    assert isinstance(feed.read(0), Minibatch)
-    feed.stopped = StopReason.INTERRUPT
-    assert feed.read(1) is StopReason.INTERRUPT
-    assert feed.ended_at == 1
+    (reader,) = read(Loader(5))
+    assert isinstance(reader.read(0), Minibatch)
+    reader.stopped = StopReason.INTERRUPT
+    assert reader.read(1) is StopReason.INTERRUPT
+    assert reader.ended_at == 1

@@ -1,8 +1,9 @@
-"""Collects a run's measured spans, tags and peaks into one Timeline."""
+"""What a run has measured, on all ranks; every rank calls these functions, but for `status`."""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 import torch.distributed as dist
 
 from pipedream.core.errors import PipelineError
-from pipedream.core.schedule.program import Program
+from pipedream.core.model.collective import StageCollectives
 from pipedream.core.schedule.timeline import GradientVersions, Span, Timeline
 from pipedream.runtime.comm.process_group import gather_texts
 from pipedream.runtime.results.memory import tensor_bytes
+from pipedream.runtime.session.local_workers import LocalWorkers
 from pipedream.runtime.worker import Worker
+
+_log = logging.getLogger("pipedream")
 
 _PINGS = 10
 _PING_TAG = 1
@@ -69,24 +73,16 @@ class ClockOffset:
         return offset_s if abs(offset_s) > length_s / 2 else 0.0
 
 
-def timeline(
-    programs: Sequence[Program],
-    phase: int,
-    workers: Sequence[Worker],
-    group: dist.ProcessGroup | None,
-    batch: int,
-    clock: ClockOffset,
-) -> Timeline:
-    """Returns a phase's timeline on all ranks, by rank 0's clock from the run's first span; every rank calls it.
+def collect_timeline(local: LocalWorkers, clock: ClockOffset, phase: int, batch: int) -> Timeline:
+    """Returns a phase's timeline by rank 0's clock, from the run's first span.
 
     Args:
-        workers: of this process.
-        group: None in a single process.
         batch: samples in a minibatch.
 
     Raises:
         PipelineError: the run has no such phase.
     """
+    programs, workers = local.blueprint.programs, local.workers
     if not 0 <= phase < len(programs):
         raise PipelineError(
             f"the timeline of phase {phase} was requested, but the run has phases 0 to {len(programs) - 1}"
@@ -113,7 +109,7 @@ def timeline(
                 "versions": versions,
             }
         )
-    gathered = [part for text in gather_texts(json.dumps(rows), group) for part in json.loads(text)]
+    gathered = [part for text in gather_texts(json.dumps(rows), local.group) for part in json.loads(text)]
     first = {part["rank"]: part for part in reversed(gathered)}  # of a mesh
     parts = [first[rank] for rank in sorted(first)]
     start = min((part["began_s"] for part in parts if part["began_s"] is not None), default=0.0)
@@ -154,21 +150,53 @@ def _require_all(sizes: Iterable[int | None]) -> tuple[int, ...]:
     return tuple(size for size in rows if size is not None) if None not in rows else ()
 
 
-def status(workers: Sequence[Worker], count: int, distributed: bool, reader: str = "") -> dict[int, dict[str, float]]:
+def status(local: LocalWorkers, reader: str = "") -> dict[int, dict[str, float]]:
     """Returns rank -> busy share since the reader's last call and peak bytes; rank 0 has other processes' too."""
-    recorders = {worker.rank: worker.recorder for worker in workers}
+    recorders = {worker.rank: worker.recorder for worker in local.workers}
     mine = {
         rank: {"busy_share": recorder.busy_share(reader), "peak_bytes": float(recorder.memory.reserved_bytes)}
         for rank, recorder in recorders.items()
     }
-    if not distributed:
+    if not local.distributed:
         return mine
     store = dist.distributed_c10d._get_default_store()
-    rank = workers[0].rank
-    if rank != 0:
-        store.set(f"pipedream/status/{reader}/{rank}", json.dumps(mine[rank]))
+    if local.worker_rank != 0:
+        store.set(f"pipedream/status/{reader}/{local.worker_rank}", json.dumps(mine[local.worker_rank]))
         return mine
-    for other in range(1, count):
+    for other in range(1, local.program.placement.workers):
         if store.check([f"pipedream/status/{reader}/{other}"]):
             mine[other] = json.loads(store.get(f"pipedream/status/{reader}/{other}"))
     return mine
+
+
+def count_sent_bytes(local: LocalWorkers) -> dict[int, int]:
+    """Returns worker -> payload bytes, of its first rank."""
+    return local.gather_counts(
+        {worker.rank: sum(sender.sent_bytes for sender in worker.senders.values()) for worker in local.workers}
+    )
+
+
+def count_skipped_updates(local: LocalWorkers) -> tuple[int, ...]:
+    """Returns each stage's number."""
+    skipped = local.gather_counts({stage: state.optimizer.skipped for stage, state in local.stage_states})
+    return tuple(skipped[stage] for stage in sorted(skipped))
+
+
+def collect_collectives(local: LocalWorkers) -> tuple[StageCollectives | None, ...]:
+    """Returns each stage's collectives, after training; None for one on a single rank, or without an update."""
+    mine: dict[int, Any] = {}
+    for worker in local.workers:
+        for stage, stage_state in worker.stage_states.items():
+            sharding = stage_state.module.sharding
+            if sharding is not None and sharding.is_first and sharding.collectives:
+                program = local.blueprint.programs[min(worker.trained)]
+                needs_norms = worker.update_barrier.needs_norms
+                mine[stage] = stage_state.collectives(program, stage, needs_norms).to_json()
+    by_stage: dict[int, StageCollectives] = {}
+    for text in gather_texts(json.dumps(mine), local.group):
+        for stage, data in json.loads(text).items():
+            by_stage.setdefault(int(stage), StageCollectives.from_json(data))
+    for stage, collectives in sorted(by_stage.items()) if local.rank == 0 else ():
+        if collectives.predicted is None:
+            _log.warning("stage %d cannot run without data to predict its collectives: %s", stage, collectives.problem)
+    return tuple(by_stage.get(stage) for stage in range(local.program.placement.stages))

@@ -1,4 +1,6 @@
-"""Cutting a minibatch: how many samples a value holds, and its parts.
+"""From a loader's batch to the microbatches of the first and the last stage.
+
+A batch is adapted to the model's input and the loss's targets (`BatchAdapter`), whose samples are then split.
 
 The batch dimension of a tensor is `BatchDim`: one number for all, or a mapping from an input's name (or its position,
 for positional inputs) to its dimension. Inputs that are not named have dimension 0, and those with None have none.
@@ -6,24 +8,127 @@ for positional inputs) to its dimension. Inputs that are not named have dimensio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from pipedream.core.errors import WorkerError
+from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.runtime.comm.message import ENDS_EPOCH, Content, Message
 from pipedream.runtime.comm.values import flatten, map_tensors
+from pipedream.runtime.data.reader import Minibatch
+
+AdaptBatch = Callable[[Any], tuple[Any, Any]]
+"""Batch -> (inputs, targets): a `BatchAdapter`, or any function."""
 
 BatchDim = int | Mapping[str | int, int | None]
 
 Leaf = tuple[Any, int | None]
 """A tensor or packed sequence, and its batch dimension."""
 
+Parts = list[tuple[Message, Message]]
+"""The microbatches of a minibatch: input of the first layer, and targets of the loss."""
+
 Flat = tuple[str, tuple[torch.Tensor, ...]]
 """What `values.flatten` returns."""
 
 _LEAVES = (torch.Tensor, PackedSequence)
+
+
+@dataclass(frozen=True)
+class BatchAdapter:
+    """Maps a batch to (inputs, targets).
+
+    Without functions, the inputs are the first of a pair, else the batch; the targets are the second of a pair for
+    torch's own losses, else the batch. A mapping is never a pair.
+
+    Attributes:
+        torch_loss: the loss is one of torch's own.
+        own_loss: the model computes the loss: its input is the whole batch, a tuple also if the loader yields a list.
+        reads_batch: a weight or a metric reads the batch; otherwise there are no targets for a model's own loss.
+    """
+
+    inputs: Callable[[Any], Any] | None = None
+    targets: Callable[[Any], Any] | None = None
+    torch_loss: bool = False
+    own_loss: bool = False
+    reads_batch: bool = True
+
+    def __call__(self, batch: Any) -> tuple[Any, Any]:
+        if self.targets is not None:
+            return self.input_of(batch), self.targets(batch)
+        if self.own_loss and not self.reads_batch:
+            return self.input_of(batch), None
+        if not self.torch_loss:
+            return self.input_of(batch), batch
+        if not _is_pair(batch):
+            raise PipelineError(
+                "a loss from torch needs batches of the form (inputs, targets), but the loader yielded a "
+                f"{type(batch).__name__}; pass inputs=... and targets=... to the pipeline to take them from the batch"
+            )
+        return self.input_of(batch), batch[1]
+
+    def input_of(self, batch: Any) -> Any:
+        if self.inputs is not None:
+            return self.inputs(batch)
+        if self.own_loss:
+            return tuple(batch) if type(batch) is list else batch
+        return batch[0] if _is_pair(batch) else batch
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+class Splitter:
+    """Splits minibatches into microbatches, each with its header.
+
+    Attributes:
+        on_first: called once, with the inputs and targets of the next minibatch and with its parts.
+    """
+
+    on_first: Callable[[Any, Any, Parts], None] | None = None
+
+    def __init__(self, adapt: AdaptBatch, batch_dim: BatchDim = 0) -> None:
+        self._adapt = adapt
+        self._batch_dim = batch_dim
+
+    def begin(self, per_minibatch: int, base: int) -> None:
+        """Begins a stream, with `base` minibatches done before."""
+        self._per_minibatch = per_minibatch
+        self._base = base
+
+    def split(self, number: int, minibatch: Minibatch) -> Parts:
+        """Returns the microbatches of minibatch `number` of the stream."""
+        inputs, targets = self._adapt(minibatch.batch)
+        first = number * self._per_minibatch
+        sizes, flat_inputs, flat_targets = split_minibatch(inputs, targets, self._per_minibatch, self._batch_dim)
+        count = sum(sizes)
+
+        def message(part: int, structure: str = "", tensors: tuple[torch.Tensor, ...] = ()) -> Message:
+            return Message(
+                microbatch=first + part,
+                content=Content.DATA if sizes[part] else Content.EMPTY,
+                tensors=tensors,
+                structure=structure,
+                gradients=(False,) * len(tensors),
+                minibatch=self._base + number,
+                epoch=minibatch.epoch,
+                samples=sizes[part],
+                flags=ENDS_EPOCH if minibatch.ends_epoch else 0,
+                share=sizes[part] / count,
+            )
+
+        parts = [
+            (message(part, *flat_inputs[part]), message(part, *flat_targets[part])) if size else (message(part),) * 2
+            for part, size in enumerate(sizes)
+        ]
+        if self.on_first is not None:
+            on_first, self.on_first = self.on_first, None
+            on_first(inputs, targets, parts)
+        return parts
 
 
 def count_samples(inputs: Any, batch_dim: BatchDim = 0) -> int:
@@ -45,15 +150,15 @@ def split_minibatch(
 ) -> tuple[list[int], list[Flat], list[Flat]]:
     """Returns the number of samples of each part, and its inputs and targets, flattened.
 
-    A tensor that is in both is cut once.
+    A tensor that is in both is split once.
     """
     leaves = list(_list_dims(inputs, batch_dim))
     count = _count(inputs, leaves)
     if parts == 1:
         return [count], [flatten(inputs)], [flatten(targets)]
-    cut = _Cut(count, parts)
-    flat_inputs = cut.flattened(inputs, leaves)
-    return cut.sizes, flat_inputs, cut.flattened(targets, list(_list_dims(targets, batch_dim)))
+    split = _Split(count, parts)
+    flat_inputs = split.flatten_parts(inputs, leaves)
+    return split.sizes, flat_inputs, split.flatten_parts(targets, list(_list_dims(targets, batch_dim)))
 
 
 def split_batch(value: Any, count: int, parts: int, batch_dim: BatchDim = 0) -> list[Any]:
@@ -62,53 +167,53 @@ def split_batch(value: Any, count: int, parts: int, batch_dim: BatchDim = 0) -> 
     A tensor is split if its size along the batch dimension is `count`, or along dimension 0 if it has no such dimension
     (such as lengths); everything else goes to each microbatch.
     """
-    return [value] if parts == 1 else _Cut(count, parts).of(value, _list_dims(value, batch_dim))
+    return [value] if parts == 1 else _Split(count, parts).list_parts(value, _list_dims(value, batch_dim))
 
 
 def first_part(value: Any, count: int, size: int, batch_dim: BatchDim = 0) -> Any:
     """Returns the first `size` of `count` samples."""
 
-    def cut(leaf: Any, dim: int | None) -> Any:
+    def take_first(leaf: Any, dim: int | None) -> Any:
         if dim is None:
             return leaf
         return _split_packed(leaf, [size])[0] if isinstance(leaf, PackedSequence) else leaf.narrow(dim, 0, size)
 
-    dims = {id(leaf): _cut_dim(leaf, dim, count) for leaf, dim in _list_dims(value, batch_dim)}
-    return map_tensors(value, lambda leaf: cut(leaf, dims[id(leaf)]), _LEAVES)
+    dims = {id(leaf): _find_split_dim(leaf, dim, count) for leaf, dim in _list_dims(value, batch_dim)}
+    return map_tensors(value, lambda leaf: take_first(leaf, dims[id(leaf)]), _LEAVES)
 
 
-class _Cut:
-    """Cuts values of one minibatch; what was cut once stays cut so."""
+class _Split:
+    """Splits values of one minibatch; a tensor that occurs twice is split once."""
 
     def __init__(self, count: int, parts: int) -> None:
         self.sizes = [count // parts + (part < count % parts) for part in range(parts)]
         self._count = count
         self._pieces: dict[int, Sequence[Any]] = {}
 
-    def of(self, value: Any, leaves: Iterable[Leaf]) -> list[Any]:
-        self._cut_all(leaves)
+    def list_parts(self, value: Any, leaves: Iterable[Leaf]) -> list[Any]:
+        self._split_all(leaves)
 
         def part(index: int) -> Any:
             return map_tensors(value, lambda leaf: self._pieces[id(leaf)][index], _LEAVES)
 
         return [part(index) for index in range(len(self.sizes))]
 
-    def flattened(self, value: Any, leaves: Sequence[Leaf]) -> list[Flat]:
+    def flatten_parts(self, value: Any, leaves: Sequence[Leaf]) -> list[Flat]:
         if any(isinstance(leaf, PackedSequence) or leaf.is_meta for leaf, _ in leaves):
-            return [flatten(part) for part in self.of(value, leaves)]
+            return [flatten(part) for part in self.list_parts(value, leaves)]
         # All parts have the structure of the whole.
-        self._cut_all(leaves)
+        self._split_all(leaves)
         structure, tensors = flatten(value)
         whole = len(self.sizes)
         pieces = [self._pieces.get(id(tensor)) or [tensor] * whole for tensor in tensors]
         return [(structure, tensors) for tensors in zip(*pieces, strict=True)] or [(structure, ())] * whole
 
-    def _cut_all(self, leaves: Iterable[Leaf]) -> None:
+    def _split_all(self, leaves: Iterable[Leaf]) -> None:
         for leaf, dim in leaves:
             if id(leaf) not in self._pieces:
-                self._pieces[id(leaf)] = self._cut(leaf, _cut_dim(leaf, dim, self._count))
+                self._pieces[id(leaf)] = self._split(leaf, _find_split_dim(leaf, dim, self._count))
 
-    def _cut(self, leaf: Any, dim: int | None) -> Sequence[Any]:
+    def _split(self, leaf: Any, dim: int | None) -> Sequence[Any]:
         if dim is None:
             return [leaf] * len(self.sizes)
         if isinstance(leaf, PackedSequence):
@@ -168,7 +273,7 @@ def _find_size(leaf: Any, dim: int | None) -> int | None:
     return leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else None
 
 
-def _cut_dim(leaf: Any, dim: int | None, count: int) -> int | None:
+def _find_split_dim(leaf: Any, dim: int | None, count: int) -> int | None:
     if dim is None:
         return None
     size = _find_size(leaf, dim)
@@ -178,7 +283,7 @@ def _cut_dim(leaf: Any, dim: int | None, count: int) -> int | None:
 
 
 def _split_packed(packed: PackedSequence, sizes: list[int]) -> list[Any]:
-    """Cuts a packed sequence; a part without samples, which is not run, is None."""
+    """Splits a packed sequence; a part without samples, which is not run, is None."""
     padded, lengths = pad_packed_sequence(packed, batch_first=True)
     parts: list[Any] = []
     first = 0

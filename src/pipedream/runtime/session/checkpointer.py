@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipedream._version import __version__
 from pipedream.core.artifact import decode, encode
@@ -20,13 +19,12 @@ from pipedream.core.plan.mesh import Box
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.checkpoint import folders, optimizer_state, parameters, pieces, writer
 from pipedream.runtime.checkpoint.initial_values import named_state
-from pipedream.runtime.checkpoint.parameters import collect_extra_states, set_extra_states
+from pipedream.runtime.checkpoint.parameters import set_extra_states
 from pipedream.runtime.checkpoint.remote import AnyPath
-from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.comm.process_group import gather_texts, leave_group, world_group
 from pipedream.runtime.data.rng import restore_rng, save_rng
-from pipedream.runtime.stage_state import StageState
-from pipedream.runtime.worker import Worker
-from pipedream.sharding.stage import StageSharding
+from pipedream.runtime.session.local_workers import LocalWorkers
+from pipedream.runtime.session.state import list_copies, share_with_replicas
 
 T = TypeVar("T")
 
@@ -35,43 +33,23 @@ Place = tuple[Box, Sequence[int]]
 
 
 class Checkpointer:
-    """Saves and restores the workers of this process.
+    """Saves and restores the workers of this process; every rank makes the same calls, at a drain.
 
-    Args:
-        names: each stage's parameters and buffers.
-        unused: those of the model that no stage reads; at rank 0 only.
-        loss: None if it is no module.
-        group: gloo group of all ranks; None in a single process.
-        writer_group: another one, for the background.
-        shardings: stage -> how the ranks of this worker divide it.
+    Attributes:
+        writer: writes checkpoints, perhaps in the background, with a process group of its own.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        workers: Sequence[Worker],
-        names: Sequence[Sequence[str]],
-        group: dist.ProcessGroup | None,
-        writer_group: dist.ProcessGroup | None,
-        device: torch.device,
-        *,
-        unused: Sequence[str] = (),
-        loss: nn.Module | None = None,
-        shardings: Mapping[int, StageSharding] | None = None,
-    ) -> None:
-        self._model = model
-        self._unused = unused
+    def __init__(self, local: LocalWorkers) -> None:
+        self._local = local
+        self._model = local.model
+        self._names = local.names
+        self._device = local.blueprint.device
+        self._group = world_group() if local.distributed else None
+        loss = local.blueprint.settings.loss.module
         self._loss = {} if loss is None else {f"loss/{name}": t for name, t in loss.state_dict(keep_vars=True).items()}
-        self._workers = workers
-        self._names = names
-        self._group = group
-        self._device = device
-        self._worker_rank = workers[0].rank if group is not None else 0
-        self._rank = dist.get_rank(group) if group is not None else 0
         self._owners: dict[str, int] = {}
-        self._shardings = shardings or {}
-        self._shared_names = parameters.shared_names(model)
-        self.writer = writer.Writer(self._rank, writer_group, device)
+        self._writer_group = dist.new_group(backend="gloo") if local.distributed else None
+        self.writer = writer.Writer(local.rank, self._writer_group, self._device)
 
     def save(
         self,
@@ -83,7 +61,7 @@ class Checkpointer:
         wait: bool,
         extra: Mapping[str, Any],
     ) -> AnyPath:
-        """Writes a checkpoint; every rank calls it at a drain.
+        """Writes a checkpoint.
 
         Args:
             extra: of the training loop, in JSON; rank 0's is written.
@@ -93,51 +71,69 @@ class Checkpointer:
         Raises:
             WorkerError: it, or the one before, could not be written.
         """
-        self.writer.finish()
-        tensors, places, stages = self._collect()
-        if not wait:
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        state = json.dumps([stages, save_rng(self._device)]) if self._is_first else ""
-        texts = [text for text in gather_texts(state, self._group) if text]
-        every: dict[int, SavedStage] = {}
-        for text in texts:
-            every |= {int(s): decode(SavedStage, state, "a stage") for s, state in json.loads(text)[0].items()}
-        manifest = Checkpoint(
-            **vars(request),
-            **vars(position),
-            schedule=self._program.name,
-            microbatches=self._program.microbatches,
-            compensation=self._program.updates.compensation,
-            stages=tuple(every[stage] for stage in range(len(self._names))),
-            random=tuple(json.loads(text)[1] for text in texts),
-            software={"pipedream": __version__, "torch": version("torch")},
-            extra=dict(extra),
-        )
-        path = self.writer.begin(folder, manifest, tensors, keep, places)
-        if wait:
+        with self._local.reporting("saving a checkpoint"):
             self.writer.finish()
-        return path
+            tensors, places, stages = self._collect()
+            if not wait:
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            state = json.dumps([stages, save_rng(self._device)]) if self._is_first else ""
+            texts = [text for text in gather_texts(state, self._group) if text]
+            every: dict[int, SavedStage] = {}
+            for text in texts:
+                every |= {int(s): decode(SavedStage, state, "a stage") for s, state in json.loads(text)[0].items()}
+            manifest = Checkpoint(
+                **vars(request),
+                **vars(position),
+                schedule=self._program.name,
+                microbatches=self._program.microbatches,
+                compensation=self._program.updates.compensation,
+                stages=tuple(every[stage] for stage in range(len(self._names.by_stage))),
+                random=tuple(json.loads(text)[1] for text in texts),
+                software={"pipedream": __version__, "torch": version("torch")},
+                extra=dict(extra),
+            )
+            path = self.writer.begin(folder, manifest, tensors, keep, places)
+            if wait:
+                self.writer.finish()
+            return path
 
     def newest(self, folder: AnyPath) -> AnyPath | None:
-        """Returns the newest checkpoint in a folder, or the folder if it is one; every rank calls it."""
-        return folders.find_newest_of_all(folders.newest_checkpoint(folder), self._group)
+        """Returns the newest checkpoint in a folder, or the folder if it is one."""
+        with self._local.activity.at("looking for a checkpoint"):
+            return folders.find_newest_of_all(folders.newest_checkpoint(folder), self._group)
 
     def read(self, path: AnyPath) -> Checkpoint:
-        """Reads the manifest; every rank calls it, and raises the same `ArtifactError` if it is damaged."""
-        manifest, self._owners = folders.read_shared_manifest(path, self._group)
+        """Reads the manifest; every rank raises the same `ArtifactError` if it is damaged."""
+        with self._local.activity.at("reading a checkpoint"):
+            manifest, self._owners = folders.read_shared_manifest(path, self._group)
         return manifest
 
     def restore(self, path: AnyPath, manifest: Checkpoint) -> None:
-        """Restores a checkpoint saved under any plan and schedule; every rank calls it, and raises the same
-        `ArtifactError` if it is damaged or of another model or optimizer.
+        """Restores a checkpoint saved under any plan and schedule.
+
+        Every rank raises the same `ArtifactError` if it is damaged or of another model or optimizer.
         """
-        names = set(self._run_on_every_rank(lambda: self._list_tensors_to_load(path, manifest)))
-        self._run_on_every_rank(lambda: self._check_shapes(manifest))
-        tensors = self._fetch(
-            path, manifest, {name: self._find_box(name, manifest.tensors[name].shape) for name in names}
-        )
-        self._run_on_every_rank(lambda: self._restore(path, manifest, tensors))
-        self.writer.loaded(path, manifest.minibatches)
+        with self._local.activity.at("reading a checkpoint"):
+            names = set(self._run_on_every_rank(lambda: self._list_tensors_to_load(path, manifest)))
+            self._run_on_every_rank(lambda: self._check_shapes(manifest))
+            boxes = {name: self._find_box(name, manifest.tensors[name].shape) for name in names}
+            tensors = self._fetch(path, manifest, boxes)
+            self._run_on_every_rank(lambda: self._restore(path, manifest, tensors))
+            self.writer.loaded(path, manifest.minibatches)
+
+    def check_saved(self, *, wait: bool) -> None:
+        """Raises the error of a checkpoint that was written in the background."""
+        with self._local.reporting("saving a checkpoint" if wait else None):
+            if wait:
+                self.writer.finish()
+            else:
+                self.writer.check()
+
+    def close(self, *, failed: bool) -> None:
+        if self._writer_group is not None and not failed:
+            leave_group(self._writer_group)
+            self._writer_group = None
+        self.writer.close()
 
     def _run_on_every_rank(self, action: Callable[[], T]) -> T:
         """If the action fails at some ranks, every rank raises the first failure."""
@@ -153,27 +149,29 @@ class Checkpointer:
 
     @property
     def _program(self) -> Program:
-        return self._workers[0].program
+        return self._local.program
 
     @property
     def _is_first(self) -> bool:
         """Whether this is the first rank of its worker."""
-        return all(sharding.is_first for sharding in self._shardings.values())
+        return all(sharding.is_first for sharding in self._local.shardings.values())
 
     def _collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Place], dict[int, Any]]:
         """Returns what this rank saves: tensors, the places of those that are parts, and its stages."""
         state = named_state(self._model)
-        tensors = {f"model/{name}": state[name].detach() for name in self._unused}
+        tensors = {f"model/{name}": state[name].detach() for name in self._names.unused}
         places: dict[str, Place] = {}
         stages: dict[int, Any] = {}
-        extra_states = self.extra_states()
-        for stage, stage_state in self._list_stage_states(first_replicas=True):
-            stage_tensors = {f"model/{name}": state[name].detach() for name in self._names[stage] if name in state}
+        extra_states = self._local.extra_states()
+        for stage, stage_state in self._local.first_replicas:
+            stage_tensors = {
+                f"model/{name}": state[name].detach() for name in self._names.by_stage[stage] if name in state
+            }
             stage_tensors |= optimizer_state.collect_tensors(stage_state.optimizer)
             stage_tensors |= {} if stage_state.predictions is None else stage_state.predictions.tensors()
-            if stage in self._shardings:
+            if stage in self._local.shardings:
                 parts = {
-                    name: self._shardings[stage].locate_saved(self._list_weights(name), tensor)
+                    name: self._local.shardings[stage].locate_saved(self._list_weights(name), tensor)
                     for name, tensor in stage_tensors.items()
                 }
                 places |= {name: place for name, place in parts.items() if place is not None}
@@ -182,11 +180,11 @@ class Checkpointer:
             stages[stage] = encode(
                 replace(
                     optimizer_state.to_saved_stage(stage_state.optimizer),
-                    norm_square=self._workers[0].update_barrier.norm_square,
+                    norm_square=self._local.workers[0].update_barrier.norm_square,
                     modules=extra_states[stage],
                 )
             )
-            if stage == len(self._names) - 1 and self._is_first:
+            if stage == len(self._names.by_stage) - 1 and self._is_first:
                 tensors |= {name: tensor.detach() for name, tensor in self._loss.items()}
         return tensors, places, stages
 
@@ -194,13 +192,13 @@ class Checkpointer:
         """Returns the weights that a tensor of a checkpoint, KIND/WEIGHT or KIND/WEIGHT/KEY, may belong to."""
         _, _, rest = name.partition("/")
         return [
-            weight for owner in (rest, rest.rpartition("/")[0]) for weight in self._shared_names.get(owner, (owner,))
+            weight for owner in (rest, rest.rpartition("/")[0]) for weight in self._names.shared.get(owner, (owner,))
         ]
 
     def _find_box(self, name: str, shape: Sequence[int]) -> Box:
         """Returns the part of a tensor that this rank needs."""
         whole = tuple(map(range, shape))
-        boxes = [sharding.find_box(self._list_weights(name), shape) for sharding in self._shardings.values()]
+        boxes = [sharding.find_box(self._list_weights(name), shape) for sharding in self._local.shardings.values()]
         return next((box for box in boxes if box != whole), whole)
 
     def _check_shapes(self, manifest: Checkpoint) -> None:
@@ -208,16 +206,8 @@ class Checkpointer:
         shapes = {
             n.removeprefix(prefix): tensor.shape for n, tensor in manifest.tensors.items() if n.startswith(prefix)
         }
-        for sharding in self._shardings.values():
+        for sharding in self._local.shardings.values():
             sharding.check_shapes(shapes)
-
-    def extra_states(self) -> dict[int, dict[str, Any]]:
-        """Returns the extra states, in JSON, of the modules of each stage whose replica 0 is here."""
-        layers = [stage.names for stage in self._program.plan.stages]
-        return {
-            stage: collect_extra_states(self._model, stage, layers, self._names)
-            for stage, _ in self._list_stage_states(first_replicas=True)
-        }
 
     def _fetch(self, path: AnyPath, manifest: Checkpoint, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
         """Returns parts of tensors from this machine's files, and those that others have from them."""
@@ -233,15 +223,15 @@ class Checkpointer:
             for rank, text in enumerate(gather_texts(json.dumps(lacking), self._group))
             for name, number, box in json.loads(text)
         ]
-        mine = {share for _, share in requests if self._find_owner(manifest, share) == self._rank}
+        mine = {share for _, share in requests if self._find_owner(manifest, share) == self._local.rank}
 
         parts = self._run_on_every_rank(lambda: dict(pieces.read_shares(path, manifest, {*here, *mine})))
         for rank, share in requests:
             owner = self._find_owner(manifest, share)
-            if rank == self._rank:
+            if rank == self._local.rank:
                 parts[share] = pieces.make_empty(manifest.tensors[share.name].dtype, share.box)
                 dist.recv(_view_bytes(parts[share]), group=self._group, group_src=owner)
-            elif owner == self._rank:
+            elif owner == self._local.rank:
                 dist.send(_view_bytes(parts[share]), group=self._group, group_dst=rank)
         return pieces.assemble(manifest, boxes, ((share, parts.pop(share)) for share in shares))
 
@@ -251,22 +241,19 @@ class Checkpointer:
 
     def _restore(self, path: AnyPath, manifest: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         values = {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
-        mine = {name for stage in self._list_stages() for name in self._names[stage]} | (
-            set(self._unused) & set(values)
-        )
-        parameters.load(self._model, values, mine, {}, self._device)
+        parameters.load(self._model, values, self._names.loaded_from(values), {}, self._device)
         for saved_stage in manifest.stages:
             set_extra_states(self._model, saved_stage.modules)
         with torch.no_grad():
             for name, tensor in self._loss.items():
                 if name in tensors:
                     tensor.copy_(tensors[name])
-        share_with_replicas(self._workers)
+        share_with_replicas(self._local.workers)
         same = self._has_same_counts(manifest)
-        for stage, stage_state in self._list_stage_states():
+        for stage, stage_state in self._local.stage_states:
             stage_state.versions.reload()
             # Stages of one process that train the same weights must not share their optimizers' tensors.
-            alone = len(self._workers) == 1 and not _list_copies(stage_state)
+            alone = len(self._local.workers) == 1 and not list_copies(stage_state)
             stage_tensors = tensors if alone else {name: tensor.clone() for name, tensor in tensors.items()}
             if stage_state.predictions is not None:
                 stage_state.predictions.restore(stage_tensors)
@@ -281,12 +268,12 @@ class Checkpointer:
                     f"the optimizer state in the checkpoint {path} does not fit: {type(error).__name__}: {error}; "
                     "resume with the same optimizer and scheduler"
                 ) from None
-        for worker in self._workers:
+        for worker in self._local.workers:
             worker.done_minibatches = manifest.minibatches
             worker.update_barrier.norm_square = manifest.stages[0].norm_square  # of all stages
             worker.input_updates = manifest.stages[0].updates if same else 0
         if manifest.random:
-            restore_rng(manifest.random[self._worker_rank % len(manifest.random)], self._device)
+            restore_rng(manifest.random[self._local.worker_rank % len(manifest.random)], self._device)
 
     def _list_tensors_to_load(self, path: AnyPath, manifest: Checkpoint) -> list[str]:
         names = list(self._find_tensors_to_load(manifest))
@@ -296,21 +283,19 @@ class Checkpointer:
     def _find_tensors_to_load(self, manifest: Checkpoint) -> Iterable[str]:
         state = named_state(self._model)
         saved = self._model.state_dict(keep_vars=True)
-        for stage in self._list_stages():
-            for name in self._names[stage]:
-                # A buffer that is not part of state dicts may be missing; it keeps its value.
-                if name in state and (name in saved or f"model/{name}" in manifest.tensors):
-                    yield f"model/{name}"
-        trained = {name for _, stage_state in self._list_stage_states() for name in stage_state.optimizer.named}
-        here = {name for stage in self._list_stages() for name in self._names[stage]}
+        for name in (name for names in self._names.by_stage for name in names if name in self._names.here):
+            # A buffer that is not part of state dicts may be missing; it keeps its value.
+            if name in state and (name in saved or f"model/{name}" in manifest.tensors):
+                yield f"model/{name}"
+        trained = {name for _, stage_state in self._local.stage_states for name in stage_state.optimizer.named}
         # A shared weight has its first name, perhaps that of a layer elsewhere.
-        yield from (f"model/{name}" for name in trained - here if f"model/{name}" in manifest.tensors)
+        yield from (f"model/{name}" for name in trained - self._names.here if f"model/{name}" in manifest.tensors)
         yield from (name for name in self._loss if name in manifest.tensors)
-        yield from (f"model/{name}" for name in self._unused if f"model/{name}" in manifest.tensors)
-        averaged = any(stage_state.optimizer.ema for _, stage_state in self._list_stage_states())
+        yield from (f"model/{name}" for name in self._names.unused if f"model/{name}" in manifest.tensors)
+        averaged = any(stage_state.optimizer.ema for _, stage_state in self._local.stage_states)
         stepped = {
             name
-            for _, stage_state in self._list_stage_states()
+            for _, stage_state in self._local.stage_states
             if stage_state.predictions is not None
             for name in stage_state.predictions.tensors()
         }
@@ -327,44 +312,6 @@ class Checkpointer:
         alike = spans[0] == spans[1] and manifest.schedule == self._program.name
         return alike and manifest.microbatches == self._program.microbatches
 
-    def _list_stages(self) -> list[int]:
-        return sorted({stage for stage, _ in self._list_stage_states()})
-
-    def _list_stage_states(self, first_replicas: bool = False) -> list[tuple[int, StageState]]:
-        ranks = self._program.placement.ranks
-        return [
-            (stage, stage_state)
-            for worker in self._workers
-            for stage, stage_state in worker.stage_states.items()
-            if not first_replicas or ranks[stage][0] == worker.rank
-        ]
-
-
-def share_with_replicas(workers: Sequence[Worker]) -> None:
-    """Copies a stage's weights to its other replicas in this process, and tied weights to the trained copies."""
-    ranks, by_rank = workers[0].program.placement.ranks, {worker.rank: worker for worker in workers}
-    for worker in workers:
-        for stage, stage_state in worker.stage_states.items():
-            home = by_rank.get(ranks[stage][0])
-            source = stage_state if home is None else home.stage_states[stage]
-            if source is not stage_state:
-                with torch.no_grad():
-                    for here, there in zip(_list_tensors(stage_state), _list_tensors(source), strict=True):
-                        here.copy_(there)
-            for name in _list_copies(stage_state):
-                stage_state.versions.handles[name].data.copy_(stage_state.module.handles[name].detach())
-
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _list_copies(stage_state: StageState) -> list[str]:
-    """Names of weights that are copies because another stage trains the user's own."""
-    return [
-        name for name, handle in stage_state.versions.handles.items() if handle is not stage_state.module.handles[name]
-    ]
-
-
-def _list_tensors(stage_state: StageState) -> list[torch.Tensor]:
-    return [t for _, layer in stage_state.module.layers for t in (*layer.parameters(), *layer.buffers())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Instruction
 from pipedream.runtime.comm.channel import LocalChannel
 from pipedream.runtime.comm.message import Content, Message, StopReason
-from pipedream.runtime.data.feed import Feed
-from pipedream.runtime.data.microbatches import LocalMicrobatches, Microbatches, ReceivedMicrobatches
 from pipedream.runtime.data.reader import EpochRange, IterableReader
 from pipedream.runtime.data.rng import DataOrder
+from pipedream.runtime.data.source import ReadingSource, ReceivingSource, Source
+from pipedream.runtime.data.splitter import Splitter
 from pipedream.verifier import verify
 from pipedream.verifier.unrolled import Unrolled, unroll
 from pipedream.verifier.waits import _Waits
@@ -31,11 +32,12 @@ def adapt(batch: Any) -> tuple[Any, Any]:
     return (batch["x"], batch["name"]), -batch["x"]
 
 
-def feed_of(count: int) -> Feed:
-    return Feed(IterableReader(batches(count), DataOrder(), EpochRange(), None))
+def reading(count: int, senders: Mapping[int, LocalChannel] | None = None) -> ReadingSource:
+    reader = IterableReader(batches(count), DataOrder(), EpochRange(), None)
+    return ReadingSource(reader, Splitter(adapt), senders)
 
 
-def taken(source: Microbatches, microbatch: int) -> tuple[Any, ...]:
+def take(source: Source, microbatch: int) -> tuple[Any, ...]:
     """Returns all that is known of a microbatch, in a form that compares."""
     messages = source.take(microbatch)
     if isinstance(messages, StopReason):
@@ -59,9 +61,9 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
     parts = 1 if whole else replicas + more
     cycle = replicas if whole else 1
     channels = {replica: LocalChannel() for replica in range(1, replicas)}
-    sent = LocalMicrobatches(feed_of(count), adapt, channels)
-    handed = [sent, *(ReceivedMicrobatches(channel) for channel in channels.values())]
-    read = [LocalMicrobatches(feed_of(count), adapt) for _ in range(replicas)]
+    sent = reading(count, channels)
+    handed = [sent, *(ReceivingSource(channel) for channel in channels.values())]
+    read = [reading(count) for _ in range(replicas)]
     for sources in (handed, read):
         for replica, source in enumerate(sources):
             source.begin(parts, replica, 100, cycle)
@@ -77,8 +79,8 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
         for microbatch in sorted(microbatches, key=lambda k: (k % replicas, k)):  # replica 0 goes first
             replica = microbatch % replicas
             if replica not in ended:
-                messages = taken(handed[replica], microbatch)
-                assert messages == taken(read[replica], microbatch)
+                messages = take(handed[replica], microbatch)
+                assert messages == take(read[replica], microbatch)
                 if isinstance(messages[0], StopReason):
                     ended.add(replica)
     assert ended == set(range(replicas))
@@ -87,10 +89,10 @@ def test_what_is_handed_over_is_what_each_would_have_read_itself(
 
 def test_a_minibatch_with_fewer_samples_than_parts_has_empty_ones() -> None:
     channel = LocalChannel()
-    reading, other = LocalMicrobatches(feed_of(1), adapt, {1: channel}), ReceivedMicrobatches(channel)
-    reading.begin(6, 0, 0)
+    first, other = reading(1, {1: channel}), ReceivingSource(channel)
+    first.begin(6, 0, 0)
     other.begin(6, 1, 0)
-    contents = [source.take(k)[0].content for k, source in enumerate([reading, other] * 3)]  # type: ignore[index]
+    contents = [source.take(k)[0].content for k, source in enumerate([first, other] * 3)]  # type: ignore[index]
     assert contents == [Content.DATA] * 2 + [Content.EMPTY] * 4
 
 
@@ -143,8 +145,8 @@ def test_a_circle_would_be_found() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_error_of_the_data_reaches_the_one_who_asks(parts: int) -> None:
-    feed = Feed(IterableReader([{"x": 1}], DataOrder(), EpochRange(), None))
-    source = LocalMicrobatches(feed, lambda batch: (batch["y"], None), {1: LocalChannel()})
+    reader = IterableReader([{"x": 1}], DataOrder(), EpochRange(), None)
+    source = ReadingSource(reader, Splitter(lambda batch: (batch["y"], None)), {1: LocalChannel()})
     source.begin(parts, 0, 0)
     with pytest.raises(KeyError, match="y"):
         source.take(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -32,10 +32,9 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from pipedream.core.errors import PipelineError, WorkerError
 from pipedream.runtime.comm.message import StopReason
-from pipedream.runtime.data.feed import Feed
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader, Minibatch
 from pipedream.runtime.data.rng import DataOrder
-from pipedream.runtime.data.sharded_loader import ShardedLoader, ShardedReader, can_be_sharded
+from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
 
 OTHERS_AHEAD = ("own batches, loaded ahead", "a generator, loaded ahead", "iterable, loaded ahead")
 """Loaders whose kind and whose processes the default run has apart."""
@@ -140,7 +139,7 @@ class Lists:
             yield [100 * self.epoch + index]
 
 
-def stream(feeds: list[Feed], rounds: int | None) -> tuple[StopReason, int, list[int]]:
+def stream(readers: Sequence[LoaderReader], rounds: int | None) -> tuple[StopReason, int, list[int]]:
     """Lets the replicas read `rounds` rounds and then drain; returns why it ended, where, and what was read.
 
     Replicas that still had a minibatch in the round in which the data ended learn of the end in the next one, and
@@ -149,21 +148,21 @@ def stream(feeds: list[Feed], rounds: int | None) -> tuple[StopReason, int, list
     numbers: list[int] = []
     ends: dict[int, tuple[StopReason, int]] = {}
     number = 0
-    while len(ends) < len(feeds):
-        for feed in feeds:
-            if (rounds is not None and number >= rounds * len(feeds)) or ends:
-                feed.stop(StopReason.DRAIN)
-        for replica, feed in enumerate(feeds):
+    while len(ends) < len(readers):
+        for reader in readers:
+            if (rounds is not None and number >= rounds * len(readers)) or ends:
+                reader.stop(StopReason.DRAIN)
+        for replica, reader in enumerate(readers):
             if replica in ends:
                 continue
-            minibatch = feed.read(number + replica, replica)
+            minibatch = reader.read(number + replica, replica)
             if isinstance(minibatch, Minibatch):
                 assert not ends, "nothing comes after the end"
                 assert minibatch.epoch == int(minibatch.batch) // 100
                 numbers.append(int(minibatch.batch))
             else:
-                ends[replica] = (minibatch, feed.ended_at)
-        number += len(feeds)
+                ends[replica] = (minibatch, reader.ended_at)
+        number += len(readers)
     assert len(set(ends.values())) == 1, "all say the same"
     stop_reason, count = ends[0]
     assert count == len(numbers)
@@ -197,17 +196,16 @@ def test_replicas_load_each_minibatch_once_in_order_over_drains_breaks_and_plans
             loader = DataLoader(data[replica], batch_sampler=Lists(lengths))
             extent = EpochRange(epoch, len(lengths), skip)
             readers.append(ShardedReader(ShardedLoader(loader, replica, replicas), DataOrder(), extent, state))
-        feeds = [Feed(reader) for reader in readers]
-        for feed in feeds:
-            feed.begin(replicas * cycles)
+        for reader in readers:
+            reader.begin(replicas * cycles)
         here: list[int] = []
         for rounds in (drain, leave if i < len(legs) - 1 else None):
-            stop_reason, _, numbers = stream(feeds, rounds)
+            stop_reason, _, numbers = stream(readers, rounds)
             here += numbers
             if stop_reason is StopReason.DATA:
                 break
-            for feed in feeds:
-                feed.resume()
+            for reader in readers:
+                reader.resume()
         loaded = [index for part in data for index in part.loaded]
         assert sorted(loaded) == sorted(here), "each was loaded by one replica, once, and nothing ahead"
         indices += here

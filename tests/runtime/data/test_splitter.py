@@ -13,8 +13,14 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm.values import flatten, unflatten
-from pipedream.runtime.data.batch_adapter import BatchAdapter
-from pipedream.runtime.data.batches import BatchDim, count_samples, first_part, split_batch, split_minibatch
+from pipedream.runtime.data.splitter import (
+    BatchAdapter,
+    BatchDim,
+    count_samples,
+    first_part,
+    split_batch,
+    split_minibatch,
+)
 
 
 def split(inputs: Any, targets: Any, parts: int, batch_dim: BatchDim = 0) -> tuple[list[int], list[Any], list[Any]]:

@@ -1,0 +1,166 @@
+"""The backwards of one rank, from the gradients of a stage's outputs to those of its inputs and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pipedream.core.plan.placement import Carries
+from pipedream.core.schedule.op import Kind, Op
+from pipedream.core.schedule.program import Program
+from pipedream.runtime.comm.message import Content, Message
+from pipedream.runtime.failure.activity import Activity
+from pipedream.runtime.forward import DataStream, ForwardRunner
+from pipedream.runtime.mailbox import Mailbox
+from pipedream.runtime.results.recorder import Moment, Recorder
+from pipedream.runtime.results.results import Results
+from pipedream.runtime.stage.stage_module import SavedForward
+from pipedream.runtime.stage_state import StageState
+
+
+class BackwardRunner:
+    """Runs the backwards of a rank. Life: `begin` a stream; then `run`, or `run_inputs` and later `run_weights`.
+
+    Args:
+        is_stop_requested: asked at the last backward before an update of a replicated stage.
+
+    Attributes:
+        update_completed_by: `Program.update_completed_by` of this rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stage_states: dict[int, StageState],
+        forwards: ForwardRunner,
+        *,
+        mailbox: Mailbox,
+        results: Results,
+        recorder: Recorder,
+        activity: Activity,
+        is_stop_requested: Callable[[], bool],
+    ) -> None:
+        self._rank = rank
+        self._stage_states = stage_states
+        self._forwards = forwards
+        self._saved_forwards = forwards.saved_forwards
+        self._mailbox = mailbox
+        self._results = results
+        self._recorder = recorder
+        self._activity = activity
+        self._is_stop_requested = is_stop_requested
+
+    def switch_to(self, program: Program) -> None:
+        self._placement = program.placement
+        self._last = program.placement.stages - 1
+        self._is_remote = [program.placement.is_remote(stage) for stage in range(program.placement.stages)]
+        self.update_completed_by = program.update_completed_by(self._rank)
+
+    def begin(self, stream: DataStream) -> None:
+        self._stream = stream
+
+    def run(self, stage: int, index: int) -> None:
+        """B: gradients of the weights and of the received tensors."""
+        stage_state, start = self._start(stage, index, "a backward")
+        saved = self._saved_forwards.pop((stage, index))
+        message = self._take_gradients(stage, index)
+        ready = self._choose_ready_hook(Kind.BACKWARD, stage, index, stage_state)
+        weight_gradients: list[torch.Tensor | None] = []
+        input_gradients: list[torch.Tensor | None] = []
+        if saved.weights is not None:
+            with stage_state.backward_context(saved), stage_state.module.counting("backward"):
+                output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
+                stage_state.check.before_backward(saved, output_gradients)
+                weight_gradients, input_gradients = stage_state.module.backward(
+                    saved, output_gradients, stage_state.gradients.accumulators, ready
+                )
+        self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
+        self._send_back(stage, index, saved, input_gradients, message)
+        self._recorder.note("B", stage, self._stream.number(index), start)
+        self._activity.end()
+
+    def run_inputs(self, stage: int, index: int) -> None:
+        """I: the half of a backward that the previous stage waits for."""
+        stage_state, start = self._start(stage, index, "an input gradient")
+        saved = self._saved_forwards[stage, index]
+        message = self._take_gradients(stage, index)
+        input_gradients: list[torch.Tensor | None] = []
+        if saved.weights is not None:
+            with stage_state.backward_context(saved), stage_state.module.counting("backward"):
+                output_gradients = saved.output_gradients(message, stage_state.optimizer.scale)
+                stage_state.check.before_backward(saved, output_gradients)
+                input_gradients = stage_state.module.backward_inputs(saved, output_gradients)
+        self._send_back(stage, index, saved, input_gradients, message)
+        self._recorder.note("I", stage, self._stream.number(index), start)
+        self._activity.end()
+
+    def run_weights(self, stage: int, index: int) -> None:
+        """W: the other half of a backward."""
+        stage_state, start = self._start(stage, index, "a weight gradient")
+        saved = self._saved_forwards.pop((stage, index))
+        ready = self._choose_ready_hook(Kind.WEIGHT_GRADIENT, stage, index, stage_state)
+        weight_gradients: list[torch.Tensor | None] = []
+        if saved.weights is not None:
+            with stage_state.backward_context(saved), stage_state.module.counting("weights' backward"):
+                weight_gradients = stage_state.module.backward_weights(saved, stage_state.gradients.accumulators, ready)
+        self._add_gradients(stage_state, saved, weight_gradients, is_last=ready is not None)
+        self._recorder.note("W", stage, self._stream.number(index), start)
+        self._activity.end()
+
+    def _start(self, stage: int, index: int, task: str) -> tuple[StageState, Moment]:
+        self._activity.begin(task)
+        stage_state = self._stage_states[stage]
+        if self._is_remote[stage]:
+            # The forward ran on another rank; its input has arrived, and the graph is made here.
+            self._saved_forwards[stage, index] = self._forwards.recompute(
+                stage, index, stage_state, self._mailbox.take(Carries.STAGE_INPUT, stage, index)
+            )
+        return stage_state, self._recorder.mark()
+
+    def _choose_ready_hook(
+        self, kind: Kind, stage: int, index: int, stage_state: StageState
+    ) -> Callable[[int, torch.Tensor], None] | None:
+        """Returns what starts the all-reduce inside the last backward before a replicated stage's update, else None."""
+        if stage_state.optimizer.all_reduce is None:
+            return None
+        op = Op(kind, stage, index, self._placement.replica(stage, index))
+        return None if self.update_completed_by(op) is None else stage_state.gradient_ready
+
+    def _add_gradients(
+        self, stage_state: StageState, saved: SavedForward, gradients: list[torch.Tensor | None], *, is_last: bool
+    ) -> None:
+        stage_state.add_gradients(saved, gradients)
+        if is_last:
+            # The sums over the replicas are under way; what this replica lacks is added as zeros now.
+            stage_state.optimizer.close(stage_state.gradients, float(self._is_stop_requested()))
+
+    def _take_gradients(self, stage: int, index: int) -> Message | None:
+        """Returns the message with the gradients of a stage's outputs; None at the last stage."""
+        if stage == self._last:
+            return None
+        message = self._mailbox.take(Carries.GRADIENT, stage, index)
+        if message.numbers:
+            self._results.arrived(index, message)
+        return message
+
+    def _send_back(
+        self,
+        stage: int,
+        index: int,
+        saved: SavedForward,
+        input_gradients: list[torch.Tensor | None],
+        received: Message | None,
+    ) -> None:
+        """Sends the gradients of a stage's inputs, with the results that travel with them."""
+        if not stage:
+            return
+        self._stage_states[stage].check.sent_back(index, input_gradients)
+        results = self._results.carried(index) if received is None else received
+        content = Content.EMPTY if saved.weights is None else Content.DATA
+        gradients = Message(
+            index, content, tuple(input_gradients), saved.gradient_crossings, loss_weight=saved.loss_weight
+        )
+        if results is not None and results.numbers:
+            gradients.carry(results)
+        self._mailbox.put(Carries.GRADIENT, stage - 1, gradients)

@@ -1,0 +1,192 @@
+"""The workers of one process, and what all parts of a session need of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipedream.core.errors import PipelineError
+from pipedream.core.model.graph import LayerGraph
+from pipedream.core.schedule.program import Program
+from pipedream.runtime.assemble import Blueprint
+from pipedream.runtime.checkpoint import parameters
+from pipedream.runtime.checkpoint.initial_values import named_state
+from pipedream.runtime.checkpoint.parameters import collect_extra_states
+from pipedream.runtime.comm.connections import Connections
+from pipedream.runtime.comm.process_group import gather_texts, world_group
+from pipedream.runtime.comm.same_settings import CALL, check_same_settings
+from pipedream.runtime.data.source import DataSources
+from pipedream.runtime.failure.activity import Activity
+from pipedream.runtime.failure.guard import Guard
+from pipedream.runtime.stage_state import StageState
+from pipedream.runtime.worker import Worker
+from pipedream.sharding.stage import StageSharding
+
+
+@dataclass
+class ModelNames:
+    """The model's parameters and buffers by their place in the pipeline.
+
+    Attributes:
+        by_stage: those of each stage.
+        shared: name -> all names of the same tensor.
+        unused: those that no stage reads; at rank 0 only.
+        here: those of this process's stages.
+    """
+
+    by_stage: list[list[str]]
+    shared: dict[str, tuple[str, ...]]
+    unused: list[str]
+    here: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, model: nn.Module, graph: LayerGraph, blueprint: Blueprint, rank: int) -> ModelNames:
+        stages = blueprint.program.plan.stages
+        by_stage = [parameters.stage_names(graph, stage.first, stage.last) for stage in stages]
+        every = [name for names in by_stage for name in names]
+        unused = parameters.unused_names(model, every) if rank == 0 else []
+        return cls(by_stage, parameters.shared_names(model), unused)
+
+    def loaded_from(self, state: Mapping[str, object]) -> set[str]:
+        """Returns the names that this process takes from a state."""
+        return self.here | (set(self.unused) & set(state))
+
+
+@dataclass
+class LocalWorkers:
+    """The workers of one process.
+
+    Attributes:
+        rank: of this process.
+        worker_rank: of its worker; 0 if all workers are here.
+        guard, connections, group: None in a single process.
+        shardings: stage -> how the ranks of this worker divide it; empty for a single rank.
+    """
+
+    model: nn.Module
+    blueprint: Blueprint
+    names: ModelNames
+    rank: int
+    worker_rank: int = 0
+    activity: Activity = field(default_factory=Activity)
+    guard: Guard | None = None
+    connections: Connections | None = None
+    group: dist.ProcessGroup | None = None
+    shardings: dict[int, StageSharding] = field(default_factory=dict)
+    workers: list[Worker] = field(default_factory=list)
+    data: DataSources = field(init=False)
+
+    @property
+    def distributed(self) -> bool:
+        return self.group is not None
+
+    @property
+    def program(self) -> Program:
+        return self.workers[0].program
+
+    @property
+    def lead(self) -> Worker:
+        """The worker that represents this process."""
+        return self.workers[self.program.placement.readers[0] if len(self.workers) > 1 else 0]
+
+    @property
+    def stage_states(self) -> list[tuple[int, StageState]]:
+        return [item for worker in self.workers for item in worker.stage_states.items()]
+
+    @property
+    def first_replicas(self) -> list[tuple[int, StageState]]:
+        """The stages whose replica 0 is here."""
+        ranks = self.program.placement.ranks
+        return [
+            (stage, stage_state)
+            for worker in self.workers
+            for stage, stage_state in worker.stage_states.items()
+            if ranks[stage][0] == worker.rank
+        ]
+
+    @property
+    def rate(self) -> tuple[float, int]:
+        """The learning rate, before the stages' factors, and the input stage's rounds."""
+        lead = self.lead
+        return lead.rate, lead.stage_states[min(lead.stage_states)].optimizer.rounds
+
+    @property
+    def follows_evaluations(self) -> bool:
+        """Whether the learning-rate schedule steps at evaluations."""
+        return any(stage_state.optimizer.follows_evaluations for stage_state in self.lead.stage_states.values())
+
+    def step_schedules(self, value: float) -> None:
+        """Steps schedules that follow evaluations; every rank calls it with the same value."""
+        for _, stage_state in self.stage_states:
+            stage_state.optimizer.evaluated(value)
+
+    def note_call(self, name: str, minibatches: int) -> None:
+        """Notes a call that every rank must make, after its loop was given so many minibatches."""
+        self.activity.calls.append((name, minibatches))
+
+    def report(self, error: PipelineError) -> PipelineError:
+        """Returns the error to raise here: it, or its cause elsewhere."""
+        self.activity.stop()
+        return error if self.guard is None else self.guard.first_cause(error, self.lead.where)
+
+    @contextmanager
+    def reporting(self, place: str | None = None) -> Iterator[None]:
+        """Context whose errors are reported; `place` names the activity."""
+        try:
+            if place is None:
+                yield
+            else:
+                with self.activity.at(place):
+                    yield
+        except PipelineError as error:
+            raise self.report(error) from error.__cause__
+
+    def meet(self, settings: Mapping[str, str] | None = None) -> None:
+        """Waits until every rank has made the call that was noted last, with the same settings."""
+        name, minibatches = self.activity.calls[-1] if self.activity.calls else ("calibration", 0)
+        call = {CALL: f"{name} after {minibatches} minibatches"}
+        try:
+            check_same_settings(call | dict(settings or {}), self.group)
+        except (PipelineError, RuntimeError) as error:
+            assert self.guard is not None, "a single process has nobody to differ from"
+            raise self.guard.first_cause(error, self.lead.where) from error
+
+    def any_rank(self, wish: bool) -> bool:
+        """Returns whether a rank asks for something; every rank calls it."""
+        return "yes" in gather_texts("yes" if wish else "", world_group() if self.distributed else None)
+
+    def gather_counts(self, counts: Mapping[int, int]) -> dict[int, int]:
+        rows = [json.loads(text) for text in gather_texts(json.dumps(counts), self.group)]
+        return {int(number): count for row in reversed(rows) for number, count in row.items()}
+
+    def extra_states(self) -> dict[int, dict[str, Any]]:
+        """Returns the extra states, in JSON, of the modules of each stage whose replica 0 is here."""
+        layers = [stage.names for stage in self.program.plan.stages]
+        return {
+            stage: collect_extra_states(self.model, stage, layers, self.names.by_stage)
+            for stage, _ in self.first_replicas
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters and buffers of this process's stages."""
+        return {name: tensor for name, tensor in named_state(self.model).items() if name in self.names.here}
+
+    def collect_tensors(self, local_tensors: Mapping[str, torch.Tensor], to: int = 0) -> dict[str, torch.Tensor]:
+        """Returns the whole tensors of all stages at the first rank of worker `to`; every rank calls it."""
+        for sharding in self.shardings.values():
+            local_tensors = {
+                name: sharding.gather(self.names.shared.get(name, (name,)), part)
+                for name, part in local_tensors.items()
+            }
+        leaders = None if self.connections is None else self.connections.leaders
+        if self.distributed and leaders is None:
+            return {}
+        state, placement = named_state(self.model), self.program.placement
+        return parameters.collect(local_tensors, state, self.names.by_stage, placement, self.worker_rank, leaders, to)

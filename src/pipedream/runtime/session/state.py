@@ -1,0 +1,101 @@
+"""The weights of all stages as the model's own state dict; every rank calls these functions, at a drain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipedream.core.errors import CaptureError
+from pipedream.runtime.checkpoint import parameters
+from pipedream.runtime.checkpoint.initial_values import named_state
+from pipedream.runtime.checkpoint.parameters import key_extra_states, modules_by_key
+from pipedream.runtime.comm.process_group import gather_texts
+from pipedream.runtime.session.local_workers import LocalWorkers
+from pipedream.runtime.stage_state import StageState
+from pipedream.runtime.worker import Worker
+
+
+def collect_state_dict(local: LocalWorkers, ema: bool = False, predicted: bool = True) -> dict[str, torch.Tensor]:
+    """Returns the whole model's state dict, under the user's names, at rank 0; elsewhere an empty one."""
+    with local.activity.at("collecting the weights"):
+        state, local_tensors = named_state(local.model), local.tensors()
+        if ema or not predicted:
+            optimizers = [stage_state.optimizer for _, stage_state in local.stage_states]
+            others = {
+                name: tensor
+                for optimizer in optimizers
+                for name, tensor in (optimizer.ema if ema else optimizer.unpredicted()).items()
+            }
+            # A shared weight is trained under one name, and all its names get the other value.
+            same = {id(tensor): others[name] for name, tensor in state.items() if name in others}
+            local_tensors = {name: same.get(id(tensor), tensor) for name, tensor in local_tensors.items()}
+        whole: dict[str, Any] = local.collect_tensors(local_tensors)
+        whole |= {name: state[name].detach().cpu().clone() for name in local.names.unused}
+        for text in gather_texts(json.dumps(local.extra_states()), local.group):
+            for states in json.loads(text).values() if local.rank == 0 else ():
+                whole |= key_extra_states(states)
+        if local.rank:
+            return {}
+        return {name: whole[name] for name in local.model.state_dict() if name in whole}
+
+
+def save_pretrained(local: LocalWorkers, folder: Path, ema: bool, predicted: bool) -> None:
+    """Writes the whole model in its own format, at rank 0."""
+    write = getattr(local.model, "save_pretrained", None)
+    if write is None:
+        raise CaptureError(
+            f"{type(local.model).__name__} has no save_pretrained; take the weights from state_dict(), and save "
+            "them with torch.save"
+        )
+    state = collect_state_dict(local, ema, predicted)
+    if local.rank == 0:
+        first = {name: names[0] for name, names in local.names.shared.items()}
+        write(folder, state_dict={name: state.get(first.get(name, name), tensor) for name, tensor in state.items()})
+
+
+def load_state_dict(local: LocalWorkers, state: Mapping[str, torch.Tensor]) -> None:
+    """Loads this process's part of the whole state."""
+    names, here = local.names.shared, local.names.loaded_from(state)
+    for sharding in local.shardings.values():
+        tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+        sharding.check_shapes({name: tensor.shape for name, tensor in tensors.items()})
+        state = {**state, **{n: sharding.take_part(names.get(n, (n,)), tensor) for n, tensor in tensors.items()}}
+    parameters.load(local.model, state, here, names, local.blueprint.device)
+    for key, module in modules_by_key(local.model).items():
+        if key in state:
+            module.set_extra_state(state[key])
+    share_with_replicas(local.workers)
+    for _, stage_state in local.stage_states:
+        stage_state.versions.reload()
+        for name, average in stage_state.optimizer.ema.items():
+            average.copy_(stage_state.versions.handles[name].detach())
+
+
+def share_with_replicas(workers: Sequence[Worker]) -> None:
+    """Copies a stage's weights to its other replicas in this process, and tied weights to the trained copies."""
+    ranks, by_rank = workers[0].program.placement.ranks, {worker.rank: worker for worker in workers}
+    for worker in workers:
+        for stage, stage_state in worker.stage_states.items():
+            home = by_rank.get(ranks[stage][0])
+            source = stage_state if home is None else home.stage_states[stage]
+            if source is not stage_state:
+                with torch.no_grad():
+                    for here, there in zip(_list_tensors(stage_state), _list_tensors(source), strict=True):
+                        here.copy_(there)
+            for name in list_copies(stage_state):
+                stage_state.versions.handles[name].data.copy_(stage_state.module.handles[name].detach())
+
+
+def list_copies(stage_state: StageState) -> list[str]:
+    """Returns the names of weights that are copies because another stage trains the user's own."""
+    return [
+        name for name, handle in stage_state.versions.handles.items() if handle is not stage_state.module.handles[name]
+    ]
+
+
+def _list_tensors(stage_state: StageState) -> list[torch.Tensor]:
+    return [t for _, layer in stage_state.module.layers for t in (*layer.parameters(), *layer.buffers())]

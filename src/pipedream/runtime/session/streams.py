@@ -1,0 +1,189 @@
+"""Runs a session's workers: data in, results out."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pipedream.core.errors import ArtifactError, PipelineError, WorkerError
+from pipedream.core.user_code import with_place
+from pipedream.runtime.clock import run_in_process
+from pipedream.runtime.comm.channel import Receiver, Sender, drain
+from pipedream.runtime.comm.message import StopReason
+from pipedream.runtime.comm.same_settings import describe_data
+from pipedream.runtime.data.reader import EpochRange
+from pipedream.runtime.data.source import Source
+from pipedream.runtime.data.splitter import AdaptBatch
+from pipedream.runtime.failure.activity import Interrupts
+from pipedream.runtime.results.results import Done, Output
+from pipedream.runtime.session.comparison import Comparison
+from pipedream.runtime.session.local_workers import LocalWorkers
+from pipedream.runtime.stage_state import evaluating
+
+LOOP = "the training loop"
+
+
+class Streams:
+    """The streams of minibatches of one process: training, evaluations, predictions.
+
+    Life of a training stream: `open_feed`, then `train` until its end; after a drain, `resume` and `train` again.
+    Every rank makes the same calls.
+    """
+
+    def __init__(self, local: LocalWorkers, comparison: Comparison | None) -> None:
+        self.interrupts = Interrupts(patient=local.distributed)
+        self._local = local
+        self._comparison = comparison
+        self._sources: dict[int, Source] = {}
+        self._interrupts_before = 0
+        for worker in local.workers:
+            worker.stop_requested = self._is_stop_requested
+        local.activity.interrupts = lambda: self.interrupts.count
+        local.activity.place = LOOP
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why the last stream ended."""
+        return self._local.lead.stop_reason
+
+    def skip_comparison(self) -> None:
+        """Compares no minibatch with the model: a checkpoint was loaded."""
+        self._comparison = None
+
+    def open_feed(
+        self,
+        loader: Any,
+        adapt: AdaptBatch,
+        *,
+        first_epoch: int = 0,
+        epochs: int = 1,
+        skip: int = 0,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepares to read a loader for training.
+
+        A map-style DataLoader finds a position without loading what lies before it, and a loader with its own
+        state_dict by that; other iterables are iterated up to it.
+
+        Args:
+            adapt: batch -> (inputs, targets).
+            first_epoch, epochs: reads first_epoch <= epoch < epochs.
+            skip: finished minibatches of the first epoch.
+            state: from `data_state` for this position; None keeps the data's order.
+        """
+        local = self._local
+        settings = {"epochs": f"{first_epoch} to {epochs}", "finished minibatches of the epoch": str(skip)}
+        if local.data.uses_loader:
+            settings["the training data"] = describe_data(loader)
+        local.meet(settings)
+        try:
+            self._sources = local.data.open_training(loader, adapt, EpochRange(first_epoch, epochs, skip), state)
+        except PipelineError as error:
+            raise local.report(error) from error.__cause__
+        except Exception as error:
+            if state is None:
+                raise
+            text = f"the data cannot continue from the saved position: {type(error).__name__}: {error}"
+            raise local.report(
+                ArtifactError(f"{text}; give the loader that was saved, or another checkpoint")
+            ) from error
+
+    def data_state(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Returns, as JSON, what `open_feed` needs to continue after `batches` minibatches of an epoch.
+
+        Called at a drain; rank 0's result counts.
+        """
+        with self._local.reporting():
+            return self._local.data.state(epoch, batches)
+
+    def train(self, until: int | None = None) -> Iterator[Done]:
+        """Trains until the data ends, `stop`, or a total of `until` minibatches; see `Worker.train`."""
+        local = self._local
+        comparison, self._comparison = self._comparison, None
+        reference = None if comparison is None else comparison.begin(self._sources)
+        for done in self._run([worker.train(self._sources.get(worker.rank), until) for worker in local.workers]):
+            if reference is not None:
+                try:
+                    reference.comparer.compare_loss(done.loss)
+                except PipelineError as error:
+                    raise local.report(error) from error
+                reference = None
+            yield done
+
+    def stop(self, stop_reason: StopReason = StopReason.DRAIN) -> None:
+        """Ends the stream after the admitted minibatches; at a rank that does not read the data, does nothing."""
+        for source in self._sources.values():
+            source.stop(stop_reason)
+
+    def resume(self) -> None:
+        for source in self._sources.values():
+            source.resume()
+
+    def evaluate(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Done:
+        """Returns the means over a loader, equal on every rank."""
+        with self._evaluate(loader, adapt) as sources:
+            streams = [worker.evaluate(sources.get(worker.rank), ema) for worker in self._local.workers]
+            return [event for event in self._run(streams) if isinstance(event, Done)][-1]
+
+    def predict(self, loader: Iterable[Any], adapt: AdaptBatch, ema: bool = False) -> Iterator[Output]:
+        """Yields the outputs, at rank 0 only."""
+        with self._evaluate(loader, adapt) as sources:
+            streams = [worker.predict(sources.get(worker.rank), ema) for worker in self._local.workers]
+            for output in self._run(streams):
+                if self._local.rank == 0:
+                    yield output
+
+    @contextmanager
+    def _evaluate(self, loader: Any, adapt: AdaptBatch) -> Iterator[dict[int, Source]]:
+        """Context in evaluation mode, with an open loader."""
+        local = self._local
+        try:
+            with local.reporting():
+                sources = local.data.open_evaluation(loader, adapt)
+            with evaluating([stage_state for _, stage_state in local.stage_states]):
+                yield sources
+        finally:
+            local.data.close_evaluation()
+
+    def _run(self, streams: Sequence[Generator[Any, None, None]]) -> Iterator[Any]:
+        local = self._local
+        events: Iterator[Any] = streams[0]
+        if len(streams) > 1:
+            events = run_in_process(streams, local.program.placement.readers)
+        local.activity.place = None
+        try:
+            for event in events:
+                local.activity.place = LOOP
+                yield event
+                local.activity.place = None
+            self._drain()
+        except PipelineError as error:
+            raise local.report(error) from error.__cause__
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # e.g. of the user's loader
+            if isinstance(error, KeyboardInterrupt) and local.guard is None and self.interrupts.may_raise:
+                raise
+            raise local.report(WorkerError(local.rank, local.lead.where, with_place(error))) from error
+        finally:
+            local.activity.place = LOOP
+
+    def _drain(self) -> None:
+        """Leaves no message and no posted receive between two streams."""
+        channels: list[Sender | Receiver] = list(self._local.data.channels.all)
+        for worker in self._local.workers:
+            channels += [*worker.senders.values(), *worker.results.senders.values()]
+            channels += [*worker.receivers.values(), *worker.results.receivers.values()]
+        drain(channels)
+
+    def _is_stop_requested(self) -> bool:
+        # A signal may have been sent to one worker alone, which need not be one that reads the data.
+        guard = self._local.guard
+        return self.interrupts.heard or (guard is not None and guard.interrupts > self._interrupts_before)
+
+    def forget_interrupt(self) -> None:
+        """Forgets one that was raised: the caller may still want to evaluate or save."""
+        guard = self._local.guard
+        self.interrupts.heard = False
+        self._interrupts_before = 0 if guard is None else guard.interrupts

@@ -1,0 +1,111 @@
+"""Keeps the replicas of a stage alike: averages BatchNorm's statistics, and refuses what differs otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from pipedream.core.errors import CaptureError
+from pipedream.runtime.comm.channel import Group, Waiting
+from pipedream.runtime.stage.stage_module import StageModule
+from pipedream.runtime.stage.versions import Versions
+from pipedream.runtime.update.all_reduce import all_reduce_many
+
+
+class EqualReplicas:
+    """One replica of a stage; all make the same calls, at drains.
+
+    Attributes:
+        _counts: batches that each BatchNorm had tracked when the stream began.
+        _kept: buffers and frozen parameters, as they were when the stream began.
+    """
+
+    def __init__(self, module: StageModule, versions: Versions, group: Group, count: int) -> None:
+        self._module = module
+        self._versions = versions
+        self._group = group
+        self._count = count
+        self._counts: list[int] = []
+        self._kept: dict[str, _Kept] = {}
+
+    def begin(self) -> None:
+        """Begins a stream."""
+        norms = self._list_norms()
+        self._counts = [int(norm.num_batches_tracked) for norm in norms if norm.num_batches_tracked is not None]
+        self._kept = {name: _Kept(tensor) for name, tensor in self._list_untrained()}
+
+    def average_statistics(self) -> Waiting[None]:
+        """Averages BatchNorm's statistics over the replicas, and sums their counts."""
+        norms = self._list_norms()
+        if not norms:
+            return
+        floats = [b for n in norms for b in (n.running_mean, n.running_var) if b is not None]
+        counts = [n.num_batches_tracked for n in norms if n.num_batches_tracked is not None]
+        news = [count - before for count, before in zip(counts, self._counts, strict=True)]
+        sums = yield from all_reduce_many(self._group, [*floats, *news])
+        with torch.no_grad():
+            for buffer, total in zip(floats, sums, strict=False):
+                buffer.copy_(total / self._count)
+            for count, before, total in zip(counts, self._counts, sums[len(floats) :], strict=True):
+                count.copy_(before + total)
+
+    def check_untrained(self) -> None:
+        """Raises a `CaptureError` if a forward has changed a buffer, which the other replicas have not."""
+        for name, tensor in self._list_untrained() if self._kept else ():
+            before = self._kept.get(name)
+            if before is not None and before.mark != (id(tensor), tensor._version):
+                now = self._kept[name] = _Kept(tensor)
+                if now.shape == before.shape and now.numbers != before.numbers:  # others are caches
+                    raise CaptureError(_describe_difference(name))
+
+    def check(self) -> Waiting[None]:
+        """Raises a `CaptureError` if the replicas have other weights or buffers than this one."""
+        tensors = {**self._versions.handles, **dict(self._list_untrained())}
+        local_sums = torch.tensor([(*_sum_numbers(t), float(t.numel())) for t in tensors.values()], dtype=torch.float64)
+        (sums,) = yield from all_reduce_many(self._group, [local_sums])
+        mean = sums / self._count
+        for name, (total, size, count), other in zip(tensors, local_sums.tolist(), mean.tolist(), strict=True):
+            limit = 1e-6 * max(abs(size), abs(other[1]))
+            if count == other[2] and max(abs(total - other[0]), abs(size - other[1])) > limit:
+                raise CaptureError(_describe_difference(name))
+
+    def _list_untrained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields buffers and frozen parameters, without the statistics that are averaged."""
+        averaged = {id(buffer) for norm in self._list_norms() for buffer in norm._buffers.values()}
+        for layer_name, layer in self._module.layers:
+            for name, tensor in (*layer.named_buffers(layer_name), *layer.named_parameters(layer_name)):
+                if not tensor.requires_grad and id(tensor) not in averaged and not tensor.is_meta:
+                    yield name, tensor
+
+    def _list_norms(self) -> list[Any]:
+        layers = [layer for _, layer in self._module.layers]
+        norms = {id(m): m for layer in layers for m in layer.modules() if isinstance(m, _NormBase)}
+        return [m for m in norms.values() if m.track_running_stats]
+
+
+class _Kept:
+    """A tensor as it was."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.mark = id(tensor), tensor._version
+        self.shape = tensor.shape
+        self.numbers = _sum_numbers(tensor)
+
+
+def _sum_numbers(tensor: torch.Tensor) -> tuple[float, float]:
+    """Returns the sum, and the sum of the absolute values."""
+    flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return float(flat.sum(dtype=torch.float64)), float(
+        flat.abs().sum(dtype=torch.float64) if flat.dtype != torch.bool else flat.sum()
+    )
+
+
+def _describe_difference(name: str) -> str:
+    return (
+        f"{name!r} differs between the replicas of its stage: the forward, or something outside of the optimizer, "
+        "writes it, and each replica would have its own numbers; plan one replica for this stage, or write it "
+        "where every replica computes the same"
+    )
