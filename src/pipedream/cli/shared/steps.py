@@ -31,7 +31,7 @@ def _describe_recipe(path: str, seed: int) -> DescribedStep:
     from pipedream.layouts import describe_step
     from pipedream.recipe import blaming, load_recipe
     from pipedream.runtime.comm.values import to_device
-    from pipedream.runtime.data.batch_adapter import BatchAdapter
+    from pipedream.runtime.data.splitter import BatchAdapter
     from pipedream.runtime.results.losses import Loss, find_loss, is_torch_loss
     from pipedream.training.job import model_input
 
