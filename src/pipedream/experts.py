@@ -49,9 +49,9 @@ class _Routes(NamedTuple):
     """Where tokens go, by number. The first dimension of the first four is the choice, [top, G, S].
 
     Attributes:
-        expert, place: of the choice; where nothing is sent, the place has no meaning.
+        expert, place: expert and place of the choice; where nothing is sent, the place has no meaning.
         sent: whether the choice has a place.
-        weight: of the expert's output; 0 where nothing is sent.
+        weight: weight of the expert's output; 0 where nothing is sent.
         loss: see `Gate`.
     """
 
@@ -186,11 +186,11 @@ _PLACEMENTS: Mapping[tuple[Placement, ...], tuple[Placement, tuple[Placement, ..
 
 
 class _RankPart(NamedTuple):
-    """What a rank of a mesh computes of a layer.
+    """The part of a layer that a rank of a mesh computes.
 
     Attributes:
         groups, experts: its own.
-        share: of the losses of its groups in those of the layer. Of ranks with the same groups one has it.
+        share: share of its groups' losses in those of the layer. Of ranks with the same groups one has it.
         batch: process groups over which the batch is sharded.
         exchange: over which tokens are sent to their experts.
     """
@@ -232,7 +232,8 @@ class MixtureOfExperts(nn.Module):
     Attributes:
         layout_names: weight -> its dimensions, for `Layout.of_model`. The gate's experts have a name of their own,
             since each token needs all logits.
-        last_balance_loss: of the last forward, without its coefficient: 1 if experts are chosen alike, at most E.
+        last_balance_loss: balance loss of the last forward, without its coefficient: 1 if experts are chosen alike, at
+            most E.
 
     Raises:
         PipelineError: an option is unknown, or a number is out of range.

@@ -89,7 +89,7 @@ def compare_layouts(
     """Lays out a step by names, and reports it with and without the layout.
 
     Args:
-        bytes_per_s: that a rank sends, for each dimension of the mesh.
+        bytes_per_s: bandwidth of a rank, for each dimension of the mesh.
 
     Returns:
         `layout` and `none` have the reports; `names` the sizes of each name that may be sharded, `whole` why others may

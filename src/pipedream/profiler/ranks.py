@@ -56,8 +56,8 @@ class OneRank:
     """Layers whose parameters are parts.
 
     Attributes:
-        call: what `Passes` calls a layer with: it gets and returns parts as plain tensors.
-        sent_bytes: of each layer's output, if a stage ends there; known from `collectives` on.
+        call: the function by which `Passes` calls a layer: it gets and returns parts as plain tensors.
+        sent_bytes: bytes of each layer's output, if a stage ends there; known from `collectives` on.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is active; also collectives of tensors without data.
 
     Args:
-        group: of all ranks of the mesh.
+        group: all ranks of the mesh.
     """
 
     def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> None:

@@ -22,7 +22,7 @@ def exchange(
         received: elements of `incoming` from each rank.
         sent: elements of `outgoing` for each rank.
         group: its name.
-        kind: of the collective, as which it is counted.
+        kind: kind of collective as which it is counted.
     """
     ranks = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
     if outgoing.device.type != "cpu":  # NCCL sends and receives at once, and its first batch waits for all ranks

@@ -1,4 +1,4 @@
-"""What a model may say itself of how a tensor is sharded (GShard's annotations, Lepikhin et al. 2020, 3.2).
+"""Calls by which a model itself shards a tensor (GShard's annotations, Lepikhin et al. 2020, 3.2).
 
 Each returns its tensor with other placements and the same numbers, and can be differentiated. A tensor that is not on
 a mesh, and a dimension that its mesh lacks, stay as they are, so that the model also runs in a single process.
@@ -144,7 +144,7 @@ def all_to_all(part: torch.Tensor, group: dist.ProcessGroup, before: int, after:
 
     Args:
         part: a plain tensor, this rank's part along `before` and whole along `after`.
-        size: of the whole tensor along `before`.
+        size: size of the whole tensor along `before`.
     """
     moved: torch.Tensor = _AllToAll.apply(part, group, before, after, size)  # type: ignore[no-untyped-call]
     return moved

@@ -25,14 +25,14 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _sum_and_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _TOGETHER_BYTES = 16 << 20
-"""Of weights that one collective gathers: enough that the time to start it does not count."""
+"""Bytes of weights that one collective gathers: enough that the time to start it does not count."""
 
 
 class Rows:
     """The rows of a tensor on one rank, as `torch.chunk` shards them.
 
     Args:
-        rows: of the whole tensor.
+        rows: rows of the whole tensor.
     """
 
     def __init__(self, group: dist.ProcessGroup, rows: int) -> None:
@@ -131,7 +131,7 @@ class _Together:
 
     Attributes:
         saved: this rank's parts as the hooks of the forward have packed them.
-        read: what the layers read, while it is held.
+        read: weights as the layers read them, while they are held.
         wholes: the weights of a backward, while they are held.
     """
 

@@ -135,8 +135,8 @@ class StageSharding:
     """One stage whose tensors are sharded over the ranks of its worker.
 
     Args:
-        device_mesh: with named dimensions.
-        group: of all its ranks; for a layout that was found.
+        device_mesh: mesh with named dimensions.
+        group: all its ranks, for a layout that was found.
 
     Attributes:
         steps_whole_weights: the optimizer gathers weights.
@@ -257,7 +257,7 @@ class StageSharding:
         None if another rank with the same part saves it.
 
         Args:
-            names: that the weight has; what has others is whole on every rank.
+            names: names of the weight; what has others is whole on every rank.
         """
         weight = self._find_weight(names)
         if weight is None or part.shape != weight.part_shape:
@@ -269,7 +269,7 @@ class StageSharding:
         """Returns which part this rank has of a weight, or of a state of its size; see `locate_saved`.
 
         Args:
-            shape: of the whole.
+            shape: shape of the whole.
         """
         weight = self._find_weight(names)
         return tuple(map(range, shape)) if weight is None or weight.whole_shape != tuple(shape) else weight.box
@@ -288,7 +288,7 @@ class StageSharding:
         """Returns a weight, or a state of its size, from the parts of all ranks, which all call it.
 
         Args:
-            names: that the weight has; others are returned as they are.
+            names: names of the weight; others are returned as they are.
         """
         weight = self._find_weight(names)
         if weight is None or part.dim() == 0 or part.shape != weight.part_shape:
@@ -346,7 +346,7 @@ class StageSharding:
 
     @property
     def collectives(self) -> Mapping[str, tuple[Collective, ...]]:
-        """Those of the first forward, backward and update; empty until all have run."""
+        """Collectives of the first forward, backward and update; empty until all have run."""
         return self._first.collectives
 
     def copy_fresh(self) -> StageSharding:

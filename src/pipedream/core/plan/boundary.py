@@ -34,7 +34,7 @@ class Crossing(NamedTuple):
     """How a tensor is sharded where it is sent and where it is received.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         sent, received: placements, see `Layout.placements`.
     """
 
@@ -52,7 +52,7 @@ class Boundary:
     """Two stages that may have different meshes.
 
     Attributes:
-        layer: that ends the first stage; the layout may name the dimensions of its output.
+        layer: last layer of the first stage; the layout may name the dimensions of its output.
         sender, receiver: the meshes.
     """
 

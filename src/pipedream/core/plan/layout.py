@@ -147,8 +147,8 @@ class Layout:
         """Returns for each dimension of a mesh the dimension of a tensor that it shards, or None.
 
         Args:
-            names: of the tensor's dimensions, such as ``batch length d_model``.
-            tensor: in words, for errors.
+            names: names of the tensor's dimensions, such as ``batch length d_model``.
+            tensor: the tensor in words, for errors.
             uneven: sizes need not divide.
 
         Raises:
@@ -220,8 +220,8 @@ class Layout:
         legal for a model, or ''.
 
         Args:
-            shapes: of the model's parameters.
-            samples: in a minibatch; None if unknown.
+            shapes: shapes of the model's parameters.
+            samples: samples of a minibatch; None if unknown.
         """
         dimensions = list(dict.fromkeys([*self.over.values(), *([self.shard_weights] if self.shard_weights else [])]))
         cuts = range(1, max(map(len, self.cuts.values()), default=0) + 1)
@@ -263,7 +263,7 @@ class Layout:
 
         Args:
             parameters, layers: the names that the model has.
-            meshes: of the stages.
+            meshes: meshes of the stages.
         """
         meshes, parameters = list(meshes), list(parameters)
         tensors = [*parameters, *(f"{layer}{_OUT}" for layer in layers)]

@@ -119,7 +119,7 @@ def ranks_of(text: str, workers: Sequence[int] = ()) -> int:
     """Returns the ranks of all workers, for meshes as in `meshes_of`.
 
     Args:
-        workers: of each stage; by default one, and two stages if there is a single mesh.
+        workers: workers of each stage; by default one, and two stages if there is a single mesh.
     """
     meshes = meshes_of(text, len(workers) or None)
     counts = workers or ((2,) if len(meshes) == 1 else (1,) * len(meshes))
@@ -137,8 +137,8 @@ def box_of(
 
     Args:
         placements: for each dimension of the mesh the dimension of the tensor that it shards, or None.
-        sizes: of the mesh.
-        coordinates: of the rank.
+        sizes: sizes of the mesh.
+        coordinates: place of the rank.
     """
     box = [range(size) for size in shape]
     for cut, parts, at in zip(placements, sizes, coordinates, strict=True):

@@ -1,4 +1,4 @@
-"""What a layout makes of operators whose index names are shared by all lines (Mesh-TensorFlow, Shazeer et al. 2018).
+"""Costs of a layout for operators whose index names are shared by all lines (Mesh-TensorFlow, Shazeer et al. 2018).
 
 A dimension of a tensor has, while no operator uses it, the name of the first index that runs over all of it, alone or
 as the outermost of several (`64*h + k` is sharded where `h` is). An operator that has another index there, or `:`,
@@ -20,14 +20,14 @@ from pipedream.layouts.description.operator import Operator
 from pipedream.layouts.description.text import Access
 
 Names = tuple[str | None, ...]
-"""Of a tensor's dimensions; None is never sharded."""
+"""Names of a tensor's dimensions; None is never sharded."""
 Over = Mapping[str, str]
 """Name -> the dimension of the mesh that shards it."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a step takes on a mesh.
+    """Costs of a step on a mesh.
 
     Attributes:
         peak: elements of one rank, at most at any operator.
@@ -49,8 +49,8 @@ class Report:
         A rank of n sends 2 (n - 1) / n of its slice in an all-reduce, and (n - 1) / n of it otherwise.
 
         Args:
-            operations_per_s: of a rank.
-            elements_per_s: that a rank sends; for each dimension of the mesh, or for all.
+            operations_per_s: speed of a rank.
+            elements_per_s: bandwidth of a rank, for each dimension of the mesh or for all.
         """
         rates = read_rates(elements_per_s, self.mesh)
         total = self.done / self.mesh.size / operations_per_s
@@ -83,9 +83,9 @@ class Use(NamedTuple):
     """A tensor as an operator uses it.
 
     Attributes:
-        elements: of the whole tensor.
-        names: of its dimensions in this line.
-        stored_names: of its dimensions while no operator uses it.
+        elements: size of the whole tensor.
+        names: names of its dimensions in this line.
+        stored_names: names of its dimensions while no operator uses it.
     """
 
     elements: int
@@ -130,8 +130,8 @@ class Step(NamedTuple):
     """An operator; equal ones cost the same.
 
     Attributes:
-        names: of its indices that may be sharded.
-        operations: of all of it.
+        names: indices that may be sharded.
+        operations: operations of the whole operator.
         reduced: names of `names` that its result lacks.
     """
 
@@ -170,7 +170,7 @@ class NamedOperators:
     """Operators with shared names.
 
     Args:
-        groups: of tensors that share a layout.
+        groups: tensors that share a layout.
 
     Attributes:
         sizes: name -> all its sizes, of names that may be sharded.

@@ -49,7 +49,7 @@ class Operator:
 
         Args:
             index: the expression of the dimension.
-            size: of the dimension.
+            size: size of the dimension.
         """
         if index is None or index.offset or not index.terms:
             return None

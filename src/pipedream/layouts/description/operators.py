@@ -168,7 +168,7 @@ class DescribedStep:
     """Operators with what a search of them needs.
 
     Attributes:
-        element_bytes: of an element of each tensor.
+        element_bytes: tensor -> bytes of an element.
         batch: the index of the samples, '' if unknown.
     """
 

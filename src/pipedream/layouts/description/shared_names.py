@@ -22,7 +22,7 @@ def share_names(
     dimension, such as `w_0`.
 
     Args:
-        groups: of tensors that share a layout; their dimensions have the same names.
+        groups: tensors that share a layout; their dimensions have the same names.
     """
     first = {tensor: group[0] for group in groups for tensor in group}
     classes = _Connected()

@@ -46,7 +46,7 @@ class Access(NamedTuple):
     """A tensor with an expression for each of its dimensions, or None for a whole dimension.
 
     Attributes:
-        column: in its line, from 1.
+        column: column in its line, from 1.
     """
 
     tensor: str
@@ -58,7 +58,7 @@ class Line(NamedTuple):
     """One operator.
 
     Attributes:
-        number: of the line, from 1.
+        number: line number, from 1.
         reduction: "+", "*", "max", "min", or "" for none.
         bounds: index -> size, as given by `where`.
         is_copy: the right side is a tensor and nothing else, so that nothing is computed.

@@ -52,7 +52,7 @@ class PartitionedLayer:
 
     Args:
         layer: whose parameters are DTensors while it is called.
-        group: of all ranks of the mesh.
+        group: all ranks of the mesh.
 
     Raises:
         PlanError: a slice of a model that is no chain; or, when called, an operator without a description.
@@ -111,7 +111,7 @@ class _Passes:
     """Forward and backward for one kind of input.
 
     Args:
-        leaves, structure: of the arguments, with `tensors` among the leaves.
+        leaves, structure: the flattened arguments, with `tensors` among the leaves.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class Ranks(Protocol):
 
     Attributes:
         local: their numbers.
-        sent_bytes: what they have sent to others.
+        sent_bytes: bytes that they have sent to others.
     """
 
     local: Sequence[int]
@@ -39,7 +39,7 @@ class Ranks(Protocol):
         """Sends pieces of a tensor; all ranks call it alike.
 
         Args:
-            boxes: what each rank has.
+            boxes: part that each rank has.
         """
         ...
 
@@ -107,7 +107,7 @@ def _cut_out(part: torch.Tensor, have: Box | None, target: Box) -> torch.Tensor:
 
 
 class _Exchanged(NamedTuple):
-    """What the ranks send around an operator.
+    """The messages before and after an operator.
 
     Attributes:
         operands: each with its pieces and the part of it that each rank uses.
@@ -121,7 +121,7 @@ class PartitionedStep:
     """A traced step that several ranks run together.
 
     Attributes:
-        exchanges: what they send, and its size.
+        exchanges: the messages of the ranks.
     """
 
     def __init__(self, step: TracedStep, partition: Partition, ranks: Ranks) -> None:
@@ -185,7 +185,7 @@ class PartitionedStep:
         """Runs the operators that compute some tensors.
 
         Args:
-            values: of the parameters, buffers, inputs and tangents that they need, or of what was kept before.
+            values: parts of the parameters, buffers, inputs and tangents that they need, or of what was kept before.
             keep: the tensors to return.
         """
         kept = set(keep)

@@ -1,4 +1,4 @@
-"""What one cut of all tensors between two halves of the ranks moves (Tofu, Wang et al., EuroSys 2019, section 5).
+"""Elements that one cut moves between two halves of the ranks (Tofu, Wang et al., EuroSys 2019, section 5).
 
 A tensor is stored cut along a dimension, or whole in both halves. An operator takes one of its indices: each half
 computes half of it, for which it needs a part of each operand, and computes a part of the result, or a partial sum.
@@ -23,7 +23,7 @@ class Halves(NamedTuple):
     """A tensor in two halves of the ranks.
 
     Attributes:
-        first, second: what each half has; the same where it is whole.
+        first, second: part of each half; the same where it is whole.
         is_pending: both have partial sums.
         is_even: both do the same amount of work.
     """
@@ -80,12 +80,12 @@ def _uses(access: Access, index: str) -> bool:
 
 
 def is_offered(step: Operator, shapes: Sequence[tuple[int, ...]], ranges: Mapping[str, range], index: str) -> bool:
-    """Whether an operator may be cut along an index.
+    """Whether an operator may be halved along an index.
 
     Not where the halves would compute the same elements of the result, or need more in common than of their own.
 
     Args:
-        shapes: of the tensors in `Operator.accesses`.
+        shapes: shapes of the tensors in `Operator.accesses`.
     """
     for access, shape in zip(step.accesses, shapes, strict=True):
         if not any(expression and expression.plain is None for expression in access.indices):

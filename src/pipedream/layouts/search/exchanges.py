@@ -1,4 +1,4 @@
-"""What each rank of a partition has, computes and sends.
+"""The tensors, operations and messages of each rank of a partition.
 
 The ranks are numbered so that the first cut decides the highest bit. Between where a tensor is stored and where an
 operator needs it, or has computed it, each rank gets exactly what it lacks, each element from one rank. Partial sums
@@ -22,12 +22,12 @@ from pipedream.layouts.search.partition import Partition
 
 @dataclass(frozen=True)
 class Result:
-    """How an operator's result gets to where it is stored.
+    """The way of an operator's result to where it is stored.
 
     Attributes:
-        boxes: what each rank has computed.
+        boxes: part that each rank has computed.
         sums: pieces of partial sums; each rank adds up what it gets. Empty if nothing is pending.
-        shares: what each rank has after that, in place of `boxes`.
+        shares: part that each rank has after that, in place of `boxes`.
         pieces: the rest.
     """
 
@@ -107,7 +107,7 @@ class Exchanges:
 
     @property
     def elements(self) -> int:
-        """That all ranks send together in a step."""
+        """Elements that all ranks send together in a step."""
         return sum(_count_sent(pieces) for _, pieces in self._iterate())
 
     def sent_bytes(self, element_bytes: Mapping[str, int], steps: int | None = None) -> int:
@@ -137,8 +137,8 @@ class Exchanges:
         """Returns the seconds of all exchanges, one after the other, where links take both directions at once.
 
         Args:
-            bytes_per_s: that a rank can send, and receive.
-            latency_s: of an exchange.
+            bytes_per_s: bandwidth of a rank in each direction.
+            latency_s: latency of an exchange.
         """
         busiest = self.list_busiest_bytes(element_bytes, steps)
         return latency_s * len(busiest) + sum(busiest) / bytes_per_s

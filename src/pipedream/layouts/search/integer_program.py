@@ -1,4 +1,4 @@
-"""Which dimension of a mesh shards which name, as an integer program (auto_mtf, in Mesh-TensorFlow's repository).
+"""Layouts by name as an integer program (auto_mtf, in Mesh-TensorFlow's repository).
 
 A cost is a sum of terms, each of which depends on a few names. For a set of names there is a variable for each way to
 cut them, of which one is 1. So each term is linear, and terms with the same names share variables.
@@ -21,7 +21,7 @@ Row = dict[int, float]
 
 
 class Term(Protocol):
-    """What depends on how some names are sharded."""
+    """A cost that depends on how some names are sharded."""
 
     @property
     def names(self) -> frozenset[str]: ...

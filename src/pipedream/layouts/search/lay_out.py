@@ -40,9 +40,9 @@ def lay_out(
         objective: "memory", the least peak of a rank, and among equals the most names sharded; or "time", the fewest
             seconds (`Report.seconds`), and among equals the least peak.
         fixed: names that are not sharded.
-        memory_elements: that fit on a rank; by default any number.
-        operations_per_s: of a rank, for "time".
-        elements_per_s: that a rank sends, for "time"; for each dimension of the mesh, or for all.
+        memory_elements: elements that fit on a rank; by default any number.
+        operations_per_s: speed of a rank, for "time".
+        elements_per_s: bandwidth of a rank, for "time"; for each dimension of the mesh, or for all.
 
     Raises:
         PlanError: an unknown name or dimension of the mesh, rates missing for "time" or given without it, or nothing
@@ -115,7 +115,7 @@ class _Copy(NamedTuple):
 
 
 class _Seconds(NamedTuple):
-    """Those of an operator and its collectives."""
+    """Seconds of an operator and its collectives."""
 
     step: Step
     mesh: Mesh

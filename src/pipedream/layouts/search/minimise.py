@@ -16,7 +16,7 @@ import numpy as np
 from pipedream.core.errors import PlanError
 
 _MOST_CELLS = 200_000_000
-"""Of a table, which has then 1.6 GB."""
+"""The most cells of a table, which has then 1.6 GB."""
 
 Costs = np.ndarray[Any, np.dtype[np.float64]]
 Variable = str | int
@@ -90,7 +90,7 @@ class Elimination:
     Args:
         tables: costs are finite.
         sizes: variable -> number of its values.
-        order: in which the variables are eliminated.
+        order: the order in which variables are eliminated.
 
     Attributes:
         least: the minimum.

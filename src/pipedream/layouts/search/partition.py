@@ -20,7 +20,7 @@ _TIES = 256
 _WORK = 30_000
 """Ties times variables, which bounds the time for larger ones."""
 _CELLS = 4_000_000
-"""Of a table of `joint`."""
+"""The most cells of a table of `joint`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Halving(Choice):
     """One cut, of everything in two halves.
 
     Attributes:
-        elements: that the halves move; in the i-th cut (from 0) 2**i pairs of them do.
+        elements: elements that the halves move; in the i-th cut (from 0) 2**i pairs of them do.
     """
 
     elements: int = 0
@@ -36,7 +36,7 @@ class Halving(Choice):
 
 @dataclass(frozen=True)
 class Partition:
-    """What was found.
+    """The cuts that a search has found.
 
     Attributes:
         at_least: elements that any partition moves which cuts each operator: the number of `joint` where that was
@@ -213,8 +213,8 @@ def _locate_samples(operators: Operators, batch: str) -> tuple[dict[str, int], d
     """Returns the dimension of each tensor and the index of each operator that count the samples.
 
     Args:
-        batch: that index in all operators, or an input whose first dimension it is. From the input it leads to the
-            operators that have an index there, and to their other tensors.
+        batch: the index of the samples in all operators, or an input whose first dimension it is. From the input it
+            leads to the operators that have an index there, and to their other tensors.
     """
     steps = operators.steps
     group = {name: names for names in operators.groups for name in names}

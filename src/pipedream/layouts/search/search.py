@@ -31,11 +31,11 @@ Index = str | None
 
 @dataclass(frozen=True)
 class Choice:
-    """How one cut divides everything.
+    """One cut of all tensors and operators.
 
     Attributes:
         schemes: tensor -> the dimension that is cut, or None.
-        indices: of each operator, or None where both halves compute all of it.
+        indices: index of each operator, or None where both halves compute all of it.
     """
 
     schemes: Mapping[str, Scheme]
@@ -44,11 +44,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class State:
-    """What one rank has and does after some cuts.
+    """The tensors and operations of one rank after some cuts.
 
     Attributes:
         boxes: tensor -> part.
-        ranges: of each operator, index -> values.
+        ranges: for each operator, index -> values.
     """
 
     boxes: Mapping[str, Box]
@@ -90,12 +90,12 @@ class Search:
     Args:
         allowed: the schemes and indices to choose from; by default all.
         uniform: several cuts at once are along one dimension, or one index.
-        most_cells: of a table; where one would have more, equal time steps are cut alike.
+        most_cells: the most cells of a table; where one would have more, equal time steps are cut alike.
 
     Attributes:
         uncut: the state of a single rank.
         sizes: variable -> number of its choices, about.
-        cells: of the largest table for one cut.
+        cells: cells of the largest table for one cut.
     """
 
     def __init__(

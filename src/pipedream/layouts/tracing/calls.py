@@ -25,7 +25,7 @@ class OperatorCall:
     """An operator with its arguments.
 
     Attributes:
-        item: which of several results.
+        item: number of the result, where there are several.
         values: argument of the schema -> value; tensors may be without data.
         out: the result, without data.
     """
@@ -68,11 +68,11 @@ def fill_tensors(values: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank computes of a call.
+    """The part of a call that one rank computes.
 
     Attributes:
         values: arguments, with the parts of tensors that the rank needs.
-        shape: of its part of the result.
+        shape: shape of its part of the result.
         step: the operator's line, with the schema's names.
         ranges: index -> values.
     """
@@ -107,7 +107,7 @@ def run_operator(part: Part) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Description:
-    """How an operator is divided.
+    """An operator's text, and how a part of it is computed.
 
     Attributes:
         spell: returns the text of a call, with the names of the schema, and `out` for the result.
@@ -124,7 +124,7 @@ class Rule:
 
     Attributes:
         operators: torch's, each with all of its overloads.
-        text: of any call, or a function that returns the text of one.
+        text: the text of any call, or a function that returns the text of one.
         items: the results that it describes; None is the only one of an operator.
     """
 

@@ -1,4 +1,4 @@
-"""How convolutions and their gradients are described."""
+"""Descriptions of convolutions and their gradients."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _spell_convolution(call: OperatorCall) -> str:
 
 
 def _spell_gradient(call: OperatorCall) -> str:
-    own = ("input", "weight")[call.item or 0]  # the other argument matters by its size
-    used = {name: value for name, value in call.values.items() if name != own}
+    result = ("input", "weight")[call.item or 0]  # the other argument matters by its size
+    used = {name: value for name, value in call.values.items() if name != result}
     return _spell_roles(OperatorCall(call.function, call.item, used, call.out), lambda at: (":", ":", ":"))
 
 

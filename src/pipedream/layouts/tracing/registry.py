@@ -15,7 +15,7 @@ from pipedream.layouts.tracing.rules import CONSTANT, DRAWN, POINTWISE, RULES
 
 
 class OperatorRegistry:
-    """Which operators are described, and how."""
+    """Operators and their descriptions."""
 
     def __init__(self, rules: Iterable[Rule] = (*RULES, *CONVOLUTIONS)) -> None:
         self._descriptions: dict[tuple[Any, int | None], Description] = {}
@@ -64,7 +64,7 @@ class OperatorRegistry:
 
 
 REGISTRY = OperatorRegistry()
-"""That of this process, to which `register_operator` adds."""
+"""The registry of this process, to which `register_operator` adds."""
 
 
 def register_operator(operator: Any, spec: str) -> None:

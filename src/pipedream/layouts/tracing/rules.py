@@ -1,4 +1,4 @@
-"""How torch's operators are described, but for convolutions: a function that spells each kind, and a table of them."""
+"""Descriptions of torch's operators except convolutions: a function that spells each kind, and a table of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ CONSTANT = frozenset(
 """Operators whose result depends on sizes alone."""
 
 DRAWN = frozenset(
-    [A.bernoulli.p, *(one for drawn in (A.rand, A.rand_like, A.randn, A.randn_like) for one in list_overloads(drawn))]
+    [
+        A.bernoulli.p,
+        *(draw for packet in (A.rand, A.rand_like, A.randn, A.randn_like) for draw in list_overloads(packet)),
+    ]
 )
 """Operators whose result is random numbers, whose distribution does not depend on other tensors."""
 
@@ -36,7 +39,7 @@ def _spell_pointwise(call: OperatorCall) -> str:
 
 
 POINTWISE = Description(_spell_pointwise)
-"""Of all operators that torch tags so."""
+"""The description of all operators that torch tags as pointwise."""
 
 
 def _spell_copy_in_place(call: OperatorCall) -> str:
@@ -81,8 +84,8 @@ def _spell_reshaped(call: OperatorCall) -> str:
         parts = max(large, key=len)
         split = [next(letters) for _ in parts]
         merged = " + ".join(f"{prod(parts[at + 1 :])}*{name}" for at, name in enumerate(split))
-        for side, sizes, own_large in zip(sides, group, large, strict=True):
-            names = iter(split if len(own_large) == len(parts) else [merged])
+        for side, sizes, large_sizes in zip(sides, group, large, strict=True):
+            names = iter(split if len(large_sizes) == len(parts) else [merged])
             side += [next(names) if size > 1 else "0" for size in sizes]
     return spell_copy(*sides)
 
@@ -223,7 +226,7 @@ def _resize_back(part: Part) -> torch.Tensor:
 
 
 def _spell_padded(call: OperatorCall) -> str:
-    """What is padded is whole."""
+    """Padded dimensions are whole."""
     pad, rank = call.values["pad"], call.out.dim()
     padded = name_dimensions(call.out.shape, [rank - 1 - at // 2 for at, size in enumerate(pad) if size])
     return spell_function(padded, {"self": padded})
@@ -247,7 +250,7 @@ def _spell_embedding_back(call: OperatorCall) -> str:
 
 
 class _Picked:
-    """What an index by tensors, as in ``x[:, rows, columns]``, takes from a tensor: its dimensions are whole."""
+    """The elements that an index by tensors takes, as in ``x[:, rows, columns]``; indexed dimensions are whole."""
 
     def __init__(self, call: OperatorCall) -> None:
         x, indices = call.values["self"], call.values["indices"]
@@ -269,7 +272,7 @@ def _spell_index(call: OperatorCall) -> str:
 
 
 def _spell_index_put(call: OperatorCall) -> str:
-    """What is put where is whole, as several may be put in one place."""
+    """Values and positions are whole, as several may be put in one place."""
     picked = _Picked(call)
     out = [":" if index in picked.picked and index != "0" else index for index in picked.out]
     indices = {name: [":" if size > 1 else "0" for size in shape] for name, shape in picked.shapes.items()}
@@ -345,4 +348,4 @@ RULES = (
     ),
     Rule((A.constant_pad_nd,), _spell_padded),
 )  # fmt: skip
-"""What this library knows; operators that torch tags as pointwise need no rule."""
+"""The operators that this library describes; those that torch tags as pointwise need no rule."""

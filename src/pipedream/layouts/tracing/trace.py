@@ -27,7 +27,7 @@ from pipedream.layouts.tracing.spelling import rename_tensors
 from pipedream.sharding.whole_weights import steps_each_element
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-"""What returns its operand; autograd calls it for each tensor that it keeps."""
+"""Operators that return their operand; autograd calls it for each tensor that it keeps."""
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 """Numbers that a tensor decides."""
@@ -82,7 +82,7 @@ class DescribedCall:
     """A line of the text as a call.
 
     Attributes:
-        call: with tensors without data.
+        call: the call, on tensors without data.
         tensors: argument -> tensor; those of a list have a number after the argument's name.
         step: the line with the schema's names.
     """
@@ -98,16 +98,16 @@ class TracedStep:
     """A training step as operators, which can be run.
 
     Attributes:
-        calls: those of forward and backward, each the line of the same number of `operators.text`; updates follow.
+        calls: calls of forward and backward, each the line of the same number of `operators.text`; updates follow.
         parameters, buffers: name in the model -> tensor.
         gradients: name in the model -> tensor.
-        updated: of buffers.
+        updated: name of a buffer -> tensor after the step.
         inputs: the tensors of the sample, in the order of its leaves.
-        outputs: of the model, or the loss.
+        outputs: outputs of the model, or the loss.
         tangents: gradients of the outputs, where there is no loss.
-        input_gradients: of the floating-point inputs, where there is no loss.
+        input_gradients: gradients of the floating-point inputs, where there is no loss.
         constants: tensor -> a function that makes it.
-        drawn: those of the constants that are random numbers, in the order in which they are drawn.
+        drawn: constants that are random numbers, in the order in which they are drawn.
     """
 
     operators: Operators

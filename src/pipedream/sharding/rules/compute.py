@@ -32,8 +32,8 @@ def compute_on_parts(
     """Applies a function to the parts; returns a DTensor, or a tuple of them.
 
     Args:
-        name: in words, for errors.
-        shape: of the result, whose parts may then be of different sizes.
+        name: the operator in words, for errors.
+        shape: shape of the result, whose parts may then be of different sizes.
 
     Raises:
         PlanError: the table has no row for the operands' placements, or parts are of different sizes.
