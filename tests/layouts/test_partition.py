@@ -276,7 +276,7 @@ def _yield_cut_pairs(ops: Operators) -> int:
         for taken in product(*each):
             schemes = {name: cut for names, cut in zip(ops.groups, taken, strict=True) for name in names}
             choice = Choice(schemes, indices)
-            first = Search(ops).elements(start, choice)
+            first = Search(ops).count_elements(start, choice)
             if first < least:
                 least = min(least, first + 2 * Search(ops).find_cheapest(start.after(choice))[0])
     return least
@@ -329,7 +329,7 @@ def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:
     start = State.uncut(ops)
     fewest, choices = merged.find_cheapest(start)
     (choice,) = next(choices)
-    assert plain.elements(start, choice) == fewest
+    assert plain.count_elements(start, choice) == fewest
     assert plain.find_cheapest(start)[0] <= fewest <= 1.2 * plain.find_cheapest(start)[0]
     inner = [choice.indices[number] for number, step in enumerate(ops.steps) if step.result.startswith("a1_")]
     assert len(set(inner)) == 1
