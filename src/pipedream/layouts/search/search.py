@@ -112,7 +112,7 @@ class Search:
         self.uncut = State.uncut(operators)
         self.cells = 0
         self._first: dict[int, Elimination] = {}
-        self._known: dict[object, Costs] = {}
+        self._cost_tables: dict[object, Costs] = {}
         tensors = {name: group[0] for group in operators.groups for name in group}
         self._choose_together(tensors, list(range(len(operators.steps))))
         if self.cells > most_cells:
@@ -234,7 +234,7 @@ class Search:
         _, tensor, indices, is_result = pair
         shape = self.operators.tensors[tensor]
         key = indices, is_result, shape, _make_hashable(steps), _make_hashable(tensors)
-        if key not in self._known:
+        if key not in self._cost_tables:
             access = Access(tensor, indices, 0)
             costs = np.zeros((len(steps), len(tensors)))
             for at in range(len(steps[0])):
@@ -243,8 +243,8 @@ class Search:
                 ways = ((kept, use) for use, kept in product(used, stored))
                 each = [count_moved(use, kept) if is_result else count_moved(kept, use) for kept, use in ways]
                 costs += 2**at * np.reshape(each, costs.shape)
-            self._known[key] = costs
-        return self._known[key]
+            self._cost_tables[key] = costs
+        return self._cost_tables[key]
 
 
 _Taken = tuple[tuple[Any, Any], ...]
