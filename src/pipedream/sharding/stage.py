@@ -316,20 +316,17 @@ class StageSharding:
     def sum_gradients(self, names: Sequence[str], sums: Sequence[torch.Tensor | None]) -> None:
         """Adds up, in place, the gradients that are still partial sums."""
         with self.count_collectives("sums"):
-            self._sum_gradients(names, sums)
-
-    def _sum_gradients(self, names: Sequence[str], sums: Sequence[torch.Tensor | None]) -> None:
-        for at in range(len(self.mesh.dimensions)):
-            group = self.device_mesh.get_group(at)
-            late = [
-                total
-                for name, total in zip(names, sums, strict=True)
-                if total is not None and at in (self._weights[name].summed_late or ())
-            ]
-            works = [dist.all_reduce(total, group=group, async_op=True) for total in late]
-            for work in works:
-                assert work is not None
-                work.wait()
+            for at in range(len(self.mesh.dimensions)):
+                group = self.device_mesh.get_group(at)
+                late = [
+                    total
+                    for name, total in zip(names, sums, strict=True)
+                    if total is not None and at in (self._weights[name].summed_late or ())
+                ]
+                works = [dist.all_reduce(total, group=group, async_op=True) for total in late]
+                for work in works:
+                    assert work is not None
+                    work.wait()
 
     def sum(self, number: torch.Tensor) -> torch.Tensor:
         """Returns the sum over all ranks of the worker."""

@@ -131,7 +131,7 @@ class Search:
         )
         variables: list[Variable] = [*dict.fromkeys(tensors.values()), *dict.fromkeys(steps)]
         self.sizes = {
-            variable: len(list_choices(self.operators, variable, self._get_part(self.uncut, variable)))
+            variable: len(list_choices(self.operators, variable, self._select_part(self.uncut, variable)))
             for variable in variables
         }
         self._order, self.cells = self._find_order(by_fill=False)
@@ -140,7 +140,7 @@ class Search:
         return find_elimination_order([pair[:2] for pair in self._pairs], self.sizes, by_fill=by_fill)
 
     @staticmethod
-    def _get_part(state: State, variable: Variable) -> Any:
+    def _select_part(state: State, variable: Variable) -> Any:
         return state.boxes[variable] if isinstance(variable, str) else state.ranges[variable]
 
     def find_cheapest(self, state: State, cuts: int = 1, most: int = 1) -> tuple[int, Iterator[tuple[Choice, ...]]]:
@@ -153,7 +153,7 @@ class Search:
             PlanError: a table would be too large.
         """
         values = {
-            variable: self._list_ways(variable, self._get_part(state, variable), cuts) for variable in self._order
+            variable: self._list_ways(variable, self._select_part(state, variable), cuts) for variable in self._order
         }
         elimination = self._first.get(cuts) if state is self.uncut else None
         if elimination is None:
@@ -188,7 +188,9 @@ class Search:
 
         Operators take their cheapest index, with the cheapest schemes of the tensors that have none yet.
         """
-        values = {variable: self._list_ways(variable, self._get_part(state, variable), 1) for variable in self._order}
+        values = {
+            variable: self._list_ways(variable, self._select_part(state, variable), 1) for variable in self._order
+        }
         costs: dict[Variable, dict[str, Costs]] = defaultdict(dict)  # operator -> tensor -> costs of index and scheme
         for pair, times in self._pairs.items():
             step, tensor = pair[:2]

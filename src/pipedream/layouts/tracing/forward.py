@@ -78,6 +78,7 @@ def _read_name(function: Any) -> str:
 
 
 def split_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the positional and the keyword arguments of a sample."""
     if isinstance(sample, Mapping):
         return (), dict(sample)
     return (sample if isinstance(sample, tuple) else (sample,)), {}

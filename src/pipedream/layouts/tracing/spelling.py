@@ -21,10 +21,12 @@ def broadcast(indices: Sequence[str], shape: Sequence[int]) -> list[str]:
 
 
 def spell_access(tensor: str, indices: Sequence[str]) -> str:
+    """Spells a tensor with its indices."""
     return f"{tensor}[{', '.join(indices)}]"
 
 
 def spell_function(out: Sequence[str], operands: Mapping[str, Sequence[str]], sign: str = "=") -> str:
+    """Spells an operator that computes `out` from operands."""
     accesses = ", ".join(spell_access(name, indices) for name, indices in operands.items())
     return f"{spell_access('out', out)} {sign} f({accesses})"
 
@@ -35,6 +37,7 @@ def spell_copy(source: Sequence[str], out: Sequence[str]) -> str:
 
 
 def spell_sum(*terms: tuple[int, str]) -> str:
+    """Spells a sum of indices with their coefficients."""
     return " + ".join(f"{times}*{name}" for times, name in terms)
 
 

@@ -52,6 +52,7 @@ def apply_batch_norm(
 def apply_layer_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
+    """Takes the statistics over all ranks where a normalized dimension is sharded."""
     x, over = complete_sums(input), list(range(-len(normalized_shape), 0))
     if is_sharded(x, over):
         x = x - sum_partials(x.mean(over, keepdim=True))
@@ -62,6 +63,7 @@ def apply_layer_norm(
 
 
 def apply_rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    """Takes the mean square over all ranks where a normalized dimension is sharded."""
     x, over = complete_sums(input), list(range(-len(normalized_shape), 0))
     if is_sharded(x, over):
         eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -105,6 +107,7 @@ def apply_instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
+    """Normalizes each channel of each sample, as groups of one channel."""
     if running_mean is not None:
         raise PlanError(
             f"instance_norm with running statistics was asked for on a mesh, for a tensor of {tuple(input.shape)}; use "
