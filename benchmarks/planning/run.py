@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, format_head
+from scaffold import Environment, format_head, format_row
 
 CLASSIC = (
     ("resnet50", (8, 2), (30e9, 3.125e9), "268 s"),
@@ -62,18 +62,28 @@ def main() -> None:
     if folder is None or not Path(folder).is_dir():
         parser.error("give the folder of the original's profiles: --profiles FOLDER, or PIPEDREAM_PROFILES")
     print(Environment().describe() + "\n")
+    files = sorted(Path(folder).glob("*.txt"))
+    print_classic(Path(folder))
+    print_rates(files)
+    print_levels([file for file in files if file.stem in LARGE])
+    print_chains()
+    print_choices(files)
 
-    print("| the classic model | original | here | slowest stage |\n| --- | ---: | ---: | ---: |")
+
+def print_classic(folder: Path) -> None:
+    """Prints the seconds of the original's model beside the original's."""
+    print(format_head("the classic model | original | here | slowest stage", "lr"))
     for name, widths, rates, original in CLASSIC:
-        text = GraphText.load(Path(folder) / f"{name}.txt")
-        cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=True)))
-        seconds, answer = timed(partial(planning.classic, text, cluster))
-        print(
-            f"| {name}, {'x'.join(map(str, widths))} | {original} | {seconds:.2f} s | {answer.slowest_stage_s:.9f} s |"
-        )
+        text = GraphText.load(folder / f"{name}.txt")
+        seconds, answer = timed(partial(planning.classic, text, make_cluster(widths, rates)))
+        cells = f"{name}, {name_size(widths)}", original, f"{seconds:.2f} s", f"{answer.slowest_stage_s:.9f} s"
+        print(format_row(cells))
 
-    print("\n| the pipedream model, 16 workers | layers | planning | config | gap |\n| --- | ---: | --- | --- | --- |")
-    for file in sorted(Path(folder).glob("*.txt")):
+
+def print_rates(files: Sequence[Path]) -> None:
+    """Prints plans of each profile at several bandwidths."""
+    print("\n" + format_head("the pipedream model, 16 workers | layers | planning | config | gap", "lrl"))
+    for file in files:
         profile = GraphText.load(file).profile(file.stem)
         took, configs, gaps = [], [], []
         for rate in RATES:
@@ -81,38 +91,51 @@ def main() -> None:
             took.append(f"{seconds:.1f}")
             configs.append(plan.config)
             gaps.append(gap_of(plan))
-        cells = (f"{' / '.join(took)} s", ", ".join(configs), " / ".join(gaps))
-        print(f"| {file.stem} | {len(profile.layers)} | {' | '.join(cells)} |")
+        cells = f"{' / '.join(took)} s", ", ".join(configs), " / ".join(gaps)
+        print(format_row((file.stem, len(profile.layers), *cells)))
     print(f"\nAt {', '.join(f'{rate:.3g}' for rate in RATES)} bytes/s.\n")
 
-    print("| two levels | workers | planning | config | gap |\n| --- | --- | ---: | --- | --- |")
-    for file in sorted(Path(folder).glob("*.txt")):
-        if file.stem in LARGE:
-            profile = GraphText.load(file).profile(file.stem)
-            for widths, rates in LEVELS:
-                cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=True)))
-                seconds, plan = timed(partial(search, profile, cluster))
-                size = "x".join(map(str, widths))
-                print(f"| {file.stem} | {size} | {seconds:.1f} s | {plan.config} | {gap_of(plan)} |")
+
+def print_levels(files: Sequence[Path]) -> None:
+    """Prints plans of large profiles for clusters of two levels."""
+    print(format_head("two levels | workers | planning | config | gap", "llrl"))
+    for file in files:
+        profile = GraphText.load(file).profile(file.stem)
+        for widths, rates in LEVELS:
+            seconds, plan = timed(partial(search, profile, make_cluster(widths, rates)))
+            print(format_row((file.stem, name_size(widths), f"{seconds:.1f} s", plan.config, gap_of(plan))))
     print()
 
-    print("| a chain | workers | planning | gap |\n| --- | --- | ---: | --- |")
-    for layers, levels in ((200, (64,)), (1000, (8, 16, 8))):
-        rates = (150e9, 12.5e9, 1.25e9)
-        cluster = Cluster(tuple(Level(width, rate) for width, rate in zip(levels, rates, strict=False)))
-        seconds, plan = timed(partial(search, chain(layers), cluster))
-        print(f"| {layers} layers | {'x'.join(map(str, levels))} | {seconds:.1f} s | {gap_of(plan)} |")
 
-    print("\n| choosing by simulation | workers | search | simulate | ratio | faster |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    cases = [(file.stem, GraphText.load(file).profile(file.stem), 16) for file in sorted(Path(folder).glob("*.txt"))]
+def print_chains() -> None:
+    """Prints how long it takes to plan chains of hundreds of layers."""
+    print(format_head("a chain | workers | planning | gap", "llrl"))
+    for layers, widths in ((200, (64,)), (1000, (8, 16, 8))):
+        seconds, plan = timed(partial(search, chain(layers), make_cluster(widths, (150e9, 12.5e9, 1.25e9))))
+        print(format_row((f"{layers} layers", name_size(widths), f"{seconds:.1f} s", gap_of(plan))))
+
+
+def print_choices(files: Sequence[Path]) -> None:
+    """Prints what it costs and gains to choose among plans by simulation."""
+    print("\n" + format_head("choosing by simulation | workers | search | simulate | ratio | faster", "lr"))
+    cases = [(file.stem, GraphText.load(file).profile(file.stem), 16) for file in files]
     for name, profile, workers in [*cases, ("96 layers", chain(96), 64)]:
         cluster = Cluster.flat(workers, 1.25e9, 1e-4)
         before_s, before = timed(partial(search, profile, cluster))
         after_s, after = timed(partial(planning.plan, profile, cluster))
         times = score(before).period_s / score(after).period_s
-        cells = f"{before_s:.2f} s | {after_s:.2f} s | {after_s / before_s:.1f} | {times:.2f} times"
-        print(f"| {name} | {workers} | {cells} |")
+        cells = f"{before_s:.2f} s", f"{after_s:.2f} s", f"{after_s / before_s:.1f}", f"{times:.2f} times"
+        print(format_row((name, workers, *cells)))
+
+
+def make_cluster(widths: Sequence[int], rates: Sequence[float]) -> Cluster:
+    """Returns a cluster with these widths and bandwidths of its levels."""
+    return Cluster(tuple(Level(width, rate) for width, rate in zip(widths, rates, strict=False)))
+
+
+def name_size(widths: Sequence[int]) -> str:
+    """Returns widths as text, such as 8x2."""
+    return "x".join(map(str, widths))
 
 
 def table_of_meshes() -> None:
