@@ -41,7 +41,7 @@ from pipedream.workflows.prepare import (
     add_compensation,
     check_phases_fit,
     choose_phase_to_plan,
-    do_all_flush,
+    is_synchronous,
     read_run_phases,
 )
 from pipedream.workflows.probe import detect_cluster
@@ -239,7 +239,7 @@ def plan_job(job: Job, process: Process) -> PlannedJob:
     if schedule == "auto":
         schedule, microbatches = resolve_method(plan, None, microbatches)
     phases = job.phases or (Phase(schedule, microbatches=microbatches),)
-    if compensation is None and not do_all_flush(plan, phases):
+    if compensation is None and not is_synchronous(plan, phases):
         # Methods that flush refuse a compensation asked of this run; the recipe's does not apply to them.
         compensation = recipe.compensation
     check_phases_fit(plan, add_compensation(plan, phases, compensation), profile)

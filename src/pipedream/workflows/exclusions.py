@@ -28,8 +28,8 @@ def check_options(
     for row in EXCLUSIONS:
         if _read_option(row.condition) not in options:
             continue
-        excluded = [_read_option(condition) for condition in row.others.split() if _applies(condition, options)]
-        if excluded and _applies(row.condition, options):
+        excluded = [_read_option(condition) for condition in row.others.split() if _meets(condition, options)]
+        if excluded and _meets(row.condition, options):
             option, others = _read_option(row.condition), [spell(name, options[name]) for name in excluded]
             listed = " and ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
             raise error(
@@ -75,7 +75,7 @@ def _read_option(condition: str) -> str:
     return condition.partition(":")[0].partition("=")[0].rstrip("!")
 
 
-def _applies(condition: str, options: Mapping[str, Any]) -> bool:
+def _meets(condition: str, options: Mapping[str, Any]) -> bool:
     name = _read_option(condition)
     if name not in options:
         return False

@@ -149,7 +149,7 @@ def _compare(
     """Plans without a mesh, by the planner that the request names."""
     check_options(vars(request))
     if request.cost_model == "classic":
-        return _single_candidate(classic(source, request).plan, request)
+        return _make_single_candidate(classic(source, request).plan, request)
     profile = _read_profile(source)
     if request.microbatches is not None and 1 < profile.batch < request.microbatches:
         raise PlanError(
@@ -157,15 +157,15 @@ def _compare(
             "most as many, or profile larger minibatches"
         )
     if request.strategy == "2bw":
-        return _single_candidate(_plan_2bw(profile.without_tied_groups(), request), request)
+        return _make_single_candidate(_plan_2bw(profile.without_tied_groups(), request), request)
     if request.schedule == AUTO:
         return _plan_auto(profile, request, names)
     if schedules.properties_of(request.schedule).same_updates:
         profile = profile.without_tied_groups()
     if schedules.layout_of(request.schedule) is not None:
-        return _single_candidate(lay_out_stages(profile, request), request)
+        return _make_single_candidate(lay_out_stages(profile, request), request)
     if schedules.is_torch_csv(request.schedule):
-        return _single_candidate(plan_from_file(profile, request), request)
+        return _make_single_candidate(plan_from_file(profile, request), request)
     return StageSearch(profile, request).compare(score_plan)
 
 
@@ -197,7 +197,7 @@ def _plan_2bw(profile: Profile, request: PlanRequest) -> Plan:
     return replace(plan, schedule="pipedream_2bw")
 
 
-def _single_candidate(plan: Plan, request: PlanRequest) -> planner.Comparison:
+def _make_single_candidate(plan: Plan, request: PlanRequest) -> planner.Comparison:
     """Compares nothing: the request leaves no choice."""
     return planner.Comparison(plan, (make_candidate(plan, request.shape_text),))
 

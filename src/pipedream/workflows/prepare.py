@@ -47,7 +47,7 @@ def read_run_phases(
     return read_phases(phases) if isinstance(phases, str) else check_phases(phases)
 
 
-def do_all_flush(plan: Plan, phases: Sequence[Phase]) -> bool:
+def is_synchronous(plan: Plan, phases: Sequence[Phase]) -> bool:
     """Whether no phase has late gradients."""
     return all(_build(plan, phase).flushes for phase in phases)
 
@@ -65,7 +65,7 @@ def add_compensation(plan: Plan, phases: Sequence[Phase], compensation: Any) -> 
     """
     if compensation is None:
         return tuple(phases)
-    chosen, none_late = compensations(compensation), do_all_flush(plan, phases)
+    chosen, none_late = compensations(compensation), is_synchronous(plan, phases)
     return tuple(
         replace(phase, compensation=chosen)
         if phase.compensation is None and (none_late or not _build(plan, phase).flushes)
