@@ -36,7 +36,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Crossover:
-    """Where a method's pipelines overtake data parallelism.
+    """The bandwidth at which a method's pipelines overtake data parallelism.
 
     Attributes:
         bandwidth_bytes_per_s: where both are equally fast; None if nowhere.

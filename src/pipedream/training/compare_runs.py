@@ -40,7 +40,7 @@ class RunFailed(Exception):
 
     @property
     def reason(self) -> str:
-        """Why, in a line. Raises KeyboardInterrupt if the user stopped it."""
+        """The message in a line. Raises KeyboardInterrupt if the user stopped it."""
         self._check_interrupt()
         return self.text.rpartition("\n")[2] or f"exit status {self._status}"
 

@@ -30,7 +30,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class _Way:
-    """How a variant is planned and trained.
+    """A variant before it is measured: its plan and its kind of training.
 
     Attributes:
         kind: of a `WorkerJob`, for torch's; '' is ``pipedream train``.

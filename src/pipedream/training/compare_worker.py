@@ -25,7 +25,7 @@ BEGUN = ".begun"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerJob:
-    """What a worker does; its JSON is the worker's argument.
+    """The task of a worker; its JSON is the worker's argument.
 
     Attributes:
         kind: 'profile' measures the recipe on all workers at the same time; 'messages' what a byte of a message takes

@@ -17,7 +17,7 @@ _SHOWN = {"in_flight": "in flight", "makespan_s": "makespan in seconds"}
 
 @dataclass(frozen=True)
 class ClaimCheck:
-    """What was compared, under the claims' own assumption.
+    """A method's claims beside its simulation, under their own assumption.
 
     Attributes:
         compared: names of `Claims` that the method makes for so many workers and microbatches.

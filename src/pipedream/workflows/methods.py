@@ -58,7 +58,7 @@ def score(plan: Plan) -> planner.Score:
 
 
 def takes_long(plan: Plan) -> bool:
-    """Whether a plan has too many workers, or too long a cycle of its replicas, to be simulated among others."""
+    """Returns whether a plan has too many workers, or too long a replica cycle, to be simulated among others."""
     return max(plan.workers, plan.placement.cycle) > MOST_SIMULATED
 
 

@@ -64,7 +64,7 @@ def compare_mixed(
 
 
 def is_simulated(request: PlanRequest) -> bool:
-    """Whether plans are simulated; the request's cluster has ranks as workers."""
+    """Returns whether plans are simulated; the request's cluster has ranks as workers."""
     return request.strategy == "simulate" and request.workers_and_links.workers <= MOST_SIMULATED
 
 

@@ -48,7 +48,7 @@ def read_run_phases(
 
 
 def is_synchronous(plan: Plan, phases: Sequence[Phase]) -> bool:
-    """Whether no phase has late gradients."""
+    """Returns whether no phase has late gradients."""
     return all(_build(plan, phase).flushes for phase in phases)
 
 

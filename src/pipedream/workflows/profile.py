@@ -298,7 +298,7 @@ def _find_graph_layers(model: Any, graph: LayerGraph) -> Captured:
 
 
 def _list_shared_names(model: Any, graph: LayerGraph) -> set[str]:
-    """Other names of what the graph's layers use."""
+    """Lists further names of the state that the graph's layers use."""
     state = named_state(model)
     used = {id(state[name]) for layer in graph.layers for name in layer.parameters}
     return {name for name, tensor in state.items() if id(tensor) in used}

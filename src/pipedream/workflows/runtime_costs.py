@@ -19,7 +19,7 @@ _AT_ONCE_BYTES_PER_S = 1e30
 
 @dataclass(frozen=True)
 class MeasuredRuntime:
-    """What the runtime costs a worker, and the link between two of them as its messages see it.
+    """The runtime's costs at a worker, and the link between two workers as its messages see it.
 
     Attributes:
         bandwidth_bytes_per_s, latency_s: None if unknown; within a single process a message arrives at once.
