@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib.util
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -138,6 +139,36 @@ def test_words_of_a_name() -> None:
         "io",
         "chunk",
     }
+
+
+def test_the_architecture_page_names_what_exists() -> None:
+    """Names in backticks that look like code: files and folders, classes, their members, dotted and called names."""
+    sources = {path: path.read_text(encoding="utf-8") for path in MODULES.values()}
+    words = set(re.findall(r"\w+", "\n".join(sources.values())))
+    places = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*")}
+    places |= {f"{path.parent.name}/{path.name}" for path in PACKAGE.rglob("*")} | {
+        path.name for path in PACKAGE.rglob("*")
+    }
+    members: dict[str, set[str]] = {}
+    for source in sources.values():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                members.setdefault(node.name, set()).update(re.findall(r"\w+", ast.unparse(node)))
+    elsewhere = {"FILE.py", "Schedule1F1B._get_pipeline_order", "tests", "benchmarks"}
+    page = re.sub(r"```.*?```", "", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), flags=re.S)
+    missing = []
+    for name in sorted(set(re.findall(r"`([A-Za-z_][\w./]*)(?:\(\))?`", page)) - elsewhere):
+        stem = name.rstrip("/")
+        if "/" in name or name.endswith(".py"):
+            exists = stem in places or stem in elsewhere or (ROOT / stem).exists()
+        elif name[0].isupper() and "." in name:
+            owner, member = name.split(".", 1)
+            exists = member in members.get(owner, ())
+        else:
+            exists = all(word in words for word in name.split("."))
+        if not exists:
+            missing.append(name)
+    assert not missing, "docs/architecture.md names what does not exist"
 
 
 def test_deliberate_breaks_are_of_this_code() -> None:

@@ -32,7 +32,8 @@ from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import compensations
-from pipedream.core.schedule.phase import next_border, phase_after, phase_at, phases_text
+from pipedream.core.schedule.coupling import Policy
+from pipedream.core.schedule.phase import Phase, next_border, phase_after, phase_at, phases_text
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
 from pipedream.probe.machine import available_bytes
@@ -88,15 +89,8 @@ class Pipeline:
         self.plan = plan
         phases = read_run_phases(options.schedule, options.microbatches, options.phases)
         self.phases = add_compensation(plan, phases, options.compensation)
-        changes, seed = len(phases) > 1, options.seed or 0
-        self._request = RunRequest(
-            seed=seed,
-            plan=plan,
-            phases=phases_text(phases) if changes else "",
-            phases_compensation=(
-                compensations(options.compensation) if changes and options.compensation is not None else None
-            ),
-        )
+        seed = options.seed or 0
+        self._request = _make_run_request(plan, phases, options.compensation, seed)
         captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
         shared = find_tied_weights(model, captured.graph, plan.stages)
         self.plan = plan = replace(plan, tied_weights=shared).with_layout(options.layout or Layout())
@@ -105,13 +99,7 @@ class Pipeline:
         self._phase = 0
         self._number = self._epoch = self._epoch_batches = 0
         self._enter(0)
-        self._adapt_batch = BatchAdapter(
-            options.inputs,
-            options.targets,
-            is_torch_loss(options.loss),
-            own_loss=options.loss is None,
-            reads_batch=bool(options.metrics or options.weight),
-        )
+        self._adapt_batch = _make_batch_adapter(options)
         self._callbacks = tuple(options.callbacks)
         self._segment: Iterator[Done] | None = None
         self.ready: deque[Done] = deque()
@@ -125,26 +113,12 @@ class Pipeline:
         loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
         if any(needs_weights(prepared.program) for prepared in self.prepared):
             loss.check_split()
-        settings = Settings(
-            loss=loss,
-            optimizer=options.optimizer,
-            metrics=dict(options.metrics),
-            scheduler=options.scheduler,
-            seed=seed,
-            policy=policy,
-            ema=options.ema,
-            autocast=dtype_of(options.autocast),
-            compile=compile_arguments(options.compile),
-            scaling=scaling,
-            batch_dim=options.batch_dim,
-            layout=_check_layout(options, self.prepared, model, captured.graph),
-            parallelize=options.parallelize,
-        )
+        layout = _check_layout(options, self.prepared, model, captured.graph)
         blueprint = Blueprint(
             programs=[prepared.program for prepared in self.prepared],
             evaluation=build_evaluation(self.prepared[0].schedule),
             stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
-            settings=settings,
+            settings=_make_settings(options, loss, layout, policy, scaling, seed),
             device=process_device(options.device),
             shared=shared,
             settings_to_agree=lambda: _list_settings_to_agree(model, options, seed),
@@ -522,6 +496,46 @@ class Pipeline:
             self._session.close(failed=True)
             with suppress(Exception):  # the error that is raised already says more
                 self._loggers.finalize("failed")
+
+
+def _make_run_request(plan: Plan, phases: Sequence[Phase], compensation: Any, seed: int) -> RunRequest:
+    changes = len(phases) > 1
+    return RunRequest(
+        seed=seed,
+        plan=plan,
+        phases=phases_text(phases) if changes else "",
+        phases_compensation=compensations(compensation) if changes and compensation is not None else None,
+    )
+
+
+def _make_settings(
+    options: PipelineOptions, loss: Loss, layout: Layout, policy: Policy, scaling: LossScaleOptions | None, seed: int
+) -> Settings:
+    return Settings(
+        loss=loss,
+        optimizer=options.optimizer,
+        metrics=dict(options.metrics),
+        scheduler=options.scheduler,
+        seed=seed,
+        policy=policy,
+        ema=options.ema,
+        autocast=dtype_of(options.autocast),
+        compile=compile_arguments(options.compile),
+        scaling=scaling,
+        batch_dim=options.batch_dim,
+        layout=layout,
+        parallelize=options.parallelize,
+    )
+
+
+def _make_batch_adapter(options: PipelineOptions) -> BatchAdapter:
+    return BatchAdapter(
+        options.inputs,
+        options.targets,
+        is_torch_loss(options.loss),
+        own_loss=options.loss is None,
+        reads_batch=bool(options.metrics or options.weight),
+    )
 
 
 def _applies_styles(options: PipelineOptions, plan: Plan) -> bool:

@@ -68,6 +68,22 @@ class _Step(NamedTuple):
     instruction: Instruction
 
 
+_Actions = Mapping[Kind | Move, Callable[[int, int], Waiting[Any] | None]]
+
+
+def _resolve_steps(program: Program, rank: int, actions: _Actions) -> tuple[list[_Step], list[_Step]]:
+    """Returns the steps of the warm-up and of the period."""
+    instructions = program.ranks[rank]
+    warmup = [_resolve_step(program, instruction, actions) for instruction in instructions.warmup]
+    return warmup, [_resolve_step(program, instruction, actions) for instruction in instructions.period]
+
+
+def _resolve_step(program: Program, instruction: Instruction, actions: _Actions) -> _Step:
+    by = advance_instruction(instruction, program.cycle, program.updates).index - instruction.index
+    at = instruction.stage if isinstance(instruction, Op) else instruction.channel
+    return _Step(actions[instruction.kind], at, instruction.index, by, instruction)
+
+
 class Worker:
     """One worker, or one of its ranks.
 
@@ -150,7 +166,7 @@ class Worker:
             activity=activity,
             is_stop_requested=lambda: self.stop_requested(),
         )
-        self._actions: dict[Kind | Move, Callable[[int, int], Waiting[Any] | None]] = {
+        self._actions: _Actions = {
             Kind.FORWARD: forwards.run,
             Kind.BACKWARD: backwards.run,
             Kind.INPUT_GRADIENT: backwards.run_inputs,
@@ -161,13 +177,15 @@ class Worker:
             Move.SEND: self._send,
             Move.SYNC: self._sync,
         }
-        self._steps: dict[bool, tuple[list[_Step], list[_Step]]] = {False: self._resolve_steps(evaluation)}
+        self._steps: dict[bool, tuple[list[_Step], list[_Step]]] = {
+            False: _resolve_steps(evaluation, rank, self._actions)
+        }
         self.switch_to(program, 0)
         self._begin(DataStream(), None)
 
     def switch_to(self, program: Program, phase: int) -> None:
         self.program = program
-        self._steps[True] = self._resolve_steps(program)
+        self._steps[True] = _resolve_steps(program, self.rank, self._actions)
         self._backwards.switch_to(program)
         self._replicas = program.placement.replicas
         self._waits_for_others = {
@@ -254,18 +272,6 @@ class Worker:
 
     # -- the loop -----------------------------------------------------------------------------------
 
-    def _resolve_steps(self, program: Program) -> tuple[list[_Step], list[_Step]]:
-        """Returns the steps of the warm-up and of the period."""
-        mine = program.ranks[self.rank]
-        return [self._resolve_step(program, i) for i in mine.warmup], [
-            self._resolve_step(program, i) for i in mine.period
-        ]
-
-    def _resolve_step(self, program: Program, instruction: Instruction) -> _Step:
-        by = advance_instruction(instruction, program.cycle, program.updates).index - instruction.index
-        at = instruction.stage if isinstance(instruction, Op) else instruction.channel
-        return _Step(self._actions[instruction.kind], at, instruction.index, by, instruction)
-
     def _run(self, program: Program) -> Generator[Any, None, None]:
         """Yields what it would wait for, and each `Done`."""
         steps, period = self._steps[self._stream.trains]
@@ -290,7 +296,7 @@ class Worker:
                 self._turn = 0
                 for instruction in program.instructions(self.rank, self._total, executed):
                     self._instruction = instruction
-                    step = self._resolve_step(program, instruction)
+                    step = _resolve_step(program, instruction, self._actions)
                     yield from step.run(step.at, step.index) or ()
         except CaptureError as error:
             raise WorkerError(self._process, self.where, str(error)) from error
