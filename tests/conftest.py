@@ -1,4 +1,4 @@
-"""What every test stands on: fixed seeds, one thread, and a word on what the machine lacks."""
+"""Settings of all tests: fixed seeds, one thread, and reasons to skip what the machine cannot run."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ QUICK = {
     ("t1", "mlp pipedream 1-1-1 float64 adamw"),
     ("gap", "mlp pipedream 1-1-1 float64 sgd"),
 }
-"""What the default run tries; the rest is slow."""
+"""Cases of the default run; the others are slow."""
 
 
 def _matrix() -> list[Any]:

@@ -1,4 +1,4 @@
-"""What couples the stages beside the data: norms over all of them, gradients that are not numbers, tied weights."""
+"""Couplings of stages beside the data: norms over all of them, gradients that are not numbers, tied weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What goes wrong in a run, seen from the shell: all processes end soon, one message says what and where.
+"""Runs that fail, seen from the shell: all processes end soon, one message says what and where.
 
-Each run has two worker processes. A plan is given, so that nothing is profiled and a layer fails where it is told to.
+Each run has two worker processes. A plan is given, so that nothing is profiled and a layer fails where the test says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whatever stands in a file or a recipe: it is taken, or refused in one clear message, and nothing is overwritten.
+"""Files and recipes with any content: each is taken, or refused in one clear message, and nothing is overwritten.
 
 About a thousand wrong inputs a run; in continuous integration the same ones each time.
 """
@@ -134,7 +134,7 @@ def tried(call: Callable[[], Any], kind: type[PipelineError] = PipelineError) ->
         return None, error
 
 
-def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Runs the command here; returns its exit status and what it printed on standard error."""
     status = main(arguments)
     return status, capsys.readouterr().err
@@ -160,7 +160,7 @@ def test_the_command_on_a_spoiled_file(
     text = data.draw(spoiled(NOUNS[name]))
     file.write_text(text, encoding="utf-8", errors="replace")
     out.write_text("mine")
-    status, err = told(COMMANDS[name](str(file), str(out)), capsys)
+    status, err = run_and_read_error(COMMANDS[name](str(file), str(out)), capsys)
     assert status in (0, 2)
     if status:
         assert err.startswith("pipedream: ")

@@ -236,7 +236,7 @@ LINKED = {
     "2 also": [case for case in LINKED_BY_TWO if case.schedule in ALSO_LINKED],
     "4": [_case("cnn", "chimera", 4), _case("transformer", "pipedream", 4)],
 }
-"""What is trained over links, as on GPUs, by so many: the first in the default run; a slow test adds IN_PROCESSES."""
+"""Runs over links, as on GPUs, by number of processes. The first is in the default run."""
 
 
 @pytest.mark.processes

@@ -451,6 +451,7 @@ class Stacked(nn.Module):
         return states[-1]
 
 
+@pytest.mark.slow
 def test_time_steps_of_a_model_are_found_alike() -> None:
     """Autograd's `detach` of each weight once stood between it and the steps that use it: tables had 1e8 entries."""
     sizes = []

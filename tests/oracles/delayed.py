@@ -34,9 +34,9 @@ class Paper:
         rule: 'graph', 'recompute' or 'stash'.
         ahead, back: s -> updates by which the weights of a forward, a backward are predicted; negative: corrected back.
         by: what one update is taken to add.
-        decay: of the average.
-        share: of weights one update old in those of a backward, whose significance decays exponentially with the
-            updates between them and the newest; None reads the newest alone.
+        decay: decay of the average.
+        share: share of the weights one update old in those of a backward. Their significance decays exponentially
+            with the updates between them and the newest. None reads the newest alone.
     """
 
     forward: Callable[[int, int], int]
@@ -371,7 +371,7 @@ def train(
         total: (output, targets) -> (sum, weight).
         optimizer: makes one for a stage.
         microbatches: m, of a minibatch.
-        replicas: of each stage.
+        replicas: number of replicas of each stage.
         rounds: an update is the mean of the replicas' minibatches, each normalised by itself; else it is of one.
         drains: minibatch numbers before which all stages are at their newest; versions are counted from there.
         rate_at: number of an update -> factor on the learning rate.

@@ -1,4 +1,4 @@
-"""What `torch.cuda` does for the library's clock and memory, without a GPU.
+"""Stands for `torch.cuda` in the library's clock and memory, without a GPU.
 
 The GPU's stream is a clock that runs ahead of the host: what is submitted takes `run` seconds, after what came before.
 """
@@ -16,10 +16,10 @@ class FakeCuda:
     """One GPU and its stream.
 
     Attributes:
-        now_s: of the host, that `time.perf_counter` returns.
+        now_s: the host's time, which `time.perf_counter` returns.
         stream_s: when the GPU has done what was submitted so far.
         events: events that were made.
-        resets: of the peak of memory.
+        resets: how often the peak of memory was reset.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run in phases must equal, in plain PyTorch: each phase by its own published rule, with the drains between.
+"""The numbers that a run in phases must equal, in plain PyTorch: each phase by its own rule, with drains between.
 
 One loop over the minibatches, as `reference.delayed`, but its rule changes: which version of a stage a minibatch reads
 (a synchronous method: the newest), into how many microbatches it is split, how many minibatches an update holds.
@@ -22,7 +22,7 @@ class Rule:
 
     Attributes:
         version: (stage, minibatch since the last drain) -> version since the last drain.
-        microbatches: of a minibatch.
+        microbatches: number of microbatches per minibatch.
         rounds: minibatches of an update, for each stage.
         norm_delay: updates by which the global norm that clips is late; None clips each stage by its own norm alone.
     """

@@ -1,4 +1,4 @@
-"""What a pipeline must equal, in plain PyTorch: no class of the library is used, only its seeding rule.
+"""The numbers that a pipeline must equal, in plain PyTorch: no class of the library is used, only its seeding rule.
 
 `plain` is one process: a loop over the microbatches, the sum of the gradients divided once. `delayed` is an
 asynchronous update rule as its paper writes it: all weights ever made are kept, and the gradient of each
@@ -26,11 +26,11 @@ Versions = Callable[[int, int], int]
 
 @dataclass
 class Answer:
-    """What came out.
+    """Results of a plain run.
 
     Attributes:
-        losses, weights, rates: of each minibatch.
-        state: of the model at the end.
+        losses, weights, rates: one of each per minibatch.
+        state: the model's at the end.
         at_drains: the whole model at each drain before the end.
         ema: averaged parameters.
     """
@@ -44,7 +44,7 @@ class Answer:
 
 
 class Rule:
-    """What a paper's update rule says beside the optimizer; this one says nothing. Stages are numbered.
+    """A paper's update rule beside the optimizer; this one changes nothing. Stages are numbered.
 
     `y` is what forwards read of a stage, `w` what its optimizer steps: name -> tensor.
     """
@@ -110,11 +110,11 @@ def plain(
     """Trains a copy of the model in one process.
 
     Args:
-        names: of the layers, as they are seeded.
+        names: names of the layers, as they are seeded.
         total: (output, targets) -> (sum, weight).
         drains: minibatch numbers at which the model is noted; nothing else happens there.
-        holders: of each stage, which take the microbatches in turn. The gradients do not depend on it; buffers are each
-            holder's own, averaged at drains, and counts are added up.
+        holders: workers that hold each stage and take its microbatches in turn. Gradients do not depend on their
+            number; each has buffers of its own, which are averaged at drains, and counts are added up.
     """
     model = copy.deepcopy(model)
     model.train()
@@ -200,7 +200,7 @@ def delayed(
         statistics: for each stage the names of its buffers; each replica has its own, averaged at drains, and
             counts are added up.
         clip: greatest norm of each stage's gradients by themselves.
-        rule: of the updates.
+        rule: the update rule.
     """
     rule = rule or Rule()
     counts = tuple(replicas or (1,) * len(stages))

@@ -30,12 +30,12 @@ Place = tuple[str, int, int]
 """A port: its direction, level and component."""
 
 Table = dict[tuple[str, int, int], tuple[float, float]]
-"""Of each message and each sum, by its row and its index, when it begins and when it is there."""
+"""Begin and end of each message and each sum, by its row and its index."""
 
 
 @dataclass
 class Pass:
-    """What the ranks do, the arrivals being given: their spans, and when they send, post receives and sum up."""
+    """The ranks' actions under given arrivals: their spans, and when they send, post receives and sum up."""
 
     spans: list[list[Span]]
     sent: dict[Message, float] = field(default_factory=dict)
@@ -228,7 +228,7 @@ def through_ports(program: Program, costs: Costs, done: Pass) -> Table:
 def flowing(
     rows: dict[Row, list[tuple[float, float, int]]], ways: dict[Row, dict[Place, float]]
 ) -> Iterator[tuple[Row, int, float, float]]:
-    """Lets what is in each row flow, one behind the other, all that share a place sharing its rate; yields what was
+    """Lets what is in each row flow, one after the other, all that share a place sharing its rate; yields what was
     there, when it began and when it ended."""
     now = 0.0
     at = dict.fromkeys(rows, 0)

@@ -40,7 +40,7 @@ class StrictError(AssertionError):
 
 
 class _Work:
-    """Of a transfer; the methods that the runtime uses."""
+    """A transfer, with the methods that the runtime uses."""
 
     def __init__(self, what: str, timeout_s: float) -> None:
         self.what = what
@@ -177,7 +177,7 @@ def outstanding() -> list[str]:
 
 
 def synchronize(device: Any = None) -> None:
-    """In place of torch.cuda.synchronize."""
+    """Replaces torch.cuda.synchronize."""
     if works := outstanding():
         raise StrictError(f"a wait for the whole device, while {works[0]} is outstanding")
 

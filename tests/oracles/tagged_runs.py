@@ -25,11 +25,11 @@ def check_tags(
     The table counts microbatches and versions from the last drain, tags their microbatches since the start of training.
 
     Args:
-        tags: of all ranks.
+        tags: those of all ranks.
         program: that ran.
         drains: minibatches that were done at each drain.
-        batches: of an epoch; a microbatch without a sample has no gradient.
-        begin, end: the first minibatch, and the one behind the last; None takes the last drain's.
+        batches: those of an epoch; a microbatch without a sample has no gradient.
+        begin, end: range of minibatches; an `end` of None is the last drain.
     """
     m, stop = program.microbatches, drains[-1] if end is None else end
     bases = sorted({begin, *(drain for drain in drains if begin < drain <= stop)})

@@ -19,11 +19,11 @@ STAGES_A_RANK = {
     "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }
-"""Those of torch 2.13 that tell their order; its 1F1B is a case of its own, see the tests."""
+"""Schedules of torch 2.13 that show their order; its 1F1B is a case of its own, see the tests."""
 
 
 class _Stage(_PipelineStageBase):
-    """What a schedule asks of a stage before it runs: where it is."""
+    """The part of a stage that a schedule reads before it runs: its place."""
 
     def __init__(self, index: int, stages: int, ranks: int, rank: int) -> None:
         self.stage_index, self.num_stages = index, stages

@@ -161,7 +161,9 @@ def test_memory_decides_between_methods() -> None:
     assert least.schedule == "naive"
 
 
-@pytest.mark.parametrize("rate", [1e-3, 300.0, 1000.0, 3000.0])
+@pytest.mark.parametrize(
+    "rate", [1e-3, 1000.0, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (300.0, 3000.0))]
+)
 def test_never_slower_than_one_worker(rate: float) -> None:
     """Minibatches of one sample cannot be split, and a flush leaves all workers but one idle."""
     plan = pd.plan(replace(CHAIN, batch=1), Cluster.flat(4, rate), schedule="auto")

@@ -81,7 +81,7 @@ def test_is_optimal_on_one_level_without_latency(seed: int) -> None:
     assert min(refused, limited) > 0
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
     """On levels, uneven machines and unlike workers: never above the best, and the plan never below."""
     draw = random.Random(seed)

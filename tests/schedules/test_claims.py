@@ -38,8 +38,13 @@ def run(schedule: Schedule, total: int) -> Timeline:
 
 
 def cases(name: str) -> list[tuple[int, int, Schedule]]:
-    """Returns (p, m, schedule) for all p and m that a method takes."""
-    rows = [(p, m, make_schedule(name, p, m)) for p in STAGES for m in MICROBATCHES]
+    """Returns (p, m, schedule) for half of all p and m that a method takes, those that divide among them."""
+    rows = [
+        (p, m, make_schedule(name, p, m))
+        for p in STAGES
+        for i, m in enumerate(MICROBATCHES)
+        if (p + i) % 2 == 0 or m % p == 0
+    ]
     return [(p, m, schedule) for p, m, schedule in rows if schedule is not None]
 
 
@@ -113,7 +118,7 @@ def test_versions_of_vertical_sync_with_replicas(replicas: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize("p", STAGES)
+@pytest.mark.parametrize("p", [1, 2, 3, 6])
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "breadth_first"])
 def test_bubble_shrinks_with_the_stages_of_a_worker(name: str, p: int, chunks: int) -> None:
     for m in (p, 2 * p, 5 * p):

@@ -1,4 +1,4 @@
-"""One training run through a pipeline, and what plain PyTorch says to it; the same in one process and in several."""
+"""One training run through a pipeline, and what plain PyTorch gives for it; the same in one process and in several."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Case:
         epochs: of five minibatches each; `lengthened` gives the run of 55 minibatches, which is slow.
         drain_at: minibatch after which the loop evaluates; negative for never.
         leave_at: minibatch after which the loop is left, and a second `train` goes on; negative for never.
-        update_delay: of the plan; None for 0 at every stage.
-        recompute: of every stage.
-        workers: of a method that puts several stages on one; half as many as stages unless said.
-        compensation: of delay, as a Pipeline takes it.
+        update_delay: the plan's; None is 0 at every stage.
+        recompute: every stage recomputes its activations.
+        workers: number of workers, for a method that puts several stages on one; by default half as many as stages.
+        compensation: delay compensation, as a Pipeline takes it.
         options: further arguments of the method.
         check: compares the first minibatch with the model.
     """
@@ -121,13 +121,13 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What a run gave; all of it can travel between processes.
+    """Results of a run; all of them can travel between processes.
 
     Attributes:
         dones: in the order in which they came.
         evaluated: minibatches done at the evaluation in the middle -> its loss.
         state, ema: whole state dicts at the end, on rank 0.
-        drains, position: of the pipeline.
+        drains, position: the pipeline's, at the end.
         left: minibatches that were done when the loop was left.
         late: stage -> set of all staleness seen at it, from the timeline's tags.
         storages: stage -> distinct storages of its weights.
@@ -216,8 +216,8 @@ def answer(case: Case, outcome: Outcome, rule: reference.Rule | None = None, opt
     """Returns what plain PyTorch gives for a case, with the drain points that the run had.
 
     Args:
-        rule: of the updates, for an asynchronous method.
-        optimizer: factory of the one that the rule goes by; the case's own unless said.
+        rule: update rule of an asynchronous method.
+        optimizer: factory of the optimizer that the rule uses; by default the case's.
     """
     animal, plan = zoo.make(case.animal, case.dtype), case.plan()
     model, total = animal.reference or animal.model, animal.total
@@ -346,7 +346,7 @@ def check_same(outcome: Outcome, alone: Outcome, rank: int, bound: float = 0.0) 
     """Checks what a rank of several processes gave against what one process with all workers gave.
 
     Args:
-        bound: of the relative distance of losses and weights; 0 asks for the same bits.
+        bound: greatest relative distance of losses and weights; 0 asks for the same bits.
     """
     assert len(outcome.dones) == len(alone.dones)
     for there, here in zip(outcome.dones, alone.dones, strict=True):
@@ -371,7 +371,7 @@ def check_same(outcome: Outcome, alone: Outcome, rank: int, bound: float = 0.0) 
 
 
 def odd(batches: list[zoo.Batch]) -> list[zoo.Batch]:
-    """Returns the batches in other sizes: whole, and cut behind the third sample."""
+    """Returns the batches in other sizes: the first whole, the others of three samples."""
     return [*batches[:1], *((x[:3], y[:3]) for x, y in batches[1:])]
 
 

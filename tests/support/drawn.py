@@ -147,7 +147,7 @@ def some_costs(draw: st.DrawFn, stages: int, workers: int) -> Costs:
 
 @st.composite
 def runs(draw: st.DrawFn, of: st.SearchStrategy[Schedule] | None = None) -> tuple[Schedule, Costs, int]:
-    """Draws a schedule, of any registered method unless said, with costs and a number of microbatches."""
+    """Draws a schedule, by default of any registered method, with costs and a number of microbatches."""
     schedule = draw(schedules() if of is None else of)
     return schedule, draw(some_costs(len(schedule.plan.stages), schedule.placement.workers)), draw(st.integers(1, 15))
 

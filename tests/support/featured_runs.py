@@ -15,14 +15,14 @@ import pipedream as pd
 
 @dataclass(frozen=True)
 class Feature:
-    """What a run asks for.
+    """Features that a run uses.
 
     Attributes:
         config: workers of each stage.
         chunks: stages per worker.
         dropout: as the model has it.
         saves: in the middle, and continues from there on another plan.
-        options: of `pipedream.Pipeline`.
+        options: further arguments of `pipedream.Pipeline`.
     """
 
     schedule: str = "1f1b"

@@ -33,8 +33,8 @@ class Living:
 
     Attributes:
         schedule, optimizer, recompute, microbatches: how it trains.
-        replicas: of each stage; stages are cut as evenly as the blocks allow.
-        width, blocks, batch: of the model.
+        replicas: replicas of each stage; stages have as equal numbers of blocks as possible.
+        width, blocks, batch: sizes of the model and its input.
     """
 
     schedule: str = "pipedream"

@@ -60,7 +60,7 @@ class Shuffled:
 
 
 class Epochs:
-    """A sampler that is told its epoch and draws from nothing else."""
+    """A sampler whose order depends on its epoch alone, which `set_epoch` gives."""
 
     def __init__(self, size: int) -> None:
         self.size, self.epoch = size, -1
@@ -168,7 +168,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "own batches": lambda: DataLoader(Numbers(), batch_sampler=Shuffled(23, True)),
     "own batches, loaded ahead": lambda: DataLoader(Numbers(), batch_sampler=Shuffled(23, False), num_workers=2),
     "own sampler": lambda: DataLoader(Numbers(), 4, sampler=Drawn(23)),
-    "epochs told": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(Epochs(23), 4, False)),
+    "set_epoch": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(Epochs(23), 4, False)),
     "loaded ahead": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, prefetch_factor=3),
     "a generator, loaded ahead": lambda: DataLoader(
         Numbers(), batch_size=4, shuffle=True, num_workers=2, generator=generator()

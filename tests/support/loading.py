@@ -30,8 +30,8 @@ class Job:
     """A run.
 
     Attributes:
-        kind: of the loader, see `loader_of`.
-        replicas: of the plan's stages; one number a stage.
+        kind: kind of loader, see `loader_of`.
+        replicas: replicas of each stage.
         drain_at, leave_at: minibatches after which the loop evaluates, and is left and begun again; negative for never.
         fails_at: index whose loading fails; negative for never.
     """
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass
 class Ran:
-    """What a run gave: results, weights, where it drained, and where the data stands."""
+    """Results of a run: losses, weights, drains, and the position in the data."""
 
     dones: list[pd.Done]
     state: dict[str, Tensor]

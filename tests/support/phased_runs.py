@@ -56,7 +56,7 @@ class Run:
 
 @dataclass
 class Outcome:
-    """What a run gave; `trained` and `late` are by phase."""
+    """Results of a run; `trained` and `late` are by phase."""
 
     losses: dict[int, float]
     rates: dict[int, float]

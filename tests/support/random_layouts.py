@@ -142,8 +142,8 @@ class LaidOut:
     """A model with its layout, and how it is trained.
 
     Attributes:
-        kind: of the inputs: "rows", "words", "points" or "images".
-        ends: of the stages.
+        kind: kind of inputs: "rows", "words", "points" or "images".
+        ends: where the stages end.
     """
 
     kind: str

@@ -21,10 +21,10 @@ LENGTHS = (6, 9, 6, 5)
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left.
+    """Results of a run.
 
     Attributes:
-        losses: of the minibatches.
+        losses: one per minibatch.
         state: whole state dict at the end.
         evaluated: mean loss over the batches in evaluation mode, after training.
         predicted: the outputs of the trained model for the batches.
@@ -152,11 +152,11 @@ def pipelined(
     """Trains in a pipeline, through the public face alone.
 
     Args:
-        profile: of the same case; by default it is made from the first batch.
+        profile: profile of the same case; by default it is made from the first batch.
         cuts: by default drawn with the seed, for so many stages, from those that the model allows.
         dropout: as the model has it; otherwise there is none.
-        options: of `pipedream.Pipeline`, which compares the first minibatch unless the model gives other numbers for a
-            minibatch than for its parts.
+        options: further arguments of `pipedream.Pipeline`, which compares the first minibatch unless the model gives
+            other numbers for a minibatch than for its parts.
     """
     options.setdefault("check", parts_make_whole(case, batches[0], microbatches or 1))
     model = model_of(case, dropout=dropout)

@@ -20,7 +20,7 @@ def machines() -> Iterator[Network]:
 
 
 def within(machine: Host) -> tuple[str, ...]:
-    """What runs a command on a machine; processes of one machine are none of the other's business."""
+    """Returns the prefix that runs a command on a machine, where it sees that machine's processes alone."""
     return machine.inside("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
