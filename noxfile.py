@@ -14,7 +14,8 @@ import nox
 
 ROOT = Path(__file__).parent
 SETTINGS = nox.project.load_toml(ROOT / "pyproject.toml")
-OLDEST = next(one for one in SETTINGS["project"]["dependencies"] if one.startswith("torch>=")).removeprefix("torch>=")
+TORCH = next(text for text in SETTINGS["project"]["dependencies"] if text.startswith("torch>="))
+OLDEST = TORCH.removeprefix("torch>=")
 NEWEST = "2.15"
 EXTRAS = ("dev", "notebook")
 
@@ -34,10 +35,10 @@ def wheel(session: nox.Session, torch: str) -> None:
     session.install(f"torch=={torch}.*", *cpu, silent=True, success_codes=(0, 1, 2))
     # With the oldest Python and torch also the oldest of what else pyproject.toml names.
     lowest = (session.python, torch) == (nox.project.python_versions(SETTINGS)[0], OLDEST)
-    wanted = [one for extra in EXTRAS for one in ("--extra", extra)]
+    extras = [word for extra in EXTRAS for word in ("--extra", extra)]
     session.install(
         f"torch=={torch}.*",
-        *("-r", str(ROOT / "pyproject.toml"), *wanted),
+        *("-r", str(ROOT / "pyproject.toml"), *extras),
         *(("--resolution", "lowest-direct") if lowest else ()),
     )
     session.install("--no-deps", "--force-reinstall", str(built))
