@@ -715,61 +715,21 @@ def train_marked(
         return pipeline.state_dict(), pipeline.skipped_updates(), losses
 
 
-def serially(
-    batches: list[tuple[Tensor, Tensor]], late: tuple[int, ...], together: bool
-) -> tuple[dict[str, Tensor], list[int]]:
-    """Trains one minibatch after the other, stage s by gradients at the weights late[s] updates ago; skips updates that
-    are not finite, at all stages `together` or each by itself."""
-    model, stages = trapped(), [["0."], ["2."], ["4."]]
-    named = [[(n, p) for n, p in model.named_parameters() if n.startswith(prefixes[0])] for prefixes in stages]
-    newest = [[(n, nn.Parameter(p.detach().clone())) for n, p in stage_parameters] for stage_parameters in named]
-    steppers = [OPTIMIZERS["sgd"](stage_parameters) for stage_parameters in newest]
-    versions = [[[p.detach().clone() for _, p in stage_parameters]] for stage_parameters in newest]
-    skipped = [0, 0, 0]
-    for k, (x, y) in enumerate(batches):
-        with torch.no_grad():
-            for s, stage_parameters in enumerate(named):
-                for (_, p), value in zip(stage_parameters, versions[s][max(0, k - late[s])], strict=True):
-                    p.copy_(value)
-        model.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        finite = [
-            all(bool(p.grad.isfinite().all()) for _, p in stage_parameters if p.grad is not None)
-            for stage_parameters in named
-        ]
-        for s, stage_parameters in enumerate(newest):
-            if all(finite) if together else finite[s]:
-                for (_, p), (_, source) in zip(stage_parameters, named[s], strict=True):
-                    p.grad = None if source.grad is None else source.grad.clone()
-                steppers[s].step()
-            else:
-                skipped[s] += 1
-            versions[s].append([p.detach().clone() for _, p in stage_parameters])
-    return {name: p.detach() for stage_parameters in newest for name, p in stage_parameters}, skipped
+EACH_LAYER = [["0."], ["2."], ["4."]]
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow), "pipedream", "pipedream_2bw"]
-)
-def test_updates_that_are_not_finite_are_skipped_as_the_method_can(schedule: str) -> None:
-    batches = marked((5, 11, 17))
-    flushes = schedule in ("1f1b", "gpipe")
-    late = {"pipedream": (2, 1, 0), "pipedream_2bw": (1, 1, 1)}.get(schedule, (0, 0, 0))
-    options = {} if schedule == "pipedream" else {"microbatches": 3}
-    state, skipped, losses = train_marked(schedule, batches, **options)
-    expected, counts = serially(batches, late, together=flushes)
-    assert list(skipped) == counts
-    # The trap is in the middle stage; a loss that is not a number spoils all of them.
-    assert counts == ([3, 3, 3] if flushes else [1, 3, 1])
-    assert [number for number, loss in enumerate(losses) if loss != loss] == [17]
-    assert_near(state, expected, 1e-10)
-
-
-def skipping(
-    batches: list[tuple[Tensor, Tensor]], stages: list[list[str]], rounds: int, late: tuple[int, ...], together: bool
+def train_skipping(
+    batches: list[tuple[Tensor, Tensor]],
+    stages: list[list[str]],
+    late: tuple[int, ...],
+    *,
+    together: bool,
+    rounds: int = 1,
+    decay: float = 1.0,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
     """Trains in rounds, stage s by gradients at the weights late[s] updates ago. Skips updates that are not finite,
-    at all stages together or each by itself: the schedule counts it, the average of the weights does not.
+    at all stages together or each by itself: the schedule, by which the rate decays after each third update, counts
+    it, the average of the weights does not.
 
     Returns the weights, their average, and the updates that each stage skipped.
     """
@@ -806,7 +766,7 @@ def skipping(
             if all(finite) if together else finite[s]:
                 for n, p in stage_parameters:
                     p.grad = means[s].get(n)
-                steppers[s].param_groups[0]["lr"] = rate * 0.7 ** (begin // rounds // 3) * len(members) / rounds
+                steppers[s].param_groups[0]["lr"] = rate * decay ** (begin // rounds // 3) * len(members) / rounds
                 steppers[s].step()
                 for n, p in stage_parameters:
                     average[n].mul_(0.9).add_(p.detach(), alpha=0.1)
@@ -814,6 +774,23 @@ def skipping(
                 skipped[s] += 1
             versions[s].append([p.detach().clone() for _, p in stage_parameters])
     return {n: p.detach() for stage_parameters in newest for n, p in stage_parameters}, average, skipped
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow), "pipedream", "pipedream_2bw"]
+)
+def test_updates_that_are_not_finite_are_skipped_as_the_method_can(schedule: str) -> None:
+    batches = marked((5, 11, 17))
+    flushes = schedule in ("1f1b", "gpipe")
+    late = {"pipedream": (2, 1, 0), "pipedream_2bw": (1, 1, 1)}.get(schedule, (0, 0, 0))
+    options = {} if schedule == "pipedream" else {"microbatches": 3}
+    state, skipped, losses = train_marked(schedule, batches, **options)
+    expected, _, counts = train_skipping(batches, EACH_LAYER, late, together=flushes)
+    assert list(skipped) == counts
+    # The trap is in the middle stage; a loss that is not a number spoils all of them.
+    assert counts == ([3, 3, 3] if flushes else [1, 3, 1])
+    assert [number for number, loss in enumerate(losses) if loss != loss] == [17]
+    assert_near(state, expected, 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -839,7 +816,9 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
             pass
         results = pipeline.state_dict(), pipeline.state_dict(ema=True), pipeline.skipped_updates()
     rounds = 1 if schedule == "1f1b" else replicas[0]
-    state, average, skipped = skipping(batches, stages, rounds, late, together=schedule == "1f1b")
+    state, average, skipped = train_skipping(
+        batches, stages, late, together=schedule == "1f1b", rounds=rounds, decay=0.7
+    )
     assert results[2] == tuple(skipped)
     assert min(skipped) > 0
     assert_near(results[0], state, 1e-10)
@@ -853,7 +832,7 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
 def test_stages_of_one_worker_skip_and_clip_together(schedule: str) -> None:
     batches = marked((5, 11, 17))
     state, skipped, _ = train_marked(schedule, batches, microbatches=4)
-    expected, _ = serially(batches, (0, 0, 0), together=True)
+    expected, *_ = train_skipping(batches, EACH_LAYER, (0, 0, 0), together=True)
     assert skipped == (3,) * len(trap_plan(schedule).stages)
     assert_near(state, expected, 1e-10)
     alone, together = (
