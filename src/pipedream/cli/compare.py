@@ -6,10 +6,10 @@ import re
 import sys
 from pathlib import Path
 
-from pipedream.cli.options import DEVICE, JSON, LAYOUT, MICROBATCHES, RECIPE, SEED, SHARD_WEIGHTS, print_json
+from pipedream.cli.options import JSON, MICROBATCHES, RECIPE, SEED, print_json
 from pipedream.core.artifact import encode
 from pipedream.core.errors import PlanError
-from pipedream.core.flags import Panel, option
+from pipedream.core.flags import Panel, option, option_of
 from pipedream.core.units import parse_rate
 from pipedream.options import TrainingOptions
 
@@ -48,14 +48,14 @@ def compare(
         unset="one rank",
         panel=Panel.MESH,
     ),
-    layout: str | None = LAYOUT,
-    shard_weights: str | None = SHARD_WEIGHTS,
+    layout: str | None = option_of(TrainingOptions, "layout"),
+    shard_weights: str | None = option_of(TrainingOptions, "shard_weights"),
     epochs: int = option(1, "Epochs of each variant.", metavar="N", least=1),
     minibatches: int | None = option(
         None, "Stop each variant after this many minibatches.", metavar="N", least=1, unset="no limit"
     ),
     seed: int = SEED,
-    device: str = DEVICE,
+    device: str = option_of(TrainingOptions, "device"),
     out: str | None = option(None, "Folder for the run folders.", metavar="DIR", unset="a new one in runs/"),
     as_json: bool = JSON,
 ) -> None:

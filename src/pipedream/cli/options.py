@@ -18,7 +18,6 @@ from pipedream.core.hardware.cluster import Cluster, Level
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.options import TrainingOptions
 from pipedream.plan_request import METHOD_HELP, METHOD_NAME, PlanRequest
 from pipedream.report.files import check_picture
 from pipedream.workflows.exclusions import as_flag, check_options
@@ -97,7 +96,6 @@ class ClusterFlags:
 
 
 LATENCY, MEMORY = (option_of(ClusterFlags, name) for name in ("latency", "memory"))
-DEVICE, LAYOUT, SHARD_WEIGHTS = (option_of(TrainingOptions, name) for name in ("device", "layout", "shard_weights"))
 MICROBATCHES, CHUNKS, IN_FLIGHT, ALLOW_ASYNCHRONOUS = (
     option_of(PlanRequest, name) for name in ("microbatches", "chunks", "in_flight", "allow_asynchronous")
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipedream.cli.options import DEVICE, JSON, OUTPUT, print_json
+from pipedream.cli.options import JSON, OUTPUT, print_json
 from pipedream.cli.shared.workers import is_rank_0, is_worker, start_workers
 from pipedream.core.artifact import encode
 from pipedream.core.flags import option
@@ -14,7 +14,7 @@ def probe(
     workers: int | None = option(
         None, "Number of local worker processes.", metavar="N", least=2, unset="none; use torchrun"
     ),
-    device: str = DEVICE,
+    device: str = option("cpu", "Device of the workers.", metavar="cpu|cuda"),
     seconds: float = option(10.0, "Approximate time to spend.", metavar="SECONDS", least=0.5),
     output: Path | None = OUTPUT,
     as_json: bool = JSON,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipedream.cli.options import FINEST, JSON, LAYOUT, OUTPUT, RECIPE, SEED, SHARD_WEIGHTS, check_flags
+from pipedream.cli.options import FINEST, JSON, OUTPUT, RECIPE, SEED, check_flags
 from pipedream.core.errors import ProfileError
-from pipedream.core.flags import Panel, option
+from pipedream.core.flags import Panel, option, option_of
+from pipedream.options import TrainingOptions
 
 _META = "Prediction, with --device meta"
 
@@ -50,8 +51,8 @@ def profile(
         unset="none",
         panel=Panel.MESH,
     ),
-    layout: str | None = LAYOUT,
-    shard_weights: str | None = SHARD_WEIGHTS,
+    layout: str | None = option_of(TrainingOptions, "layout"),
+    shard_weights: str | None = option_of(TrainingOptions, "shard_weights"),
     seed: int = SEED,
     output: Path | None = OUTPUT,
     as_json: bool = JSON,
