@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipedream.profiler.launch_seconds import launch_seconds
+from pipedream.profiler.passes import launch_seconds
 from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
 
 LAUNCH_S, KERNEL_S, KERNELS = 10e-6, 1e-6, 10

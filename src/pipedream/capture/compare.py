@@ -18,7 +18,8 @@ from pipedream.capture.preserve_state import Attributes, running, seed_generator
 from pipedream.capture.record import Recording, record
 from pipedream.capture.refusals import does_not_run
 from pipedream.capture.slice import ModelSlice, SliceTables
-from pipedream.capture.slice_forward import CutFailed, arguments_of
+from pipedream.capture.slice_errors import CutFailed
+from pipedream.capture.slice_forward import arguments_of
 from pipedream.capture.split import Refused, graph_of
 from pipedream.capture.structure import map_leaves, walk
 from pipedream.core.errors import CaptureError

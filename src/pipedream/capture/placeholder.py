@@ -186,17 +186,7 @@ def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bo
     try:
         result = func(*arguments, **keywords)
     except (NotImplementedError, RuntimeError, ValueError, IndexError, TypeError) as error:
-        cause = f"{type(error).__name__}: {error}"
-        line = user_line()
-        text = (
-            f"{line or 'the loss or a metric'} needs the numbers of a tensor that another stage computes and does not "
-            f"send ({name}; {cause})"
-        )
-        if not line:
-            text += "; let the model return it in its output, in tuples, lists, dicts or dataclasses"
-        raised = NumbersNeeded(name, text, cause)
-        RAISED.append(raised)
-        raise raised from error
+        raise _note_numbers_needed(name, error) from error
     if args and id(arguments[0]) in originals and (name == "__setitem__" or _is_in_place(name)):
         swap_tensors(args[0], placeholder_like(arguments[0], args[0].device, wants))
         return None if name == "__setitem__" else args[0]
@@ -216,6 +206,20 @@ def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bo
     if type(result).__module__ == "torch.return_types":
         return type(result)([wrapped("", leaf) for leaf in result])
     return map_leaves(wrapped, result)
+
+
+def _note_numbers_needed(name: str, error: Exception) -> NumbersNeeded:
+    cause = f"{type(error).__name__}: {error}"
+    line = user_line()
+    text = (
+        f"{line or 'the loss or a metric'} needs the numbers of a tensor that another stage computes and does not "
+        f"send ({name}; {cause})"
+    )
+    if not line:
+        text += "; let the model return it in its output, in tuples, lists, dicts or dataclasses"
+    raised = NumbersNeeded(name, text, cause)
+    RAISED.append(raised)
+    return raised
 
 
 def plain_meta(placeholder: Placeholder) -> torch.Tensor:

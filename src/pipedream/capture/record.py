@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from pipedream.capture.placeholder import meta_like
 from pipedream.capture.preserve_state import python_generators
 from pipedream.capture.stand_ins import is_stand_in
-from pipedream.capture.structure import PLAIN, READS_NUMBERS, walk
+from pipedream.capture.structure import PLAIN, READS_NUMBERS, walk, walk_arguments
 from pipedream.core.model.graph import ValueSite
 
 END = 2**40
@@ -236,7 +236,7 @@ class _Recorder(TorchFunctionMode):
         call = CallRecord(name, path, module, self.stack[-1], self.moment, whole=self._explain_whole())
         self.stack[-1].inner.append(call)
         self.stack.append(call)
-        for where, leaf in _walk_arguments(args, kwargs):
+        for where, leaf in walk_arguments(args, kwargs):
             if isinstance(leaf, torch.Tensor):
                 self.record_of(leaf).sites.append(ValueSite(name, "in", where, self.moment))
         return call
@@ -252,7 +252,7 @@ class _Recorder(TorchFunctionMode):
         while self.stack.pop() is not call:
             pass
         call.end = self.moment
-        arguments = [leaf for _, leaf in _walk_arguments(args, kwargs)]
+        arguments = [leaf for _, leaf in walk_arguments(args, kwargs)]
         for where, leaf in walk(output):
             if isinstance(leaf, torch.Tensor):
                 record = self.record_of(leaf)
@@ -275,7 +275,7 @@ def record(
     recorder = _Recorder(model, moving)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    inputs = list(_walk_arguments(args, kwargs))
+    inputs = list(walk_arguments(args, kwargs))
     for where, leaf in inputs:
         if isinstance(leaf, torch.Tensor) and id(leaf) not in recorder.records:
             record = TensorRecord(leaf, -1, False, frozenset([where]))
@@ -329,11 +329,6 @@ def _wrapping_modules(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
                 del attributes[slot]
             else:
                 attributes[slot] = value
-
-
-def _walk_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield from walk(list(args))
-    yield from walk(kwargs)
 
 
 def _find_storage(tensor: torch.Tensor) -> int:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice, takewhile, zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from pipedream.capture.own_attributes import OwnAttributes
 from pipedream.capture.slice_forward import SliceCalls, SliceForward
 from pipedream.capture.split import skipped_calls
 from pipedream.core.model.graph import Call, LayerGraph, Value, ValueSite
+
+_ABSENT = object()
+_SHARED = "_output_capturing_hooks_installed"  # Hugging Face's note that hooks are there, which stay
+_Change = tuple[nn.Module, str, Any, Any]  # attribute, value before, value now
+
+_LEFT: WeakKeyDictionary[nn.Module, list[_Change]] = WeakKeyDictionary()
+"""Model -> what its last slice has set in its latest forward."""
 
 
 class SliceTables:
@@ -70,7 +78,7 @@ class ModelSlice(SliceCalls):
         seeded = [call for call in own_calls if call.path in graph.seeded]
         self.seeded = {call.path for call in seeded}
         around = {c.path for c in graph.calls for moment in (begin, stop) if c.start < moment < c.end}
-        self._attributes = OwnAttributes(model, [model, *(modules[path] for path in sorted(around))])
+        self._attributes = _Attributes(model, [model, *(modules[path] for path in sorted(around))])
         self.open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
         self.described = () if self.is_last else tuple(call.name for call in skipped_calls(graph.calls, stop))
         self.received = [] if self.is_first else _list_crossing(graph, begin)
@@ -182,6 +190,50 @@ class ModelSlice(SliceCalls):
             return run.result()
         with self._attributes.during(remain=self.is_last):
             return run.result()
+
+
+class _Attributes:
+    """Attributes that a slice's forwards set on modules whose forwards run on other stages, too.
+
+    A slice finds what its own forwards have set, as if it had the model to itself.
+
+    Otherwise slices in one process would count ``self.step += 1`` several times, and find each other's placeholders.
+    """
+
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module]) -> None:
+        self._model = model
+        self._set_here: list[tuple[nn.Module, dict[str, Any]]] = [(module, {}) for module in modules]
+
+    @contextmanager
+    def during(self, *, remain: bool) -> Iterator[None]:
+        """Context of a forward. What it sets is taken away again, or may remain until the next one, for the loss."""
+        _take_back(_LEFT.pop(self._model, []))
+        before = [dict(module.__dict__) for module, _ in self._set_here]
+        for module, attributes in self._set_here:
+            module.__dict__.update(attributes)
+        try:
+            yield
+        finally:
+            changes: list[_Change] = []
+            for (module, attributes), was in zip(self._set_here, before, strict=True):
+                for name, value in module.__dict__.items():
+                    if was.get(name, _ABSENT) is not value and name != _SHARED:
+                        attributes[name] = value
+                        changes.append((module, name, was.get(name, _ABSENT), value))
+            if remain:
+                _LEFT[self._model] = changes
+            else:
+                _take_back(changes)
+
+
+def _take_back(changes: Iterable[_Change]) -> None:
+    for module, name, before, now in changes:
+        if module.__dict__.get(name) is not now:
+            continue  # set again since, by the user or to restore the model
+        if before is _ABSENT:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = before
 
 
 def _is_single(module: nn.Module) -> bool:

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -38,25 +37,13 @@ from pipedream.capture.placeholder import (
     swap_tensors,
 )
 from pipedream.capture.preserve_state import python_generators_seeded
-from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk
-from pipedream.core.errors import CaptureError
+from pipedream.capture.slice_errors import CutFailed, SliceErrors
+from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk, walk_arguments
 from pipedream.core.model.graph import LayerGraph, Value
-from pipedream.core.user_code import note_module, source_of, user_line
+from pipedream.core.user_code import note_module
 
 Places = dict[str, list[tuple[Value, str]]]
 """For each call, values with their paths in its arguments or its output."""
-
-
-class CutFailed(CaptureError):
-    """The forward cannot be cut before a call.
-
-    Attributes:
-        call: its name.
-    """
-
-    def __init__(self, call: str, text: str) -> None:
-        super().__init__(text)
-        self.call = call
 
 
 class _Left(BaseException):
@@ -180,7 +167,8 @@ class SliceForward:
 
     def __init__(self, part: SliceCalls, arriving: Any) -> None:
         self.part = part
-        self.begun = part.is_first
+        self.begun = part.is_first  # its own part has begun
+        self._errors = SliceErrors(part.model, part.graph, part.begin_at, part.stop_at)
         self.counts: dict[str, int] = {}
         self.values: dict[Value, Any] = {}
         self.placeholders: dict[Value, list[torch.Tensor]] = {}
@@ -197,11 +185,10 @@ class SliceForward:
         self.described: dict[str, Any] = {}
         tensors = [leaf for _, leaf in walk(arriving) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
         self.place = tensors[0].device if tensors else torch.device("cpu")
-        self.frames: list[str] = [""]
+        self.frames: list[str] = [""]  # calls that are open, the innermost last
         self.frame_counts: dict[str, int] = {}
-        self.left = False
+        self.left = False  # at the first call of a later stage
         self.last_call = ""
-        self.thread = get_ident()
 
     def result(self) -> Any:
         part = self.part
@@ -226,97 +213,27 @@ class SliceForward:
             ):
                 output = part.model(*args, **kwargs)
         except _Left:
+            # With an error about numbers that the model has caught, it may have come here by another path.
             if not RAISED:
                 return self._make_bundle()
         except NumbersNeeded as error:
-            raise self._report_numbers_needed(error) from error
+            raise self._errors.numbers_needed(error, self.frames[-1]) from error
         except Exception as error:
             if self.left:
-                raise self._report_caught_leaving() from error
+                raise self._errors.caught_leaving() from error
             note_module(error, part.model.named_modules())
             raise
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
         if RAISED:
-            raise self._report_numbers_needed(RAISED[0]) from RAISED[0]
+            raise self._errors.numbers_needed(RAISED[0], self.frames[-1]) from RAISED[0]
         if self.left:
-            raise self._report_caught_leaving()
+            raise self._errors.caught_leaving()
         if not part.is_last or not self.begun:
             missed = (part.stop_at if self.begun else part.begin_at) or ""
-            raise self._report_other_path(missed, f"it ended without calling {missed!r}")
-        mark_missing(output, self._explain_unsent)
+            raise self._errors.other_path(missed, f"it ended without calling {missed!r}", self.last_call)
+        mark_missing(output, partial(self._errors.explain_unsent, inputs=self.entered))
         return output
-
-    # -- what can go wrong ----------------------------------------------------------------------------
-
-    def _report_other_path(self, call: str, difference: str) -> CutFailed:
-        last = f" after the call of {self.last_call!r}" if self.last_call else ""
-        return CutFailed(
-            call,
-            f"the forward of {self._locate_around(call)}, took another path than when the model was captured: "
-            f"{difference}{last}. A branch on the data, on the mode (training or evaluation) or on random numbers "
-            "decides so. Capture with a sample that takes the usual path, put the branch into one module, or do not "
-            f"cut before {call!r}",
-        )
-
-    def _locate_around(self, call: str) -> str:
-        """The model and the module inside it whose forwards lead to a call, with their places in the user's files."""
-        start = next((each.start for each in self.part.graph.calls if each.name == call), 0)
-        paths = [each.path for each in self.part.graph.calls if each.start < start < each.end]
-        return ", or inside it that of ".join(map(self._locate, ["", *paths[-1:]]))
-
-    def _locate(self, path: str) -> str:
-        module = self.part.model.get_submodule(path)
-        place = source_of(type(module).forward)
-        return type(module).__name__ + f" {path!r}" * bool(path) + f" ({place})" * bool(place)
-
-    def _report_caught_leaving(self) -> CutFailed:
-        call = self.part.stop_at or ""
-        return CutFailed(
-            call,
-            f"a stage ends before the call of {call!r} by an exception, which the forward of "
-            f"{self._locate_around(call)}, has caught: by a bare `except:`, `except BaseException`, or `return`, "
-            f"`break` or `continue` in `finally`. Write `except Exception:` there, or do not cut before {call!r}",
-        )
-
-    def _report_numbers_needed(self, error: NumbersNeeded) -> NumbersNeeded:
-        line = user_line(error)
-        return NumbersNeeded(
-            error.function,
-            f"{line or 'the forward'} needs the numbers of a tensor that another stage computes and does not send "
-            f"({error.function}, {self._name_frame()}; {error.cause}). Put that line and the modules that depend on "
-            f"it into one module, or cut elsewhere than before {self.part.begin_at!r}; if the sample takes another "
-            "path, capture with one that takes this",
-            error.cause,
-        )
-
-    def _report_missing_input(self, path: str, value: Any) -> CaptureError:
-        args, kwargs = self.inputs
-        names = [*map(str, range(len(args))), *map(repr, kwargs)]
-        is_none = value is None and (path in kwargs or (path.isdigit() and int(path) < len(args)))
-        what = "it is None in" if is_none else "it is missing in" if value is None else "it is not a tensor in"
-        return CaptureError(
-            f"a later stage of {self._locate('')} reads the input {path!r}, which was a tensor on the sample, but "
-            f"{what} this batch (its inputs: {', '.join(names)}). Give it in each batch, or profile and plan with a "
-            "sample without it"
-        )
-
-    def _name_frame(self) -> str:
-        return f"in the forward of {self.frames[-1] or type(self.part.model).__name__!r}"
-
-    def _explain_unsent(self, what: str) -> str:
-        paths = (path for path, leaf in _walk_call(*self.entered) if isinstance(leaf, torch.Tensor))
-        new = [path for path in paths if path not in self.part.graph.inputs]
-        cause = (
-            f"The sample lacked the input {new[0]!r}: profile and plan with a sample that has it"
-            if new
-            else "Either the forward takes another path, or it keeps a tensor of an earlier batch on a module. Capture "
-            "with a sample and a mode that take this path, or put the modules that depend on this into one"
-        )
-        return (
-            f"{what} of {self._locate('')} depends on a tensor that another stage has and does not send, because on "
-            f"the sample it did not depend on it. {cause}"
-        )
 
     def _restore_inputs(self) -> Any:
         """The model's inputs: those that a later layer reads were received, the others are placeholders."""
@@ -444,6 +361,7 @@ class SliceForward:
 
     def _skip(self, name: str, args: Any, kwargs: Any) -> Any:
         part = self.part
+        # The modules inside are not called; their later calls must keep their numbers.
         for path, count in part.calls_inside[name].items():
             self.counts[path] = self.counts.get(path, 0) + count
         self._find(_find_arguments(part.arrive_in.get(name, ()), args, kwargs))
@@ -470,10 +388,13 @@ class SliceForward:
                 continue
             places = list({id(leaf): leaf for leaf in self.placeholders.get(value, ())}.values())
             if not places:
-                raise self._report_other_path(name, f"it did not use the {value.name!r} that was received,")
+                raise self._errors.other_path(
+                    name, f"it did not use the {value.name!r} that was received,", self.last_call
+                )
             for place in places:
                 if place is received:
                     continue
+                # All variables of the forward that hold the placeholder see the received tensor from here on.
                 swap_tensors(place, _make_alias(received))
                 self.values[value] = place
         self.begun = True
@@ -481,7 +402,7 @@ class SliceForward:
             part.on_begin()
 
     def _describe(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        arguments = {id(leaf): path for path, leaf in _walk_call(args, kwargs) if not isinstance(leaf, PLAIN)}
+        arguments = {id(leaf): path for path, leaf in walk_arguments(args, kwargs) if not isinstance(leaf, PLAIN)}
 
         def described(_: str, leaf: Any) -> Any:
             if id(leaf) in arguments:
@@ -500,16 +421,20 @@ class SliceForward:
                 path = value.sites[0].path
                 value_here = _find_argument(path, *self.inputs)
                 if not isinstance(value_here, torch.Tensor):
-                    raise self._report_missing_input(path, value_here)
+                    raise self._errors.missing_input(path, value_here, self.inputs)
                 self.values[value] = value_here
         lacking = [value for value in part.sent if value not in self.values]
         if lacking:
-            raise self._report_other_path(
-                part.stop_at or "", f"it did not make the {lacking[0].name!r}, which a later stage needs,"
+            raise self._errors.other_path(
+                part.stop_at or "",
+                f"it did not make the {lacking[0].name!r}, which a later stage needs,",
+                self.last_call,
             )
         unsent = [value for value in part.sent if isinstance(self.values[value], Placeholder)]
         if unsent and self.begun:
-            raise CutFailed(part.begin_at or "", self._explain_unsent(f"the value {unsent[0].name!r}"))
+            raise CutFailed(
+                part.begin_at or "", self._errors.explain_unsent(f"the value {unsent[0].name!r}", self.entered)
+            )
         outputs = {**self.outputs, **self.described}
 
         results = {name: each for name, each in self.results.items() if name.rpartition("/")[0] in part.open_at_stop}
@@ -561,7 +486,7 @@ def _make_alias(received: torch.Tensor) -> torch.Tensor:
 
 
 def _has_placeholder(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(leaf, Placeholder) for _, leaf in _walk_call(args, kwargs))
+    return any(isinstance(leaf, Placeholder) for _, leaf in walk_arguments(args, kwargs))
 
 
 def _strip_numbers(leaf: Any) -> Any:
@@ -582,8 +507,3 @@ def _find_arguments(sites: Sequence[tuple[Value, str]], args: Any, kwargs: Any) 
 def _find_outputs(sites: Sequence[tuple[Value, str]], output: Any) -> Iterator[tuple[Value, torch.Tensor]]:
     leaves = ((value, leaf_at(output, path)) for value, path in sites)
     return ((value, leaf) for value, leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-def _walk_call(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    yield from walk(list(args))
-    yield from walk(kwargs)

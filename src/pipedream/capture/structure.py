@@ -36,6 +36,12 @@ def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk(part, f"{prefix}{name}")
 
 
+def walk_arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of a call's arguments, as `walk` does."""
+    yield from walk(list(args))
+    yield from walk(kwargs)
+
+
 def leaf_at(value: Any, path: str) -> Any:
     """Returns the leaf at a path; None if the value has none there."""
     for name in path.split("/") if path else ():

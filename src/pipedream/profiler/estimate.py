@@ -19,7 +19,7 @@ from pipedream.profiler.environment import versions
 from pipedream.profiler.measure import PreserveState, check_chain, choose_mode, dtype_name
 from pipedream.profiler.op_costs import Lap, OpCosts, opaque_bytes
 from pipedream.profiler.passes import LossFunction, Passes, Sample, shapes_of
-from pipedream.profiler.sizes import largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
+from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.update import (
     OptimizerFactory,
     UpdateCost,
@@ -67,7 +67,30 @@ def estimate(
         update = UpdateCost()
         if optimizer is not None and parameters:
             update = estimate_update(optimizer, parameters, costs)
-    profiles = tuple(
+    return Profile(
+        model=model_name,
+        graph=graph,
+        layers=_build_layer_profiles(layers, laps, sizes, hidden),
+        batch=samples,
+        input_shapes=shapes_of(sample),
+        dtype=dtype_name(layers, autocast),
+        device=device.name,
+        update_s=update.update_s,
+        copy_s=update.copy_s,
+        optimizer=update.name,
+        optimizer_bytes=update.state_bytes,
+        loss_s=loss_s,
+        loss_bytes=loss_bytes,
+        versions=versions(),
+        tied=tied_parameters(graph, all_parameters(layers, graph)),
+        notes=tuple(_write_notes(device, laps, hidden, graph, update)),
+    )
+
+
+def _build_layer_profiles(
+    layers: Sequence[nn.Module], laps: Sequence[tuple[Lap, Lap]], sizes: Sequence[Sizes], hidden: Sequence[int]
+) -> tuple[LayerProfile, ...]:
+    return tuple(
         LayerProfile(
             forward_s=forward.seconds,
             backward_s=backward.seconds,
@@ -93,24 +116,6 @@ def estimate(
             hidden,
             strict=True,
         )
-    )
-    return Profile(
-        model=model_name,
-        graph=graph,
-        layers=profiles,
-        batch=samples,
-        input_shapes=shapes_of(sample),
-        dtype=dtype_name(layers, autocast),
-        device=device.name,
-        update_s=update.update_s,
-        copy_s=update.copy_s,
-        optimizer=update.name,
-        optimizer_bytes=update.state_bytes,
-        loss_s=loss_s,
-        loss_bytes=loss_bytes,
-        versions=versions(),
-        tied=tied_parameters(graph, all_parameters(layers, graph)),
-        notes=tuple(_write_notes(device, laps, hidden, graph, update)),
     )
 
 

@@ -17,8 +17,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.progress import progress
 from pipedream.profiler.environment import device_text, versions
 from pipedream.profiler.fixed_seconds import fixed_s, part_of
-from pipedream.profiler.launch_seconds import launch_seconds
-from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, shapes_of
+from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, launch_seconds, shapes_of
 from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
 from pipedream.profiler.update import (

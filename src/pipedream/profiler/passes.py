@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -202,6 +203,28 @@ class Passes:
     def _name_layer(self, index: int) -> str:
         layer = self._graph.layers[index]
         return f"layer {layer.name!r} ({layer.kind})"
+
+
+def launch_seconds(passes: Passes, watch: Watch, sample: Sample, device: torch.device, runs: int) -> list[float]:
+    """Returns the medians of the host's laps: launching kernels on a GPU may take longer than running them.
+
+    The passes take their laps with `watch`, a `HostStopwatch`. A stage starts autograd once, not for each layer, so
+    that is taken off the backwards.
+    """
+    rows = []
+    for _ in range(1 + runs):
+        passes.timed_run(sample)
+        rows.append(watch.laps_s())
+    few = torch.ones(1, device=device, requires_grad=True)
+    with torch.enable_grad():
+        for _ in range(1 + runs):
+            value = few.view(1)
+            watch.start()
+            torch.autograd.grad(value, few, few.detach())
+            watch.stop()
+    autograd_s = median(watch.laps_s()[1:])
+    medians = [median(column) for column in zip(*rows[1:], strict=True)]
+    return [max(seconds - autograd_s * (number % 2), 0.0) for number, seconds in enumerate(medians)]
 
 
 def shapes_of(value: Any) -> tuple[tuple[int, ...], ...]:
