@@ -35,7 +35,7 @@ from pipedream.core.schedule.timeline import WORK
 from pipedream.planner import single_stage_plan
 from pipedream.profiler import measure_device
 from pipedream.profiler.allocations import Allocations
-from pipedream.profiler.environment import device_text
+from pipedream.profiler.environment import name_device
 from pipedream.runtime.results import recorder
 
 STAGES, MICROBATCHES = 4, 8
@@ -63,7 +63,7 @@ def facts(device: torch.device, scale: Scale) -> Iterator[Finding]:
     yield Finding("mark_s", (time.perf_counter() - began) / len(marks), "<=", 4e-6, "of the host")
     measured = measure_device(device, seconds=0.01 * scale.repeats)
     try:
-        device_entry = device_named(device_text(device))
+        device_entry = device_named(name_device(device))
     except ProfileError:
         device_entry = None  # a device that the table does not have
     if device_entry is not None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipedream.capture.structure import leaf_at, map_leaves, walk
+from pipedream.capture.structure import find_leaf, map_leaves, walk
 
 
 class Pair(NamedTuple):
@@ -77,7 +77,7 @@ def test_each_leaf_is_at_its_path(value: Any) -> None:
     leaves = list(walk(value))
     assert len({path for path, _ in leaves}) == len(leaves)
     for path, leaf in leaves:
-        assert leaf_at(value, path) is leaf
+        assert find_leaf(value, path) is leaf
 
 
 @given(VALUE)
@@ -104,7 +104,7 @@ def test_leaves_are_changed_in_the_order_of_their_paths(value: Any) -> None:
     [([1], "1"), ((1,), "a"), ({"a": 1}, "b"), ({0: 1}, "1"), (Output(1), "hidden"), (1, "0"), ([{}], "0/a/b")],
 )
 def test_a_path_that_is_not_there_gives_none(value: Any, path: str) -> None:
-    assert leaf_at(value, path) is None
+    assert find_leaf(value, path) is None
 
 
 def test_of_other_mappings_a_dict_is_made() -> None:

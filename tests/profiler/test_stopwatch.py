@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipedream.profiler.passes import launch_seconds
+from pipedream.profiler.passes import measure_launch_seconds
 from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
 
 LAUNCH_S, KERNEL_S, KERNELS = 10e-6, 1e-6, 10
@@ -102,8 +102,8 @@ def test_autograds_start_is_taken_off_the_backwards() -> None:
         def laps_s(self) -> list[float]:
             return next(self.rows)
 
-        def timed_run(self, sample: Any) -> None:
+        def time_run(self, sample: Any) -> None:
             pass
 
     watch: Any = Scripted()
-    assert launch_seconds(watch, watch, (), torch.device("cpu"), 2) == [3.0, 3.5, 2.0, 0.0]
+    assert measure_launch_seconds(watch, watch, (), torch.device("cpu"), 2) == [3.0, 3.5, 2.0, 0.0]

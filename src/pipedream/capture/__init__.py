@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from pipedream.capture.captured import Captured, captured_from, find_layers
-from pipedream.capture.chain import chain_values, find_chain
+from pipedream.capture.captured import Captured, build_captured, find_layers
+from pipedream.capture.chain import find_chain, list_chain_values
 from pipedream.capture.compare import split
 from pipedream.capture.plain_model import PlainModel
-from pipedream.capture.preserve_state import cuda_devices, preserve_state
+from pipedream.capture.preserve_state import list_cuda_devices, preserve_state
 from pipedream.capture.refusals import check_model
 from pipedream.capture.slice_forward import call_model
 from pipedream.capture.stand_ins import is_stand_in, stand_ins
@@ -23,12 +23,12 @@ from pipedream.capture.stand_ins import is_stand_in, stand_ins
 __all__ = [
     "Captured",
     "PlainModel",
+    "build_captured",
     "call_model",
     "capture",
     "capture_with_values",
-    "captured_from",
-    "cuda_devices",
     "find_layers",
+    "list_cuda_devices",
     "preserve_state",
     "stand_ins",
 ]
@@ -57,10 +57,10 @@ def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
     if any(parameter.is_meta for parameter in model.parameters()):
         with stand_ins(model, sample) as empty:
             graph, refused = split(model, empty, (), compares=False)
-        return captured_from(model, graph, refused)
+        return build_captured(model, graph, refused)
     compares = not any(map(is_stand_in, [*tree_leaves(sample), *model.parameters(), *model.buffers()]))
-    graph, refused = split(model, sample, cuda_devices(model, sample), compares)
-    return captured_from(model, graph, refused)
+    graph, refused = split(model, sample, list_cuda_devices(model, sample), compares)
+    return build_captured(model, graph, refused)
 
 
 def capture_with_values(model: nn.Module, batch: Any, *, finest: bool = False) -> Captured:
@@ -79,7 +79,7 @@ def capture_with_values(model: nn.Module, batch: Any, *, finest: bool = False) -
     captured = capture(model, inputs, finest=finest)
     if captured.graph.calls or not isinstance(inputs, tuple):
         return captured
-    return replace(captured, graph=replace(captured.graph, values=chain_values(captured, inputs)))
+    return replace(captured, graph=replace(captured.graph, values=list_chain_values(captured, inputs)))
 
 
 class _Callable(ModuleType):

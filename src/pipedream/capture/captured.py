@@ -51,16 +51,16 @@ class Captured:
         return layer_table(self.graph, self.refused)
 
 
-def captured_from(model: nn.Module, graph: LayerGraph, refused: Mapping[str, str] | None = None) -> Captured:
+def build_captured(model: nn.Module, graph: LayerGraph, refused: Mapping[str, str] | None = None) -> Captured:
     """Returns the layers of a model that runs by its own forward."""
     tables = SliceTables(model, graph)
     layers = tuple(ModelSlice(model, graph, i, i + 1, tables) for i in range(len(graph.layers)))
     return Captured(graph, layers, model, refused or {})
 
 
-def captured_chain(model: nn.Module, layers: Sequence[nn.Module]) -> Captured:
+def build_chain(model: nn.Module, layers: Sequence[nn.Module]) -> Captured:
     """Returns the layers of a model that is a chain of them."""
-    return Captured(LayerGraph.chain(_describe(model, layers), *tied_layers(layers)), tuple(layers))
+    return Captured(LayerGraph.chain(_describe(model, layers), *find_tied_layers(layers)), tuple(layers))
 
 
 def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
@@ -75,7 +75,7 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
                 "plan again from this model's profile"
             )
         layers.append(modules.get(path, model))
-    return captured_chain(model, layers)
+    return build_chain(model, layers)
 
 
 def _describe(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[Layer, ...]:
@@ -96,7 +96,7 @@ def _describe(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[Layer, ...
     return tuple(described)
 
 
-def tied_layers(layers: Sequence[nn.Module]) -> Ties:
+def find_tied_layers(layers: Sequence[nn.Module]) -> Ties:
     """Returns the groups of layers that share a trained parameter or state, and those of them that share state.
 
     To share is to use the same storage. State means running statistics, or a module with buffers that runs twice; other

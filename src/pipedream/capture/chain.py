@@ -15,8 +15,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
-from pipedream.capture.captured import Captured, captured_chain
-from pipedream.capture.preserve_state import MODULE_ATTRIBUTES, cuda_devices, preserve_state, python_generators, running
+from pipedream.capture.captured import Captured, build_chain
+from pipedream.capture.preserve_state import (
+    MODULE_ATTRIBUTES,
+    list_cuda_devices,
+    preserve_state,
+    read_python_generators,
+    running,
+)
 from pipedream.capture.refusals import is_compiled
 from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import READS_NUMBERS, walk
@@ -31,7 +37,7 @@ def find_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured | None:
         return None
     if any(parameter.is_meta for parameter in model.parameters()):
         sample = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, sample)
-    devices = cuda_devices(model, sample)
+    devices = list_cuda_devices(model, sample)
     try:
         traces = [_trace(model, sample, training, devices) for training in (True, False)]
     except Exception:  # which the general capture raises again, with advice
@@ -44,15 +50,18 @@ def find_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured | None:
     layers, in_evaluation = (_unfold(call, whole) for call in traces)
     if list(map(id, layers)) != list(map(id, in_evaluation)):
         return None
-    captured = captured_chain(model, layers)
+    captured = build_chain(model, layers)
     has_numbers = not any(map(is_stand_in, [*tree_leaves(sample), *model.parameters(), *model.buffers()]))
     return captured if not has_numbers or _is_equal_to_model(model, captured, sample, devices) else None
 
 
-def chain_values(captured: Captured, sample: tuple[Any, ...]) -> tuple[Value, ...]:
+def list_chain_values(captured: Captured, sample: tuple[Any, ...]) -> tuple[Value, ...]:
     """Returns what crosses the cuts of a chain: what each layer returns. Moments are the layers' indices."""
     values = []
-    with preserve_state(captured.layers, cuda_devices(nn.ModuleList(captured.layers), sample)), torch.enable_grad():
+    with (
+        preserve_state(captured.layers, list_cuda_devices(nn.ModuleList(captured.layers), sample)),
+        torch.enable_grad(),
+    ):
         passed = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
         for i, layer in enumerate(captured.layers[:-1]):
             passed = layer(*passed) if i == 0 else layer(passed)
@@ -213,7 +222,7 @@ def _trace(model: nn.Module, sample: tuple[Any, ...], training: bool, devices: l
 
 
 def _read_generators() -> tuple[Any, ...]:
-    return torch.default_generator.get_state(), *python_generators()
+    return torch.default_generator.get_state(), *read_python_generators()
 
 
 def _read_attributes(module: nn.Module) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from torch import nn
 from pipedream.capture.placeholder import NumbersNeeded, Placeholder
 from pipedream.capture.preserve_state import Attributes, running, seed_generators
 from pipedream.capture.record import Recording, record
-from pipedream.capture.refusals import does_not_run
+from pipedream.capture.refusals import explain_failure
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.capture.slice_errors import CutFailed
-from pipedream.capture.slice_forward import arguments_of
-from pipedream.capture.split import Refused, graph_of
+from pipedream.capture.slice_forward import split_arguments
+from pipedream.capture.split import Refused, build_graph
 from pipedream.capture.structure import map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.fingerprint import Fingerprint, format_fingerprint, is_close
@@ -44,7 +44,7 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
         recording = _record(model, inputs, devices, recording.moving)
     refused: Refused = {}
     replayed: list[str] = []
-    graph, refused = graph_of(model, recording, refused, replayed)
+    graph, refused = build_graph(model, recording, refused, replayed)
     if not graph.calls:
         return graph, refused
     attributes = recording.attributes
@@ -61,7 +61,7 @@ def split(model: nn.Module, inputs: Any, devices: Sequence[int], compares: bool)
                 replayed.append(failed.error.function)
             else:
                 refused = {**refused, failed.call: str(failed.error)}
-        graph, refused = graph_of(model, recording, refused, replayed)
+        graph, refused = build_graph(model, recording, refused, replayed)
     del recording
     if compares:
         _compare(model, both_modes(graph, [0, len(graph.layers)]), parts, attributes)
@@ -79,11 +79,11 @@ class _LayerFailed(Exception):
 
 def _record(model: nn.Module, inputs: Any, devices: Sequence[int], moving: frozenset[str] = frozenset()) -> Recording:
     with running(model, devices, training=True), torch.enable_grad():
-        args, kwargs = arguments_of(_copy_inputs(inputs))
+        args, kwargs = split_arguments(_copy_inputs(inputs))
         try:
             return record(model, args, kwargs, moving)
         except Exception as error:
-            raise does_not_run(model, True, error) from error
+            raise explain_failure(model, True, error) from error
 
 
 Numbers = dict[str, Fingerprint | None]
@@ -154,7 +154,7 @@ def _run(
             raise _LayerFailed(error.call, error) from error
         except Exception as error:
             if not first:
-                raise does_not_run(model, training, error) from error
+                raise explain_failure(model, training, error) from error
             raise _LayerFailed(graph.layers[first].name, error) from error
         if keeps:
             kept[number] = Attributes([model])

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.compare import fingerprint
-from pipedream.capture.preserve_state import preserve_state, python_generators
+from pipedream.capture.preserve_state import preserve_state, read_python_generators
 from pipedream.capture.slice import ModelSlice, SliceTables
 from pipedream.core.errors import CaptureError
 
@@ -184,8 +184,8 @@ class PlainModel:
 
     def python_draws(self) -> Callable[[], bool]:
         """Returns a function that returns whether Python's or NumPy's generators have drawn since."""
-        before = python_generators()
-        return lambda: python_generators() != before
+        before = read_python_generators()
+        return lambda: read_python_generators() != before
 
 
 def _list_from(names: list[str], others: list[str]) -> str:

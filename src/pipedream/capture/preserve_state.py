@@ -136,7 +136,7 @@ def preserve_state(
     owners = {id(module): module for root in modules for module in root.modules()}.values()
     saved = [(module._buffers, dict(module._buffers)) for module in owners]
     copies: dict[int, torch.Tensor] = {}
-    with torch.random.fork_rng(devices=devices), python_generators_seeded(seed):
+    with torch.random.fork_rng(devices=devices), seeding_python_generators(seed):
         seed_generators(seed, devices)
         try:
             for slots, buffers in saved:
@@ -207,7 +207,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.kept.append((parameter, parameter.clone()))
 
 
-def cuda_devices(model: nn.Module, sample: Any) -> list[int]:
+def list_cuda_devices(model: nn.Module, sample: Any) -> list[int]:
     """Returns the indices of the devices on which the model or the sample has tensors."""
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(sample)]
     indices = {t.device.index for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
@@ -221,14 +221,14 @@ def seed_generators(seed: int, devices: Iterable[int]) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
 
 
-def python_generators() -> tuple[Any, ...]:
+def read_python_generators() -> tuple[Any, ...]:
     """Returns the states of the generators of Python and NumPy, which compare by value."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
 
 @contextmanager
-def python_generators_seeded(seed: int) -> Iterator[None]:
+def seeding_python_generators(seed: int) -> Iterator[None]:
     """A context in which the generators of Python and NumPy are seeded."""
     states = random.getstate(), np.random.get_state()
     random.seed(seed)

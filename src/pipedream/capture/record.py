@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pipedream.capture.placeholder import meta_like
-from pipedream.capture.preserve_state import python_generators
+from pipedream.capture.preserve_state import read_python_generators
 from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import PLAIN, READS_NUMBERS, walk, walk_arguments
 from pipedream.core.model.graph import ValueSite
@@ -281,10 +281,10 @@ def record(
             record = TensorRecord(leaf, -1, False, frozenset([where]))
             record.sites.append(ValueSite("", "in", where, -1))
             recorder.records[id(leaf)] = record
-    generators = python_generators()
+    generators = read_python_generators()
     with _wrapping_modules(model, recorder), recorder:
         output = model(*args, **kwargs)
-    draws_in_python = python_generators() != generators
+    draws_in_python = read_python_generators() != generators
     root = recorder.root.inner[0] if recorder.root.inner else recorder.root
     for where, leaf in walk(output):
         if isinstance(leaf, torch.Tensor):

@@ -40,7 +40,7 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
-def does_not_run(model: nn.Module, training: bool, error: Exception) -> CaptureError:
+def explain_failure(model: nn.Module, training: bool, error: Exception) -> CaptureError:
     """Returns the error to raise when the forward raised one on the sample."""
     advice = (
         "it depends on the value of a tensor, and here tensors have none: profile it on a device that computes"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pipedream.capture.slice_forward import SliceCalls, SliceForward
-from pipedream.capture.split import skipped_calls
+from pipedream.capture.split import list_skipped_calls
 from pipedream.core.model.graph import Call, LayerGraph, Value, ValueSite
 
 _ABSENT = object()
@@ -72,7 +72,7 @@ class ModelSlice(SliceCalls):
         self.stop_at = None if self.is_last else graph.layers[last].name
         begin = -1 if self.begin_at is None else starts[self.begin_at]
         stop = max(starts.values(), default=0) + 1 if self.stop_at is None else starts[self.stop_at]
-        skipped = {call.name for call in skipped_calls(graph.calls, begin)}
+        skipped = {call.name for call in list_skipped_calls(graph.calls, begin)}
         open_calls = {call.name for call in graph.calls if call.start <= begin < call.end}
         own_calls = [call for call in tables.leaves if begin <= call.start < stop]
         seeded = [call for call in own_calls if call.path in graph.seeded]
@@ -80,7 +80,7 @@ class ModelSlice(SliceCalls):
         around = {c.path for c in graph.calls for moment in (begin, stop) if c.start < moment < c.end}
         self._attributes = _Attributes(model, [model, *(modules[path] for path in sorted(around))])
         self.open_at_stop = {""} | {call.name for call in graph.calls if call.start < stop < call.end}
-        self.described = () if self.is_last else tuple(call.name for call in skipped_calls(graph.calls, stop))
+        self.described = () if self.is_last else tuple(call.name for call in list_skipped_calls(graph.calls, stop))
         self.received = [] if self.is_first else _list_crossing(graph, begin)
         self.sent = [] if self.is_last else _list_crossing(graph, stop)
         visible, received = skipped | open_calls, set(self.received)

@@ -36,9 +36,9 @@ from pipedream.capture.placeholder import (
     plain_meta,
     swap_tensors,
 )
-from pipedream.capture.preserve_state import python_generators_seeded
+from pipedream.capture.preserve_state import seeding_python_generators
 from pipedream.capture.slice_errors import CutFailed, SliceErrors
-from pipedream.capture.structure import PLAIN, SameAs, leaf_at, map_leaves, walk, walk_arguments
+from pipedream.capture.structure import PLAIN, SameAs, find_leaf, map_leaves, walk, walk_arguments
 from pipedream.core.model.graph import LayerGraph, Value
 from pipedream.core.user_code import note_module
 
@@ -59,11 +59,11 @@ class Unsent:
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     """Calls a model: a tuple holds positional arguments, a mapping keyword arguments, anything else is the argument."""
-    args, kwargs = arguments_of(inputs)
+    args, kwargs = split_arguments(inputs)
     return model(*args, **kwargs)
 
 
-def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the positional and the keyword arguments of `call_model`."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -173,7 +173,7 @@ class SliceForward:
         self.values: dict[Value, Any] = {}
         self.placeholders: dict[Value, list[torch.Tensor]] = {}
         if part.is_first:
-            args, kwargs = arguments_of(arriving)
+            args, kwargs = split_arguments(arriving)
             self.inputs, self.outputs, self.results = (list(args), kwargs), {}, {}
         else:
             self.inputs, self.outputs, self.results = (
@@ -254,7 +254,7 @@ class SliceForward:
         """Seeds the generators of Python and NumPy as torch's is at the beginning of the forward, if they are used."""
         if not self.part.graph.draws_in_python:
             return nullcontext()
-        return python_generators_seeded(torch.default_generator.initial_seed())
+        return seeding_python_generators(torch.default_generator.initial_seed())
 
     @contextmanager
     def _replacing_checkpoints(self) -> Iterator[None]:
@@ -496,7 +496,7 @@ def _strip_numbers(leaf: Any) -> Any:
 
 
 def _find_argument(path: str, args: Any, kwargs: Any) -> Any:
-    return leaf_at(args if path.partition("/")[0].isdigit() else kwargs, path)
+    return find_leaf(args if path.partition("/")[0].isdigit() else kwargs, path)
 
 
 def _find_arguments(sites: Sequence[tuple[Value, str]], args: Any, kwargs: Any) -> Iterator[tuple[Value, torch.Tensor]]:
@@ -505,5 +505,5 @@ def _find_arguments(sites: Sequence[tuple[Value, str]], args: Any, kwargs: Any) 
 
 
 def _find_outputs(sites: Sequence[tuple[Value, str]], output: Any) -> Iterator[tuple[Value, torch.Tensor]]:
-    leaves = ((value, leaf_at(output, path)) for value, path in sites)
+    leaves = ((value, find_leaf(output, path)) for value, path in sites)
     return ((value, leaf) for value, leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -27,7 +27,7 @@ Ties = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 _LOOP = 3  # calls of one module with parameters, from which on they are taken for a loop over the length
 
 
-def graph_of(
+def build_graph(
     model: nn.Module, recording: Recording, refused: Refused, replayed: Sequence[str] = ()
 ) -> tuple[LayerGraph, Refused]:
     """Returns the finest graph without the cuts that are refused already, and all refused cuts."""
@@ -39,7 +39,7 @@ def graph_of(
     refused = _refuse_cuts(recording, leaves, values) | refused
     calls = _list_calls(recording, leaves, values)
     for leaf in leaves[1:]:
-        hidden = [call for call in skipped_calls(calls, leaf.start) if call.hides]
+        hidden = [call for call in list_skipped_calls(calls, leaf.start) if call.hides]
         if hidden:
             refused.setdefault(leaf.name, _explain_unsendable(recording, hidden[0].name))
     starts = [leaf for number, leaf in enumerate(leaves) if not number or leaf.name not in refused]
@@ -82,7 +82,7 @@ def _explain_unsendable(recording: Recording, name: str) -> str:
     )
 
 
-def skipped_calls(calls: Sequence[Call], moment: int) -> list[Call]:
+def list_skipped_calls(calls: Sequence[Call], moment: int) -> list[Call]:
     """Returns the calls that a stage skips which begins at a moment: the outermost that have ended by then.
 
     Of a call that hides something the calls inside are skipped; a leaf that hides is returned.

@@ -42,7 +42,7 @@ def walk_arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[t
     yield from walk(kwargs)
 
 
-def leaf_at(value: Any, path: str) -> Any:
+def find_leaf(value: Any, path: str) -> Any:
     """Returns the leaf at a path; None if the value has none there."""
     for name in path.split("/") if path else ():
         if isinstance(value, Mapping):

@@ -13,7 +13,7 @@ import torch
 
 from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.devices import Device, device_named
-from pipedream.profiler.environment import device_text
+from pipedream.profiler.environment import name_device
 
 _PRODUCT = 512  # side of the square matrices
 _CUDA_PRODUCT = 8192
@@ -81,7 +81,7 @@ def measure_device(device: str | torch.device = "cpu", *, seconds: float = 1.5) 
     few = torch.ones(8, device=place, requires_grad=True)
     drawn = torch.empty(1 << 16, device=place)
     return Device(
-        f"{device_text(place)} (roofline)",
+        f"{name_device(place)} (roofline)",
         memory,
         peaks,
         rates[-1][1],

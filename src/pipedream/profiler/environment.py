@@ -10,7 +10,7 @@ import torch
 from pipedream._version import __version__
 
 
-def device_text(device: torch.device) -> str:
+def name_device(device: torch.device) -> str:
     """Returns the device and its model: ``cpu: AMD EPYC 7B13``, ``cuda: NVIDIA A100-SXM4-40GB``."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"

@@ -18,7 +18,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.profiler.environment import versions
 from pipedream.profiler.measure import PreserveState, check_chain, choose_mode, dtype_name
 from pipedream.profiler.op_costs import Lap, OpCosts, opaque_bytes
-from pipedream.profiler.passes import LossFunction, Passes, Sample, shapes_of
+from pipedream.profiler.passes import LossFunction, Passes, Sample, list_shapes
 from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.update import (
     OptimizerFactory,
@@ -58,7 +58,7 @@ def estimate(
         choose_mode(layers)
         laps, arguments, hidden = _time_layers(layers, passes, costs, fresh)
         if loss is not None:
-            passes.timed_loss(arguments)
+            passes.time_loss(arguments)
         loss_s = sum(costs.laps_s())
         sizes, loss_bytes = measure_sizes(
             layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
@@ -72,7 +72,7 @@ def estimate(
         graph=graph,
         layers=_build_layer_profiles(layers, laps, sizes, hidden),
         batch=samples,
-        input_shapes=shapes_of(sample),
+        input_shapes=list_shapes(sample),
         dtype=dtype_name(layers, autocast),
         device=device.name,
         update_s=update.update_s,
@@ -129,7 +129,7 @@ def _time_layers(
     for index, layer in enumerate(layers):
         key = _identify_module(layer), _identify_value(arguments)
         if key not in timed:
-            value = passes.timed_layer(index, arguments)
+            value = passes.time_layer(index, arguments)
             forward, backward = costs.laps()
             timed[key] = forward, backward, value
         forward, backward, value = timed[key]

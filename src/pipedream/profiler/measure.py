@@ -15,9 +15,9 @@ from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.progress import progress
-from pipedream.profiler.environment import device_text, versions
+from pipedream.profiler.environment import name_device, versions
 from pipedream.profiler.fixed_seconds import fixed_s, part_of
-from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, launch_seconds, shapes_of
+from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, list_shapes, measure_launch_seconds
 from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
 from pipedream.profiler.update import (
@@ -96,17 +96,17 @@ def measure(
         laps_s = []
         with progress(f"profiling {model_name}", warmup + runs) as advance:
             for _ in range(warmup + runs):
-                passes.timed_run(sample)
+                passes.time_run(sample)
                 laps_s.append(watch.laps_s())
                 advance()
-        needs = passes.measured_needs(sample, sizes, loss_bytes)
+        needs = passes.measure_needs(sample, sizes, loss_bytes)
         laps_s = laps_s[warmup:]
         timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "parts": parts, "part_of": part_of, "call": call}
         fixed = _measure_fixed_seconds(layers, graph, sample, samples, laps_s, place, autocast, **timing)
         launches = [0.0] * len(laps_s[0])
         if place.type == "cuda":
             host = HostStopwatch(place)
-            launches = launch_seconds(
+            launches = measure_launch_seconds(
                 Passes(layers, graph, loss, host, place, autocast, call), host, sample, place, runs
             )
         parameters = named_parameters(layers, graph)
@@ -123,9 +123,9 @@ def measure(
         graph=graph,
         layers=_build_layer_profiles(layers, laps, sizes, needs, fixed, launches[: 2 * len(layers)]),
         batch=samples,
-        input_shapes=shapes_of(sample),
+        input_shapes=list_shapes(sample),
         dtype=dtype_name(layers, autocast),
-        device=device_text(place),
+        device=name_device(place),
         runs=runs,
         update_s=update.update_s,
         update_fixed_s=update.fixed_s,
@@ -200,7 +200,7 @@ def _measure_fixed_seconds(
     passes = Passes(layers, graph, None, watch, device, autocast, call)
 
     def laps_of(part: Sample) -> list[float]:
-        passes.timed_run(part)
+        passes.time_run(part)
         return watch.laps_s()
 
     columns = list(zip(*laps_s, strict=True))[: 2 * len(layers)]
@@ -218,7 +218,7 @@ def check_chain(layers: Sequence[nn.Module], graph: LayerGraph, sample: Sample, 
             f"only a chain with one module for each layer can be measured, found {len(layers)} modules, "
             f"{len(graph.layers)} layers and {len(graph.edges)} edges; give what capture returned"
         )
-    shapes = shapes_of(sample) if isinstance(sample, (tuple, Mapping)) else ()
+    shapes = list_shapes(sample) if isinstance(sample, (tuple, Mapping)) else ()
     if samples is None:
         samples = shapes[0][0] if shapes and shapes[0] else 0
     if not shapes or samples < 1:

@@ -63,7 +63,7 @@ class Passes:
         self._autocast = autocast
         self._parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
 
-    def timed_run(self, sample: Sample) -> None:
+    def time_run(self, sample: Sample) -> None:
         """Takes the laps of one run.
 
         Raises:
@@ -71,17 +71,17 @@ class Passes:
         """
         arguments: Sample = sample
         for index in range(len(self._layers)):
-            arguments = (self.timed_layer(index, arguments),)
+            arguments = (self.time_layer(index, arguments),)
         if self._loss is not None:
-            self.timed_loss(arguments)
+            self.time_loss(arguments)
 
-    def timed_layer(self, index: int, arguments: Sample) -> Any:
+    def time_layer(self, index: int, arguments: Sample) -> Any:
         """Takes the laps of one layer, and returns its output."""
         return self._time_call(
             f"the {self._name_layer(index)}", self._layers[index], arguments, self._parameters[index]
         )
 
-    def timed_loss(self, arguments: Sample) -> None:
+    def time_loss(self, arguments: Sample) -> None:
         self._time_call("the loss", self._compute_loss, arguments, [])
 
     def run_layer(self, index: int, arguments: Sample) -> Any:
@@ -100,7 +100,7 @@ class Passes:
         except Exception as error:
             raise _make_error("the loss", (output,), error) from error
 
-    def measured_needs(self, sample: Sample, sizes: Sequence[Sizes], loss_bytes: int) -> tuple[Need, ...]:
+    def measure_needs(self, sample: Sample, sizes: Sequence[Sizes], loss_bytes: int) -> tuple[Need, ...]:
         """Returns what each layer, and then the loss, needs in addition to what it keeps."""
         kept = (*(size.activation_bytes for size in sizes), loss_bytes)
         # Alive while the next layer runs, though no layer keeps it.
@@ -205,7 +205,9 @@ class Passes:
         return f"layer {layer.name!r} ({layer.kind})"
 
 
-def launch_seconds(passes: Passes, watch: Watch, sample: Sample, device: torch.device, runs: int) -> list[float]:
+def measure_launch_seconds(
+    passes: Passes, watch: Watch, sample: Sample, device: torch.device, runs: int
+) -> list[float]:
     """Returns the medians of the host's laps: launching kernels on a GPU may take longer than running them.
 
     The passes take their laps with `watch`, a `HostStopwatch`. A stage starts autograd once, not for each layer, so
@@ -213,7 +215,7 @@ def launch_seconds(passes: Passes, watch: Watch, sample: Sample, device: torch.d
     """
     rows = []
     for _ in range(1 + runs):
-        passes.timed_run(sample)
+        passes.time_run(sample)
         rows.append(watch.laps_s())
     few = torch.ones(1, device=device, requires_grad=True)
     with torch.enable_grad():
@@ -227,7 +229,7 @@ def launch_seconds(passes: Passes, watch: Watch, sample: Sample, device: torch.d
     return [max(seconds - autograd_s * (number % 2), 0.0) for number, seconds in enumerate(medians)]
 
 
-def shapes_of(value: Any) -> tuple[tuple[int, ...], ...]:
+def list_shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of all tensors in a value."""
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
@@ -259,7 +261,7 @@ def _leave(leaf: Any) -> Any:
 
 
 def _make_error(what: str, arguments: Sample, error: Exception) -> ProfileError:
-    shapes = ", ".join(str(list(shape)) for shape in shapes_of(arguments)) or "no tensor"
+    shapes = ", ".join(str(list(shape)) for shape in list_shapes(arguments)) or "no tensor"
     advice = "; ".join(notes_of(error)) or "check the sample's shape, dtype and device"
     return ProfileError(
         f"{what} should run forward and backward on inputs of shape {shapes}, but raised "

@@ -15,7 +15,7 @@ from pipedream.core.model.profile import TiedParameters
 from pipedream.sharding.parts import local_part
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Returns the bytes of the tensors' storages, each counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
@@ -111,7 +111,7 @@ def measure_sizes(
             arguments = (value,)
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
             outputs.append(sum(leaf.nbytes for leaf in tensors))
-            leaving.append(storage_bytes(leaf for leaf in tensors if leaf.untyped_storage()._cdata not in kept))
+            leaving.append(count_storage_bytes(leaf for leaf in tensors if leaf.untyped_storage()._cdata not in kept))
         index = len(layers)
         if loss is not None:
             loss(value)

@@ -18,7 +18,7 @@ from pipedream.core.cold import busy_wait_cold_cache
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.profiler.allocations import Allocations
-from pipedream.profiler.sizes import storage_bytes
+from pipedream.profiler.sizes import count_storage_bytes
 from pipedream.profiler.stopwatch import Watch
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -136,7 +136,7 @@ def _step(stepper: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], wa
 
 
 def _count_state_bytes(state: Any) -> int:
-    return storage_bytes(leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+    return count_storage_bytes(leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pipedream.core.hardware.survey import Fan, Link, Seen, Sum, Survey, machine
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_rate, format_seconds
 from pipedream.probe import links, machine
-from pipedream.profiler.environment import device_text
+from pipedream.profiler.environment import name_device
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.connections import has_nccl, name_card
 from pipedream.runtime.failure.launch import set_threads
@@ -59,7 +59,7 @@ def probe(*, device: str = "cpu", most_s: float = 10.0) -> Survey:
     ]  # a barrier: all then compute at the same time
     seen = Seen(
         names[rank][0],
-        device_text(place),
+        name_device(place),
         machine.work_s(place, most_s / 30),
         machine.available_bytes(place, Counter(memory for _, memory in names)[names[rank][1]]),
     )

@@ -13,11 +13,11 @@ from typing import Any
 from pipedream import profiler
 from pipedream.capture import (
     Captured,
+    build_captured,
     call_model,
     capture,
-    captured_from,
-    cuda_devices,
     find_layers,
+    list_cuda_devices,
     preserve_state,
     stand_ins,
 )
@@ -218,7 +218,7 @@ def _measure_rank(
     options = measure.keywords
     with profiler.one_rank(layers, graph, layout, mesh, place) as rank:
         profile = measure(call=rank.call)
-        with preserve_state(layers, cuda_devices(layers[0], arguments), options["seed"]):
+        with preserve_state(layers, list_cuda_devices(layers[0], arguments), options["seed"]):
             forward, backward, update = rank.collectives(arguments, options["autocast"])
         sizes = zip(profile.layers, rank.sent_bytes, rank.gathered_bytes, strict=True)
         costs = tuple(replace(layer, output_bytes=sent, gathered_bytes=whole) for layer, sent, whole in sizes)
@@ -230,7 +230,7 @@ def _measure_rank(
 
 def _find_loss_weight(model: Any, inputs: Any) -> str:
     """Finds out what the model's own loss is a mean over, if it returns one."""
-    with preserve_state([model], cuda_devices(model, inputs)):
+    with preserve_state([model], list_cuda_devices(model, inputs)):
         for module in model.modules():
             module.training = False
         return probe_weight(partial(call_model, model), inputs, samples=known_samples(inputs))
@@ -294,7 +294,7 @@ def _find_graph_layers(model: Any, graph: LayerGraph) -> Captured:
             f"the plan was made for another model: {type(model).__name__} has {min(unknown)!r}, which no layer of the "
             "plan uses; plan again from this model's profile"
         )
-    return captured_from(model, graph)
+    return build_captured(model, graph)
 
 
 def _list_shared_names(model: Any, graph: LayerGraph) -> set[str]:
