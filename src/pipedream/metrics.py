@@ -19,7 +19,7 @@ _ENDS = ("B", "W")  # the op with which a stage finishes a microbatch
 
 @dataclass(frozen=True)
 class RankMetrics:
-    """What one rank did; None where unknown.
+    """The work of one rank; None where unknown.
 
     Attributes:
         busy_s: computing.

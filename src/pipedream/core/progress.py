@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from typing import Any
 
 _is_open = ContextVar("is_open", default=False)
-"""Whether a bar is shown; a bar inside another one is not."""
+"""A bar is shown; a bar inside another one is not."""
 
 
 def is_live(console: Any) -> bool:
-    """Whether a rich Console can draw over what it has drawn: a terminal, or a notebook that has ipywidgets."""
+    """Returns whether a rich Console can draw over what it has drawn: a terminal, or a notebook that has ipywidgets."""
     return bool(console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None))
 
 

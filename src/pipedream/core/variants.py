@@ -9,7 +9,7 @@ from pipedream.core.units import format_bytes, format_number
 
 ONE_WORKER, DDP = "one worker", "DDP"
 TORCH = (DDP, "DDP, accumulating", "torch Schedule1F1B")
-"""What torch offers for several workers."""
+"""Torch's own ways to train on several workers."""
 _MEANING = " as many samples per second as DDP"
 
 

@@ -170,7 +170,7 @@ def choose(
 
 
 def _plan_all(ways: _Alternatives, advance: Callable[[], None]) -> tuple[list[tuple[Candidate, Plan]], list[Candidate]]:
-    """Of equal plans only the first is kept."""
+    """Returns the plans, only the first of equal ones, and the candidates without a plan."""
     planned: list[tuple[Candidate, Plan]] = []
     refused: list[Candidate] = []
     seen = set()

@@ -29,7 +29,7 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_number, format_seconds, shorten
 
 KINDS = ("pipeline", "data", "tensor", "mixed")
-"""What a plan uses: stages, replicas, meshes of ranks, or several of these. A single rank uses none."""
+"""Kinds of plans: by stages, replicas, meshes of ranks, or several of these. A single rank uses none."""
 
 _TIE = 1e-9  # relative: closer periods are equal
 _FEW_ROWS = 8
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Of each stage; () if there is no plan."""
+        """Replicas of each stage; () without a plan."""
         return tuple(int(part.partition("x")[0]) for part in self.config.split("-")) if self.config else ()
 
     @property
@@ -103,7 +103,7 @@ class Candidate:
 
     @property
     def words(self) -> str:
-        """What it is, without its method."""
+        """The plan in words, without its method."""
         if self.is_meshed:
             on = f"on the mesh {', '.join(dict.fromkeys(self.mesh.split('/')))}"
             if self.replicas == (1,):
@@ -140,7 +140,7 @@ class Comparison(Tabular):
 
     @property
     def verdict(self) -> str:
-        """What to use, in a sentence.
+        """The way to use, in a sentence.
 
         Of the references it considers those with the plan's method, or with as many samples per update.
         """
@@ -158,7 +158,7 @@ class Comparison(Tabular):
         return f"use {best.words}{by}: {self._format_seconds(best)}{self._describe_others(best)}"
 
     def fastest_in_words(self) -> str:
-        """How the plan was chosen."""
+        """Says how the plan was chosen."""
         best = self.candidates[0]
         count = sum(bool(candidate.config) for candidate in self.candidates)
         return f"the fastest of {count} plans by simulation, {self._format_seconds(best)}{self._describe_others(best)}"
@@ -170,7 +170,7 @@ class Comparison(Tabular):
         }
 
     def kinds_in_words(self) -> str:
-        """Why the plan is of its kind: what the best of each takes."""
+        """Says why the plan is of its kind: the seconds of the best of each."""
         chosen = self.candidates[0]
         others = "; ".join(
             f"{kind}: no plan" if candidate is None else f"{kind}: {candidate.words}, {_describe_seconds(candidate)}"
@@ -188,7 +188,7 @@ class Comparison(Tabular):
         return f" ({candidate.samples_per_update} samples per update)" if self.plan.batch > 1 else ""
 
     def _describe_others(self, best: Candidate) -> str:
-        """What the best of the other kinds take."""
+        """Returns the seconds of the best of the other kinds."""
         shown, parts = {(best.config, best.samples_per_update)}, [""]
         for candidate in (self.candidates[0], *self._pick_best_of_kinds(), *self.references):
             if candidate.period_s is not None and (candidate.config, candidate.samples_per_update) not in shown:

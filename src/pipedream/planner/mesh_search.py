@@ -197,7 +197,7 @@ def _compute_needs(space: MeshSpace, choices: Sequence[StageChoice]) -> list[tup
 
 
 def _find_shortage(program: MeshProgram, kinds: str) -> Shortage:
-    """Of the plan whose fullest rank needs least. Raises a `PlanError` if no plan has the shape."""
+    """Returns the shortage of the plan whose fullest rank needs least; raises PlanError if no plan has the shape."""
     least = program.least_bytes()
     if least is None:
         space = program.space

@@ -57,7 +57,7 @@ class PipelineSearch:
 
     @property
     def is_large(self) -> bool:
-        """Whether the dynamic program would have too many states."""
+        """The dynamic program would have too many states."""
         return _estimate_work(self.space) > _MOST_STATES
 
     @property

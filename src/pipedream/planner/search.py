@@ -392,7 +392,7 @@ def _join_counts(counts: tuple[int, ...]) -> str:
 def _describe_rivals(
     best: Plan, searches: PipelineSearch, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()
 ) -> str:
-    """What the alternatives would take, in words."""
+    """Returns the seconds of the alternatives, in words."""
     rivals = {str(count): searches.best_single_stage((count,)) for count in ones}
     rivals |= {plan.config: plan for plan in pipelines if plan is not None}
     parts = [""]

@@ -48,7 +48,7 @@ COMPENSATED: dict[str, Build] = {name: method.build for name, method in METHODS.
 """Methods that are another one plus a compensation of delay."""
 
 LAYOUTS = {name: method.layout for name, method in METHODS.items() if method.layout is not None}
-"""Of methods with several stages per worker: which worker gets which stage."""
+"""Methods with several stages per worker -> which worker gets which stage."""
 
 ALIASES = {alias: name for name, method in METHODS.items() for alias in method.aliases}
 

@@ -1,4 +1,4 @@
-"""How long a schedule runs where it is drawn or simulated."""
+"""The length of a run that is drawn or simulated."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _build(name: str, plan: Plan, microbatches: int | None, split: int | None, u
 
 
 def _keeps_minibatches(schedule: Schedule) -> bool:
-    """Whether microbatches are whole minibatches."""
+    """Returns whether microbatches are whole minibatches."""
     return schedule.updates.mean_of_rounds
 
 

@@ -1,4 +1,4 @@
-"""What a program would do on a cluster: when each op runs, who waits for whom, how much must be held."""
+"""A program in simulated time on a cluster: when each op runs, who waits for whom, how much must be held."""
 
 from pipedream.simulator.clock import simulate
 from pipedream.simulator.costs import Costs, costs

@@ -1,4 +1,4 @@
-"""How long each instruction takes: the seconds and bytes of a plan on the links of its cluster.
+"""Seconds of each instruction: those of a plan, and its bytes on the links of its cluster.
 
 Sums over replicas begin inside the backward, bucket by bucket (`core.plan.cost.visible_sum_s`, docs/cost_models.md).
 """

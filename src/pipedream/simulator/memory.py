@@ -1,4 +1,4 @@
-"""What a rank holds while a program runs, and the versions at which its gradients are taken.
+"""Bytes that a rank holds while a program runs, and the versions at which its gradients are taken.
 
 It depends only on the order of the rank's ops, so it is traced after the run.
 """
@@ -77,7 +77,7 @@ _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """What one rank has held.
+    """The memory of one rank over a run.
 
     Attributes:
         memory: bytes at the start, and the most during each of its ops.

@@ -12,7 +12,7 @@ from pipedream.core.schedule.op import Kind
 
 @dataclass(frozen=True)
 class Stragglers:
-    """How the seconds of ops differ from the plan's. Messages and sums are not affected.
+    """Factors on the seconds of ops. Messages and sums are not affected.
 
     Each op takes its seconds times a factor from a lognormal distribution of mean 1, and times the factor of its rank.
     Each rank draws from a generator of its own, so that a seed gives the same run.

@@ -1,4 +1,4 @@
-"""What the runtime assumes of each stage replica, besides that nothing comes before what it needs.
+"""The runtime's assumptions about each stage replica, besides that nothing comes before what it needs.
 
 - Microbatches are forwarded in their order: the first that does not exist is where a stream ends.
 - An update takes all gradients since the one before it, so no other update's may lie between.

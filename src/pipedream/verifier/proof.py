@@ -24,7 +24,7 @@ _MOST_INSTRUCTIONS = 60_000
 
 @dataclass(frozen=True, repr=False)
 class Proof(Tabular):
-    """What was proved of a program.
+    """The proof of a program.
 
     Attributes:
         microbatches: m, of a minibatch.
@@ -51,7 +51,7 @@ class Proof(Tabular):
 
     @property
     def lateness(self) -> str:
-        """How late gradients are, and which method trains as one process does; '' where they are in time."""
+        """Says how late gradients are, and which method trains as one process does; '' where they are in time."""
         late = max(self.staleness)
         words = f"gradients are up to {late} update{'s' if late > 1 else ''} late"
         return f"{self.schedule}: {words}; the schedule 1f1b trains as one process does" if late else ""
@@ -234,7 +234,7 @@ def _find_begin(run: Unrolled, stage: int, replica: int, k: int) -> int:
 
 
 def _find_lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
-    """Where each version and kept prediction begins and ends."""
+    """Returns the span of each version and kept prediction."""
     program, ops = run.program, run.ops
     starts = [-1] + [
         ops[Op(Kind.UPDATE, stage, n, replica)][1] for n in range(1, program.updates.updates(stage, run.total) + 1)

@@ -123,7 +123,7 @@ class _Waits:
         return True
 
     def _meet_holders(self, rank: int, update: int) -> bool:
-        """Whether all holders of the rank's tied weights have reached an update; its own stages make it together."""
+        """Returns whether all holders of the rank's tied weights have reached an update."""
         numbers = [number for number, ranks in enumerate(self.tied) if rank in ranks]
         return all(self._meet(rank, ("tied", number, update)) for number in numbers)
 

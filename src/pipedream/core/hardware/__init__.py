@@ -1,1 +1,1 @@
-"""What it is trained on: devices, workers and the network between them."""
+"""The hardware for training: devices, workers and the network between them."""

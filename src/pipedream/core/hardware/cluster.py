@@ -311,7 +311,7 @@ class Cluster(Artifact):
 
     @property
     def is_flat(self) -> bool:
-        """Whether all workers are alike, on a single level."""
+        """All workers are alike, on a single level."""
         return len(self.levels) == 1 and not self.kinds
 
     @property

@@ -42,7 +42,7 @@ Work = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Device(Artifact):
-    """What an accelerator can do.
+    """An accelerator's peaks, and the shares of them that programs reach.
 
     Attributes:
         flops_per_s: dtype -> peak of matrix products; a missing dtype runs as float32.

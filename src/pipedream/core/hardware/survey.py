@@ -79,7 +79,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Survey(Artifact):
-    """What was measured."""
+    """The measurements of a cluster."""
 
     FORMAT = 1
 

@@ -1,1 +1,1 @@
-"""What is trained: a model's layers, and what was measured of them."""
+"""The model that is trained: its layers, and their measurements."""

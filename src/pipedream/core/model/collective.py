@@ -1,4 +1,4 @@
-"""What the ranks of a mesh exchange inside a stage: predicted, and in a run."""
+"""Collectives among the ranks of a mesh inside a stage: predicted, and in a run."""
 
 from __future__ import annotations
 

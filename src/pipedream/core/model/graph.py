@@ -31,7 +31,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ValueSite:
-    """Where a module takes or returns a value.
+    """A place where a module takes or returns a value.
 
     Attributes:
         call: its name; "" for the model itself.
@@ -86,7 +86,7 @@ class Value:
 
     @property
     def name(self) -> str:
-        """Where it is seen first: 'input labels', 'h.0 output', 'h.0.mlp argument 0'."""
+        """The place where it is seen first: 'input labels', 'h.0 output', 'h.0.mlp argument 0'."""
         first = self.sites[0]
         role = "output" if first.end == "out" else "argument" if first.call else "input"
         return f"{first.call} {role} {first.path}".strip()
@@ -172,7 +172,7 @@ _SHOWN_VALUES, _SHOWN_REASONS = 2, 20
 
 @dataclass(frozen=True)
 class Crossing:
-    """What crosses the cut before a layer.
+    """Values that cross the cut before a layer.
 
     Attributes:
         layer: its index.

@@ -73,7 +73,7 @@ class GraphNode:
 
     @property
     def is_input(self) -> bool:
-        """Whether it represents the data loader; its time is that of loading."""
+        """It represents the data loader; its time is that of loading."""
         return self.kind.startswith("Input")
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from pipedream.core.units import format_bytes, format_number, format_seconds
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one layer costs for one profiled minibatch.
+    """The costs of one layer for one profiled minibatch.
 
     Attributes:
         forward_s, backward_s: medians over the measured runs.
@@ -92,7 +92,7 @@ class TiedParameters:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What the first rank of a mesh needs, with its parts of all tensors; see `Profile`.
+    """The costs of the first rank of a mesh, with its parts of all tensors; see `Profile`.
 
     Attributes:
         layout: its rules, and the dimension that shards weights.

@@ -1,4 +1,4 @@
-"""What the runtime itself costs a worker: seconds of its host for each op, message and update, beyond the layers."""
+"""The runtime's own costs: seconds of a worker's host for each op, message and update, beyond the layers."""
 
 from __future__ import annotations
 

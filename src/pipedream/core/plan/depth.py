@@ -32,7 +32,7 @@ DEPTH_MODES = {
     "auto": "the deepest that fits",
     "hand": "as given",
 }
-"""How in-flight counts are chosen, in words."""
+"""Ways to choose in-flight counts, in words."""
 
 _MOST_IN_FLIGHT = 10_000  # more would not fit any memory, nor the proof
 

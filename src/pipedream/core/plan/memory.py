@@ -62,7 +62,7 @@ def peers_of(replicas: Sequence[int], in_flight: Sequence[int]) -> tuple[Peers, 
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What a stage's layers need; activations and messages are for one microbatch.
+    """Bytes that a stage's layers need; activations and messages are for one microbatch.
 
     Attributes:
         received_bytes, sent_bytes: of its messages on both sides; 0 at the model's ends.

@@ -1,4 +1,4 @@
-"""Where a (stage, replica) lives, and which replica takes a microbatch.
+"""The rank of each (stage, replica), and the replica that takes a microbatch.
 
 Replicated stages, several chunks per rank, the V shape and two mirrored pipelines are all one table
 ``ranks[stage][replica]`` and one rule, round robin: microbatch k of stage s runs on replica k mod r_s
@@ -20,7 +20,7 @@ from pipedream.core.plan.mesh import Mesh
 
 
 class Carries(StrEnum):
-    """What a channel carries; the last two for dispatched stages alone (`core.schedule.dispatch`)."""
+    """Cargo of a channel; the last two for dispatched stages alone (`core.schedule.dispatch`)."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -121,7 +121,7 @@ class Placement(Artifact):
         return self.rank_of(stage, microbatch)
 
     def is_remote(self, stage: int) -> bool:
-        """Whether a stage's forwards run where its weights do not live."""
+        """Returns whether a stage's forwards run where its weights do not live."""
         return False
 
     @property

@@ -145,7 +145,7 @@ class Plan(Tabular, Artifact):
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """Of each stage."""
+        """Meshes of all stages, in model order."""
         return tuple(Mesh(stage.mesh) for stage in self.stages)
 
     @property
@@ -252,7 +252,7 @@ class Plan(Tabular, Artifact):
 
     @property
     def gap(self) -> float | None:
-        """How far the period may be above the best plan's, as a share; None if nothing is proved.
+        """The share by which the period may exceed the best plan's; None if nothing is proved.
 
         A plan faster than its bound was edited after planning.
         """

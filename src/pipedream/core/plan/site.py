@@ -41,7 +41,7 @@ def busiest_ports(ports: Iterable[PortLoad]) -> tuple[PortLoad, ...]:
 
 @dataclass(frozen=True)
 class Site:
-    """What the workers of a stage and their ports allow.
+    """The workers of a stage: their speed, memory and ports.
 
     Attributes:
         speed: of the slowest worker, relative to the profile's device.

@@ -1,1 +1,1 @@
-"""What each worker does in which order, with which weights: from a Schedule to a Program to a Timeline."""
+"""The ops of each worker, in order, with their weights: from a Schedule to a Program to a Timeline."""

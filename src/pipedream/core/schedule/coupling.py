@@ -1,4 +1,4 @@
-"""What couples the stages besides the data: global norms, gradients that are not finite, shared weights.
+"""Couplings of the stages besides the data: global norms, gradients that are not finite, shared weights.
 
 docs/couplings.md has the table. Weights that several stages hold (`Plan.tied_weights`) need stages that all make the
 same updates; each then waits for the others' gradients of the same update.

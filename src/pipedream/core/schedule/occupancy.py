@@ -1,4 +1,4 @@
-"""What a stage holds under a method: microbatches in flight, and versions of its weights.
+"""Microbatches in flight and weight versions that a stage holds under a method.
 
 At the paper's depth, for a straight pipeline of p stages and m microbatches: 1F1B holds min(p - s, m) in flight, GPipe
 m, the naive order 1; PipeDream p - s versions, vertical sync p, 2BW 2, a flush 1.

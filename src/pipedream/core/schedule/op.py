@@ -16,7 +16,7 @@ from pipedream.core.plan.placement import Placement
 
 
 class Kind(StrEnum):
-    """What an op does; all but FETCH are work of the rank."""
+    """A kind of op; all but FETCH are work of the rank."""
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -21,7 +21,7 @@ VELOCITY, DIFFERENCE, AVERAGE = "velocity", "difference", "average"
 
 @dataclass(frozen=True)
 class WeightPrediction:
-    """How a prediction is computed from a version.
+    """A way to compute a prediction from a version.
 
     Attributes:
         decay: what is left of an average after |T| updates; exp(-2) is PipeMare's, which makes its correction exact to

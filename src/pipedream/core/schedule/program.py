@@ -26,7 +26,7 @@ from pipedream.core.schedule.weights import WeightRule
 
 
 class Move(StrEnum):
-    """What a transfer does."""
+    """A kind of transfer."""
 
     SEND = ">"
     RECEIVE = "<"

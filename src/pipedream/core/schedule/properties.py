@@ -1,4 +1,4 @@
-"""What all schedules of one method have in common, on any plan."""
+"""Properties that all schedules of one method share, on any plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MethodProperties:
-    """What planning needs to know before there is a plan; the defaults are GPipe's.
+    """The facts about a method that planning needs before there is a plan; the defaults are GPipe's.
 
     Attributes:
         flushes: an update waits until nothing is in flight.

@@ -1,4 +1,4 @@
-"""What a schedule and its program share: what must be done, and what must be done before it.
+"""The rules that a schedule and its program share: which ops there are, and what each needs.
 
 Update n of a stage (from 1) is one optimizer step, the same on all its replicas, and makes version n. Gradients are
 averaged in one of two ways (docs/exact_rules.md, Normalisation):
@@ -22,7 +22,7 @@ from pipedream.core.schedule.weights import WeightRule
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How many microbatches each update of each stage holds.
+    """The number of microbatches in each update of each stage.
 
     Attributes:
         per_update: for each stage, over all replicas.
@@ -67,7 +67,7 @@ class OpRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What a method decides for one plan, except for the order of the ops.
+    """A method's decisions for one plan, except for the order of the ops.
 
     Attributes:
         microbatches: m, of a minibatch.
@@ -90,12 +90,12 @@ class Rules:
 
     @property
     def trains(self) -> bool:
-        """Whether there are backwards and updates; an evaluation has none."""
+        """There are backwards and updates; an evaluation has none."""
         return len(self.kinds) > 1
 
     @property
     def splits_backward(self) -> bool:
-        """Whether I and W replace B."""
+        """I and W replace B."""
         return Kind.INPUT_GRADIENT in self.kinds
 
     @property

@@ -1,4 +1,4 @@
-"""What stages need on a line: how few workers for a period, and how many microbatches fit in flight.
+"""The fewest workers that a stage needs for a period on a line, and the most microbatches that fit in flight.
 
 For lower bounds, a stage needs the fewest workers that stay within a period wherever it is on the line. For each count
 of workers, a *relaxed* site has the best of any run of that many workers on the line: the fastest
@@ -31,7 +31,7 @@ _AT_ONCE = 1 << 14  # stages at a time: several times faster if they stay in the
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """What each stage costs, as flat arrays, as `Site.period_s` takes them.
+    """The costs of each stage, as flat arrays, as `Site.period_s` takes them.
 
     Attributes:
         first, last: indices into the positions of the space.
@@ -285,7 +285,7 @@ class StageNeeds:
 
 @dataclass(frozen=True, eq=False)
 class PeriodNeeds:
-    """What a period needs.
+    """The needs of stages for one period.
 
     Attributes:
         alone: which stages one worker runs within it, without and with (the key) recomputation.

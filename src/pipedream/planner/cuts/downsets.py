@@ -1,4 +1,4 @@
-"""Where a graph may be cut: at its downsets, the sets of layers that contain, with a layer, everything that it reads.
+"""The places to cut a graph: its downsets, the sets of layers that contain, with a layer, everything that it reads.
 
 A plan is a chain of downsets from no layers to all (Tarnawski and others 2020 call them ideals). Each output that a
 layer after the cut still reads crosses the cut once; one that is read two stages later crosses both boundaries.
@@ -110,7 +110,7 @@ class Lattice:
 
     @property
     def is_chain(self) -> bool:
-        """Whether there is only one order."""
+        """There is only one order."""
         return all(self._meets)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline with meshes costs, in seconds and bytes: arrays [from, to] for `mesh_program`."""
+"""Seconds and bytes of each stage of a pipeline with meshes: arrays [from, to] for `mesh_program`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MeshCosts:
         return order
 
     def _share_cache(self, name: str) -> dict[Any, Any]:
-        """What programs with the same places and stages have in common, whatever the memory."""
+        """Returns a table that programs with the same places and stages share, whatever the memory."""
         key = name, self.how, self.allow_single_stage, self.every_cut, self.space.positions, self.space.meshes
         return self.space.kept.setdefault(str(key), {})
 
@@ -153,7 +153,7 @@ class MeshCosts:
         return self._share_cache("all_bytes")
 
     def _estimate_in_flight(self, state: MeshState, replicas: int) -> int:
-        """What the stage has in flight; if later workers are not counted, the least or the most that is possible."""
+        """Returns a stage's microbatches in flight; if later workers are not counted, the fewest or most possible."""
         workers = state.workers
         if not self._counts_workers:
             left = state.ranks - replicas * self.space.meshes[state.mesh].size

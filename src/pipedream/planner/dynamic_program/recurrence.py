@@ -109,7 +109,7 @@ class DynamicProgram:
 
     @property
     def shortage(self) -> Shortage:
-        """Of the plan whose workers lack the fewest bytes. Only valid if no plan fits.
+        """The shortage of the plan whose workers lack the fewest bytes. Only valid if no plan fits.
 
         Raises:
             PlanError: no chain of cuts is long enough.

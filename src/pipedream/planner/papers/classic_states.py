@@ -186,5 +186,5 @@ def _encode(state: tuple[int, ...]) -> int:
 
 
 def _sum_rows(rows: BoolArray, values: FloatArray) -> FloatArray:
-    """In the order of the file."""
+    """Sums in the order of the file."""
     return np.array([sum(values[row].tolist()) for row in rows])

@@ -40,7 +40,7 @@ class StageChoice(NamedTuple):
 
 
 class MeshSite(NamedTuple):
-    """Where a stage may lie.
+    """A site of a stage.
 
     Attributes:
         site: its workers.
@@ -185,7 +185,7 @@ class MeshSpace(SearchSpace):
 
 
 def _may_hold(cluster: Cluster, first: int, last: int) -> bool:
-    """Whether these ranks may be one worker, see `Cluster.of_workers`."""
+    """Returns whether these ranks may be one worker, see `Cluster.of_workers`."""
     if last - first == 1:
         return True
     for number in range(1, len(cluster.levels)):

@@ -1,4 +1,4 @@
-"""What the stages of a plan hold under a method."""
+"""Microbatches and weight versions that the stages of a plan hold under a method."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stash(in_flight: int, update_delay: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class MethodOccupancy:
-    """What stages hold under one method, in one number of microbatches.
+    """One method's rule for what stages hold, for one number of microbatches.
 
     Attributes:
         of_plan: from a plan to what each of its stages holds.
@@ -33,7 +33,7 @@ class MethodOccupancy:
 
 @dataclass(frozen=True, eq=False)
 class OccupancyRule:
-    """What stages hold of the microbatches that they admit: by the method, or all with `versions`."""
+    """The occupancy of stages: by the method, or all that they admit, with `versions`."""
 
     versions: VersionsRule
     method: MethodOccupancy | None

@@ -116,7 +116,7 @@ class PlaceSums:
 
     @cached_property
     def _tied(self) -> list[tuple[IntArray, IntArray]]:
-        """Of each of the profile's tied parameters: how many of its layers, and whether the first, are before each
+        """For each of the profile's tied parameters, how many of its layers, and whether the first, are before each
         place."""
         rows = []
         for tied in self.profile.tied:

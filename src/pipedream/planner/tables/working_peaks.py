@@ -1,4 +1,4 @@
-"""What a run of layers needs while it works: temporaries and gradients on top of what it keeps.
+"""Peaks of a run of layers at work: temporaries and gradients on top of what it keeps.
 
 While layer i of a stage works, the layers up to i keep their activations. After i, in a backward, there are gradients
 of the parameters instead. So the peak is a maximum over the layers of a sum that begins at the model's first layer,

@@ -1,4 +1,4 @@
-"""What a method's file declares besides its order, in `METHODS`: the registry needs no other change."""
+"""The declarations of a method's file, in `METHODS`: the registry needs no other change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipedream.core.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class StageOrder:
-    """How a method lays stages out on p workers.
+    """A method's order of stages on p workers.
 
     Attributes:
         words: for errors and notes.
@@ -79,7 +79,7 @@ mirrored = StageOrder(
 
 @dataclass(frozen=True)
 class Picture:
-    """What the gallery draws of a method: `total` microbatches, m of them in a minibatch (None: not split)."""
+    """The gallery's picture of a method: `total` microbatches, m of them in a minibatch (None: not split)."""
 
     title: str
     microbatches: int | None = None
