@@ -44,7 +44,7 @@ class Metrics(Tabular, Artifact):
     """The metrics of a run, or of a window of it.
 
     Attributes:
-        makespan_s: of the run or the window.
+        makespan_s: makespan of the run or the window.
         bubble: idle fraction of the workers' time: 1 - busy / (workers x makespan).
         throughput_per_s: microbatches per second.
         per_rank: peaks are those of the whole run.

@@ -31,7 +31,7 @@ class StoredPiece(NamedTuple):
         start: its first index in each dimension of the tensor.
         shape: the part's shape.
         offset, length: in the file, in bytes.
-        crc32: of dtype, shape and values; None in a file of version 0.1.
+        crc32: checksum of dtype, shape and values; None in a file of version 0.1.
     """
 
     start: tuple[int, ...]
@@ -198,7 +198,7 @@ class Checkpoint(RunRequest, Position, Artifact):
         schedule, microbatches, compensation: the current phase's.
         files: name -> bytes; a file of another size is damaged.
         random: states of the generators of each process.
-        extra: what the training loop keeps for itself, in JSON.
+        extra: state that the training loop keeps for itself, in JSON.
     """
 
     FORMAT = 1

@@ -19,7 +19,7 @@ class Point:
     Attributes:
         config, microbatches: '' and 1 without a plan.
         samples_per_s, bubble: simulated; None without a plan.
-        peak_bytes: of the fullest worker.
+        peak_bytes: peak of the fullest worker.
         why: why there is no plan; else ''.
     """
 

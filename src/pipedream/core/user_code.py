@@ -24,7 +24,8 @@ def user_line(error: BaseException | None = None) -> str:
     """Returns ``model.py:42 in forward: x = x.view(5, 77)``, the innermost line that is not of torch or this package.
 
     Args:
-        error: that was raised there; None for the running code. If no line of its own is the user's, its cause counts.
+        error: the error that was raised there; None for the running code. If no line of its own is the user's, its
+            cause counts.
 
     Returns an empty string if there is no such line.
     """

@@ -21,12 +21,12 @@ class Variant:
         plan: replica counts of the stages, and the depth; '' for one of torch's.
         predicted_per_s: samples per second by simulation.
         samples_per_update: over all workers.
-        bytes_per_sample: that all workers sent, with evaluations and the packets' headers, per trained sample.
+        bytes_per_sample: bytes that all workers sent, with evaluations and the packets' headers, per trained sample.
         bubble: share of the workers' time in which they did not compute; for torch's variants what remains beside the
             profiled seconds.
-        peak_bytes: of tensors, on the fullest worker.
+        peak_bytes: peak of tensors, on the fullest worker.
         seconds_to_target: None if it was not reached.
-        metrics: of the last evaluation.
+        metrics: metrics of the last evaluation.
         why: why it did not run; else ''.
     """
 
@@ -49,7 +49,7 @@ class OverLink:
     """All variants over one link.
 
     Attributes:
-        bytes_per_s: of each level of the network, innermost first; () for this machine's own links.
+        bytes_per_s: speed of each level of the network, innermost first; () for this machine's own links.
     """
 
     bytes_per_s: tuple[float, ...]
@@ -90,7 +90,7 @@ class RecipeComparison:
 
     Attributes:
         target: (metric, value), or None.
-        notes: what a reader of the figures must know.
+        notes: remarks that a reader of the figures needs.
         emulated: where there are several workers, they waited instead of computing.
     """
 

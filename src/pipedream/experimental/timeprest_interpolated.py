@@ -89,7 +89,7 @@ def timeprest_interpolated(
     """Returns nF1B with interpolated backwards; by default 3 microbatches per minibatch.
 
     Args:
-        share: of weights that are one update old in those of a backward; from 0 to 1.
+        share: share of weights that are one update old in those of a backward; from 0 to 1.
         backward_rule: 'graph' or 'recompute'.
     """
     return nf1b(

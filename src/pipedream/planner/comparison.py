@@ -42,7 +42,7 @@ class Score:
     Attributes:
         period_s: seconds per minibatch in the steady state.
         bubble: the fraction of idle time.
-        samples_per_update: of the stage with the most replicas, if these differ.
+        samples_per_update: those of the stage with the most replicas, if these differ.
     """
 
     period_s: float
@@ -57,13 +57,13 @@ class Candidate:
     Attributes:
         depth_mode: 'noam', 'full' or 'auto'; 'hand' if a count was given for each stage.
         shape: as requested.
-        config: of the plan; '' if there is none.
-        bound_s: of the seconds per minibatch.
+        config: the plan's configuration; '' if there is none.
+        bound_s: lower bound of the seconds per minibatch.
         period_s, bubble: simulated; None if it was not simulated.
-        samples_per_update: of the stage with the most replicas, if these differ; None if it was not simulated.
-        peak_bytes: of the fullest worker.
+        samples_per_update: those of the stage with the most replicas, if these differ; None if it was not simulated.
+        peak_bytes: peak of the fullest worker.
         why: the reason why it was not simulated; '' if it was.
-        mesh: of all workers, or one for each stage, such as ``data:2/-``; '' for single ranks.
+        mesh: the mesh of all workers, or one for each stage, such as ``data:2/-``; '' for single ranks.
     """
 
     schedule: str
@@ -129,9 +129,9 @@ class Comparison(Tabular):
     """The best plan, and what it was compared with.
 
     Attributes:
-        candidates: what could be chosen: the simulated ones first, by increasing period.
-        references: what could not, because another shape or method was asked for, or because it has another number of
-            samples per update.
+        candidates: plans that could be chosen: the simulated ones first, by increasing period.
+        references: plans that could not, because another shape or method was asked for, or because it has another
+            number of samples per update.
     """
 
     plan: Plan

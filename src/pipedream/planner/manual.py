@@ -46,7 +46,7 @@ def manual_plan(
     Args:
         cuts: indices of layers, or names of layers or modules; a module is cut before its first layer.
         replicas: workers of each stage; None: one each.
-        update_delay: of a pipeline's replicated stages.
+        update_delay: the update delay of a pipeline's replicated stages.
         versions, occupancy, recompute: see `plan`.
 
     Raises:

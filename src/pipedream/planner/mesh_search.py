@@ -58,7 +58,7 @@ class MeshSearch:
 
         Args:
             cuts: the layers at which stages begin; None: any.
-            space: of `SearchSpace.of`.
+            space: the space that `SearchSpace.of` made.
         """
         check_recompute(recompute)
         base = SearchSpace.of(profile, cluster, **space)
@@ -73,7 +73,7 @@ class MeshSearch:
 
         Args:
             shape: 'any', 'pipeline' or the replicas of each stage.
-            slower: of a `Finalist`.
+            slower: as in a `Finalist`.
 
         Raises:
             PlanError: nothing fits, or there are too few ranks or layers.

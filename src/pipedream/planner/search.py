@@ -59,15 +59,16 @@ def plan(
 
     Args:
         versions: versions of the weights that a stage holds, given its in-flight count and its update delay.
-        occupancy: what each stage of a plan holds under the method; None: everything admitted, with `versions`. If it
-            depends on the whole plan (vertical sync), the search assumes the least that is possible, and the memory of
-            the plan found is checked exactly.
+        occupancy: computes what each stage of a plan holds under the method; None: everything admitted, with
+            `versions`. If it depends on the whole plan (vertical sync), the search assumes the least that is possible,
+            and the memory of the plan found is checked exactly.
         microbatches: parts that a minibatch is split into.
         in_flight: the depth, which is applied to the plan found at the paper's depth; memory is checked again.
         shape: 'any' compares one worker, data parallelism and pipelines whose stages may be replicated; 'pipeline' has
             at least two stages, if the model and the workers allow them; 'straight' has one stage for each worker;
             'data-parallel' has one stage on all workers; '2-1' or (2, 1) are the replicas of each stage.
-        update_delay: of a pipeline's replicated stages; 1 applies their updates after the next forward.
+        update_delay: the update delay of a pipeline's replicated stages; 1 applies their updates after the next
+            forward.
         all_workers: 'any' and 'pipeline' leave no worker idle.
         recompute: which stages keep only their input and repeat the forward before the backward: 'never' none, 'auto'
             those that do not fit the memory otherwise, 'always' all.
@@ -110,7 +111,7 @@ class PlanSearch:
         """Returns the plan of a shape, at a depth.
 
         Args:
-            slower: of a `Finalist`.
+            slower: as in a `Finalist`.
 
         Raises:
             PlanError: see `plan`.

@@ -152,7 +152,7 @@ def refuse_code(name: str, source: str) -> None:
 
     Args:
         name: a method's name, a file, or an empty text.
-        source: what names it.
+        source: the file or entry point that names it.
     """
     if name and is_method_file(name_and_options(name)[0]):
         raise ScheduleError(

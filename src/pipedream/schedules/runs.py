@@ -28,7 +28,7 @@ def uniform(
 
     Args:
         workers: None takes those of a CSV file, or 4.
-        forward_s, backward_s: of one microbatch at one stage.
+        forward_s, backward_s: seconds of one microbatch at one stage.
         chunks: stages per worker, for methods that leave the choice.
 
     Raises:

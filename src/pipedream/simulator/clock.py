@@ -56,7 +56,7 @@ def simulate(
     """Returns the timeline of `total` microbatches, from an empty pipeline to an empty one.
 
     Args:
-        stragglers: how the seconds of ops differ from the costs.
+        stragglers: says how the seconds of ops differ from the costs.
         in_turns: the ranks share a thread, so that only one works at a time.
 
     Raises:

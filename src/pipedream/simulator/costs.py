@@ -22,19 +22,19 @@ class Costs:
     """Seconds of ops and sums, for each stage; seconds of messages, for each channel.
 
     Attributes:
-        forward_s, backward_s: of one microbatch.
+        forward_s, backward_s: seconds of one microbatch.
         weight_s: the weight gradient's part of a split backward.
-        update_s, sync_s: of one optimizer step, and of one sum over the replicas.
-        output_bytes: that each stage sends on, for one microbatch; its gradient is as large.
+        update_s, sync_s: seconds of one optimizer step, and of one sum over the replicas.
+        output_bytes: bytes that each stage sends on, for one microbatch; its gradient is as large.
         workers: the cluster's worker of each rank; () for the first ones.
-        input_bytes: that go straight from the input stage to the output stage.
-        buckets: of each stage's sum: the share of the last backward after which one is ready, and the seconds of it and
-            all later ones. () for the classic model: nothing hides sums, and they take `sync_s`.
-        sum_bytes: that each stage's sum moves through a port, one way.
+        input_bytes: bytes that go straight from the input stage to the output stage.
+        buckets: the buckets of each stage's sum: the share of the last backward after which one is ready, and the
+            seconds of it and all later ones. () for the classic model: nothing hides sums, and they take `sync_s`.
+        sum_bytes: bytes that each stage's sum moves through a port, one way.
         tied: the seconds and bytes through a port of each sum over the holders of tied weights (`Plan.tied_weights`).
-        runtime: what the runtime adds; on a worker of speed 1, like the seconds of ops.
-        launch_s: that the host needs to launch both passes of a microbatch at each stage, while a GPU computes; () if
-            unknown.
+        runtime: the runtime's own seconds; on a worker of speed 1, like the seconds of ops.
+        launch_s: seconds that the host needs to launch both passes of a microbatch at each stage, while a GPU computes;
+            () if unknown.
     """
 
     forward_s: tuple[float, ...]
@@ -211,7 +211,7 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
     Args:
         split: m, microbatches of a minibatch. Divides a plan in minibatches, except for updates, sums and the fixed
             part of passes (`Stage.split_s`).
-        weight_s: of a stage's weight gradient, in the plan's unit; by default half of the backward.
+        weight_s: seconds of a stage's weight gradient, in the plan's unit; by default half of the backward.
         overlap: sums begin inside the backward, as in the runtime; otherwise right before their update.
 
     Raises:

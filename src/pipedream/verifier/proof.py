@@ -31,7 +31,7 @@ class Proof(Tabular):
         residues: at which a drain may begin; not all are checked if replica counts have a large common multiple.
         peak_in_flight, peak_versions: for each rank, the most microbatches in flight and sets of weights alive.
         stage_in_flight, stage_versions: the same for each of its stages, which need not peak together.
-        staleness, mean_staleness: of each stage's gradients, in updates.
+        staleness, mean_staleness: staleness of each stage's gradients, in updates.
         remote_forwards: for each rank, the stages whose forwards alone it runs; they count in its peaks.
     """
 

@@ -32,11 +32,11 @@ class Level:
     Attributes:
         width: components in a group (at most, if unequal).
         bandwidth_bytes_per_s: at which a component sends.
-        latency_s: of one message.
+        latency_s: seconds of one message.
         receive_bytes_per_s: None: as it sends.
         sum_bytes_per_s: measured bandwidth of an all-reduce, 2 (n - 1) / n of its bytes over its seconds; None: that of
             the links.
-        sizes: of unequal groups, e.g. machines of 4, 4 and 2 workers; (): all have `width`.
+        sizes: sizes of unequal groups, e.g. machines of 4, 4 and 2 workers; (): all have `width`.
     """
 
     width: int
@@ -95,7 +95,7 @@ class Cluster(Artifact):
 
     Attributes:
         levels: innermost first.
-        memory_bytes: of one worker; None: unlimited.
+        memory_bytes: memory of one worker; None: unlimited.
         device: in words.
         kinds: the workers in order, if they differ, with their own memory and device; () if all are alike.
         sums: the all-reduce algorithm, 'ring' or 'tree' (`cost.all_reduce_s`).
@@ -147,7 +147,7 @@ class Cluster(Artifact):
 
         Args:
             workers: by default one for each core.
-            memory_bytes: of each worker; by default an equal share of the machine's.
+            memory_bytes: memory of each worker; by default an equal share of the machine's.
         """
         count = workers or os.cpu_count() or 1
         if memory_bytes is None:

@@ -46,7 +46,7 @@ class Device(Artifact):
 
     Attributes:
         flops_per_s: dtype -> peak of matrix products; a missing dtype runs as float32.
-        bytes_per_s: of the memory, reads and writes together.
+        bytes_per_s: speed of the memory, reads and writes together.
         launch_s: the least seconds of an operation.
         flop_share, byte_share: the fractions of the peaks that are reached.
         small_bytes_per_s: (bytes, bandwidth), smallest first: operations that move at most this many bytes use caches

@@ -33,7 +33,7 @@ class Preset:
     Attributes:
         machines: in the paper.
         workers: per machine.
-        inside_bytes_per_s, between_bytes_per_s: of a worker's and a machine's port, in one direction.
+        inside_bytes_per_s, between_bytes_per_s: speed of a worker's and a machine's port, in one direction.
     """
 
     machines: int

@@ -67,7 +67,7 @@ class Sum:
     """All-reduces over a group.
 
     Attributes:
-        latency_s: of one of the 2 (n - 1) steps of a ring.
+        latency_s: seconds of one of the 2 (n - 1) steps of a ring.
         bytes_per_s: 2 (n - 1) / n of the bytes over their seconds.
     """
 

@@ -19,9 +19,9 @@ class Collective:
     Attributes:
         kind: all-reduce, all-gather, reduce-scatter, all-to-all or exchange.
         over: the dimension, or several joined by +.
-        count: how many.
+        count: number of them.
         size_bytes: their sum; for each, the greater of what a rank gives and gets.
-        of_weights: of weights or their gradients, so that they are the same for any number of samples.
+        of_weights: whether it moves weights or their gradients, so that they are the same for any number of samples.
     """
 
     kind: str

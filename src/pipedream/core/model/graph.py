@@ -36,7 +36,7 @@ class ValueSite:
     Attributes:
         call: its name; "" for the model itself.
         end: "in" or "out".
-        path: of the value in the arguments or the output (``0/hidden_states``).
+        path: path of the value in the arguments or the output (``0/hidden_states``).
         moment: in the order of execution.
     """
 
@@ -104,11 +104,11 @@ class LayerGraph(Artifact):
         ties: groups of layers that share a trained parameter or state; a cut should not separate a group.
         whole: ties that no method can train in separate stages: what is shared changes without an update, or is
             different parameters of one storage.
-        loss_weight: what the model's own loss is a mean over, found on a sample (`runtime.results.losses.LossWeight`);
-            empty if it is not known.
-        calls: of a model that runs by its own forward, in the order of their starts; layer i begins with the call of
-            its name. Empty for a chain of modules.
-        values: that cross cuts, if there are calls.
+        loss_weight: the weight that the model's own loss is a mean over, found on a sample
+            (`runtime.results.losses.LossWeight`); empty if it is not known.
+        calls: the calls of a model that runs by its own forward, in the order of their starts; layer i begins with the
+            call of its name. Empty for a chain of modules.
+        values: values that cross cuts, if there are calls.
         glue: parameters and buffers that are used outside calls of the modules that hold them.
         replayed: functions whose results are sent to later stages, which lack the numbers to compute them.
         seeded: paths of modules before each call of which the random generator is seeded.

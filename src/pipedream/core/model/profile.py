@@ -23,18 +23,18 @@ class LayerProfile:
     Attributes:
         forward_s, backward_s: medians over the measured runs.
         forward_spread_s, backward_spread_s: distance between the first and third quartile.
-        activation_bytes: that autograd keeps for its backward, without parameters.
+        activation_bytes: bytes that autograd keeps for its backward, without parameters.
         forward_fixed_s, backward_fixed_s: the part that a smaller batch does not save; 0 if unknown, negative if a
             smaller batch takes less time per sample.
-        forward_launch_s, backward_launch_s: that the host needs to launch the pass on a GPU, which computes meanwhile;
-            the same for any batch. 0 if the host itself computes.
+        forward_launch_s, backward_launch_s: seconds that the host needs to launch the pass on a GPU, which computes
+            meanwhile; the same for any batch. 0 if the host itself computes.
         parameter_bytes: a tied parameter counts in the layer that uses it first (`Profile.tied`).
         arriving_bytes: kept by earlier layers and also from here on: a stage that begins here holds its own copy.
-        leaving_bytes: of its output, kept neither by it nor by an earlier layer: a stage that ends here holds them
-            until its backward.
+        leaving_bytes: bytes of its output, kept neither by it nor by an earlier layer: a stage that ends here holds
+            them until its backward.
         working_bytes: the most that a pass needs beyond what is kept (by it and earlier layers) and its parameters'
             gradients; with its input and the gradients that pass through.
-        gathered_bytes: of `working_bytes`, that sharded weights need (docs/meshes.md), with any number of samples.
+        gathered_bytes: those of `working_bytes` that sharded weights need (docs/meshes.md), with any number of samples.
         backward_bytes: the most that its backward adds to what is kept when it begins, with its parameters' gradients
             and without what it has released.
         largest_parameter_bytes: whose gradient is computed before it is accumulated.
@@ -142,25 +142,25 @@ class Profile(Tabular, Artifact):
         model: its class.
         layers: in the order of the graph.
         batch: samples in the minibatch.
-        input_shapes: of the model's input tensors.
-        dtype: that the layers compute with.
+        input_shapes: shapes of the model's input tensors.
+        dtype: the dtype that the layers compute with.
         device: in words (``cpu: EPYC``).
         runs: whose median was taken; 0 if nothing was run.
         update_s: one optimizer step over all parameters, and one of the learning-rate schedule.
-        update_fixed_s: of it, what each stage takes however few parameters it has.
+        update_fixed_s: the part of it that each stage takes however few parameters it has.
         copy_s: copying all parameters, as a stage does before an update if the old version is still needed.
         optimizer: its class, or ''.
         optimizer_bytes: its state after a step.
         loss_s: its forward and backward.
-        loss_bytes: that autograd keeps from the loss.
-        loss_working_bytes: that the loss needs beyond what is kept.
-        update_working_bytes: that a step needs beyond weights, gradients and state.
-        versions: of python, torch and this library.
-        notes: what was assumed or not checked.
+        loss_bytes: bytes that autograd keeps from the loss.
+        loss_working_bytes: bytes that the loss needs beyond what is kept.
+        update_working_bytes: bytes that a step needs beyond weights, gradients and state.
+        versions: versions of python, torch and this library.
+        notes: things that were assumed or not checked.
         tied: parameters that several layers use; in separate stages each has a copy.
-        runtime: what the runtime adds on the machine that measured.
+        runtime: seconds that the runtime adds on the machine that measured.
         parts: the fixed seconds come from a second measurement, of a minibatch with 1 / parts of the samples.
-        ranks: what one rank of a mesh needs, for each mesh that was asked for.
+        ranks: the needs of one rank of a mesh, for each mesh that was asked for.
     """
 
     FORMAT = 1

@@ -18,10 +18,10 @@ class RuntimeCosts:
     """Seconds of a worker's host, beyond the layers and the optimizer's step; 0 where unknown.
 
     Attributes:
-        op_s: of each forward and each backward.
-        message_s, message_s_per_byte: of each message, at its sender and again at its receiver.
-        update_s: of each update.
-        load_s: of reading a minibatch, at the input stage.
+        op_s: seconds of each forward and each backward.
+        message_s, message_s_per_byte: seconds of each message, at its sender and again at its receiver.
+        update_s: seconds of each update.
+        load_s: seconds of reading a minibatch, at the input stage.
         overlap_device: the device, a GPU, computes meanwhile; otherwise these seconds are added to the layers'.
     """
 
@@ -52,7 +52,7 @@ class RuntimeCosts:
         """Returns how much longer than its `device_s` seconds something takes that keeps the host busy for `host_s`.
 
         Args:
-            launch_s: that the host also needs to launch layers on a GPU, which always computes meanwhile.
+            launch_s: seconds that the host also needs to launch layers on a GPU, which always computes meanwhile.
         """
         if self.overlap_device:
             return np.maximum(host_s + launch_s - device_s, 0.0)
@@ -74,10 +74,10 @@ class RuntimeCosts:
         """Returns the seconds that a stage takes beyond those of its device, for a minibatch in one piece.
 
         Args:
-            device_s: of its passes and its update.
-            before_bytes, after_bytes: of what it receives and sends on; 0 at the model's ends.
+            device_s: seconds of its passes and its update.
+            before_bytes, after_bytes: bytes of what it receives and sends on; 0 at the model's ends.
             is_first, is_last: bools, or arrays of them.
-            launch_s: of its layers' passes, see `added_s`.
+            launch_s: seconds of its layers' passes, see `added_s`.
         """
         if not self:
             return self.added_s(device_s, 0.0, launch_s)

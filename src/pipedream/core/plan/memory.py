@@ -36,7 +36,7 @@ class Peers:
     """The workers that one replica of a stage exchanges messages with.
 
     Attributes:
-        before, after: how many in the neighbouring stages.
+        before, after: number of them in the neighbouring stages.
         waiting: gradients sent to the previous stage that may be unread.
     """
 
@@ -65,11 +65,11 @@ class StageSizes:
     """Bytes that a stage's layers need; activations and messages are for one microbatch.
 
     Attributes:
-        received_bytes, sent_bytes: of its messages on both sides; 0 at the model's ends.
-        loaded_bytes: of minibatches loaded ahead at the model's input.
-        working_bytes, update_working_bytes: that a pass or an update needs besides what is kept.
-        relief_bytes: how much less than activations, gradients and working bytes together a backward needs that makes
-            all gradients itself, since activations go before the last gradient comes. For a microbatch at least its
+        received_bytes, sent_bytes: bytes of its messages on both sides; 0 at the model's ends.
+        loaded_bytes: bytes of minibatches loaded ahead at the model's input.
+        working_bytes, update_working_bytes: bytes that a pass or an update needs besides what is kept.
+        relief_bytes: bytes that a backward which makes all gradients itself needs less than activations, gradients and
+            working bytes together, since activations go before the last gradient comes. For a microbatch at least its
             share of a minibatch's, because gradients are as large.
     """
 
@@ -93,7 +93,7 @@ class StageMemory:
     Attributes:
         optimizer_bytes: includes what compensations keep.
         activation_bytes: with recomputation inputs, and one microbatch's activations.
-        message_bytes: of posted receives, and of messages that may still have to leave.
+        message_bytes: bytes of posted receives, and of messages that may still have to leave.
     """
 
     weight_bytes: int = 0
@@ -129,7 +129,7 @@ def moments(
     Args:
         per_update: microbatches of the replica in one update.
         peers: None: one worker in the previous stage, which holds one microbatch more, and one in the next.
-        kept_tensors: that compensations keep for each weight; an update temporarily needs one more.
+        kept_tensors: number that compensations keep for each weight; an update temporarily needs one more.
         deferred: microbatches that wait for their weight gradients.
     """
     kept, whole = sizes.activation_bytes, sizes.parameter_bytes

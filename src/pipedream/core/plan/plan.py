@@ -36,17 +36,17 @@ class Plan(Tabular, Artifact):
         update_delay: for each stage, 0 (the update follows its backward) or 1 (the next forward comes between).
         model: its class, or ''.
         batch: samples in a minibatch.
-        unit: of the stages' seconds and bytes: 'minibatch', or 'microbatch' for a plan without a profile.
-        depth_mode: how in_flight was chosen: 'noam', 'full', 'auto' or 'hand'.
-        note: what the planner promises.
+        unit: the unit of the stages' seconds and bytes: 'minibatch', or 'microbatch' for a plan without a profile.
+        depth_mode: says how in_flight was chosen: 'noam', 'full', 'auto' or 'hand'.
+        note: the planner's promise.
         worker_order: the cluster's worker for each replica, stage by stage; () for their own order. A worker may have
             several stages (chunks).
         bound_s: no plan of the note's space is faster, in seconds per unit; 0 if nothing is proved.
         schedule: the method that it was planned for, or ''.
         microbatches: parts of a minibatch.
         tied_weights: weights that several stages hold.
-        graph: of a model that runs by its own forward, to find its layers again; None for a chain of modules.
-        runtime: what the runtime adds to the stages' seconds.
+        graph: the graph of a model that runs by its own forward, to find its layers again; None for a chain of modules.
+        runtime: seconds that the runtime adds to the stages' seconds.
 
     Raises:
         ValueError: stages with a gap, vectors of the wrong length, or an order with unknown workers.

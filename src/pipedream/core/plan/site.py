@@ -44,8 +44,8 @@ class Site:
     """The workers of a stage: their speed, memory and ports.
 
     Attributes:
-        speed: of the slowest worker, relative to the profile's device.
-        memory_bytes: of the smallest worker; None: unlimited.
+        speed: speed of the slowest worker, relative to the profile's device.
+        memory_bytes: memory of the smallest worker; None: unlimited.
         ports: the `busiest_ports` that their messages cross.
     """
 

@@ -17,17 +17,17 @@ class Stage:
 
     Attributes:
         first, last: the layers first <= i < last.
-        update_s: of the optimizer's step and `copy_s`.
-        copy_s: of copying the weights, if a version of them is still to be read.
-        output_bytes: of the value it sends on.
+        update_s: seconds of the optimizer's step and `copy_s`.
+        copy_s: seconds of copying the weights, if a version of them is still to be read.
+        output_bytes: bytes of the value it sends on.
         activation_bytes: kept between its forward and its backward.
-        working_bytes: that a pass needs besides.
+        working_bytes: bytes that a pass needs besides.
         peak_bytes: predicted, under the plan's schedule; 0 if unknown.
-        names: of the layers.
+        names: the layers' names.
         forward_fixed_s, backward_fixed_s: the part that each microbatch takes, however small.
-        forward_launch_s, backward_launch_s: that the host needs to launch a pass on a GPU (`LayerProfile`).
+        forward_launch_s, backward_launch_s: seconds that the host needs to launch a pass on a GPU (`LayerProfile`).
         recompute: only its input is kept, and the backward repeats the forward.
-        gathered_bytes: of them, for sharded weights, whatever the number of samples.
+        gathered_bytes: those of them for sharded weights, whatever the number of samples.
         relief_bytes, largest_parameter_bytes, update_working_bytes: see `StageSizes`; the first for a minibatch.
         memory: the parts of its peak.
         mesh: the ranks of each worker (`core.plan.mesh.Mesh`); '' for one.

@@ -24,8 +24,8 @@ class WeightPrediction:
     """A way to compute a prediction from a version.
 
     Attributes:
-        decay: what is left of an average after |T| updates; exp(-2) is PipeMare's, which makes its correction exact to
-            first order.
+        decay: the part that is left of an average after |T| updates; exp(-2) is PipeMare's, which makes its correction
+            exact to first order.
     """
 
     by: str

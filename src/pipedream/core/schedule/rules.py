@@ -71,7 +71,7 @@ class Rules:
 
     Attributes:
         microbatches: m, of a minibatch.
-        kinds: of the ops of each microbatch at each stage.
+        kinds: kinds of the ops of each microbatch at each stage.
         couples_updates: the updates of all stages wait for each other (clipping by the global norm).
         norm_delay: D, in updates: with coupled updates, update n is clipped by the global norm of update n - D, and
             waits for that norm.

@@ -53,14 +53,14 @@ class Timeline(Tabular, Artifact):
     """Spans of a run, over all ranks.
 
     Attributes:
-        name: of the schedule.
+        name: name of the schedule.
         source: 'simulated' or 'measured'.
         spans: sorted by rank and start.
         microbatches: in the whole run.
         minibatch_microbatches: m, in one minibatch.
         batch: samples in a minibatch.
         gradient_versions: one for each gradient; () if unknown.
-        peak_bytes: of tensors, for each rank; () if unknown.
+        peak_bytes: peak of tensors, for each rank; () if unknown.
         peak_versions: distinct weight sets alive at once, for each rank; () if unknown.
         reserved_bytes: for each rank, what the GPU's allocator, or the process on a CPU, took for these; measured only.
         shares_memory: the ranks were workers of one process; each figure of bytes is of all of them.

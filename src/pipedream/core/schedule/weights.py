@@ -65,7 +65,7 @@ class WeightRule(ABC):
         """Returns the versions up to `newest` that the coming forwards of a replica read.
 
         Args:
-            microbatch: of the next forward.
+            microbatch: that of the next forward.
             step: the stage's number of replicas.
             total: in the run; None while unknown.
         """

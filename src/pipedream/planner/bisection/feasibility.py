@@ -187,7 +187,7 @@ class StageNeeds:
     """The stages that pipelines of at least two stages may have, and what each needs.
 
     Attributes:
-        index: of each stage in `costs`, as [from, to]; -1 where there is no stage.
+        index: index of each stage in `costs`, as [from, to]; -1 where there is no stage.
         costs: without and with (the key) recomputation.
     """
 

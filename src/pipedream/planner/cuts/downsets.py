@@ -26,7 +26,7 @@ class Lattice:
     """The downsets of a graph that do not separate layers that share a parameter.
 
     Attributes:
-        groups: what stays in one stage: single layers, and tied layers with all between them.
+        groups: layers that stay in one stage: single layers, and tied layers with all between them.
     """
 
     graph: LayerGraph

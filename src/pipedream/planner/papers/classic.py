@@ -262,8 +262,8 @@ def classic(
         graph: a graph.txt, or a profile, whose loss and update the classic model ignores.
         cluster: its levels and bandwidths count; latency does not.
         straight: one worker for each stage, as many stages as workers (the original's ``--straight_pipeline``).
-        versions: of the weights, for the peak bytes of the plan; they limit nothing.
-        in_flight: of the plan; the classic model has no depth.
+        versions: versions of the weights, for the peak bytes of the plan; they limit nothing.
+        in_flight: minibatches in flight of the plan; the classic model has no depth.
 
     Raises:
         PlanError: a memory limit, which the classic model cannot keep, machines of unequal sizes, too many workers or

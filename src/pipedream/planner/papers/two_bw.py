@@ -33,7 +33,7 @@ def two_bw_s(plan: Plan, microbatches: int) -> float:
     """Returns the paper's seconds of a minibatch, t m(b), for a plan of equal replicas.
 
     Args:
-        microbatches: of a minibatch, over all replicas: w m(b).
+        microbatches: number per minibatch, over all replicas: w m(b).
     """
     per_replica = microbatches / plan.replicas[0]
     slots = []
@@ -67,7 +67,7 @@ def two_bw(
 
     Args:
         occupancy: microbatches -> what the stages of a plan hold.
-        microbatches: of a minibatch, over all replicas; None tries w d, 2 w d, ... up to its samples.
+        microbatches: number per minibatch, over all replicas; None tries w d, 2 w d, ... up to its samples.
         recompute: None tries both.
 
     Raises:

@@ -44,7 +44,7 @@ class MeshSite(NamedTuple):
 
     Attributes:
         site: its workers.
-        reach: of the collectives inside of them (`reach_of`).
+        reach: reach of the collectives inside of them (`reach_of`).
         number: the same for all sites that differ at most in memory.
     """
 
@@ -58,8 +58,8 @@ class MeshSpace(SearchSpace):
     """The space of a single rank, on a cluster of ranks, and the spaces of one rank of each mesh.
 
     Attributes:
-        meshes: that a stage may have.
-        kept: what was computed for the cluster's links, whatever its memory.
+        meshes: the meshes that a stage may have.
+        kept: the tables computed for the cluster's links, whatever its memory.
     """
 
     meshes: tuple[Mesh, ...] = (Mesh(),)
@@ -74,7 +74,7 @@ class MeshSpace(SearchSpace):
         """Returns the space of one rank of a mesh.
 
         Args:
-            reach: of its collectives; by default that of the first ranks.
+            reach: reach of its collectives; by default that of the first ranks.
         """
         if not mesh.dimensions:
             return self

@@ -40,7 +40,7 @@ class SearchSpace(PlaceSums):
 
     Attributes:
         versions: the weight versions alive at once, given the in-flight count and the update delay.
-        update_delay: of a pipeline's replicated stages.
+        update_delay: the update delay of a pipeline's replicated stages.
         positions: the places where a stage may begin or end, those after fewer layers first.
         is_complete: no plan on any other places is faster than the best on these.
         occupancy: None: everything admitted, with `versions`.
@@ -184,7 +184,7 @@ class SearchSpace(PlaceSums):
         """Returns a lower bound of the peak bytes of a worker with unknown neighbours: the fewest messages.
 
         Args:
-            sizes: of the stages, if they are known.
+            sizes: the stages' sizes, if they are known.
         """
         occupancy = self.stage_occupancy(in_flight, update_delay, replicas)
         before = self.stage_occupancy(in_flight + 1, update_delay, replicas)  # at the paper's depth it admits one more

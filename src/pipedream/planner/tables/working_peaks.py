@@ -33,10 +33,10 @@ class StagePeaks:
     is part of a run, and the peaks are upper bounds.
 
     Attributes:
-        count: of layers; the places up to it are those of the graph's order.
+        count: number of layers; the places up to it are those of the graph's order.
         lowest, highest: for each place, the first layer that is not before it, and one more than the last that is.
         kept, parameters: bytes of all layers before each place; the loss is part of the last layer.
-        arriving, leaving: what a stage that begins, or ends, at a place keeps in addition to `kept`.
+        arriving, leaving: bytes that a stage which begins, or ends, at a place keeps in addition to `kept`.
         working, growing, largest: over runs: activations and temporaries; these and gradients; parameters.
         alone: over runs: temporaries of a single layer.
         update_working: bytes of an optimizer step per byte of the largest parameter, and per byte of all.

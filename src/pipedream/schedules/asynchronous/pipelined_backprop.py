@@ -23,7 +23,7 @@ def pipelined_backprop(
     """Returns pipelined backpropagation: stage s is 2(p-1-s) updates late.
 
     Args:
-        plan: of any depth; stages hold at least as much as this order needs.
+        plan: a plan of any depth; stages hold at least as much as this order needs.
         backward_rule: see `kit.idioms`.
     """
     return one_set("pipelined_backprop", plan, microbatches, backward_rule)

@@ -29,7 +29,7 @@ def pipemare(
     """Returns PipeMare with its discrepancy correction.
 
     Args:
-        plan: of any depth; stages hold at least as much as this order needs.
+        plan: a plan of any depth; stages hold at least as much as this order needs.
         microbatches: by default one per stage, or as many as the replicas of the input stage need.
         decay: the paper's D; exp(-2) is what its theory asks for.
         horizons: updates that each stage's backward goes back; None for its mean delay.
