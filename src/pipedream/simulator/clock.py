@@ -183,14 +183,8 @@ class _Clock:
         return self._build_timeline()
 
     def _advance(self, rank: _Rank) -> None:
-        number, spans, instructions, received, draw = (
-            rank.number,
-            rank.spans,
-            rank.instructions,
-            rank.received,
-            rank.draw,
-        )
-        send, post = self.messages.send, self.messages.post
+        number, spans, draw = rank.number, rank.spans, rank.draw
+        instructions, received, send = rank.instructions, rank.received, self.messages.send
         load_s, microbatches = self.costs.load_s * rank.slowness, self.program.microbatches
         position, turn, missing, now = rank.position, rank.turn, rank.missing, rank.now
         while True:
@@ -198,15 +192,11 @@ class _Clock:
             index = first + turn * stride
             if index >= limit:
                 if code == TURN:
-                    if missing == rank.before:
-                        self._refuse_lacking(rank)  # indices only grow
-                    rank.before = missing
+                    self._check_progress(rank, missing)
                     position, turn = rank.text.loop, turn + 1
                     continue
                 if code == STOP:
-                    if missing:
-                        self._refuse_lacking(rank)
-                    rank.ended = True
+                    self._end_rank(rank, missing)
                     break
             elif code == OP:
                 if load_s and not what and letter == "F" and not index % microbatches:
@@ -215,23 +205,17 @@ class _Clock:
                 spans.append(_new(Span, (number, letter, what, index, now, end)))
                 now = end
                 if received:
-                    for wire in received:
-                        post(wire, now)
-                    received.clear()
+                    self._post_again(received, now)
                 missing -= 1
                 if not missing:
-                    instructions = rank.instructions = self._add_seconds(
-                        rank.text.sends_left(position + 1, turn), rank.slowness
-                    )
+                    instructions = self._keep_sends(rank, position + 1, turn)
                     position = turn = 0
                     continue
             elif code == RECEIVE:
                 if not what.arrived:
                     what.waiting = rank
                     break
-                sent_index, arrival = what.arrived.popleft()
-                if sent_index != index:
-                    self._refuse_out_of_turn(what.channel, index, sent_index)
+                arrival = self._take_arrival(what, index)
                 if arrival > now:
                     spans.append(_new(Span, (number, "wait", what.channel.target, index, now, arrival)))
                     now = arrival
@@ -241,9 +225,7 @@ class _Clock:
                 now += seconds
                 send(what, index, now)
             elif code == FREE:
-                for wire in received:
-                    post(wire, now)
-                received.clear()
+                self._post_again(received, now)
             elif code == GIVE:
                 stage, update, updates = what
                 backward_s = now - spans[-1].start_s
@@ -258,6 +240,32 @@ class _Clock:
                     now = over_s
             position += 1
         rank.position, rank.turn, rank.missing, rank.now = position, turn, missing, now
+
+    def _post_again(self, received: list[Wire], now: float) -> None:
+        for wire in received:
+            self.messages.post(wire, now)
+        received.clear()
+
+    def _keep_sends(self, rank: _Rank, position: int, turn: int) -> list[_Work]:
+        """Leaves a rank whose ops are done only the sends from a position on."""
+        rank.instructions = self._add_seconds(rank.text.sends_left(position, turn), rank.slowness)
+        return rank.instructions
+
+    def _take_arrival(self, wire: Wire, index: int) -> float:
+        sent_index, arrival = wire.arrived.popleft()
+        if sent_index != index:
+            self._refuse_out_of_turn(wire.channel, index, sent_index)
+        return arrival
+
+    def _end_rank(self, rank: _Rank, missing: int) -> None:
+        if missing:
+            self._refuse_lacking(rank)
+        rank.ended = True
+
+    def _check_progress(self, rank: _Rank, missing: int) -> None:
+        if missing == rank.before:
+            self._refuse_lacking(rank)  # indices only grow
+        rank.before = missing
 
     def _come(self, rank: _Rank, stage: int, update: int, now: float, backward_s: float) -> None:
         key = stage, update
