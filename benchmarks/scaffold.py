@@ -33,6 +33,16 @@ def make_parser(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
     return parser
 
 
+def print_sections(
+    sections: Mapping[str, Callable[[argparse.Namespace], Iterable[object]]], options: argparse.Namespace
+) -> None:
+    """Prints the lines of each section as they come; `options.only` chooses one."""
+    for name, section in sections.items():
+        if options.only in (None, name):
+            for line in section(options):
+                print(line, flush=True)
+
+
 class Environment:
     """Where and when a benchmark ran; made at its begin."""
 

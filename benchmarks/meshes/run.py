@@ -27,6 +27,7 @@ from scaffold import (
     format_mib,
     format_quartiles,
     make_parser,
+    print_sections,
     run_processes,
 )
 
@@ -69,10 +70,7 @@ def main() -> int:
     }
     environment = Environment()
     print(format_head("figure | paper | predicted | measured"))
-    for name, question in questions.items():
-        if options.only in (None, name):
-            for row in question(options):
-                print(row, flush=True)
+    print_sections(questions, options)
     print("\n" + environment.describe(f"{options.rounds} rounds of {options.minibatches} minibatches"))
     return 0
 

@@ -22,7 +22,16 @@ from stages import Shape
 from variants import Segment
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import TIGHT_MALLOC, Environment, format_mib, format_quartiles, format_row, make_parser, run_processes
+from scaffold import (
+    TIGHT_MALLOC,
+    Environment,
+    format_mib,
+    format_quartiles,
+    format_row,
+    make_parser,
+    print_sections,
+    run_processes,
+)
 
 TORCH, OURS = "torch, Schedule1F1B", "pipedream, 1f1b"
 DEEP, FULL = "pipedream, 1f1b, depth full", "pipedream, depth full"
@@ -47,10 +56,7 @@ def main() -> int:
         return 0
     sections = {"waiting": _ask_waiting, "compute": _ask_compute, "process": _ask_process, "memory": _ask_memory}
     environment = Environment()
-    for name, section in sections.items():
-        if options.only in (None, name):
-            for line in section(options):
-                print(line, flush=True)
+    print_sections(sections, options)
     print("Medians (quartiles) of the rounds.\n\n" + environment.describe(f"{options.rounds} rounds"))
     return 0
 

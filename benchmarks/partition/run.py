@@ -27,7 +27,7 @@ from pipedream.layouts import METHODS, PartitionedStep, SimulatedRanks
 from pipedream.slow_links import slow_network, why_not
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, format_head, make_parser
+from scaffold import Environment, format_head, make_parser, print_sections
 from worker_processes import Disturbance, Workers, worker_processes
 
 SEARCH_S = {"WResNet-152, widened 10 times": 8.3, "RNN, 10 layers, 20 time steps, 4096 units": 66.6}
@@ -52,12 +52,8 @@ def main() -> int:
     options = _parse_options()
     torch.set_num_threads(1)
     environment = Environment()
-    for name, question in {"search": _ask_search, "bytes": _ask_bytes, "seconds": _ask_seconds}.items():
-        if options.only in (None, name):
-            for line in question(options):
-                print(line, flush=True)
-            print()
-    print(environment.describe())
+    print_sections({"search": _ask_search, "bytes": _ask_bytes, "seconds": _ask_seconds}, options)
+    print("\n" + environment.describe())
     return 0
 
 
@@ -96,6 +92,7 @@ def _ask_search(options: argparse.Namespace) -> Iterator[str]:
         yield (
             f"| {name} | {len(operators.steps):,} | {SEARCH_S[name]} s | {cells[0]} | {cells[1]} | {traced_s:.0f} s |"
         )
+    yield ""
 
 
 def _ask_bytes(options: argparse.Namespace) -> Iterator[str]:
@@ -130,6 +127,7 @@ def _ask_bytes(options: argparse.Namespace) -> Iterator[str]:
                     f"{ranks.sent_bytes / least:.2f}",
                 )
                 yield f"| {name} | {count} | {method} | {' | '.join(cells)} |"
+    yield ""
 
 
 def _ask_seconds(options: argparse.Namespace) -> Iterator[str]:
