@@ -1,0 +1,50 @@
+"""Planning by a request: its options are listed once, and each automatic plan can be run."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import pipedream as pd
+from pipedream.core.errors import PlanError
+from pipedream.core.flags import flag_of
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.plan_request import PlanRequest
+from pipedream.workflows.plan import make_plan
+
+CHAIN = Profile.of_chain(tuple(LayerProfile(1.0 + i % 2, 2.0, 4, 4) for i in range(6)), batch=12)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 9])
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_each_automatic_plan_can_be_run(workers: int, microbatches: int, schedule: str) -> None:
+    """A stage never has more replicas than a minibatch has microbatches."""
+    plan = pd.plan(CHAIN, pd.Cluster.flat(workers, 1e12), schedule=schedule, microbatches=microbatches)
+    assert max(plan.replicas) <= microbatches
+    assert pd.simulate(plan).spans
+
+
+def test_keywords_and_flags_are_those_of_the_request() -> None:
+    fields = dataclasses.fields(PlanRequest)
+    assert list(inspect.signature(pd.plan).parameters) == ["profile", *(field.name for field in fields)]
+    assert {field.name for field in fields if flag_of(field) is None} == {"cluster", "shape", "all_workers"}
+    cluster = pd.Cluster.flat(2)
+    plan = make_plan(CHAIN, PlanRequest(cluster, schedule="1f1b"))
+    assert pd.plan(CHAIN, cluster, schedule="1f1b") == pd.plan(CHAIN, cluster=cluster, schedule="1f1b") == plan
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cost_model": "new"}, "cost model 'new' is not known; write pipedream or classic"),
+        ({"strategy": "new"}, "strategy 'new' is not known; write simulate, search or 2bw"),
+        ({"cluster": 2}, r"2 was given as the cluster; give a Cluster, such as pipedream\.Cluster\.flat\(4\)"),
+        ({"schedule": "1f1b", "allow_asynchronous": True}, "it widens the search for the fastest method"),
+    ],
+)
+def test_requests_that_mean_nothing(options: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        pd.plan(CHAIN, **options)  # type: ignore[arg-type]
