@@ -34,7 +34,6 @@ class BackwardRunner:
         rank: int,
         stage_states: dict[int, StageState],
         forwards: ForwardRunner,
-        *,
         mailbox: Mailbox,
         results: Results,
         recorder: Recorder,

@@ -22,13 +22,23 @@ def find_not_finite(stage_states: Mapping[int, StageState]) -> dict[str, int]:
     }
 
 
-def describe_not_finite(name: str, stage: int, program: Program, last: int, process: int) -> WorkerError:
-    """Returns the error of a weight that is not finite after minibatch `last`."""
+def check_finite(
+    stage_states: Mapping[int, StageState], not_finite: Mapping[str, int], program: Program, last: int, process: int
+) -> None:
+    """Raises the error of a weight that no loss has shown: no forward after minibatch `last` has read it.
+
+    Args:
+        not_finite: weights that were not finite before.
+    """
+    newly = [(name, stage) for name, stage in find_not_finite(stage_states).items() if name not in not_finite]
+    if not newly:
+        return
+    name, stage = newly[0]
     minibatches = f"minibatch {last}"
     if any(program.weights.mean_staleness(s) for s in range(program.placement.stages)):
         unread = -(-max(program.plan.in_flight) // program.microbatches) + 1  # the weights after so many, at most
         minibatches = f"one of the minibatches {max(0, last + 1 - unread)} to {last}"
-    return WorkerError(
+    raise WorkerError(
         process,
         f"stage {stage}, the updates after minibatch {last}",
         f"the weight {name!r} is not finite, because a gradient of {minibatches} was not",

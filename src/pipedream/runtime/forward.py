@@ -70,7 +70,6 @@ class ForwardRunner:
         rank: int,
         stage_states: dict[int, StageState],
         remote_forwards: dict[int, RemoteForward],
-        *,
         admit: Callable[[int], Message | None],
         mailbox: Mailbox,
         scorer: Scorer,

@@ -23,7 +23,7 @@ from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
 from pipedream.runtime.comm.message import Message, StopReason
 from pipedream.runtime.data.source import Source
 from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.finite import describe_not_finite, find_not_finite
+from pipedream.runtime.finite import check_finite, find_not_finite
 from pipedream.runtime.forward import DataStream, ForwardRunner
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Moment, Recorder
@@ -144,27 +144,12 @@ class Worker:
         self._turn = 0
         results.where = lambda: self.where
         mailbox = self._mailbox = Mailbox(rank, program.placement, program.channels, senders, receivers)
+        recorder = self.recorder
         forwards = self._forwards = ForwardRunner(
-            rank,
-            stage_states,
-            remote_forwards,
-            admit=self._admit,
-            mailbox=mailbox,
-            scorer=scorer,
-            results=results,
-            recorder=self.recorder,
-            activity=activity,
-            device=device,
+            rank, stage_states, remote_forwards, self._admit, mailbox, scorer, results, recorder, activity, device
         )
         backwards = self._backwards = BackwardRunner(
-            rank,
-            stage_states,
-            forwards,
-            mailbox=mailbox,
-            results=results,
-            recorder=self.recorder,
-            activity=activity,
-            is_stop_requested=lambda: self.stop_requested(),
+            rank, stage_states, forwards, mailbox, results, recorder, activity, lambda: self.stop_requested()
         )
         self._actions: _Actions = {
             Kind.FORWARD: forwards.run,
@@ -175,7 +160,7 @@ class Worker:
             Kind.FETCH: forwards.fetch,
             Move.RECEIVE: self._receive,
             Move.SEND: self._send,
-            Move.SYNC: self._sync,
+            Move.SYNC: _do_nothing,
         }
         self._steps: dict[bool, tuple[list[_Step], list[_Step]]] = {
             False: _resolve_steps(evaluation, rank, self._actions)
@@ -188,13 +173,7 @@ class Worker:
         self._steps[True] = _resolve_steps(program, self.rank, self._actions)
         self._backwards.switch_to(program)
         self._replicas = program.placement.replicas
-        self._waits_for_others = {
-            stage
-            for stage, replicas in enumerate(self._replicas)
-            if replicas > 1
-            or any(stage in weights.stages for weights in program.plan.tied_weights)
-            or (program.couples_updates and not program.norm_delay)
-        }
+        self._waits_for_others = _find_waiting_stages(program)
         self.recorder.switch_to(phase)
         self._scorer.switch_to(program)
         self.update_barrier.switch_to(program)
@@ -233,15 +212,9 @@ class Worker:
         if self._total:
             self.trained[self.recorder.phase] = begin, self.done_minibatches
         if self.results.raises_on_nan:
-            self._check_finite(not_finite)
+            last = self.done_minibatches - 1
+            check_finite(self.stage_states, not_finite, self.program, last, self._process)
         self.recorder.note_peak(max(stage_state.versions.peak for stage_state in self.stage_states.values()))
-
-    def _check_finite(self, not_finite: Mapping[str, int]) -> None:
-        """Raises the error of a weight that no loss has shown: no later forward has read it."""
-        now = find_not_finite(self.stage_states)
-        newly = [(name, stage) for name, stage in now.items() if name not in not_finite]
-        if newly:
-            raise describe_not_finite(*newly[0], self.program, self.done_minibatches - 1, self._process)
 
     def evaluate(self, data: Source | None, ema: bool) -> Generator[Pending[Any] | Done, None, None]:
         """Yields at the end one `Done` with the means over all minibatches; the stages are in evaluation mode."""
@@ -325,14 +298,6 @@ class Worker:
         inputs, targets = messages
         self._mailbox.put(Carries.INPUT, self._last, targets)
         return inputs
-
-    def _sync(self, stage: int, index: int) -> None:
-        """Has nothing to do: the all-reduce that the proof places here was started inside the update's last backward
-        (`BackwardRunner`), and the update waits for it (`UpdateBarrier.prepare`).
-
-        The earlier start is safe: the replicas of a stage have a group of their own, and all start their buckets in the
-        same order.
-        """
 
     def _update(self, stage: int, index: int) -> Generator[Any, None, None]:
         stage_state = self.stage_states[stage]
@@ -419,3 +384,23 @@ class Worker:
     def _stop_feed(self, stop_reason: StopReason) -> None:
         if self._data is not None:
             self._data.stop(stop_reason)
+
+
+def _find_waiting_stages(program: Program) -> set[int]:
+    """Returns the stages whose updates wait for other ranks."""
+    return {
+        stage
+        for stage, replicas in enumerate(program.placement.replicas)
+        if replicas > 1
+        or any(stage in weights.stages for weights in program.plan.tied_weights)
+        or (program.couples_updates and not program.norm_delay)
+    }
+
+
+def _do_nothing(stage: int, index: int) -> None:
+    """Runs the instruction `=`: the all-reduce that the proof places here was started inside the update's last backward
+    (`BackwardRunner`), and the update waits for it (`UpdateBarrier.prepare`).
+
+    The earlier start is safe: the replicas of a stage have a group of their own, and all start their buckets in the
+    same order.
+    """

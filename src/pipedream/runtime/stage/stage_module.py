@@ -225,25 +225,16 @@ class StageModule:
                     value = call(*value) if several and not isinstance(value, PackedSequence) else call(value)
                     first = False
             if not self._checked:
-                self._check_storages(storages, leaves)
+                self._checked = True
+                _check_storages(storages, leaves)
             return value
         except BaseException as error:
-            note_module(error, self._list_named_modules())
+            note_module(error, _list_named_modules(self.layers))
             raise
         finally:
             self._set_parameters(self.handles)
             if states is not None:
                 self.generators.restore(states)
-
-    def _check_storages(self, before: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> None:
-        """Raises a `CaptureError` if the forward has moved a weight, which updates would then not reach."""
-        self._checked = True
-        moved = [name for name, storage in _list_storages(leaves).items() if before[name] != storage]
-        if moved:
-            raise CaptureError(
-                f"the forward moves the weight {moved[0]!r} to other memory (by weight.data = ..., or by a function "
-                "that flattens weights), where no update would reach it; move it before training, not in the forward"
-            )
 
     def check_unchanged(self) -> None:
         """Raises a `CaptureError` if the user has changed what is trained since the last forward."""
@@ -259,11 +250,6 @@ class StageModule:
                     f"requires_grad of {name!r} was changed while the pipeline trained; make a new Pipeline, which "
                     "trains what requires a gradient then"
                 )
-
-    def _list_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for name, layer in self.layers:
-            for path, module in layer.named_modules():
-                yield f"{name}.{path}" if path else name, module
 
     def enter(self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Makes a received value part of a new graph; also returns the nodes whose gradients are sent back."""
@@ -300,9 +286,7 @@ class StageModule:
 
     def whole(self, output: Any) -> Any:
         """Returns an output of the model with whole tensors."""
-        if self.sharding is None:
-            return output
-        return map_tensors(output, self.sharding.leave)
+        return output if self.sharding is None else map_tensors(output, self.sharding.leave)
 
     def first_input(self, value: Any, samples: int) -> Any:
         """Returns the model's input for `forward`."""
@@ -443,6 +427,22 @@ class StageModule:
 
 def _flatten_nothing() -> None:
     pass
+
+
+def _check_storages(before: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> None:
+    """Raises a `CaptureError` if the forward has moved a weight, which updates would then not reach."""
+    moved = [name for name, storage in _list_storages(leaves).items() if before[name] != storage]
+    if moved:
+        raise CaptureError(
+            f"the forward moves the weight {moved[0]!r} to other memory (by weight.data = ..., or by a function "
+            "that flattens weights), where no update would reach it; move it before training, not in the forward"
+        )
+
+
+def _list_named_modules(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    for name, layer in layers:
+        for path, module in layer.named_modules():
+            yield f"{name}.{path}" if path else name, module
 
 
 def _list_storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
