@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from html_page import HtmlPage
 
 import pipedream
 from pipedream.core.errors import PipelineError
@@ -26,6 +25,7 @@ from pipedream.schedules import build
 from pipedream.verifier import verify
 from pipedream.workflows.plan import choose
 from pipedream.workflows.sweep import sweep
+from tests.report.html_page import HtmlPage
 
 CHAIN = Profile.of_chain(tuple(LayerProfile(1e-3 * i, 2e-3, 1000, 2000, 5000) for i in range(1, 9)), batch=32)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from html_page import HtmlPage
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.report.html import page, save_page
+from tests.report.html_page import HtmlPage
 
 Simulated = Callable[..., Timeline]
 
