@@ -12,10 +12,12 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from featured_runs import FEATURES, FLUSHING, Feature, run, run_all
 from models import CASES
 from split_training import (
+    FEATURES,
+    FLUSHING,
     LENGTHS,
+    Feature,
     Trained,
     batches_of,
     check_same,
@@ -23,6 +25,8 @@ from split_training import (
     model_of,
     plain_loop,
     profile_of,
+    train_with,
+    train_with_each,
 )
 from torch import Tensor, nn
 
@@ -64,7 +68,7 @@ def _profile(name: str) -> pd.Profile:
 )
 def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) -> None:
     expected = plain_loop(CASES[name], batches_of(CASES[name]), FLUSHING[feature].microbatches)
-    actual = run(name, _profile(name), FLUSHING[feature], tmp_path / "checkpoint")
+    actual = train_with(name, _profile(name), FLUSHING[feature], tmp_path / "checkpoint")
     if name == "resnet" and feature == "replicas":  # each replica has running statistics of its own
         assert actual.losses == pytest.approx(expected.losses, rel=1e-9)
         return
@@ -98,8 +102,8 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
 
 def _check_processes(name: str, workers: int, chosen: dict[str, Feature], folder: Path) -> None:
     profile = _profile(name)
-    first, *others = processes.results(run_all, workers, name, profile.to_json(), chosen, folder / "several")
-    alone = run_all(name, profile.to_json(), chosen, folder / "one")
+    first, *others = processes.results(train_with_each, workers, name, profile.to_json(), chosen, folder / "several")
+    alone = train_with_each(name, profile.to_json(), chosen, folder / "one")
     for word, expected in alone.items():
         check_same(expected, first[word], 1e-12 if workers > 2 else 0.0)  # the order of three terms is not fixed
         for other in others:
@@ -152,9 +156,9 @@ def test_late_gradients_equal_the_papers(name: str, schedule: str, stages: int, 
 def test_masks_are_the_same_when_a_forward_is_repeated(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     profile = profile_of(case, batches_of(case)[0], dropout=True)
-    once = run(name, profile, Feature("gpipe", dropout=True), tmp_path)
-    whole = run(name, profile, Feature("gpipe", config=(1,), dropout=True), tmp_path)
-    again = run(name, profile, Feature(config=(1, 1, 1), recompute=True, dropout=True), tmp_path)
+    once = train_with(name, profile, Feature("gpipe", dropout=True), tmp_path)
+    whole = train_with(name, profile, Feature("gpipe", config=(1,), dropout=True), tmp_path)
+    again = train_with(name, profile, Feature(config=(1, 1, 1), recompute=True, dropout=True), tmp_path)
     check_same(whole, once, 1e-9)
     check_same(once, again, 1e-9)
     undropped = plain_loop(case, batches_of(case), 2)
@@ -211,8 +215,8 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
 )
 def test_compiled_modules_equal_the_others(name: str, feature: Feature, backend: str, tmp_path: Path) -> None:
     torch.compiler.reset()
-    expected = run(name, _profile(name), feature, tmp_path)
-    actual = run(name, _profile(name), replace(feature, options={"compile": backend}), tmp_path)
+    expected = train_with(name, _profile(name), feature, tmp_path)
+    actual = train_with(name, _profile(name), replace(feature, options={"compile": backend}), tmp_path)
     check_same(expected, actual, 1e-5 if CASES[name].needs_hf else 1e-9)
 
 
@@ -267,8 +271,8 @@ def test_layers_of_a_chain_are_compiled() -> None:
 def test_compiled_by_inductor(tmp_path: Path) -> None:
     torch.compiler.reset()
     feature = Feature("1f1b", 2)
-    expected = run("tied_gpt", _profile("tied_gpt"), feature, tmp_path)
-    actual = run("tied_gpt", _profile("tied_gpt"), replace(feature, options={"compile": True}), tmp_path)
+    expected = train_with("tied_gpt", _profile("tied_gpt"), feature, tmp_path)
+    actual = train_with("tied_gpt", _profile("tied_gpt"), replace(feature, options={"compile": True}), tmp_path)
     check_same(expected, actual, 1e-6)
 
 
