@@ -1,4 +1,4 @@
-"""What commit 862508f has written is still read, under today's names: a recipe, a plan and a checkpoint."""
+"""What version 0.1 has written is still read: a recipe, a plan and a checkpoint of commit 862508f."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ FILES = Path(__file__).parent / "files_of_0_1"
 
 def test_the_plan_is_read() -> None:
     text = (FILES / "plan.json").read_text(encoding="utf-8")
+    assert json.loads(text)["lag"] == [1, 0], "the name that the field had"
     plan = Plan.from_json(text)
     assert (plan.config, plan.update_delay) == ("2-1", (1, 0))
     assert Plan.from_json(plan.to_json()) == plan
@@ -33,7 +34,7 @@ def test_the_checkpoint_is_read() -> None:
     assert manifest.data is not None
     written = json.loads((FILES / "checkpoint" / "checkpoint.json").read_text(encoding="utf-8"))
     news = {"callbacks", "crc32", "extra"}
-    assert set(written) | news == set(json.loads(manifest.to_json())), "otherwise the layout is that of 862508f"
+    assert set(written) | news == set(json.loads(manifest.to_json())), "otherwise the layout is that of 0.1"
     assert not manifest.has_checksums
 
 

@@ -26,6 +26,8 @@ class Artifact:
     """A dataclass that can be saved and loaded."""
 
     FORMAT: ClassVar[int] = 1
+    RENAMED: ClassVar[dict[str, str]] = {}
+    """A field's name in older files -> its name now."""
 
     def to_json(self) -> str:
         head = {"artifact": type(self).__name__, "format": self.FORMAT}
@@ -213,6 +215,8 @@ def decode_fields(kind: type, value: Any, place: str) -> Any:
     _expect(isinstance(value, dict), place, "an object", value)
     hints = typing.get_type_hints(kind)
     fields = {_json_name(f): f for f in dataclasses.fields(kind) if f.init}
+    renamed: dict[str, str] = getattr(kind, "RENAMED", {})
+    value = {renamed.get(name, name): item for name, item in value.items()}
     unknown = sorted(set(value) - set(fields))
     if unknown:
         raise ArtifactError(f"{place} has unknown fields {unknown}; it may have {sorted(fields)}")

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 from pipedream.core.artifact import Artifact, decode, encode
 from pipedream.core.display import Tabular
@@ -111,6 +111,7 @@ class Program(Tabular, Rules, Artifact):
     """
 
     FORMAT = 1
+    RENAMED: ClassVar[dict[str, str]] = {"schedule": "name"}
 
     cycle: int
     channels: tuple[Channel, ...]
@@ -249,12 +250,17 @@ class Program(Tabular, Rules, Artifact):
     @classmethod
     def decoded(cls, value: Any, place: str) -> Program:
         """Reads JSON values, with abstract and textual fields, which `decode` cannot."""
-        value = dict(value)
+        value = {"norm_delay": 0} | {cls.RENAMED.get(name, name): item for name, item in value.items()}
         hints = get_type_hints(cls)
         names = {field.name for field in fields(cls)}
         lacking, unknown = sorted(names - set(value)), sorted(set(value) - names)
         if lacking or unknown:
             raise ArtifactError(f"{place} lacks the fields {lacking} and has unknown fields {unknown}")
+        if isinstance(value["channels"], list):  # older files say 'kept'
+            value["channels"] = [
+                row | {"carries": "stage_input"} if isinstance(row, dict) and row.get("carries") == "kept" else row
+                for row in value["channels"]
+            ]
         where = value.pop("placement")
         dispatches = isinstance(where, dict) and "forwards" in where
         placement: Placement = decode(Dispatched if dispatches else Placement, where, f"{place}.placement")

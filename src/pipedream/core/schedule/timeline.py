@@ -7,7 +7,7 @@ its sender.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pipedream.core.artifact import Artifact
 from pipedream.core.display import Tabular
@@ -68,6 +68,7 @@ class Timeline(Tabular, Artifact):
     """
 
     FORMAT = 1
+    RENAMED: ClassVar[dict[str, str]] = {"tags": "gradient_versions"}
 
     name: str
     source: str

@@ -30,6 +30,7 @@ from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.prediction import AVERAGE, VELOCITY, WeightPrediction
 
 BACKWARD_RULES = ("stash", "recompute", "graph")
+_RENAMED = {"tagged": "stamped"}  # rules in older files
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class WeightRule(ABC):
             ArtifactError: an unknown rule or wrong fields.
         """
         named = data.get("rule") if isinstance(data, dict) else None
-        kind = WeightRule.rules.get(named) if isinstance(named, str) else None
+        kind = WeightRule.rules.get(_RENAMED.get(named, named)) if isinstance(named, str) else None
         if kind is None:
             raise ArtifactError(f"{place}.rule should be one of {sorted(WeightRule.rules)}")
         rule = decode(kind, {k: v for k, v in data.items() if k != "rule"}, place)
