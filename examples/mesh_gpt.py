@@ -32,9 +32,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norms[0](x)
-        heads = (
-            projection(y).unflatten(2, (4, -1)).transpose(1, 2) for projection in (self.query, self.key, self.value)
-        )
+        heads = (split(y).unflatten(2, (4, -1)).transpose(1, 2) for split in (self.query, self.key, self.value))
         y = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.mixed(y.transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))

@@ -98,7 +98,7 @@ from pipedream import cli, schedules
 for command in {commands(blocks("sh")[1])!r}:
     assert cli.main(command) == 0, command
 spec = importlib.util.spec_from_file_location("make_docs", {str(ROOT / "scripts" / "make_docs.py")!r})
-make_docs = importlib.util.module_from_spec(spec)
+make_docs = sys.modules["make_docs"] = importlib.util.module_from_spec(spec)  # its dataclasses look it up
 spec.loader.exec_module(make_docs)
 make_docs.SCHEDULES, make_docs.COMPENSATED = {{"last_first": schedules.SCHEDULES["last_first"]}}, {{}}
 for path, text in make_docs.pages().items():

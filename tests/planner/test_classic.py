@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from functools import cache
 
 import pytest
@@ -132,9 +133,10 @@ def test_blocks_leave_nothing_out(block: int, graph: GraphText, network: list[Le
     states = CutStates.of(graph)
     whole = solve(states, tuple(network))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipedream.planner.papers.classic._BLOCK", block)
-        patch.setattr("pipedream.planner.papers.classic._LEAST_BLOCK", 1)
-        patch.setattr("pipedream.planner.papers.classic._AT_ONCE", 2)
+        module = sys.modules["pipedream.planner.papers.classic"]  # the package has a function of that name
+        patch.setattr(module, "_BLOCK", block)
+        patch.setattr(module, "_LEAST_BLOCK", 1)
+        patch.setattr(module, "_AT_ONCE", 2)
         small = solve(states, tuple(network))
     assert all((a.table == b.table).all() for a, b in zip(whole, small, strict=True))
 

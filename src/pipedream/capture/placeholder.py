@@ -143,11 +143,8 @@ def _make_empty_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
-    if func in _UNARY:
-        like = args[0] if args else None
-        if isinstance(like, Placeholder) and (func is not torch.nn.functional.dropout or _is_dropping(args, kwargs)):
-            wants = like.wants and func is not T.detach and grad
-            return placeholder_like(torch.empty_like(plain_meta(like)), like.place, wants)
+    if func in _UNARY and (result := _evaluate_unary(func, args, kwargs, grad)) is not None:
+        return result
     originals: dict[int, torch.Tensor] = {}
     first: list[Placeholder] = []
 
@@ -174,14 +171,8 @@ def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bo
     keywords = {name: converted(argument) for name, argument in kwargs.items()}
     like = first[0]
     wants = grad and any(placeholder.wants for placeholder in first)
-    if func in _BINARY and len(args) == 2 and not kwargs:
-        a, b = arguments
-        if isinstance(a, torch.Tensor) and isinstance(b, (torch.Tensor, int, float)):
-            shape = _broadcast(a.shape, b.shape) if isinstance(b, torch.Tensor) else a.shape
-            kind = torch.result_type(a, b)
-            if kind.is_floating_point:
-                empty = torch.empty(shape, dtype=kind, device="meta")
-                return placeholder_like(empty, like.place, wants)
+    if func in _BINARY and len(args) == 2 and not kwargs and (empty := _evaluate_binary(*arguments)) is not None:
+        return placeholder_like(empty, like.place, wants)
     name = getattr(func, "__name__", str(func))
     try:
         result = func(*arguments, **keywords)
@@ -206,6 +197,24 @@ def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bo
     if type(result).__module__ == "torch.return_types":
         return type(result)([wrapped("", leaf) for leaf in result])
     return map_leaves(wrapped, result)
+
+
+def _evaluate_unary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Placeholder | None:
+    like = args[0] if args else None
+    if not isinstance(like, Placeholder) or (func is torch.nn.functional.dropout and not _is_dropping(args, kwargs)):
+        return None
+    wants = like.wants and func is not T.detach and grad
+    return placeholder_like(torch.empty_like(plain_meta(like)), like.place, wants)
+
+
+def _evaluate_binary(a: Any, b: Any) -> torch.Tensor | None:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, (torch.Tensor, int, float)):
+        return None
+    kind = torch.result_type(a, b)
+    if not kind.is_floating_point:
+        return None
+    shape = _broadcast(a.shape, b.shape) if isinstance(b, torch.Tensor) else a.shape
+    return torch.empty(shape, dtype=kind, device="meta")
 
 
 def _note_numbers_needed(name: str, error: Exception) -> NumbersNeeded:

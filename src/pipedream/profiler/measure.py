@@ -93,12 +93,7 @@ def measure(
         sizes, loss_bytes = measure_sizes(
             layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
         )
-        laps_s = []
-        with progress(f"profiling {model_name}", warmup + runs) as advance:
-            for _ in range(warmup + runs):
-                passes.time_run(sample)
-                laps_s.append(watch.laps_s())
-                advance()
+        laps_s = _time_runs(passes, watch, sample, warmup + runs, model_name)
         needs = passes.measure_needs(sample, sizes, loss_bytes)
         laps_s = laps_s[warmup:]
         timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "parts": parts, "part_of": part_of, "call": call}
@@ -106,15 +101,12 @@ def measure(
         launches = [0.0] * len(laps_s[0])
         if place.type == "cuda":
             host = HostStopwatch(place)
-            launches = measure_launch_seconds(
-                Passes(layers, graph, loss, host, place, autocast, call), host, sample, place, runs
-            )
-        parameters = named_parameters(layers, graph)
-        update = UpdateCost()
+            host_passes = Passes(layers, graph, loss, host, place, autocast, call)
+            launches = measure_launch_seconds(host_passes, host, sample, place, runs)
+        update, parameters = UpdateCost(), named_parameters(layers, graph)
         if optimizer is not None and parameters:
-            update = measure_update(
-                optimizer, parameters, Stopwatch(place), scheduler=scheduler, warmup=warmup, runs=runs
-            )
+            watch = Stopwatch(place)
+            update = measure_update(optimizer, parameters, watch, scheduler=scheduler, warmup=warmup, runs=runs)
     laps = _pair_laps(laps_s)
     loss_laps = laps.pop() if loss is not None else None
     loss_launch_s = sum(launches[2 * len(layers) :])
@@ -140,6 +132,17 @@ def measure(
         versions=versions(),
         tied=tied_parameters(graph, all_parameters(layers, graph)),
     )
+
+
+def _time_runs(passes: Passes, watch: Stopwatch, sample: Sample, runs: int, model_name: str) -> list[list[float]]:
+    """Returns the seconds of each lap of each run."""
+    laps_s = []
+    with progress(f"profiling {model_name}", runs) as advance:
+        for _ in range(runs):
+            passes.time_run(sample)
+            laps_s.append(watch.laps_s())
+            advance()
+    return laps_s
 
 
 def _pair_laps(laps_s: list[list[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
