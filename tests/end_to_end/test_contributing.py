@@ -101,7 +101,7 @@ spec = importlib.util.spec_from_file_location("make_docs", {str(ROOT / "scripts"
 make_docs = sys.modules["make_docs"] = importlib.util.module_from_spec(spec)  # its dataclasses look it up
 spec.loader.exec_module(make_docs)
 make_docs.SCHEDULES, make_docs.COMPENSATED = {{"last_first": schedules.SCHEDULES["last_first"]}}, {{}}
-for path, text in make_docs.pages().items():
+for path, text in make_docs.make_pages().items():
     print(path.name, text)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=file.parent)
