@@ -29,13 +29,13 @@ def importing_torch() -> Iterator[None]:
 
 
 def is_worker() -> bool:
-    """Tells whether torchrun, srun, mpirun or `start_workers` started this process."""
+    """Returns whether torchrun, srun, mpirun or `start_workers` started this process."""
     read_launcher()
     return "TORCHELASTIC_RUN_ID" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def is_rank_0() -> bool:
-    """Tells whether this process prints and writes."""
+    """Returns whether this process prints and writes."""
     read_launcher()
     return os.environ.get("RANK", "0") == "0"
 
