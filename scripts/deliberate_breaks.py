@@ -202,7 +202,7 @@ BREAKS = (
     ),
     Break(
         "simulator: flows do not share a port",
-        "simulator/ports.py",
+        "simulator/messages.py",
         "rate = ports[narrow][0] / ports[narrow][1]",
         "rate = ports[narrow][0]",
         ("simulator/test_clock_oracle.py", "simulator/test_clock.py"),
@@ -645,7 +645,7 @@ BREAKS = (
     ),
     Break(
         "mesh search: a plan may take twice as long as its period",
-        "planner/dynamic_program/mesh_periods.py",
+        "planner/dynamic_program/mesh_program.py",
         "(costs <= period_s)",
         "(costs <= 2 * period_s)",
         ("planner/test_mesh_search.py",),

@@ -23,8 +23,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes
 from pipedream.planner import manual_plan
-from pipedream.planner.tables.plan_depth import apply_depth
-from pipedream.planner.tables.search_space import SearchSpace
+from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 from pipedream.workflows.methods import versions_of
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -16,7 +16,7 @@ import pipedream
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.phase import Phase
-from pipedream.schedules import user_file
+from pipedream.schedules import registry
 from pipedream.training.train import train_recipe
 
 RunCommand = Callable[..., tuple[int, str, str]]
@@ -120,7 +120,7 @@ def test_train_from_a_checkpoint(phases: list[Phase] | None, method: Path, run_c
         quiet=True,
     )
     method.with_suffix(".ran").unlink()
-    user_file._run_file.cache_clear()
+    registry._run_file.cache_clear()
     status, _, error = run_command("train", "recipe.py", "--resume", "run")
     assert status == 2
     assert "the checkpoint run/checkpoints/minibatch-00000002 names the method 'mine.py', a Python file" in error

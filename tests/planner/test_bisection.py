@@ -18,7 +18,7 @@ from pipedream.planner import DynamicProgram, SearchSpace, pipeline_search, plan
 from pipedream.planner.bisection.bisection import TOLERANCE, Bisection
 from pipedream.planner.bisection.feasibility import RelaxedLine, StageNeeds, period_s
 from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, replicated_states
-from pipedream.planner.workers.worker_line import WorkerLine
+from pipedream.planner.workers import WorkerLine
 
 
 def random_chain(draw: random.Random, layers: int) -> Profile:

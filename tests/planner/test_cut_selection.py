@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.planner.cuts.cut_selection import min_cut_downset, narrowest_cuts
-from pipedream.planner.cuts.downsets import Lattice, bit_indices
+from pipedream.planner.cuts import Lattice, bit_indices, min_cut_downset, narrowest_cuts
 
 
 @st.composite

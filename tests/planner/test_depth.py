@@ -15,7 +15,7 @@ from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan import depth
 from pipedream.core.schedule.lowering import lower
 from pipedream.planner import SearchSpace, manual_plan, plan
-from pipedream.planner.tables.plan_depth import apply_depth
+from pipedream.planner.tables.search_space import apply_depth
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.core.model.graph import Layer, LayerGraph
-from pipedream.planner.cuts.downsets import Lattice, bit_indices
+from pipedream.planner.cuts import Lattice, bit_indices
 
 
 @st.composite

@@ -15,8 +15,7 @@ from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.ranks import profile_of_rank
 from pipedream.planner import MeshSearch, MeshSpace, SearchSpace, StageChoice, fits_rank_memory, mesh_search, plan
 from pipedream.planner.dynamic_program.mesh_costs import MESH_PROGRAMS
-from pipedream.planner.dynamic_program.mesh_periods import MeshPeriods
-from pipedream.planner.dynamic_program.mesh_program import MeshProgram
+from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
 
 
 def every_choice(space: MeshSpace, recompute: str = "never") -> Iterator[tuple[StageChoice, ...]]:

@@ -16,8 +16,7 @@ from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.site import Site
 from pipedream.planner import SearchSpace, plan, stash
-from pipedream.planner.workers.line_orders import LineOrders
-from pipedream.planner.workers.worker_line import WorkerLine
+from pipedream.planner.workers import LineOrders, WorkerLine
 
 SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [
     ((4, ()),),

@@ -21,8 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 import pipedream
-from pipedream.cli.shared.flags import as_command
-from pipedream.cli.shared.parsing import OptionParser
+from pipedream.cli.shared.flags import OptionParser, as_command
 from pipedream.cli.shared.workers import is_worker
 from pipedream.core.errors import BAD_CALL, PeerError, PipelineError, WorkerError
 from pipedream.runtime.failure.processes import stay_with_launcher

@@ -24,7 +24,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.planner import Comparison
-from pipedream.report.terminal_tables import stage_memory_table
+from pipedream.report.text import stage_memory_table
 from pipedream.workflows import plan as planning
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipedream.cli.options import JSON, print_json
-from pipedream.report.terminal_tables import schedule_table
+from pipedream.report.text import schedule_table
 from pipedream.schedules import ALIASES, COMPENSATED, SCHEDULES, Run, build, claims_at, run_of, uniform
 
 _STAGES = 4

@@ -1,4 +1,4 @@
-"""The best plan of each family, over all orders of the workers that are searched (`planner.workers.line_orders`)."""
+"""The best plan of each family, over all orders of the workers that are searched (`planner.workers`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines as text: one row for each rank, one column for each slot of time.
+"""Text for the terminal: tables, and timelines with one row for each rank and one column for each slot of time.
 
     time   | 0 s             4 s             8 s
     rank 0 | F0  F1  .   .   B0  ==' F2  B1  ==' .   B2  =='
@@ -11,14 +11,18 @@ an op is an update shorter than a column. The docstrings of the schedules use th
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from math import ceil
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
+from pipedream.core.model.collective import StageCollectives
+from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Span, Timeline
-from pipedream.core.units import format_number
+from pipedream.core.units import format_bytes, format_number
 from pipedream.report.axis import time_unit
 from pipedream.report.style import TERMINAL, colour_class
 
@@ -142,3 +146,50 @@ def _write_scale(slots: int, column: int, slot_s: float) -> str:
         if i * column + len(label) <= room:
             text = text.ljust(i * column) + label
     return text
+
+
+def schedule_table(claimed: Mapping[str, Mapping[str, Any]], *, stages: int) -> str:
+    """Returns a row for each method, of the claims of its paper (`schedules.claims_at`) for this many stages."""
+    width = max(len(name) for name in claimed)
+    lines = [
+        f"claims at p = {stages} stages and minibatches of m microbatches; without a flush, of a long run",
+        f"{'method':<{width}}  {'flush':<5}  {'m':>2}  {'bubble':>6}  {'in flight':<14}  {'staleness':<12}  versions",
+    ]
+    for name, claims in claimed.items():
+        in_flight, late, versions = (
+            "-" if claims[key] is None else " ".join(map(str, claims[key]))
+            for key in ("in_flight", "staleness", "versions")
+        )
+        bubble = "-" if claims["bubble"] is None else f"{claims['bubble']:.3f}"
+        lines.append(
+            f"{name:<{width}}  {'yes' if claims['flushes'] else 'no':<5}  {claims['microbatches']:>2}  {bubble:>6}  "
+            f"{in_flight:<14}  {late:<12}  {versions}"
+        )
+    return "\n".join(lines)
+
+
+def stage_memory_table(plan: Plan) -> str:
+    """Returns the parts of one worker's predicted peak memory, a row for each stage (`core.plan.memory`)."""
+    names = [field.name for field in fields(plan.stages[0].memory)]
+    heads = [name.removesuffix("_bytes") for name in names]
+    lines = ["  ".join([f"{'stage':>5}", *(f"{head:>10}" for head in heads), f"{'peak':>10}"])]
+    for s, stage in enumerate(plan.stages):
+        sizes = [*(getattr(stage.memory, name) for name in names), stage.peak_bytes]
+        lines.append("  ".join([f"{s:>5}", *(f"{format_bytes(size) if size else '-':>10}" for size in sizes)]))
+    return "\n".join(lines)
+
+
+def collectives_text(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a line for each stage of a summary that has a mesh, each after a line break."""
+    lines, seen = [], set()
+    for stage in stages:
+        if stage["collectives"] is None or stage["stage"] in seen:
+            continue
+        seen.add(stage["stage"])
+        collectives = StageCollectives.from_json(stage["collectives"])
+        passes = [f"{name} {', '.join(map(str, rows)) or 'none'}" for name, rows in collectives.measured.items()]
+        verdict = "not predicted" if collectives.predicted is None else "as predicted"
+        if collectives.predicted is not None and collectives.predicted != collectives.measured:
+            verdict = "NOT as predicted"
+        lines.append(f"\ncollectives of stage {stage['stage']}: {'; '.join(passes)} ({verdict})")
+    return "".join(lines)

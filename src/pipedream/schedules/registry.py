@@ -1,22 +1,94 @@
-"""From a name to a method and its schedule."""
+"""From a name to a method and its schedule.
+
+The path of a user's file of methods can be given wherever a method's name can. Such a file ends as those of the library
+do: ``METHODS = (kit.Method(two_by_two),)``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache
+from hashlib import sha256
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from pipedream.core.errors import ScheduleError
+from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.method_text import name_and_options
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.kit.method import Method, StageOrder
 from pipedream.schedules.options import options_text, read_options
 from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
-from pipedream.schedules.user_file import build_by, is_method_file, load_method
+
+
+def is_method_file(name: str) -> bool:
+    """Returns whether a method's name is ``FILE.py``, or ``FILE.py:NAME``, one of several methods."""
+    return _split_name(name)[0].lower().endswith(".py")
+
+
+def load_method(name: str) -> Method:
+    """Returns the method of a file; raises ScheduleError if the file fails or does not declare this one method."""
+    path, method_name = _split_name(name)
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise ScheduleError(
+            f"the schedule {path} cannot be read ({error}); give a file that declares METHODS"
+        ) from None
+    methods = _run_file(path, text)
+    chosen = [method for method in methods if method_name in ("", method.name)]
+    if len(chosen) != 1:
+        names = ", ".join(method.name for method in methods) or "none"
+        raise ScheduleError(
+            f"the schedule {name} should be one method, {path} declares {names}; end it with METHODS = (Method(...),), "
+            "and name one of several as FILE.py:NAME"
+        )
+    return chosen[0]
+
+
+def _build_by(method: Method, name: str, plan: Plan, microbatches: int | None, options: Mapping[str, Any]) -> Schedule:
+    """Returns the schedule that a user's method builds; an error in it is reported as the file's, not the library's."""
+    try:
+        make: Callable[..., Any] = method.build
+        built = make(plan, microbatches, **options)
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise ScheduleError(f"the schedule {name} failed with {type(error).__name__}: {error}; fix the file") from error
+    if not isinstance(built, Schedule):
+        raise ScheduleError(f"the schedule {name} returned {built!r}, not a Schedule; fix the file")
+    return built
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    path, mark, method_name = name.rpartition(":")
+    return (path, method_name) if mark and path.lower().endswith(".py") else (name, "")
+
+
+@cache
+def _run_file(path: str, text: bytes) -> tuple[Method, ...]:
+    """Returns the methods that a file declares; it runs again only if its bytes have changed."""
+    name = f"pipedream_method_{sha256(text).hexdigest()[:16]}"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    module = sys.modules[name] = module_from_spec(spec)  # dataclasses look up their module
+    try:
+        # Not by its loader, whose bytecode cache recognises a changed file by seconds and size only.
+        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
+    except Exception as error:
+        del sys.modules[name]
+        raise ScheduleError(f"the schedule {path} failed with {type(error).__name__}: {error}; fix the file") from error
+    methods = getattr(module, "METHODS", ())
+    if not isinstance(methods, tuple) or not all(isinstance(method, Method) for method in methods):
+        raise ScheduleError(f"METHODS of {path} must be a tuple of Method, found {methods!r}")
+    return methods
+
 
 _FOLDERS = ("pipedream.schedules.synchronous", "pipedream.schedules.asynchronous", "pipedream.experimental")
 """Packages of methods, one file each; imported only here, and skipped if missing."""
@@ -57,8 +129,8 @@ def build(name: str, plan: Plan, microbatches: int | None = None, **options: Any
     """Returns a method's schedule for a plan, e.g. ``build("pb_lwp", plan, by="difference", scale=2)``.
 
     Args:
-        name: in any case, with ``-`` or ``_``; or a file: ``.csv`` (`pytorch_csv`) or ``.py`` (`user_file`). Options
-            may follow: ``pb_lwp[by=difference,scale=2]``.
+        name: in any case, with ``-`` or ``_``; or a file: ``.csv`` (`pytorch_csv`) or ``.py``. Options may
+            follow: ``pb_lwp[by=difference,scale=2]``.
         microbatches: m, into how many a minibatch is split; None for the method's own choice.
 
     Raises:
@@ -79,7 +151,7 @@ def build(name: str, plan: Plan, microbatches: int | None = None, **options: Any
     bare, method, values = _resolve(name, options)
     full = bare + options_text(values)
     if is_method_file(bare):
-        return replace(build_by(method, full, plan, microbatches, values), name=full)
+        return replace(_build_by(method, full, plan, microbatches, values), name=full)
     make: Callable[..., Schedule] = method.build
     try:
         built = make(plan, microbatches, **values)

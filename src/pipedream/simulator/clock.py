@@ -40,10 +40,9 @@ from pipedream.simulator.compiled import (
     CompiledRank,
     compile_rank,
 )
-from pipedream.simulator.costs import Costs
+from pipedream.simulator.costs import Costs, Stragglers
 from pipedream.simulator.memory import trace_memory
 from pipedream.simulator.messages import Messages, Wire, describe_message
-from pipedream.simulator.stragglers import Stragglers
 
 _new: Callable[..., Any] = tuple.__new__  # faster than calling the class
 _Work = tuple[int, Any, int, int, int, str, float]

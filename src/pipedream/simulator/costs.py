@@ -1,12 +1,14 @@
-"""Seconds of each instruction: those of a plan, and its bytes on the links of its cluster.
+"""Seconds of each instruction: those of a plan, its bytes on the links of its cluster, and stragglers among its ranks.
 
 Sums over replicas begin inside the backward, bucket by bucket (`core.plan.cost.visible_sum_s`, docs/cost_models.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import exp, isfinite, log1p, sqrt
+from random import Random
 
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.runtime_costs import RuntimeCosts
@@ -65,12 +67,10 @@ class Costs:
         for name, vector in vectors.items():
             if min(vector, default=0.0) < 0:
                 raise ValueError(f"{name} cannot be negative, found {vector}")
-        if self.buckets and len(self.buckets) != len(self.forward_s):
-            raise ValueError(f"buckets are for {len(self.buckets)} stages, the seconds for {len(self.forward_s)}")
-        if self.sum_bytes and len(self.sum_bytes) != len(self.forward_s):
-            raise ValueError(f"sum_bytes are for {len(self.sum_bytes)} stages, the seconds for {len(self.forward_s)}")
-        if self.weight_bytes and len(self.weight_bytes) != len(self.forward_s):
-            raise ValueError(f"weight_bytes are for {len(self.weight_bytes)} stages, not for {len(self.forward_s)}")
+        for name in ("buckets", "sum_bytes", "weight_bytes"):
+            count = len(getattr(self, name))
+            if count not in (0, len(self.forward_s)):
+                raise ValueError(f"{name} are for {count} stages, the seconds for {len(self.forward_s)}")
         if self.input_bytes < 0 or min((*self.sum_bytes, *self.weight_bytes), default=0.0) < 0:
             sizes = f"{self.input_bytes}, {self.sum_bytes} and {self.weight_bytes}"
             raise ValueError(f"bytes cannot be negative, found {sizes}")
@@ -253,3 +253,58 @@ def costs(plan: Plan, *, split: int = 1, weight_s: float | None = None, overlap:
             for stage in stages
         ),
     )
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Factors on the seconds of ops. Messages and sums are not affected.
+
+    Each op takes its seconds times a factor from a lognormal distribution of mean 1, and times the factor of its rank.
+    Each rank draws from a generator of its own, so that a seed gives the same run.
+
+    Attributes:
+        jitter: coefficient of variation (standard deviation / mean) of an op's seconds, or one for each letter of an
+            op, such as {"F": 0.1, "B": 0.2}; others then have none.
+        slow: rank -> factor on the seconds of its ops; by default 1.
+
+    Raises:
+        ValueError: a negative or infinite jitter, a factor that is not positive, or an unknown letter.
+    """
+
+    jitter: float | Mapping[str, float] = 0.0
+    slow: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        jitters = self.jitter if isinstance(self.jitter, Mapping) else {"F": self.jitter}
+        letters = {kind.value for kind in Kind}
+        if unknown := sorted(set(jitters) - letters):
+            raise ValueError(f"jitter was given for {unknown}; the letters of ops are {sorted(letters)}")
+        for variation in jitters.values():
+            if not (isfinite(variation) and variation >= 0):
+                raise ValueError(f"jitter is a coefficient of variation, 0 or more, found {variation}")
+        for rank, factor in self.slow.items():
+            if not (isfinite(factor) and factor > 0):
+                raise ValueError(f"a slow rank takes its factor times the seconds, found {factor} for rank {rank}")
+
+    def check_ranks(self, ranks: int) -> None:
+        if beyond := sorted(rank for rank in self.slow if not 0 <= rank < ranks):
+            raise ValueError(f"a slow rank {beyond[0]} was asked for, the ranks are 0 to {ranks - 1}")
+
+    def slowness(self, rank: int) -> float:
+        return self.slow.get(rank, 1.0)
+
+    def draws(self, rank: int) -> Callable[[str], float] | None:
+        """Returns the function from an op's letter to its next factor; None if all are 1."""
+        by_letter = self.jitter if isinstance(self.jitter, Mapping) else {kind.value: self.jitter for kind in Kind}
+        # ln X is normal with variance ln(1 + CV^2) and mean minus half of that.
+        sigma = {letter: sqrt(log1p(variation**2)) for letter, variation in by_letter.items() if variation}
+        if not sigma:
+            return None
+        gauss = Random(f"{self.seed}/{rank}").gauss
+
+        def draw(letter: str) -> float:
+            deviation = sigma.get(letter)
+            return 1.0 if deviation is None else exp(gauss(-deviation * deviation / 2, deviation))
+
+        return draw

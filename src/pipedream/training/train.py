@@ -19,7 +19,7 @@ from pipedream.core.units import format_bytes, format_number
 from pipedream.options import TrainingOptions, keywords, model_options, plain
 from pipedream.pipeline import Pipeline
 from pipedream.recipe import Recipe, blaming, make_recipe
-from pipedream.report.terminal_tables import collectives_text
+from pipedream.report.text import collectives_text
 from pipedream.runtime.checkpoint.folders import ranks_that_see
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.comm.same_settings import check_same_settings, describe_data

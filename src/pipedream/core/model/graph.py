@@ -2,7 +2,7 @@
 
 Layers, which the planner may not split, are in an order in which they can run; edge ``(i, j)`` means that j reads the
 output of i. Capture returns chains, ``(0, 1), (1, 2), ...``, because a stage is an interval of the order of execution:
-whatever is read after a cut crosses it (`Value`). The planner takes any graph (`planner.cuts.downsets`).
+whatever is read after a cut crosses it (`Value`). The planner takes any graph (`planner.cuts`).
 """
 
 from __future__ import annotations

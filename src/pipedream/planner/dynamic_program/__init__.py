@@ -1,7 +1,6 @@
 """The dynamic program over stages and replicas."""
 
-from pipedream.planner.dynamic_program.mesh_periods import MeshPeriods
-from pipedream.planner.dynamic_program.mesh_program import MeshProgram
+from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
 from pipedream.planner.dynamic_program.pruning import prune_places
 from pipedream.planner.dynamic_program.recurrence import (
     DynamicProgram,

@@ -1,6 +1,6 @@
 """The dynamic program over pipelines whose stages may be replicated, on any cluster.
 
-After PipeDream, SOSP 2019, section 3.1. Stages take consecutive workers of a line (`planner.workers.worker_line`), up
+After PipeDream, SOSP 2019, section 3.1. Stages take consecutive workers of a line (`planner.workers`), up
 to its end. The paper's recurrence runs over prefixes, this one over suffixes, because a stage's memory depends on what
 is in flight: on its replicas and on the workers from it to the output. With A(a, w, r) for the layers from a on, run by
 the last w workers, r of them in the first stage:

@@ -2,8 +2,7 @@
 
 from pipedream.planner.tables.mesh_space import MeshSite, MeshSpace, StageChoice
 from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
-from pipedream.planner.tables.plan_depth import apply_depth
-from pipedream.planner.tables.search_space import SearchSpace
+from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 __all__ = [
     "MeshSite",
