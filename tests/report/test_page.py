@@ -162,6 +162,8 @@ def test_memory_is_compared_with_the_same_tensors() -> None:
     assert "tensors of the fullest worker; predicted 79.0 MB; the process reserved 455 MB" in words
     heads = words[words.index("peak memory", words.index("sent")) :]
     assert heads[:3] == ["peak memory", "predicted", "reserved"]
+    cells = words[words.index("123 MB") + 1 :]
+    assert cells[:3] == ["81.0 MB", "79.0 MB", "455 MB"]
 
 
 def test_it_is_saved(tmp_path: Path) -> None:

@@ -142,19 +142,9 @@ def plan_table(plan: Plan) -> str:
         )
         for s, stage in enumerate(plan.stages)
     ]
-    heads = (
-        "stage",
-        "layers",
-        "workers",
-        "forward",
-        "backward",
-        "update",
-        "sends",
-        "weights",
-        "in flight",
-        "rate factor",
-    )
-    return table(f"Plan {plan.config}: stages, seconds and bytes of one {plan.unit}", (*heads, "peak"), rows, words=2)
+    costs = ("forward", "backward", "update", "sends", "weights")
+    heads = ("stage", "layers", "workers", *costs, "in flight", "rate factor", "peak")
+    return table(f"Plan {plan.config}: stages, seconds and bytes of one {plan.unit}", heads, rows, words=2)
 
 
 def profile_table(profile: Profile) -> str:
@@ -193,15 +183,15 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
                 ranks,
                 *shares,
                 _write_bytes(stage.get("bytes_sent")),
-                *(_write_bytes(stage.get(f"{word}_write_bytes")) for word in ("peak", "predicted_peak", "reserved")),
+                *(_write_bytes(stage.get(f"{word}_bytes")) for word in ("peak", "predicted_peak", "reserved")),
                 amount(stage.get("versions")),
                 amount(stage.get("staleness")),
                 amount(stage.get("learning_rate")),
             )
         )
-    list_shares = ("busy", "predicted", "waiting", "predicted", "sending", "predicted")
-    memory_of = ("peak memory", "predicted", "reserved")
-    heads = ("stage", "layers", "rank", *list_shares, "sent", *memory_of, "versions", "staleness", "rate")
+    times = ("busy", "predicted", "waiting", "predicted", "sending", "predicted")
+    memory = ("peak memory", "predicted", "reserved")
+    heads = ("stage", "layers", "rank", *times, "sent", *memory, "versions", "staleness", "rate")
     return table("Stages: shares of the time and memory of tensors, measured and predicted", heads, rows, words=2)
 
 
