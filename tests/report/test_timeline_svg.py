@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.timeline import Timeline
-from pipedream.report.curve import curve_svg
+from pipedream.report.charts import curve_svg
 from pipedream.report.svg import LEFT, timeline_svg
 from pipedream.schedules import build
 

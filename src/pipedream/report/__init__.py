@@ -1,6 +1,6 @@
 """Reports: text for the terminal, SVG pictures, trace files and the page of a run."""
 
-from pipedream.report.curve import curve_svg
+from pipedream.report.charts import curve_svg
 from pipedream.report.files import save_picture
 from pipedream.report.html import page, save_page
 from pipedream.report.svg import timeline_svg

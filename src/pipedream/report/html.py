@@ -14,7 +14,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.units import format_bytes, format_number, format_seconds
-from pipedream.report.curve import curve_svg
+from pipedream.report.charts import curve_svg
 from pipedream.report.html_tables import (
     NOTHING,
     cards,

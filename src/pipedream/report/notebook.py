@@ -19,7 +19,7 @@ from pipedream.core.schedule.timeline import Timeline
 from pipedream.core.sweep import Sweep
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner import Comparison
-from pipedream.report.bars import profile_svg
+from pipedream.report.charts import profile_svg
 from pipedream.report.html_tables import amount, table
 from pipedream.report.lanes import start_window
 from pipedream.report.svg import timeline_svg

@@ -104,6 +104,13 @@ def text(
     )
 
 
+def line(kind: str, x1: float, x2: float, y1: float, y2: float, stroke: str, look: str = "", *, title: str = "") -> str:
+    """Returns a line of a class; `look` has further attributes."""
+    ends = f'x1="{length(x1)}" x2="{length(x2)}" y1="{length(y1)}" y2="{length(y2)}"'
+    closing = f"><title>{escape(title)}</title></line>" if title else "/>"
+    return f'<line class="{kind}" {ends} stroke="{stroke}"{look}{closing}'
+
+
 def _find_versions(timeline: Timeline, program: Program | None) -> Callable[[Span], int | None]:
     tags = {(tag.stage, tag.microbatch): tag for tag in timeline.gradient_versions}
 
@@ -126,10 +133,7 @@ def _draw_axis(seconds: float, scale: float, top: float, bottom: float) -> list[
     parts = []
     for tick in ticks(0.0, seconds / size, max(2, int(seconds * scale / 90))):
         x = LEFT + tick * size * scale
-        parts.append(
-            f'<line class="tick" x1="{length(x)}" x2="{length(x)}" y1="{length(top - 4)}" '
-            f'y2="{length(bottom)}" stroke="{COLOURS["line"][0]}"/>'
-        )
+        parts.append(line("tick", x, x, top - 4, bottom, COLOURS["line"][0]))
         anchor = "end" if x > LEFT + seconds * scale - 24 else "middle"
         parts.append(text(x, bottom + 13, f"{format_number(tick)} {unit}", colour="faint", anchor=anchor))
     return parts
@@ -232,12 +236,9 @@ def _draw_messages(spans: tuple[Span, ...], x: Callable[[float], float], y: Call
     for rank, group in groupby(sends, lambda span: span.rank):
         mine = list(group)
         for span, row in zip(mine, assign_rows(mine), strict=True):
-            height = y(rank) + 3 + 3 * min(row, 2)
-            parts.append(
-                f'<line class="wave" x1="{length(x(span.start_s))}" x2="{length(x(span.end_s))}" '
-                f'y1="{length(height)}" y2="{length(height)}" stroke="{COLOURS["send"][0]}" stroke-width="2">'
-                f"<title>{escape(_tell_span(span, None))}</title></line>"
-            )
+            ends, height = (x(span.start_s), x(span.end_s)), y(rank) + 3 + 3 * min(row, 2)
+            look, title = ' stroke-width="2"', _tell_span(span, None)
+            parts.append(line("wave", *ends, height, height, COLOURS["send"][0], look, title=title))
     return parts
 
 

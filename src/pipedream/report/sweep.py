@@ -14,7 +14,7 @@ from pipedream.core.units import format_bytes, format_number, format_rate
 from pipedream.report.axis import length, log_ticks, ticks
 from pipedream.report.html_tables import NOTHING, document, percent, scroll, table
 from pipedream.report.style import COLOURS, LINES, line_style
-from pipedream.report.svg import frame, text
+from pipedream.report.svg import frame, line, text
 
 _LEFT, _GAP, _WIDTH, _HEIGHT, _TOP, _FOOT = 74, 44, 290, 150, 70, 44
 _SHAPES = ("circle", "square", "diamond", "triangle")
@@ -55,12 +55,12 @@ def sweep_svg(sweep: Sweep, *, title: str = "", standalone: bool = True) -> str:
             if row == 0 and not over_workers:
                 parts += _draw_crossings([c for c in sweep.crossovers if c.workers == workers], names, across, top)
             for number, name in enumerate(names):
-                line = [
+                points = [
                     (across[0](_read_place(point, over_workers)), up(v), f"{name}, {point.config}: {write(v)}")
                     for point in shown
                     if point.schedule == name and (v := value(point)) is not None
                 ]
-                parts += _draw_line(line, number)
+                parts += _draw_line(points, number)
     bottom = _TOP + len(rows) * (_HEIGHT + _FOOT)
     width = max(_LEFT + len(groups) * (_WIDTH + _GAP), 420)
     legend, end = _draw_legend(names, bottom + 6, width)
@@ -134,18 +134,12 @@ def _draw_axes(
     bottom = top + _HEIGHT
     parts = []
     for mark in marks:
-        y = length(up(mark))
-        parts.append(
-            f'<line class="tick" x1="{length(left)}" x2="{length(left + _WIDTH)}" y1="{y}" y2="{y}" stroke="{stroke}"/>'
-        )
+        parts.append(line("tick", left, left + _WIDTH, up(mark), up(mark), stroke))
         if is_first:
             parts.append(text(left - 8, up(mark) + 4, write(mark), colour="faint", anchor="end"))
     place, named = across
     for mark, name in named:
-        x = length(place(mark))
-        parts.append(
-            f'<line class="tick" x1="{x}" x2="{x}" y1="{length(bottom)}" y2="{length(bottom + 4)}" stroke="{stroke}"/>'
-        )
+        parts.append(line("tick", place(mark), place(mark), bottom, bottom + 4, stroke))
         parts.append(text(place(mark), bottom + 16, name, colour="faint", anchor="middle"))
     if label:
         parts.append(text(8, top - 10, label, colour="faint"))
@@ -202,12 +196,8 @@ def _draw_crossings(
         if rate is None or not edges[0] <= place(rate) <= edges[1]:
             continue
         colour, _ = _choose_colour(names.index(crossover.schedule))
-        x = length(place(rate))
-        parts.append(
-            f'<line class="of-{colour}" x1="{x}" x2="{x}" y1="{length(top)}" y2="{length(top + _HEIGHT)}" '
-            f'stroke="{_find_colour(colour)}" stroke-width="1.2" stroke-dasharray="1 3">'
-            f"<title>{escape(str(crossover))}</title></line>"
-        )
+        ends, look = (place(rate), place(rate), top, top + _HEIGHT), ' stroke-width="1.2" stroke-dasharray="1 3"'
+        parts.append(line(f"of-{colour}", *ends, _find_colour(colour), look, title=str(crossover)))
     return parts
 
 
@@ -218,10 +208,8 @@ def _draw_legend(names: Sequence[str], y: float, width: float) -> tuple[list[str
         if x + needs > width and x > _LEFT:
             x, y = float(_LEFT), y + 18
         colour, dashes = _choose_colour(number)
-        parts.append(
-            f'<line class="of-{colour}" x1="{length(x)}" x2="{length(x + 22)}" y1="{length(y)}" y2="{length(y)}" '
-            f'stroke="{_find_colour(colour)}" stroke-width="1.8"{dashes}/>'
-        )
+        look = f' stroke-width="1.8"{dashes}'
+        parts.append(line(f"of-{colour}", x, x + 22, y, y, _find_colour(colour), look))
         parts.append(_draw_mark(x + 11, y, number))
         parts.append(text(x + 28, y + 4, name if name != DATA_PARALLEL else "data parallelism", colour="faint"))
         x += needs + 10

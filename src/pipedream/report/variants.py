@@ -10,7 +10,7 @@ from pipedream.core.variants import ONE_WORKER, TORCH, OverLink, RecipeCompariso
 from pipedream.report.axis import length, log_ticks
 from pipedream.report.html_tables import document, scroll, table
 from pipedream.report.style import COLOURS, LINES, line_style
-from pipedream.report.svg import frame, text
+from pipedream.report.svg import frame, line, text
 
 _LEFT, _TOP, _WIDTH, _HEIGHT, _FOOT, _LABELS, _SPACE = 56, 72, 560, 320, 52, 224, 18
 _NAME, _BAR, _ROW, _BARS_TOP = 190, 480, 26, 56
@@ -51,7 +51,7 @@ def variants_svg(comparison: RecipeComparison, *, standalone: bool = True) -> st
                 points.append((link.bytes_per_s[-1], value, _tell_figures(variant)))
     values = [value for points in lines.values() for _, value, _ in points] or [1.0]
     low, high = min(values) / 1.2, max(values) * 1.2
-    right, bottom = _LEFT + _WIDTH, _TOP + _HEIGHT
+    right, bottom, grid = _LEFT + _WIDTH, _TOP + _HEIGHT, COLOURS["line"][0]
 
     def across(rate: float) -> float:  # slow links on the right, where the lines are far apart
         return right - 8 - (_WIDTH - 32) * math.log(rate / rates[-1]) / math.log(rates[0] / rates[-1])
@@ -66,11 +66,11 @@ def variants_svg(comparison: RecipeComparison, *, standalone: bool = True) -> st
     note = "samples per second over those of DDP over the same link; both axes logarithmic"
     parts.append(text(16, 50, note if is_ratio else "both axes logarithmic", colour="faint", size=12))
     for mark in log_ticks(low, high):
-        parts.append(_draw_grid_line(_LEFT, up(mark), right, up(mark)))
+        parts.append(line("tick", _LEFT, right, up(mark), up(mark), grid))
         label = format_number(mark) + ("x" if is_ratio else "")
         parts.append(text(_LEFT - 8, up(mark) + 4, label, colour="faint", size=12, anchor="end"))
     for rate in rates:
-        parts.append(_draw_grid_line(across(rate), _TOP, across(rate), bottom + 4))
+        parts.append(line("tick", across(rate), across(rate), _TOP, bottom + 4, grid))
         parts.append(text(across(rate), bottom + 20, format_link(rate), size=12, anchor="middle"))
     parts.append(text(_LEFT + _WIDTH / 2, bottom + 40, "link rate", colour="faint", size=12, anchor="middle"))
     # Methods of this library first: they have the first colours, and thick lines.
@@ -127,11 +127,8 @@ def _draw_bars(link: OverLink, title: str, standalone: bool) -> str:
         )
         if variant.predicted_per_s:
             x = _NAME + _BAR * variant.predicted_per_s / most
-            parts.append(
-                f'<line class="of-faint" x1="{length(x)}" x2="{length(x)}" y1="{length(top - 3)}" '
-                f'y2="{length(top + _ROW - 5)}" stroke="{COLOURS["faint"][0]}" stroke-width="1.6" '
-                'stroke-dasharray="3 2"/>'
-            )
+            look = ' stroke-width="1.6" stroke-dasharray="3 2"'
+            parts.append(line("of-faint", x, x, top - 3, top + _ROW - 5, COLOURS["faint"][0], look))
         words = "did not run" if variant.samples_per_s is None else format_number(variant.samples_per_s)
         parts.append(text(_NAME + _BAR + 12, top + 13, words, colour="faint"))
     return frame("".join(parts), _NAME + _BAR + 100, _BARS_TOP + _ROW * len(link.variants) + 8, title, standalone)
@@ -151,13 +148,6 @@ def _spread_labels(ends: dict[str, float], bottom: float) -> dict[str, float]:
     for number, height in enumerate(reversed(places)):
         places[-1 - number] = max(min(height, bottom - _SPACE * number), _TOP)
     return dict(zip(names, places, strict=True))
-
-
-def _draw_grid_line(x1: float, y1: float, x2: float, y2: float) -> str:
-    return (
-        f'<line class="tick" x1="{length(x1)}" x2="{length(x2)}" y1="{length(y1)}" y2="{length(y2)}" '
-        f'stroke="{COLOURS["line"][0]}"/>'
-    )
 
 
 def _choose_colour(number: int, name: str) -> tuple[str, str]:

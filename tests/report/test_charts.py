@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.report.curve import average_neighbours, curve_svg
+from pipedream.report.charts import average_neighbours, curve_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 LOSSES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=500)

@@ -1,18 +1,21 @@
-"""SVG pictures of curves, such as the loss over the minibatches of a run."""
+"""SVG charts: a curve, such as the loss over the minibatches of a run, and the columns of a profile."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from html import escape
 
-from pipedream.core.units import format_number
-from pipedream.report.axis import length, ticks
+from pipedream.core.model.profile import Profile
+from pipedream.core.units import format_number, format_seconds
+from pipedream.report.axis import length, ticks, time_unit
 from pipedream.report.style import COLOURS
-from pipedream.report.svg import frame, text
+from pipedream.report.svg import frame, line, text
 
 _LEFT, _RIGHT, _BOTTOM = 56, 16, 40
 _MOST_POINTS = 200
 _HALF_LABEL = 24  # pixels
+_COLUMNS_LEFT, _COLUMNS_TOP, _COLUMNS_FOOT, _COLUMNS_HEIGHT = 64, 34, 34, 150
 
 
 def curve_svg(
@@ -96,7 +99,7 @@ def average_neighbours(points: Sequence[tuple[float, float]]) -> list[tuple[floa
 
 def _draw_means(means: list[tuple[float, float, float, float]], at: object, count: int) -> list[str]:
     assert callable(at)
-    line = " ".join(",".join(map(length, at(x, mean))) for x, _, mean, _ in means)
+    path = " ".join(",".join(map(length, at(x, mean))) for x, _, mean, _ in means)
     parts = []
     if count > len(means):
         over = [",".join(map(length, at(x, most))) for x, _, _, most in means]
@@ -107,7 +110,7 @@ def _draw_means(means: list[tuple[float, float, float, float]], at: object, coun
         parts.append(f'<circle class="mark" cx="{length(x)}" cy="{length(y)}" r="3" fill="{COLOURS["mark"][0]}"/>')
     else:
         parts.append(
-            f'<polyline class="curve" points="{line}" fill="none" stroke="{COLOURS["mark"][0]}" '
+            f'<polyline class="curve" points="{path}" fill="none" stroke="{COLOURS["mark"][0]}" '
             'stroke-width="2" stroke-linejoin="round"/>'
         )
     return parts
@@ -119,3 +122,30 @@ def _draw_line(kind: str, x1: float, y1: float, x2: float, y2: float, colour: st
         f'<line class="{kind}" x1="{length(x1)}" y1="{length(y1)}" x2="{length(x2)}" y2="{length(y2)}" '
         f'stroke="{COLOURS[colour][0]}"{broken}/>'
     )
+
+
+def profile_svg(profile: Profile, *, width_px: float = 720) -> str:
+    """Returns the picture of the seconds of each layer, for one minibatch."""
+    rows = zip(profile.graph.layers, profile.layers, strict=True)
+    passes = [(layer.name, cost.forward_s, cost.backward_s) for layer, cost in rows]
+    most_s = max(forward_s + backward_s for _, forward_s, backward_s in passes) or 1.0
+    unit, size = time_unit(most_s)
+    wide, bottom = (width_px - _COLUMNS_LEFT - _RIGHT) / len(passes), _COLUMNS_TOP + _COLUMNS_HEIGHT
+    parts = [text(_COLUMNS_LEFT, 21, f"{profile.model}: seconds of each layer", size=14, weight=600)]
+    for tick in ticks(0.0, most_s / size, 5):
+        y = bottom - tick * size / most_s * _COLUMNS_HEIGHT
+        parts.append(line("tick", _COLUMNS_LEFT, width_px - _RIGHT, y, y, COLOURS["line"][0]))
+        parts.append(text(_COLUMNS_LEFT - 8, y + 4, f"{format_number(tick)} {unit}", colour="faint", anchor="end"))
+    for i, (name, *seconds) in enumerate(passes):
+        y = bottom
+        for colour, word, pass_s in zip(("F0", "B0"), ("forward", "backward"), seconds, strict=True):
+            tall = pass_s / most_s * _COLUMNS_HEIGHT
+            y -= tall
+            parts.append(
+                f'<rect class="{colour}" x="{length(_COLUMNS_LEFT + i * wide)}" y="{length(y)}" '
+                f'width="{length(max(wide - 1, 0.5))}" height="{length(tall)}" fill="{COLOURS[colour][0]}">'
+                f"<title>{escape(name)}: {word} {format_seconds(pass_s)}</title></rect>"
+            )
+    words = f"{len(passes)} layers, from {passes[0][0]} to {passes[-1][0]}; forward blue, backward green"
+    parts.append(text(_COLUMNS_LEFT, bottom + 20, words, colour="faint"))
+    return frame("".join(parts), width_px, bottom + _COLUMNS_FOOT, f"Profile of {profile.model}", standalone=True)
