@@ -231,7 +231,7 @@ BREAKS = (
     ),
     Break(
         "planner: the bound of a bisection is the plan that it found",
-        "planner/bisection/bisection.py",
+        "planner/bisection.py",
         "bound_s=min(low.period, best.slowest_stage_s)",
         "bound_s=best.slowest_stage_s",
         ("planner/test_bisection.py",),

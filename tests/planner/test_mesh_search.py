@@ -11,8 +11,7 @@ import pytest
 from drawn import meshed_cluster, meshed_profile
 
 from pipedream.core.errors import PlanError
-from pipedream.core.plan.mesh import Mesh
-from pipedream.core.plan.ranks import profile_of_rank
+from pipedream.core.plan.mesh import Mesh, profile_of_rank
 from pipedream.planner import MeshSearch, MeshSpace, SearchSpace, StageChoice, fits_rank_memory, mesh_search, plan
 from pipedream.planner.dynamic_program.mesh_costs import MESH_PROGRAMS
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram

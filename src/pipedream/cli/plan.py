@@ -16,9 +16,11 @@ from pipedream.cli.options import (
     print_json,
     read_profile,
 )
-from pipedream.cli.shared.devices import DEVICES, kinds_of, with_kinds
 from pipedream.core.artifact import encode, encode_attributes
+from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.flags import Panel, option
+from pipedream.core.hardware.cluster import Cluster, Workers
+from pipedream.core.hardware.devices import device_named, workers_of
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
@@ -27,12 +29,52 @@ from pipedream.planner import Comparison
 from pipedream.report.text import stage_memory_table
 from pipedream.workflows import plan as planning
 
+_DEVICES = option(
+    None,
+    "Devices of the workers in their order, e.g. 4xV100-16GB,2xRTX-4090. Speeds and memory are those of the "
+    "datasheets, relative to the profile's device.",
+    metavar="NxDEVICE,...",
+    panel=Panel.CLUSTER,
+)
+
+
+def _read_kinds(text: str | None, profile: Profile | GraphText) -> tuple[Workers, ...]:
+    """Reads --devices; raises PlanError if one, or the profile's own device, has no datasheet."""
+    if text is None:
+        return ()
+    if isinstance(profile, GraphText):
+        raise PlanError("--devices needs a profile that names its device, found a graph.txt; profile the model again")
+    try:
+        other = device_named(profile.device)
+    except ProfileError:
+        raise PlanError(
+            f"--devices needs a profile of a device with a datasheet, found one of {profile.device!r}; profile with "
+            "--device meta --as DEVICE, or write speeds into a cluster's file"
+        ) from None
+    try:
+        return workers_of(text, other, profile.dtype, profile.work)
+    except ProfileError as error:
+        raise PlanError(str(error)) from None
+
+
+def _replace_kinds(cluster: Cluster, kinds: tuple[Workers, ...]) -> Cluster:
+    """Returns the cluster with these workers; raises PlanError for another number of them."""
+    if not kinds:
+        return cluster
+    count = sum(kind.count for kind in kinds)
+    if count != cluster.workers:
+        raise PlanError(f"--devices gives {count} workers, the network joins {cluster.workers}; make the numbers equal")
+    limit = cluster.memory_bytes
+    if limit is not None:
+        kinds = tuple(replace(kind, memory_bytes=min(limit, kind.memory_bytes or limit)) for kind in kinds)
+    return replace(cluster, kinds=kinds)
+
 
 def plan(
     *,
     profile: Path = PROFILE,
     links: ClusterFlags,
-    devices: str | None = DEVICES,
+    devices: str | None = _DEVICES,
     request: PlanRequest,
     explain: bool = option(False, "Print all that --schedule auto compared.", panel=Panel.METHOD),
     shape: ShapeFlags,
@@ -62,8 +104,8 @@ def plan(
     request = replace(request, shape=shape.read() or "any")
     check_flags(**vars(request), explain=explain, batch=batch, PROFILE=profile)
     model_profile = read_profile(profile)
-    kinds = kinds_of(devices, model_profile)
-    request = replace(request, cluster=with_kinds(links.read(sum(kind.count for kind in kinds) or None), kinds))
+    kinds = _read_kinds(devices, model_profile)
+    request = replace(request, cluster=_replace_kinds(links.read(sum(kind.count for kind in kinds) or None), kinds))
     answer = _plan(model_profile, request, name=profile.stem, batch=batch)
     if output is not None and output.suffix == ".txt":
         text = model_profile if isinstance(model_profile, GraphText) else GraphText.of(model_profile)

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from pipedream.core.errors import PlanError, ShortageError
+from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
 from pipedream.planner.dynamic_program import MeshPeriods, MeshProgram, Shortage, check_recompute, refuse
-from pipedream.planner.search import fitting_plan, parse_counts, sufficient_memory
+from pipedream.planner.search import fitting_plan, parse_counts
 from pipedream.planner.tables import MeshSpace, SearchSpace, StageChoice, apply_depth
 
 _MOST_WORK = 3e8
@@ -85,12 +85,7 @@ class MeshSearch:
             return apply_depth(
                 self.space, self.space.plan_of(choices, f"as if links were {slower:g} times slower"), in_flight
             )
-        try:
-            plan = fitting_plan(self.space, search, ())
-        except ShortageError as error:
-            more = sufficient_memory(self.space, (search,), error.need_bytes)
-            raise ShortageError(f"{error}{more}", error.need_bytes) from None
-        return apply_depth(self.space, plan, in_flight)
+        return apply_depth(self.space, fitting_plan(self.space, search, ()), in_flight)
 
     def _make_program(self, space: MeshSpace, how: str, shape: str | tuple[int, ...]) -> MeshProgram:
         counts = None if shape in ("any", "pipeline") else parse_counts(shape)

@@ -102,12 +102,9 @@ class PipelineSearch:
             return None if best is None else replace(best, bound_s=min(plan.bound_s for plan in plans))
         return self._find_best(*self._list_states(all_workers), allow_single_stage=False)
 
-    def best_straight(self) -> Plan | None:
-        """Returns the fastest straight pipeline of at least two stages; None also in large searches, to save time."""
-        return self._straight
-
     @cached_property
-    def _straight(self) -> Plan | None:
+    def best_straight(self) -> Plan | None:
+        """The fastest straight pipeline of at least two stages; None also in large searches, to save time."""
         longest = min(len(self.space.positions) - 1, self.workers)
         return (
             self._find_best(straight_states(longest), None, allow_single_stage=False)

@@ -54,7 +54,7 @@ def plan(
     stage by stage, in (last layer, replicas).
 
     Stages take consecutive workers of the cluster, after any idle ones. If workers differ, several orders of them are
-    tried. A model with many layers on many workers is planned by bisection (`planner.bisection.bisection`); the plan's
+    tried. A model with many layers on many workers is planned by bisection (`planner.bisection`); the plan's
     bound then says how far from optimal it may be.
 
     Args:
@@ -126,14 +126,9 @@ class PlanSearch:
             sizes = (stages for stages in range(2, min(longest, workers) + 1) if workers % stages == 0)
             others = [partial(self._plan_equal_replicas, counts=(workers // stages,) * stages) for stages in sizes]
             others += [] if self.all_workers else [self._plan_straight]
-        search = partial(self._search, shape=shape)
-        try:
-            plan = fitting_plan(space, search, others)
-            if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
-                plan = replace(plan, note=f"{plan.note}; {together}")
-        except ShortageError as error:
-            more = sufficient_memory(space, (search, *others), error.need_bytes)
-            raise ShortageError(f"{error}{more}", error.need_bytes) from None
+        plan = fitting_plan(space, partial(self._search, shape=shape), others)
+        if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
+            plan = replace(plan, note=f"{plan.note}; {together}")
         return apply_depth(space, plan, in_flight)
 
     def _with_slower_links(self, factor: float) -> PlanSearch:
@@ -150,7 +145,7 @@ class PlanSearch:
         return _add_bound(_plan_with_counts(self._make_searches(space), counts), space)
 
     def _plan_straight(self, space: SearchSpace) -> Plan:
-        plan = self._make_searches(space).best_straight()
+        plan = self._make_searches(space).best_straight
         if plan is None:
             raise PlanError("no straight pipeline fits")
         best = "best found" if space.spare_bytes else "optimal"
@@ -221,7 +216,7 @@ def _list_partitions(workers: int) -> list[tuple[int, ...]]:
     ]
 
 
-def sufficient_memory(space: _Space, searches: Iterable[Callable[[_Space], Plan]], need_bytes: int) -> str:
+def _describe_sufficient(space: _Space, searches: Iterable[Callable[[_Space], Plan]], need_bytes: int) -> str:
     """Returns a plan that would fit with a little more memory, in words; '' if there is none."""
 
     def enlarged(memory_bytes: int | None) -> int | None:
@@ -245,15 +240,22 @@ def fitting_plan(space: _Space, search: Callable[[_Space], Plan], others: Sequen
 
     If they do not fit, some memory is kept free for them on every stage, so the narrower searches of `others` are tried
     too. The bound is still that of the first search.
+
+    Raises:
+        ShortageError: nothing fits; names a plan that would fit with a little more memory.
     """
-    least = space.with_bytes(search(space))
-    if least.first_stage_over_memory is None:
-        return least
-    plans = [*_spare_memory(space, search, least)]
-    plans += [plan for how in others for plan in _spare_memory(space, how)]
+    try:
+        least = space.with_bytes(search(space))
+        if least.first_stage_over_memory is None:
+            return least
+        plans = [*_spare_memory(space, search, least)]
+        plans += [plan for how in others for plan in _spare_memory(space, how)]
+    except ShortageError as error:
+        more = _describe_sufficient(space, (search, *others), error.need_bytes)
+        raise ShortageError(f"{error}{more}", error.need_bytes) from None
     fitting = [plan for plan in plans if plan.first_stage_over_memory is None]
     if not fitting:  # the caller refuses it, naming what it needs
-        return min((least, *plans), key=lambda plan: _count_missing_bytes(plan))
+        return min((least, *plans), key=_count_missing_bytes)
     best = min(fitting, key=lambda plan: (plan.period_s, plan.slowest_stage_s))
     return replace(best, bound_s=min(least.bound_s, best.slowest_stage_s))
 
@@ -322,7 +324,7 @@ def _plan_with_counts(searches: PipelineSearch, counts: tuple[int, ...]) -> Plan
     )
     _check_counts(searches.space, counts, f"a {kind}{sizes}")
     plan = searches.best_with_counts(counts) or refuse(searches.shortage_of_counts(counts), f"{kind}s{sizes}")
-    rivals = [] if is_straight else [searches.best_straight()]
+    rivals = [] if is_straight else [searches.best_straight]
     kinds = f"{kind}s{sizes}{searches.order_note}"
     best = "best found" if searches.space.spare_bytes else "optimal"
     return replace(plan, note=f"{best} among {kinds}{_describe_rivals(plan, searches, (searches.workers,), rivals)}")
@@ -343,7 +345,7 @@ def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool
         rivals = _describe_rivals(plan, searches, (workers, 1))
         return replace(plan, note=f"the model cannot be cut; fastest of its plans of one stage{rivals}")
 
-    pipeline, straight = searches.best_pipeline(all_workers), searches.best_straight()
+    pipeline, straight = searches.best_pipeline(all_workers), searches.best_straight
     sizes = "2" if longest == 2 else f"2 to {longest}"
     kinds = f"pipelines of {sizes} stages{f' on {workers} workers' if all_workers else ''}"
     if as_pipeline:
@@ -351,7 +353,8 @@ def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool
         best = f"{searches.optimality} among {kinds}{searches.order_note}"
         return replace(plan, note=f"{best}{_describe_rivals(plan, searches, (workers,), [straight])}")
     # A single stage sends nothing to another, so it comes first and wins ties.
-    best_of_all = min((plan for plan in (single, pipeline) if plan is not None), key=_seconds, default=None)
+    plans = [plan for plan in (single, pipeline) if plan is not None]
+    best_of_all = min(plans, key=lambda plan: plan.slowest_stage_s, default=None)
     kinds = f"{'' if all_workers else 'one worker, '}data parallelism and {kinds}"
     if best_of_all is None:
         short = min(
@@ -360,8 +363,7 @@ def _find_fastest(searches: PipelineSearch, as_pipeline: bool, all_workers: bool
             key=lambda shortage: shortage.missing_bytes,
         )
         refuse(short, f"plans ({kinds})")
-    bounds = [plan.bound_s for plan in (single, pipeline) if plan is not None]
-    plan = replace(best_of_all, bound_s=min(bounds))
+    plan = replace(best_of_all, bound_s=min(plan.bound_s for plan in plans))
     others = _describe_rivals(plan, searches, (workers, 1), [pipeline, straight])
     return replace(plan, note=f"fastest predicted among {kinds}{searches.order_note}{others}")
 
@@ -380,10 +382,6 @@ def _check_counts(space: SearchSpace, counts: tuple[int, ...], what: str) -> Non
             f"ask for at most {longest} stages"
             f"{f'; {together}' if together else ', or profile the model in finer layers'}"
         )
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.slowest_stage_s
 
 
 def _join_counts(counts: tuple[int, ...]) -> str:

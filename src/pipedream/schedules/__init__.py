@@ -6,7 +6,6 @@ This package exports all that a method's file needs.
 from pipedream.schedules import kit
 from pipedream.schedules.evaluation import evaluation
 from pipedream.schedules.kit import *  # noqa: F403
-from pipedream.schedules.properties import derive_properties, properties_of
 from pipedream.schedules.pytorch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
 from pipedream.schedules.registry import (
     ALIASES,
@@ -22,7 +21,7 @@ from pipedream.schedules.registry import (
     refuse_code,
     with_options,
 )
-from pipedream.schedules.runs import Run, claims_at, run_of, uniform
+from pipedream.schedules.runs import Run, claims_at, derive_properties, properties_of, run_of, uniform
 
 __all__ = [
     "ALIASES",

@@ -10,11 +10,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipedream.core.plan.memory import DEFERRED_SHARE, message_bytes, peers_of
+from pipedream.core.plan.memory import DEFERRED_SHARE, StageSizes, message_bytes, peers_of
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import GradientVersions, Span
 from pipedream.core.schedule.weights import WeightRule
+
+
+def _size_stage(program: Program, stage: int) -> StageSizes:
+    plan = program.plan
+    return plan.stages[stage].sizes(
+        program.microbatches if plan.unit == "minibatch" else 1,
+        plan.stages[stage - 1].output_bytes if stage else 0,
+        samples=plan.batch,
+        is_last=stage + 1 == len(plan.stages),
+    )
 
 
 class _Remote:
@@ -25,14 +35,11 @@ class _Remote:
     """
 
     def __init__(self, program: Program, stage: int, total: int) -> None:
-        plan, row = program.plan, program.plan.stages[stage]
-        parts = program.microbatches if plan.unit == "minibatch" else 1
-        before = plan.stages[stage - 1].output_bytes if stage else 0
-        sizes = row.sizes(parts, before, samples=plan.batch, is_last=stage + 1 == len(plan.stages))
+        sizes = _size_stage(program, stage)
         self._trains = program.trains
         self._per_update = program.updates.per_update[stage]
         self._total = total
-        self._weights_bytes: int = row.parameter_bytes
+        self._weights_bytes: int = program.plan.stages[stage].parameter_bytes
         self._input_bytes = int(sizes.input_bytes)
         self._pass_bytes = int(sizes.activation_bytes + sizes.working_bytes)
         self._kept = 0
@@ -108,7 +115,6 @@ class _StageTrace:
     def __init__(self, program: Program, stage: int, replica: int, total: int, in_flight: tuple[int, ...]) -> None:
         plan = program.plan
         row = plan.stages[stage]
-        parts = program.microbatches if plan.unit == "minibatch" else 1
         self.stride = program.placement.replicas[stage]
         self.is_remote = program.placement.is_remote(stage)
         self.read = [program.weights.forward_version(stage, k) for k in range(replica, total, self.stride)]
@@ -120,12 +126,7 @@ class _StageTrace:
         self.newest = 0
         self.alive = self.peak = 1
         self.order: list[int] = []
-        sizes = row.sizes(
-            parts,
-            plan.stages[stage - 1].output_bytes if stage else 0,
-            samples=plan.batch,
-            is_last=stage + 1 == len(plan.stages),
-        )
+        sizes = _size_stage(program, stage)
         self.in_flight = self.deferred = 0
         self.has_sums = False
         self.weights_bytes: int = row.parameter_bytes

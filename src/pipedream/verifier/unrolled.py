@@ -15,7 +15,7 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.placement import Carries
 from pipedream.core.schedule import dispatch
 from pipedream.core.schedule.op import Kind, Op, gives_back
-from pipedream.core.schedule.program import Instruction, Move, Program, Transfer
+from pipedream.core.schedule.program import Channel, Instruction, Move, Program, Transfer
 
 Message = tuple[int, int]
 """A (channel, microbatch)."""
@@ -62,8 +62,7 @@ class Unrolled:
         channel = self.program.channels[number]
         if channel.carries in dispatch.DISPATCHED:
             return dispatch.producer(channel, k, self.program)
-        kind = gives_back(self.program.kinds) if channel.carries == Carries.GRADIENT else Kind.FORWARD
-        return Op(kind, channel.source, k, self.program.placement.replica(channel.source, k))
+        return self._find_pass(channel, channel.source, k)
 
     def consumer(self, message: Message) -> Op:
         """Returns the op after which the message's place in the ring is free."""
@@ -71,8 +70,11 @@ class Unrolled:
         channel = self.program.channels[number]
         if channel.carries in dispatch.DISPATCHED:
             return dispatch.consumer(channel, k, self.program)
+        return self._find_pass(channel, channel.target, k)
+
+    def _find_pass(self, channel: Channel, stage: int, k: int) -> Op:
         kind = gives_back(self.program.kinds) if channel.carries == Carries.GRADIENT else Kind.FORWARD
-        return Op(kind, channel.target, k, self.program.placement.replica(channel.target, k))
+        return Op(kind, stage, k, self.program.placement.replica(stage, k))
 
 
 def unroll(program: Program, total: int) -> Unrolled:

@@ -13,9 +13,8 @@ from pipedream.core.errors import PipelineError, PlanError, ShortageError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph_txt import GraphText
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.core.plan.mesh import Mesh, meshes_of
+from pipedream.core.plan.mesh import Mesh, meshes_of, profile_of_rank
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.ranks import profile_of_rank
 from pipedream.core.units import format_bytes
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows.mixed_meshes import compare_mixed, is_simulated, rank_by_seconds

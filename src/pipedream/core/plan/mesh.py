@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
 from pipedream.core.errors import PlanError
-from pipedream.core.hardware.cluster import MOST_WORKERS
+from pipedream.core.hardware.cluster import MOST_WORKERS, Cluster
+from pipedream.core.model.collective import Collective
+from pipedream.core.model.profile import LayerProfile, Profile
+from pipedream.core.plan.cost import collective_s
 
 _NONE = "-"
 
@@ -180,3 +183,68 @@ def pieces(
             if part is not None:
                 to_send.append(Piece(ranks[rank % len(ranks)], rank, part))
     return to_send
+
+
+def profile_of_rank(profile: Profile, mesh: Mesh, cluster: Cluster, reach: tuple[int, ...] | None = None) -> Profile:
+    """Returns what one rank of a mesh needs, its collectives included.
+
+    Args:
+        cluster: its workers are ranks.
+        reach: `reach_of` the worker; by default that of the first ranks.
+
+    Raises:
+        PlanError: the profile does not know the mesh.
+    """
+    measured = next((rank for rank in profile.ranks if Mesh(rank.mesh) == mesh), None)
+    if measured is None:
+        meshes = ", ".join(rank.mesh for rank in profile.ranks) or "none"
+        raise PlanError(
+            f"a plan with the mesh {mesh} was asked for, but the profile has no measurement of one of its ranks "
+            f"(meshes that it has: {meshes}); profile with meshes=({mesh.text!r},) and the layout, or --mesh {mesh}"
+        )
+    levels = reach_of(mesh, cluster) if reach is None else reach
+    level = dict(zip(mesh.dimensions, levels, strict=True))
+
+    def seconds(rows: Iterable[Collective], *, fixed: bool = False) -> float:
+        """`fixed`: only what a smaller microbatch does not save."""
+        total_s = 0.0
+        for row in rows:
+            size_bytes = row.size_bytes if row.of_weights or not fixed else 0
+            over = row.over.split("+")
+            ranks, link = (
+                prod(mesh.dimensions[dimension] for dimension in over),
+                cluster.sum_link(max(map(level.__getitem__, over))),
+            )
+            total_s += float(collective_s(row.kind, row.count, size_bytes, ranks, *link, how=cluster.sums))
+        return total_s
+
+    def with_collectives(
+        layer: LayerProfile, forward: tuple[Collective, ...], backward: tuple[Collective, ...]
+    ) -> LayerProfile:
+        return replace(
+            layer,
+            forward_s=layer.forward_s + seconds(forward),
+            backward_s=layer.backward_s + seconds(backward),
+            forward_fixed_s=layer.forward_fixed_s + seconds(forward, fixed=True),
+            backward_fixed_s=layer.backward_fixed_s + seconds(backward, fixed=True),
+        )
+
+    rank = profile.of_rank(measured)
+    layers = tuple(map(with_collectives, measured.layers, measured.forward, measured.backward))
+    return replace(rank, layers=layers, update_s=rank.update_s + seconds(measured.update))
+
+
+def reach_of(mesh: Mesh, cluster: Cluster, first: int = 0) -> tuple[int, ...]:
+    """Returns, for each dimension of a mesh, the outermost level that its collectives cross.
+
+    Args:
+        cluster: its workers are ranks.
+        first: the mesh's first rank.
+    """
+    sizes = list(mesh.dimensions.values())
+    reaches = []
+    for at, size in enumerate(sizes):
+        step = prod(sizes[at + 1 :])
+        last = min(first + (size - 1) * step, cluster.workers - 1)
+        reaches.append(cluster.reach(*range(first, last + 1, step)))
+    return tuple(reaches)

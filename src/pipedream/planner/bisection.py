@@ -2,11 +2,11 @@
 
 Two questions about a period, both answered from the output backwards:
 
-- **lower bound** (`RelaxedLine`): if each stage has the fewest workers that it needs wherever it is,
-  how few run the layers from each place on? More than exist proves that no pipeline on consecutive workers is this
-  fast: fewer workers after a stage are never worse for it, because it then holds less in flight.
-- **plan** (`planner.bisection.bisection`): with the true seconds of each position, what is the last worker at which
-  the layers from each place on can begin?
+- **lower bound** (`RelaxedLine`): if each stage has the fewest workers that it needs wherever it is, how few run the
+  layers from each place on? More than exist proves that no pipeline on consecutive workers is this fast: fewer workers
+  after a stage are never worse for it, because it then holds less in flight.
+- **plan** (`Bisection`): with the true seconds of each position, what is the last worker at which the layers from each
+  place on can begin?
 
 On one level of identical workers without latency the two agree, up to the tolerance. On several levels, a suffix that
 begins earlier may have a better position, which is rarely tried.
@@ -21,7 +21,7 @@ import numpy as np
 
 from pipedream.core.plan.plan import Plan
 from pipedream.planner.arrays import BoolArray, IntArray
-from pipedream.planner.bisection.feasibility import PeriodNeeds, StageNeeds, period_s
+from pipedream.planner.feasibility import PeriodNeeds, StageNeeds, period_s
 from pipedream.planner.tables import SearchSpace
 from pipedream.planner.workers import WorkerLine
 
