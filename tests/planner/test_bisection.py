@@ -55,7 +55,7 @@ def random_space(draw: random.Random, cluster: Cluster) -> SearchSpace:
 
 def both(draw: random.Random, cluster: Cluster, whole: bool) -> tuple[float, Any, SearchSpace]:
     """The best period by the dynamic program, infinite where nothing fits, and what bisection finds."""
-    space, recompute = random_space(draw, cluster), draw.choice(RECOMPUTE)
+    space, recompute = random_space(draw, cluster), draw.choice([*RECOMPUTE])
     states, line = replicated_states(cluster.workers), WorkerLine.of(cluster)
     starts = tuple(state for state in states if state[0] == cluster.workers) if whole else None
     exact = DynamicProgram(space, states, starts, allow_single_stage=False, line=line, recompute=recompute)

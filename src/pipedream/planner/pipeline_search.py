@@ -11,6 +11,7 @@ import numpy as np
 from pipedream.core.plan.plan import Plan
 from pipedream.planner.bisection import Bisection
 from pipedream.planner.dynamic_program import (
+    RECOMPUTE,
     DynamicProgram,
     Shortage,
     State,
@@ -80,7 +81,7 @@ class PipelineSearch:
         for number, count in enumerate(tried.tolist()):
             for line, row in zip(self.lines, sites, strict=True):
                 site, most = row[number], row[number].memory_bytes
-                for recompute in {"never": (False,), "auto": (False, True), "always": (True,)}[self.recompute]:
+                for recompute in RECOMPUTE[self.recompute]:
                     if most is not None and self.space.need_bytes(0, end, 1, 0, recompute, count) > most:
                         continue
                     passes_s = forward_s, backward_s + forward_s if recompute else backward_s

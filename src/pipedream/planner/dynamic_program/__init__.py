@@ -3,6 +3,7 @@
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
 from pipedream.planner.dynamic_program.pruning import prune_places
 from pipedream.planner.dynamic_program.recurrence import (
+    RECOMPUTE,
     DynamicProgram,
     Shortage,
     State,
@@ -15,6 +16,7 @@ from pipedream.planner.dynamic_program.recurrence import (
 )
 
 __all__ = [
+    "RECOMPUTE",
     "DynamicProgram",
     "MeshPeriods",
     "MeshProgram",

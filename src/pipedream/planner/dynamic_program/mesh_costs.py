@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipedream.core.plan.memory import StageSizes
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
+from pipedream.planner.dynamic_program.recurrence import least_need, limit_costs
 from pipedream.planner.tables import MeshSite, MeshSpace, SearchSpace
 
 MESH_PROGRAMS = ("below", "exact", "above")
@@ -74,25 +75,14 @@ class MeshCosts:
         self, state: MeshState, replicas: int, lies: MeshSite, before: int | None, after: int | None
     ) -> FloatArray:
         """Seconds; infinite where a stage is not allowed, or does not fit."""
-        site, always = lies.site, self.recompute == "always"
-
-        def cost(recompute: bool) -> FloatArray:
-            return self._compute_cost(state.mesh, lies, recompute, before, after)
-
-        if site.memory_bytes is None:
-            return cost(always)
-        fits = self._compute_need(state, replicas, lies, always) <= site.memory_bytes
-        if self.recompute != "auto" or fits.all():
-            return np.where(fits, cost(always), np.inf)
-        fits_then = self._compute_need(state, replicas, lies, True) <= site.memory_bytes
-        return np.where(fits, cost(False), np.where(fits_then, cost(True), np.inf))
+        cost = partial(self._compute_cost, state.mesh, lies, before=before, after=after)
+        need = partial(self._compute_need, state, replicas, lies)
+        return limit_costs(self.recompute, lies.site.memory_bytes, cost, need)
 
     def _compute_least_need(
         self, state: MeshState, replicas: int, lies: MeshSite, before: int | None, after: int | None
     ) -> FloatArray:
-        need = self._compute_need(state, replicas, lies, self.recompute == "always")
-        if self.recompute == "auto":
-            need = np.minimum(need, self._compute_need(state, replicas, lies, True))
+        need = least_need(self.recompute, partial(self._compute_need, state, replicas, lies))
         return np.where(self._allowed, need, np.inf)
 
     def _compute_cost(

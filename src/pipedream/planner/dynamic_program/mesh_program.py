@@ -25,7 +25,7 @@ import numpy as np
 
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.dynamic_program.mesh_costs import MeshCosts, MeshState
-from pipedream.planner.dynamic_program.recurrence import states_of_counts
+from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, states_of_counts
 from pipedream.planner.tables import MeshSite, StageChoice
 
 
@@ -266,7 +266,7 @@ class MeshPeriods(MeshProgram):
         """Which stages [from, to] keep the period and fit, with so many workers after each end."""
         in_flight = self._count_in_flight(rest, replicas)
         possible: BoolArray = np.zeros((len(self._places), len(self._places)), dtype=bool)
-        for recompute in {"never": (False,), "auto": (False, True), "always": (True,)}[self.recompute]:
+        for recompute in RECOMPUTE[self.recompute]:
             costs = self._compute_cost(state.mesh, lies, recompute)
             possible |= (costs <= period_s) & (in_flight <= self._find_room(state, replicas, lies, recompute))
         return possible & (rest < _FAR)

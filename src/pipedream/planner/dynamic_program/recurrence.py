@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NoReturn
 
@@ -37,14 +37,41 @@ from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray
 from pipedream.planner.tables import SearchSpace
 from pipedream.planner.workers import WorkerLine
 
-RECOMPUTE = ("never", "auto", "always")
-"""Which stages keep only their input between forward and backward: none, those that would not fit otherwise, all."""
+RECOMPUTE = {"never": (False,), "auto": (False, True), "always": (True,)}
+"""Which stages keep only their input between forward and backward: none, those that would not fit otherwise, all.
+
+With the ways in which a stage may run, the faster one first: without recomputation, with it.
+"""
 
 
 def check_recompute(recompute: str) -> None:
     """Raises PlanError if `recompute` is not one of `RECOMPUTE`."""
     if recompute not in RECOMPUTE:
         raise PlanError(f"unknown recompute {recompute!r}; give {', '.join(RECOMPUTE)}")
+
+
+def limit_costs(
+    recompute: str, memory_bytes: int | None, cost: Callable[[bool], FloatArray], need: Callable[[bool], IntArray]
+) -> FloatArray:
+    """Returns the costs of stages, infinite where they do not fit a memory.
+
+    Args:
+        cost, need: from whether stages recompute to their costs, and the bytes that they need.
+    """
+    first, *others = RECOMPUTE[recompute]
+    if memory_bytes is None:
+        return cost(first)
+    fits = need(first) <= memory_bytes
+    if not others or fits.all():
+        return np.where(fits, cost(first), np.inf)
+    fits_then = need(True) <= memory_bytes
+    return np.where(fits, cost(first), np.where(fits_then, cost(True), np.inf))
+
+
+def least_need(recompute: str, need: Callable[[bool], IntArray]) -> IntArray:
+    """Returns the bytes that stages need at least; `need` as in `limit_costs`."""
+    least: IntArray = np.minimum.reduce([need(way) for way in RECOMPUTE[recompute]])
+    return least
 
 
 _CACHE_BYTES = 2**29  # of costs that are kept for further states
@@ -251,21 +278,11 @@ class DynamicProgram:
         return whole, self.space.sizes(*whole)
 
     def _compute_seconds(self, state: State) -> FloatArray:
-        site, always = self._sites[state], self.recompute == "always"
-        cost = self._compute_cost(site, always)
-        if site.memory_bytes is None:
-            return cost
-        fits = self._compute_need(state, always) <= site.memory_bytes
-        if self.recompute != "auto" or fits.all():
-            return np.where(fits, cost, np.inf)
-        fits_then = self._compute_need(state, True) <= site.memory_bytes
-        return np.where(fits, cost, np.where(fits_then, self._compute_cost(site, True), np.inf))
+        site, need = self._sites[state], partial(self._compute_need, state)
+        return limit_costs(self.recompute, site.memory_bytes, partial(self._compute_cost, site), need)
 
     def _compute_least_bytes(self, state: State) -> FloatArray:
-        need = self._compute_need(state, self.recompute == "always")
-        if self.recompute == "auto":
-            need = np.minimum(need, self._compute_need(state, True))
-        return np.where(self._allowed, need, np.inf)
+        return np.where(self._allowed, least_need(self.recompute, partial(self._compute_need, state)), np.inf)
 
     def _compute_missing_bytes(self, state: State) -> FloatArray:
         memory = self._sites[state].memory_bytes
