@@ -191,7 +191,7 @@ BREAKS = (
         "simulator/clock.py",
         "end = now + (seconds if draw is None else seconds * draw(letter))",
         "end = now + seconds",
-        ("simulator/test_stragglers.py",),
+        ("simulator/test_costs.py",),
     ),
     Break(
         "simulator: a sum is over when the last message is, even if somebody comes later",

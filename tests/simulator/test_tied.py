@@ -10,7 +10,7 @@ from pipedream.core.errors import DeadlockError, ScheduleError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.cost import all_reduce_s
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.tied import TiedWeights
+from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Move, RankProgram, advance_instruction

@@ -15,7 +15,7 @@ from pipedream.core.plan.boundary import Boundary
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.placement import Placement
-from pipedream.core.plan.tied import TiedWeights
+from pipedream.core.plan.stage import TiedWeights
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import DistributedGroup, Group, LocalChannel, LocalGroup, Receiver, Sender

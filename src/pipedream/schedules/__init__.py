@@ -4,8 +4,8 @@ This package exports all that a method's file needs.
 """
 
 from pipedream.schedules import kit
-from pipedream.schedules.evaluation import evaluation
 from pipedream.schedules.kit import *  # noqa: F403
+from pipedream.schedules.kit.idioms import evaluation
 from pipedream.schedules.pytorch_csv import from_torch_csv, is_torch_csv, load_torch_csv, to_torch_csv
 from pipedream.schedules.registry import (
     ALIASES,

@@ -15,8 +15,7 @@ from pipedream.core.display import Tabular
 from pipedream.core.errors import ScheduleError
 from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Channel, Program
-from pipedream.verifier.assumptions import check_assumptions, check_fetches, remote_spans
-from pipedream.verifier.unrolled import Unrolled, unroll
+from pipedream.verifier.unrolled import Unrolled, check_assumptions, check_fetches, remote_spans, unroll
 from pipedream.verifier.waits import check_waits
 
 _MOST_INSTRUCTIONS = 60_000

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipedream.core.plan.plan import Plan
-from pipedream.core.plan.stage import Stage
-from pipedream.core.plan.tied import TiedWeights
+from pipedream.core.plan.stage import Stage, TiedWeights
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.rules import UpdateRule

@@ -1,4 +1,8 @@
-"""The Mesh: the ranks of one worker, in a grid with named dimensions (Mesh-TensorFlow, Shazeer et al. 2018, 3)."""
+"""The Mesh: the ranks of one worker, in a grid with named dimensions (Mesh-TensorFlow, Shazeer et al. 2018, 3).
+
+With the profile of one of its ranks on a cluster (`profile_of_rank`), plans and simulations need no other rule for
+meshes.
+"""
 
 from __future__ import annotations
 

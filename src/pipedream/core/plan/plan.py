@@ -21,8 +21,7 @@ from pipedream.core.plan.mesh import Mesh, meshes_of
 from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan_costs import NO_GAP, PlanCosts
 from pipedream.core.plan.site import Site
-from pipedream.core.plan.stage import Stage
-from pipedream.core.plan.tied import TiedWeights
+from pipedream.core.plan.stage import Stage, TiedWeights
 from pipedream.core.units import format_bytes, format_excess, format_number, format_seconds, shorten
 
 

@@ -9,8 +9,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import all_reduce_s, transfer_s
 from pipedream.core.plan.site import Site, ports_s
-from pipedream.core.plan.stage import Stage
-from pipedream.core.plan.tied import TiedWeights, least_sum_s
+from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 
 NO_GAP = 2e-6
 """A relative gap between a plan and its bound up to which the plan counts as optimal."""

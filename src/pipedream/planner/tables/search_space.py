@@ -25,8 +25,7 @@ from pipedream.core.plan.memory import (
 )
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.site import Site
-from pipedream.core.plan.stage import Stage
-from pipedream.core.plan.tied import TiedWeights, least_sum_s
+from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s
 from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.core.units import format_bytes
 from pipedream.planner.arrays import BoolArray, Bytes, Place, Seconds

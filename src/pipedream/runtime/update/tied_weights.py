@@ -16,8 +16,7 @@ from torch import nn
 from pipedream.core.errors import PlanError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.placement import Placement
-from pipedream.core.plan.stage import Stage
-from pipedream.core.plan.tied import TiedWeights
+from pipedream.core.plan.stage import Stage, TiedWeights
 from pipedream.runtime.comm.channel import Group, Waiting
 from pipedream.runtime.update.all_reduce import all_reduce_many
 

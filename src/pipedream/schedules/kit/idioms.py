@@ -1,4 +1,4 @@
-"""Building blocks of methods: orders of ops, schedules with and without a flush, and common checks.
+"""Building blocks of methods: orders of ops, schedules with and without a flush or of forwards only, and common checks.
 
 Orders never end. W_s: warm-up forwards of stage s. m: microbatches of a minibatch.
 
@@ -264,6 +264,33 @@ def latest_weights(
         forward_prediction=forward_prediction,
         backward_prediction=backward_prediction,
         shares_prediction=shares_prediction,
+    )
+
+
+def evaluation(plan: Plan, placement: Placement | None = None) -> Schedule:
+    """Returns a schedule of forwards only, all with the newest weights; remote weights are fetched once."""
+    placed = placement or plan.placement
+
+    def order(rank: int) -> Iterator[Op]:
+        stage_replicas = placed.passes(rank, forward=True)
+        yield from (Op(Kind.FETCH, stage, 0, replica) for stage, replica in placed.remote_forwards(rank))
+        if not stage_replicas:
+            return
+        # A wave: each stage is as many microbatches later as there are stages before it.
+        for slot in count():
+            for stage, replica in stage_replicas:
+                k = slot - stage
+                if k >= 0 and k % plan.replicas[stage] == replica:
+                    yield forward((stage, replica), k)
+
+    return Schedule(
+        name="evaluation",
+        plan=plan,
+        placement=placed,
+        order=order,
+        weights=Flush(2**62),
+        updates=UpdateRule((1,) * len(plan.stages)),
+        kinds=(Kind.FORWARD,),
     )
 
 
