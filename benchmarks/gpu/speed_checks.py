@@ -35,7 +35,7 @@ from pipedream.core.schedule.timeline import WORK
 from pipedream.planner import single_stage_plan
 from pipedream.profiler import measure_device
 from pipedream.profiler.allocations import Allocations
-from pipedream.profiler.environment import name_device
+from pipedream.profiler.device import name_device
 from pipedream.runtime.results import recorder
 
 STAGES, MICROBATCHES = 4, 8

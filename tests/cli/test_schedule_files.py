@@ -15,7 +15,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.plan_request import PlanRequest
 from pipedream.schedules import build, to_torch_csv, uniform
-from pipedream.workflows.layouts import plan_from_file
+from pipedream.workflows.plan import plan_from_file
 
 RunCommand = Callable[..., tuple[int, str, str]]
 

@@ -16,8 +16,7 @@ import pipedream
 from pipedream.core.errors import PlanError
 from pipedream.layouts.execution.step import PartitionedStep, SimulatedRanks
 from pipedream.layouts.search.partition import partition
-from pipedream.layouts.tracing.check import find_contradiction
-from pipedream.layouts.tracing.registry import REGISTRY
+from pipedream.layouts.tracing.registry import REGISTRY, find_contradiction
 from pipedream.layouts.tracing.trace import trace
 
 

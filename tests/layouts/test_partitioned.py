@@ -23,7 +23,7 @@ from pipedream.layouts.execution.step import GroupRanks, PartitionedStep, Parts,
 from pipedream.layouts.search.exchanges import Exchanges
 from pipedream.layouts.search.partition import Halving, Partition, partition
 from pipedream.layouts.search.search import Search
-from pipedream.layouts.tracing.check import find_contradiction
+from pipedream.layouts.tracing.registry import find_contradiction
 from pipedream.layouts.tracing.trace import TracedStep, trace
 
 

@@ -14,7 +14,7 @@ import pipedream as pd
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.profiler.fixed_seconds import fixed_s, part_of
+from pipedream.profiler.measure import fixed_s, part_of
 from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 

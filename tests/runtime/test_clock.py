@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pipedream.core.errors import DeadlockError
-from pipedream.runtime.clock import run_in_process
 from pipedream.runtime.comm.channel import LocalChannel, LocalGroup, Pending
 from pipedream.runtime.comm.message import Message
+from pipedream.runtime.session.streams import run_in_process
 
 
 def test_workers_of_the_input_stage_do_not_run_ahead_of_the_lead() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from pipedream.runtime.results.results import Done
-from pipedream.training import progress
+from pipedream.training import loop
 
 
 class _Pipeline:
@@ -30,9 +30,9 @@ def test_status_is_computed_only_if_it_is_shown(
     def make_on_rank_0(make: Any, rank: int) -> str:
         return str(make()) if rank == 0 else "shown" * rank_0_shows
 
-    monkeypatch.setattr(progress, "make_on_rank_0", make_on_rank_0)
+    monkeypatch.setattr(loop, "make_on_rank_0", make_on_rank_0)
     console = Console(file=io.StringIO(), force_terminal=rank_0_shows, quiet=rank != 0)
     pipeline: Any = _Pipeline()
-    with progress.Progress(console, 2, rank) as shown:
+    with loop.Progress(console, 2, rank) as shown:
         shown.show(Done(0, 0, False, 0.5, 8.0, 8, 0.1), pipeline)
     assert pipeline.computed == computed

@@ -16,7 +16,7 @@ import pipedream as pd
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.training.job import profile_recipe
-from pipedream.workflows.runtime_costs import MeasuredRuntime, measure_runtime
+from pipedream.workflows.probe import MeasuredRuntime, measure_runtime
 
 
 def drawn() -> tuple[float, float, float]:

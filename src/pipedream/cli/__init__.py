@@ -131,8 +131,7 @@ def _report_error(error: PipelineError | OSError) -> int:
         return status  # the worker that failed prints it
     text = f"pipedream: {error}"
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from pipedream.runtime.failure.notes import write_error
-        from pipedream.runtime.failure.processes import is_launched_here
+        from pipedream.runtime.failure.processes import is_launched_here, write_error
 
         if write_error(text) and is_launched_here():
             return status  # our own launcher prints it

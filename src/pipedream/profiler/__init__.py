@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pipedream.profiler.device import device_of, dtype_of, here, measure_device
-from pipedream.profiler.environment import release_cache
+from pipedream.profiler.device import device_of, dtype_of, here, measure_device, release_cache
 from pipedream.profiler.estimate import estimate
 from pipedream.profiler.measure import measure
 from pipedream.profiler.ranks import OneRank, one_rank

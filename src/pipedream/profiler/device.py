@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Callable
 from itertools import cycle
@@ -11,9 +12,9 @@ from statistics import median
 
 import torch
 
+from pipedream._version import __version__
 from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.devices import Device, device_named
-from pipedream.profiler.environment import name_device
 
 _PRODUCT = 512  # side of the square matrices
 _CUDA_PRODUCT = 8192
@@ -134,3 +135,33 @@ def _time_op(work: Callable[[], object], device: torch.device, seconds: float) -
         return first_s  # a dtype that this device only emulates
     count = max(1, int(seconds / 6 / max(batch_s(2), 1e-9)))
     return median(batch_s(count) for _ in range(5))
+
+
+def name_device(device: torch.device) -> str:
+    """Returns the device and its model: ``cpu: AMD EPYC 7B13``, ``cuda: NVIDIA A100-SXM4-40GB``."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"{device.type}: {_name_processor()}"
+
+
+def release_cache(device: torch.device) -> None:
+    """Returns the memory that torch has cached to the GPU: after a measurement, before anything else runs there."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of python, torch and this library."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "pipedream": __version__}
+
+
+def _name_processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()

@@ -15,8 +15,7 @@ from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.progress import progress
-from pipedream.profiler.environment import name_device, versions
-from pipedream.profiler.fixed_seconds import fixed_s, part_of
+from pipedream.profiler.device import name_device, versions
 from pipedream.profiler.passes import LossFunction, Need, Passes, Sample, list_shapes, measure_launch_seconds
 from pipedream.profiler.sizes import Sizes, largest_parameter_bytes, measure_sizes, parameter_bytes, tied_parameters
 from pipedream.profiler.stopwatch import HostStopwatch, Stopwatch
@@ -30,6 +29,17 @@ from pipedream.profiler.update import (
 )
 
 PreserveState = Callable[[Sequence[nn.Module], list[int], int], AbstractContextManager[None]]
+
+
+def part_of(sample: tuple[Any, ...], batch: int, size: int) -> tuple[Any, ...]:
+    """Returns a sample with the first rows of each tensor that has the batch along dimension 0."""
+
+    def cut(leaf: Any) -> Any:
+        has_batch = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+        return leaf[:size] if has_batch else leaf
+
+    part: tuple[Any, ...] = tree_map(cut, sample)
+    return part
 
 
 def measure(
@@ -209,6 +219,44 @@ def _measure_fixed_seconds(
     columns = list(zip(*laps_s, strict=True))[: 2 * len(layers)]
     whole = [(median(column), _spread(column)) for column in columns]
     return fixed_s(laps_of, sample, samples, whole, warmup=warmup, runs=runs, parts=parts, part_of=part_of)
+
+
+def fixed_s(
+    run: Callable[[Any], Sequence[float]],
+    sample: Any,
+    batch: int,
+    whole: Sequence[tuple[float, float]],
+    *,
+    warmup: int,
+    runs: int,
+    parts: int = 2,
+    part_of: Callable[[Any, int, int], Any] = part_of,
+) -> list[float]:
+    """Returns the part of each lap's seconds that a smaller batch does not save; all 0 if the layers cannot run one.
+
+    With t(n) = fixed + n k for n samples, measuring h of them gives fixed = (n t(h) - h t(n)) / (n - h). It is negative
+    where a large batch takes longer per sample, because its activations do not fit into the caches. What is not greater
+    than the spread counts as 0.
+
+    Args:
+        run: runs a sample and returns its laps.
+        whole: median and spread of each lap of the whole batch.
+        parts: the smaller batch has 1 / parts of the samples.
+        part_of: (sample, its number of samples, fewer) -> the first of them.
+    """
+    size = batch // parts
+    if not size:
+        return [0.0] * len(whole)
+    small = part_of(sample, batch, size)
+    try:
+        laps = [run(small) for _ in range(warmup + runs)][warmup:]
+    except ProfileError:  # a layer works with this batch size only
+        return [0.0] * len(whole)
+    fixed_seconds = []
+    for column, (seconds, spread_s) in zip(zip(*laps, strict=True), whole, strict=True):
+        fixed = (batch * median(column) - size * seconds) / (batch - size)
+        fixed_seconds.append(min(fixed, seconds) if abs(fixed) > spread_s else 0.0)
+    return fixed_seconds
 
 
 def check_chain(layers: Sequence[nn.Module], graph: LayerGraph, sample: Sample, samples: int | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,24 +10,51 @@ from typing import Any
 
 import torch
 
+from pipedream.core.errors import WorkerError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.prediction import VELOCITY
 from pipedream.core.schedule.program import Program
 from pipedream.runtime.comm.channel import Waiting
 from pipedream.runtime.comm.message import Message
-from pipedream.runtime.first_minibatch.observer import StageObserver
-from pipedream.runtime.stage.predictions import WeightPredictions
+from pipedream.runtime.results.results import NOT_FINITE_ADVICE
+from pipedream.runtime.stage.predictions import WeightPredictions, check_velocity
 from pipedream.runtime.stage.recompute import Recomputation
 from pipedream.runtime.stage.replicas import EqualReplicas
 from pipedream.runtime.stage.saved_tensors import SavedTensorHooks
 from pipedream.runtime.stage.stage_module import SavedForward, StageModule
-from pipedream.runtime.stage.velocity import check_velocity
-from pipedream.runtime.stage.versions import Versions, WeightSet
-from pipedream.runtime.stage.weight_choice import WeightChoice, choose_weights
+from pipedream.runtime.stage.versions import Versions, WeightChoice, WeightSet, choose_weights
 from pipedream.runtime.stage.without_data import drop_data, predict_collectives
 from pipedream.runtime.update.compensation import check_optimizer
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
+
+
+class StageObserver:
+    """Follows a stage until its first update; this one does nothing, when nothing is to be compared."""
+
+    def before_forward(
+        self, value: Any, microbatch: int, is_first: bool, message: Message, targets: Message | None
+    ) -> None:
+        """Takes the input of the layers for the first microbatch; `targets` are those of the last stage."""
+
+    def after_forward(self, index: int) -> None:
+        """Follows the forward of a microbatch."""
+
+    def before_backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Takes the gradients of the stage's outputs."""
+
+    def gradient_ready(self, index: int, gradient: torch.Tensor) -> None:
+        """Takes a gradient that leaves for the other replicas."""
+
+    def after_backward(self, index: int, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
+        """Takes the gradients of the weights, which are multiplied by `factor`."""
+
+    def sent_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Takes the gradients of the received tensors."""
+
+    def before_update(self, handles: Mapping[str, torch.Tensor]) -> None:
+        """Takes the weights, with the gradients of the first update."""
+
 
 _NOTHING = nullcontext()
 _UNOBSERVED = StageObserver()
@@ -251,3 +278,42 @@ def evaluating(stage_states: Iterable[StageState]) -> Iterator[None]:
     finally:
         for module, training in reversed(flags):  # of a shared module the first flag is its own
             module.training = training
+
+
+def find_not_finite(stage_states: Mapping[int, StageState]) -> dict[str, int]:
+    """Returns each trained weight that is not finite, with its stage."""
+    return {
+        name: stage
+        for stage, stage_state in stage_states.items()
+        for name, handle in stage_state.versions.handles.items()
+        if not _is_finite(handle.detach())
+    }
+
+
+def check_finite(
+    stage_states: Mapping[int, StageState], not_finite: Mapping[str, int], program: Program, last: int, process: int
+) -> None:
+    """Raises the error of a weight that no loss has shown: no forward after minibatch `last` has read it.
+
+    Args:
+        not_finite: weights that were not finite before.
+    """
+    newly = [(name, stage) for name, stage in find_not_finite(stage_states).items() if name not in not_finite]
+    if not newly:
+        return
+    name, stage = newly[0]
+    minibatches = f"minibatch {last}"
+    if any(program.weights.mean_staleness(s) for s in range(program.placement.stages)):
+        unread = -(-max(program.plan.in_flight) // program.microbatches) + 1  # the weights after so many, at most
+        minibatches = f"one of the minibatches {max(0, last + 1 - unread)} to {last}"
+    raise WorkerError(
+        process,
+        f"stage {stage}, the updates after minibatch {last}",
+        f"the weight {name!r} is not finite, because a gradient of {minibatches} was not",
+        NOT_FINITE_ADVICE,
+    )
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    """Tries the sum first, which takes a twentieth of the time; a sum of finite numbers may overflow."""
+    return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())

@@ -23,14 +23,13 @@ from pipedream.runtime.comm.channel import Pending, Receiver, Sender, Waiting
 from pipedream.runtime.comm.message import Message, StopReason
 from pipedream.runtime.data.source import Source
 from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.finite import check_finite, find_not_finite
 from pipedream.runtime.forward import DataStream, ForwardRunner
 from pipedream.runtime.mailbox import Mailbox
 from pipedream.runtime.results.recorder import Moment, Recorder
 from pipedream.runtime.results.results import Done, Output, Results
 from pipedream.runtime.results.scoring import Scorer
 from pipedream.runtime.stage.remote_forward import RemoteForward, WeightPacket
-from pipedream.runtime.stage_state import StageState
+from pipedream.runtime.stage_state import StageState, check_finite, find_not_finite
 from pipedream.runtime.update_barrier import UpdateBarrier
 
 _ADVICE = {

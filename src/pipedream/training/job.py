@@ -44,10 +44,9 @@ from pipedream.workflows.prepare import (
     is_synchronous,
     read_run_phases,
 )
-from pipedream.workflows.probe import detect_cluster
+from pipedream.workflows.probe import detect_cluster, measure_runtime
 from pipedream.workflows.profile import MOST_RANKS
 from pipedream.workflows.profile import profile as profile_model
-from pipedream.workflows.runtime_costs import measure_runtime
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from pipedream.runtime.data.splitter import BatchDim, first_part, known_samples
 from pipedream.runtime.results.loss_probe import probe_weight
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.meshes import NOT_MEASURED
-from pipedream.workflows.runtime_costs import measure_runtime
+from pipedream.workflows.probe import measure_runtime
 
 MOST_RANKS = 8
 """Of the meshes that are measured, if nothing else is asked for."""

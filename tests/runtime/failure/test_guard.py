@@ -13,10 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from pipedream.runtime.failure import guard, notes
+from pipedream.runtime.failure import guard
 from pipedream.runtime.failure.activity import Activity
 from pipedream.runtime.failure.guard import Guard, Heartbeat
-from pipedream.runtime.failure.processes import RankProcess, is_running
+from pipedream.runtime.failure.processes import (
+    RankProcess,
+    is_running,
+    read_error,
+    read_place,
+    read_verdict,
+    write_error,
+    write_place,
+)
 from pipedream.runtime.failure.verdict import FailureDetector, RankStatus, Verdict
 
 
@@ -222,15 +230,15 @@ def test_only_the_same_process_is_ended() -> None:
 
 def test_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert not notes.write_error("nobody reads this")
+    assert not write_error("nobody reads this")
     for rank in (0, 1):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "run" / str(rank) / "error.json"))
-        notes.write_error(f"word {rank}")
-        notes.write_place(f"stage {rank}")
-    assert notes.read_error(str(tmp_path / "run" / "1" / "error.json")) == "word 1"
-    assert notes.read_error(str(tmp_path / "run" / "2" / "error.json")) is None
-    assert notes.read_place(tmp_path, 1) == "stage 1"
-    assert notes.read_place(tmp_path, 2) is None
-    assert notes.read_verdict(tmp_path) is None
-    notes.write_error("rank 0 is silent", verdict=True)
-    assert notes.read_verdict(tmp_path) == "rank 0 is silent"
+        write_error(f"word {rank}")
+        write_place(f"stage {rank}")
+    assert read_error(str(tmp_path / "run" / "1" / "error.json")) == "word 1"
+    assert read_error(str(tmp_path / "run" / "2" / "error.json")) is None
+    assert read_place(tmp_path, 1) == "stage 1"
+    assert read_place(tmp_path, 2) is None
+    assert read_verdict(tmp_path) is None
+    write_error("rank 0 is silent", verdict=True)
+    assert read_verdict(tmp_path) == "rank 0 is silent"

@@ -9,8 +9,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pipedream.runtime.failure import launch as launching
-from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.launch import _Failure, launch
+from pipedream.runtime.failure.processes import LOST_CONNECTION, write_error
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_attempts(
 
 def test_a_lost_connection_is_explained_by_how_the_other_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Even where the worker that noticed it ended first."""
-    file, text = tmp_path / "error.json", f"pipedream: rank 0, stage 0, 0F4: {notes.LOST_CONNECTION}"
+    file, text = tmp_path / "error.json", f"pipedream: rank 0, stage 0, 0F4: {LOST_CONNECTION}"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    notes.write_error(text)
+    write_error(text)
     lost, gone = ProcessFailure(0, 10, 1, str(file)), ProcessFailure(1, 11, 3, "none")
     gone.timestamp = lost.timestamp + 1
 

@@ -22,7 +22,7 @@ from pipedream.core.schedule.compensation import ErrorFeedback
 from pipedream.core.schedule.coupling import Policy
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.runtime.comm.channel import LocalGroup
-from pipedream.runtime.stage.velocity import add_velocity
+from pipedream.runtime.stage.predictions import add_velocity
 from pipedream.runtime.stage.versions import Versions
 from pipedream.runtime.update.optimizer import Gradients, Optimizer
 from pipedream.runtime.update_barrier import UpdateBarrier

@@ -16,8 +16,7 @@ from typing import NamedTuple
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.mesh import Mesh
-from pipedream.layouts.description.operator import Operator
-from pipedream.layouts.description.text import Access
+from pipedream.layouts.description.text import Access, Operator
 
 Names = tuple[str | None, ...]
 """Names of a tensor's dimensions; None is never sharded."""

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from pipedream.core.model.collective import EXCHANGE
 from pipedream.core.plan.mesh import Box, Piece, overlap
-from pipedream.layouts.description.operator import Operator
-from pipedream.layouts.description.text import Access
+from pipedream.layouts.description.text import Access, Operator
 from pipedream.layouts.search.exchanges import Exchanges, Result
 from pipedream.layouts.search.partition import Partition
 from pipedream.layouts.tracing.calls import COMBINE, Part, fill_tensors

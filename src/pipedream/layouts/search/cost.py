@@ -11,9 +11,8 @@ from math import prod
 from typing import NamedTuple
 
 from pipedream.core.plan.mesh import Box, overlap
-from pipedream.layouts.description.operator import Operator
 from pipedream.layouts.description.operators import find_box
-from pipedream.layouts.description.text import Access
+from pipedream.layouts.description.text import Access, Operator
 
 _UNEVEN = 100
 """Times the elements, where halves would not be equal (as in the authors' prototype)."""

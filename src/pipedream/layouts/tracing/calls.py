@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from pipedream.layouts.description.operator import Operator
 from pipedream.layouts.description.operators import find_range
+from pipedream.layouts.description.text import Operator
 
 COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "+": torch.add,

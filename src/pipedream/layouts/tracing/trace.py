@@ -15,13 +15,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pipedream.core.errors import PlanError
-from pipedream.layouts.description.operator import Operator
 from pipedream.layouts.description.operators import DescribedStep, Operators
+from pipedream.layouts.description.text import Operator
 from pipedream.layouts.tracing.calls import Description, OperatorCall
-from pipedream.layouts.tracing.check import compare_operands, find_contradiction
 from pipedream.layouts.tracing.decompositions import list_decompositions
 from pipedream.layouts.tracing.forward import Callers, disable_fused_operators, split_arguments, swap_tensors
-from pipedream.layouts.tracing.registry import REGISTRY, OperatorRegistry
+from pipedream.layouts.tracing.registry import REGISTRY, OperatorRegistry, compare_operands, find_contradiction
 from pipedream.layouts.tracing.rules import CONSTANT, DRAWN
 from pipedream.layouts.tracing.spelling import rename_tensors
 from pipedream.sharding.whole_weights import steps_each_element

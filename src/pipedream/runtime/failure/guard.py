@@ -29,9 +29,15 @@ import torch.distributed as dist
 
 from pipedream.core.errors import PeerError, PipelineError, WorkerError, is_broken_connection
 from pipedream.core.user_code import elide_middle, with_place
-from pipedream.runtime.failure import notes
 from pipedream.runtime.failure.activity import Activity
-from pipedream.runtime.failure.processes import RankProcess, is_launched_here, watch_from_outside
+from pipedream.runtime.failure.processes import (
+    LOST_CONNECTION,
+    RankProcess,
+    is_launched_here,
+    watch_from_outside,
+    write_error,
+    write_place,
+)
 from pipedream.runtime.failure.verdict import STUCK_AFTER_S, FailureDetector, RankStatus, Verdict
 
 _LOOK_S = 0.1
@@ -235,7 +241,7 @@ class Guard:
             error = WorkerError(
                 self._rank,
                 where,
-                f"{notes.LOST_CONNECTION} (killed, out of memory, machine gone)",
+                f"{LOST_CONNECTION} (killed, out of memory, machine gone)",
                 f"look at what that worker printed last; torch's error: {elide_middle(str(origin or error))}",
             )
         elif not isinstance(error, WorkerError):
@@ -282,7 +288,7 @@ class Guard:
                 self._detector.receive(time.monotonic(), self._heartbeat.statuses)
             if (now := self._activity.where) != place:
                 place = now
-                notes.write_place(place)
+                write_place(place)
             failure = self._heartbeat.report
             if failure is not None:
                 self._end_process(failure[1])
@@ -386,7 +392,7 @@ def _make_peer_error(verdict: Verdict) -> PeerError:
 def _print_verdict(verdict: Verdict) -> None:
     """Prints once for the run: through our own launcher if it is running."""
     text = f"pipedream: {_make_peer_error(verdict)}"
-    left = notes.write_error(text, verdict=True)
+    left = write_error(text, verdict=True)
     if not (left and is_launched_here()):
         print(text, file=sys.stderr, flush=True)
 

@@ -31,8 +31,17 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pipedream.core.errors import BAD_CALL
-from pipedream.runtime.failure import notes
-from pipedream.runtime.failure.processes import RankProcess, children, launcher_variable, watch_stopped
+from pipedream.runtime.failure.processes import (
+    LOST_CONNECTION,
+    RUN_ID_PREFIX,
+    RankProcess,
+    children,
+    launcher_variable,
+    read_error,
+    read_place,
+    read_verdict,
+    watch_stopped,
+)
 
 _ADDRESS = "127.0.0.1"
 _BACKEND = "pipedream-loopback"
@@ -126,7 +135,7 @@ def _run_attempt(workers: int, attempt: int, arguments: Sequence[str], silent: b
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=workers,
-            run_id=f"{notes.RUN_ID_PREFIX}{uuid.uuid4().hex}",
+            run_id=f"{RUN_ID_PREFIX}{uuid.uuid4().hex}",
             rdzv_backend=_BACKEND,
             rdzv_endpoint=f"{_ADDRESS}:0",
             local_addr=_ADDRESS,
@@ -146,19 +155,17 @@ def _run_attempt(workers: int, attempt: int, arguments: Sequence[str], silent: b
                 return _INTERRUPTED
             failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
             status = BAD_CALL if any(failure.exitcode == BAD_CALL for failure in failures) else 1
-            text = notes.read_verdict(Path(folder))
+            text = read_verdict(Path(folder))
             if text is None and (killed := [r for r, failure in error.failures.items() if failure.pid in stopped]):
                 text = _describe_stopped(killed, Path(folder))
-            text = text or notes.read_error(first.error_file)
+            text = text or read_error(first.error_file)
             if text is None and first.exitcode >= 0:  # because of another worker, which may end a little later
-                text = next(filter(None, (notes.read_error(failure.error_file) for failure in failures)), None)
-            if text is not None and notes.LOST_CONNECTION in text:  # noticed first; how the other one ended says more
-                speechless = [failure for failure in failures if not notes.read_error(failure.error_file)]
+                text = next(filter(None, (read_error(failure.error_file) for failure in failures)), None)
+            if text is not None and LOST_CONNECTION in text:  # noticed first; how the other one ended says more
+                speechless = [failure for failure in failures if not read_error(failure.error_file)]
                 for failure in [failure for failure in speechless if failure.exitcode not in (1, -signal.SIGTERM)][:1]:
                     rank, first, text = failure.local_rank, failure, None
-            return _Failure(
-                text or _describe_silent_end(rank, first.exitcode, notes.read_place(Path(folder), rank)), status
-            )
+            return _Failure(text or _describe_silent_end(rank, first.exitcode, read_place(Path(folder), rank)), status)
         finally:
             end_watch()
     return 0
@@ -172,7 +179,7 @@ def _silence_torch() -> None:
 
 
 def _describe_stopped(ranks: Sequence[int], folder: Path) -> str:
-    places = "; ".join(f"rank {rank} {_describe_last(notes.read_place(folder, rank))}" for rank in sorted(ranks))
+    places = "; ".join(f"rank {rank} {_describe_last(read_place(folder, rank))}" for rank in sorted(ranks))
     return f"pipedream: a worker was stopped (SIGSTOP, Ctrl-Z, a frozen container) and was killed: {places}"
 
 

@@ -1,4 +1,4 @@
-"""The processes of one machine: which is which, and how launcher and workers watch each other.
+"""The processes of one machine: which is which, how launcher and workers watch each other, and what a worker leaves.
 
 A process is identified so that an unresponsive one is killed, and no other in its place.
 
@@ -6,25 +6,27 @@ A stopped process (SIGSTOP, Ctrl-Z) answers no signal but SIGKILL: the launcher 
 launcher is stopped end, and a process that they leave kills it. Workers of a launcher that has died are killed by the
 system. torchrun does not look whether its workers are stopped; each of them starts a process that does. The guard does
 the same between machines, but only while there is a process group, and not if all ranks are stopped at once.
+
+A worker writes files in which its launcher finds why it failed, and what it was doing in case it is killed. They are in
+the folder of the agent's error file (TORCHELASTIC_ERROR_FILE).
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-from pipedream.runtime.failure import notes
 
 LAUNCHER = "PIPEDREAM_LAUNCHER"
 """Variable of a worker with its launcher's process id and start time."""
@@ -35,6 +37,12 @@ _LAUNCHER_LOOKED_AT_S = 2.0
 _LAUNCHER_STOPPED_S = 10.0  # long enough to continue it when its workers have ended
 _ALL_STOPPED_S = 10.0  # longer than the guard of a rank that is not stopped takes
 _PR_SET_PDEATHSIG = 1
+
+LOST_CONNECTION = "lost the connection to another worker, which left no message"
+"""Message of a worker that does not know more; the launcher may."""
+RUN_ID_PREFIX = "pipedream-"
+"""Begins the run ids of our own launcher."""
+_PLACE = "place.txt"
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ def launcher_variable() -> str:
 
 def is_launched_here() -> bool:
     """Returns whether our own launcher started this worker and still runs."""
-    is_our_launcher = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(notes.RUN_ID_PREFIX)
+    is_our_launcher = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID_PREFIX)
     return is_our_launcher and "TORCHELASTIC_ERROR_FILE" in os.environ and is_running(os.getppid())
 
 
@@ -207,7 +215,7 @@ def _leave(launcher: int) -> None:
     """Ends this worker, whose launcher is stopped."""
     text = f"pipedream: the launcher (process {launcher}) was stopped for {_STOPPED_S:g} s; its workers end"
     # The guard has written a message if it was there.
-    if os.environ.get("LOCAL_RANK") == "0" and not notes.has_error() and notes.write_error(text, verdict=True):
+    if os.environ.get("LOCAL_RANK") == "0" and not has_error() and write_error(text, verdict=True):
         print(text, file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -250,3 +258,63 @@ def _end_worker(pid: int) -> None:
 
 if __name__ == "__main__":
     {"launcher": _end_launcher, "worker": _end_worker}[sys.argv[1]](int(sys.argv[2]))
+
+
+def write_error(message: str, *, verdict: bool = False) -> bool:
+    """Writes a message for the elastic agent; returns whether there is one.
+
+    Args:
+        verdict: about another rank, or one that could not report itself; it counts for the run.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    body = {"message": message, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
+    with suppress(OSError):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"message": body, "verdict": verdict}), encoding="utf-8")
+        return True
+    return False
+
+
+def has_error() -> bool:
+    """Returns whether this worker has written a message."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    return bool(path) and Path(path).exists()
+
+
+def write_place(where: str) -> None:
+    """Writes what this worker is doing."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            # Atomically: a worker may be killed while it writes.
+            written = Path(path).with_name(f"{_PLACE}.new")
+            written.write_text(where, encoding="utf-8")
+            written.replace(Path(path).with_name(_PLACE))
+
+
+def read_error(error_file: str) -> str | None:
+    """Returns a worker's message."""
+    return next((message for message, _ in _read_errors(Path(error_file))), None)
+
+
+def read_verdict(folder: Path) -> str | None:
+    """Returns the verdict on a run."""
+    files = sorted(folder.rglob("error.json"))
+    return next((message for file in files for message, verdict in _read_errors(file) if verdict), None)
+
+
+def read_place(folder: Path, rank: int) -> str | None:
+    """Returns what a worker was last doing, once it had built its pipeline."""
+    with suppress(OSError):
+        for file in folder.rglob(_PLACE):
+            if file.parent.name == str(rank):
+                return file.read_text(encoding="utf-8") or None
+    return None
+
+
+def _read_errors(file: Path) -> Iterator[tuple[str, bool]]:
+    """Yields (message, is a verdict)."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        contents = json.loads(file.read_text(encoding="utf-8"))
+        yield str(contents["message"]["message"]), bool(contents.get("verdict"))

@@ -1,29 +1,64 @@
 """A session: one model trained in one placement, from the first minibatch to the last.
 
-- `build` makes the workers of this process (`local_workers`), and gives them their initial values.
-- `streams` runs them: training, evaluations, predictions; `comparison` compares their first minibatch with the model.
+- `build_local_workers` joins the other ranks, makes the workers of this process (`local_workers`), and gives them their
+  initial values.
+- `streams` runs them: training, evaluations, predictions; `comparison` compares their first minibatch with the model
+  (`reference_run`, `comparer`).
 - `checkpointer` saves and restores them; `state` hands their weights out and in.
 - `measured` collects what they have measured.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
-from pipedream.core.errors import PipelineError, WorkerError
+from pipedream.core.errors import CaptureError, PeerError, PipelineError, PlanError, WorkerError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.user_code import with_place
-from pipedream.runtime.assemble import Blueprint
-from pipedream.runtime.comm.process_group import wait_for_all
-from pipedream.runtime.first_minibatch.reference_run import UserModel
-from pipedream.runtime.session.build import Weights, build_local_workers
+from pipedream.runtime.assemble import (
+    Blueprint,
+    connect,
+    make_distributed_worker,
+    make_local_workers,
+    make_remote_forwards,
+)
+from pipedream.runtime.checkpoint import parameters
+from pipedream.runtime.checkpoint.files import fit_names, open_weights
+from pipedream.runtime.checkpoint.initial_values import materialise, named_state
+from pipedream.runtime.comm.connections import Connections
+from pipedream.runtime.comm.process_group import (
+    broadcast_text,
+    check_same_on_all_ranks,
+    check_same_software,
+    gather_texts,
+    join_group,
+    peers_may_end,
+    wait_for_all,
+)
+from pipedream.runtime.comm.same_settings import check_same_settings, describe_optimizer
+from pipedream.runtime.comm.transport import Transport
+from pipedream.runtime.data.source import DataChannels, DataSources
+from pipedream.runtime.failure.guard import Guard
+from pipedream.runtime.results.memory import keep_freed_memory
 from pipedream.runtime.session.checkpointer import Checkpointer
 from pipedream.runtime.session.comparison import Comparison, count_bytes
+from pipedream.runtime.session.local_workers import LocalWorkers, ModelNames
 from pipedream.runtime.session.measured import ClockOffset
+from pipedream.runtime.session.reference_run import UserModel
 from pipedream.runtime.session.streams import LOOP, Streams
+from pipedream.runtime.stage.remote_forward import RemoteForward
+from pipedream.runtime.update.tied_weights import broadcast_tied
+from pipedream.runtime.worker import Worker
+from pipedream.sharding.parallelized import parallelize_layers
+from pipedream.sharding.stage import StageSharding
+
+Weights = str | os.PathLike[str] | None
 
 
 class Session:
@@ -82,3 +117,171 @@ class Session:
         self.checkpointer.close(failed=failed)
         if local.guard is not None:
             local.guard.end()
+
+
+def build_local_workers(
+    model: nn.Module, graph: LayerGraph, blueprint: Blueprint, weights: Weights, stuck_after_s: float
+) -> LocalWorkers:
+    """Builds all workers, or this process's.
+
+    Raises:
+        PlanError: the number of processes is not the plan's, or the ranks disagree on the plan.
+        CaptureError: a parameter or buffer is on the meta device and cannot be initialised, or not in `weights`.
+    """
+    if blueprint.device.type == "cpu":
+        keep_freed_memory()
+    rank, processes = join_group(blueprint.device, check_software=False)
+    local = LocalWorkers(model, blueprint, ModelNames.of(model, graph, blueprint, rank), rank)
+    if processes == 1:
+        _build_all(local, weights)
+        return local
+    local.guard = Guard.of_session(rank, processes, local.activity, stuck_after_s)
+    try:
+        _join_others(local, graph, processes, weights)
+    except BaseException as error:
+        first = local.guard.first_cause(error, local.activity.where)
+        local.guard.end()
+        if isinstance(error, PipelineError) and not isinstance(first, PeerError):
+            raise
+        raise first from error
+    return local
+
+
+def _build_all(local: LocalWorkers, weights: Weights) -> None:
+    blueprint, model, names = local.blueprint, local.model, local.names
+    names.here = {name for stage_names in names.by_stage for name in stage_names}
+    _read_weights(local, weights)
+    materialise(model, names.here, blueprint.device, blueprint.settings.seed)
+    local.workers = make_local_workers(
+        blueprint, [parameters.select_trained(model, stage_names) for stage_names in names.by_stage]
+    )
+    local.data = DataSources(
+        blueprint.programs, range(blueprint.placement.workers), batch_dim=blueprint.settings.batch_dim
+    )
+
+
+def _join_others(local: LocalWorkers, graph: LayerGraph, processes: int, weights: Weights) -> None:
+    blueprint = local.blueprint
+    connections = local.connections = _connect(local, processes)
+    local.worker_rank = connections.rank
+    local.workers = [_build_worker(local, graph, connections, weights)]
+    optimizers = {
+        f"stage {stage}'s optimizer": describe_optimizer(stage_state.optimizer.optimizer)
+        for stage, stage_state in local.stage_states
+    }
+    check_same_settings(optimizers, local.group)
+    transport = Transport(connections, blueprint.programs, blueprint.device)
+    channels = DataChannels(local.worker_rank, connections.leaders, *transport.open_data_channels())
+    if local.worker_rank in blueprint.placement.readers:
+        mesh_senders, mesh_receiver = transport.open_mesh_data_channels()
+        channels = replace(channels, mesh_senders=mesh_senders, mesh_receiver=mesh_receiver)
+    reads = [] if connections.leaders is None else [local.worker_rank]
+    local.data = DataSources(blueprint.programs, reads, channels, blueprint.settings.batch_dim)
+
+
+def _connect(local: LocalWorkers, processes: int) -> Connections:
+    """Connects to the other ranks; all must be asked to do the same."""
+    check_same_software()
+    blueprint = local.blueprint
+    program, ranks = blueprint.program, blueprint.program.plan.ranks
+    if processes != ranks:
+        raise PlanError(
+            f"the plan {program.plan.config} needs {ranks} processes, but {processes} were started; start {ranks} "
+            f"(--workers or --nproc-per-node), or plan for {processes}"
+        )
+    connections = connect(program, blueprint.device, blueprint.shared, blueprint.meshes)
+    local.group = connections.everyone
+    check_same_on_all_ranks("plan or schedule", "\n".join(p.to_json() for p in blueprint.programs), local.group)
+    check_same_settings(blueprint.settings_to_agree(), local.group)
+    return connections
+
+
+def _build_worker(local: LocalWorkers, graph: LayerGraph, connections: Connections, weights: Weights) -> Worker:
+    blueprint, model, by_stage = local.blueprint, local.model, local.names.by_stage
+    local_stages = [stage for stage, _ in blueprint.placement.stage_replicas(local.worker_rank)]
+    local.names.here = {name for stage in local_stages for name in by_stage[stage]}
+    _fill_initial_values(local, connections, weights)
+    # Layers of different stages may share a parameter only until the foreign ones are dropped.
+    remote_forwards = _take_remote_forwards(local)
+    parameters.drop_foreign(model, local.names.here | set(local.names.unused))
+    for remote_forward in remote_forwards.values():
+        remote_forward.empty()
+    trained = {stage: parameters.select_trained(model, by_stage[stage]) for stage in local_stages}
+    if connections.mesh is not None:
+        for stage in trained:
+            _shard_stage(local, graph, connections, stage, trained[stage])
+    return make_distributed_worker(
+        blueprint, local.worker_rank, trained, remote_forwards, connections, local.shardings, local.activity
+    )
+
+
+def _fill_initial_values(local: LocalWorkers, connections: Connections, weights: Weights) -> None:
+    """Gives this process's parameters and buffers their values: read, drawn, or sent by rank 0."""
+    blueprint, model, names = local.blueprint, local.model, local.names
+    on_meta = {name for name, tensor in named_state(model).items() if tensor.is_meta}
+    # Rank 0's model counts: what it has on the meta device each owner draws, and the others get what it has.
+    drawn = set(json.loads(broadcast_text(json.dumps(sorted(on_meta)), connections.everyone)))
+    read: set[str] = set()
+    failure: PipelineError | None = None
+    try:
+        read = _read_weights(local, weights)
+        if alone := sorted(drawn & names.here - on_meta - read):
+            raise CaptureError(
+                f"{alone[0]!r} is on the meta device at rank 0 and has values at rank {local.rank}; give every rank "
+                "the same model, or the values to rank 0"
+            )
+        arriving = on_meta - drawn - read
+        materialise(model, names.here - arriving, blueprint.device, blueprint.settings.seed)
+    except PipelineError as error:
+        failure = error
+    # A rank that failed would leave the others waiting for its values.
+    texts = gather_texts("" if failure is None else str(failure), connections.everyone)
+    if any(texts):
+        raise failure or CaptureError(next(filter(None, texts)))
+    placement, rank = blueprint.placement, local.worker_rank
+    with peers_may_end():
+        if connections.leaders is None:  # the worker's first rank has the values
+            parameters.allocate(model, arriving & names.here, blueprint.device)
+        else:
+            parameters.share_initial(
+                model, names.by_stage, placement, rank, connections.leaders, drawn | read, blueprint.device
+            )
+        broadcast_tied(model, blueprint.shared, connections.holders, placement, rank)
+
+
+def _read_weights(local: LocalWorkers, weights: Weights) -> set[str]:
+    """Loads this rank's part of a file. Returns the names of all ranks' parts."""
+    if weights is None:
+        return set()
+    file, names = open_weights(weights), local.names
+    requested = [name for owned in names.by_stage for name in owned] + [name for name in names.unused if name in file]
+    state = fit_names(local.model, file, requested, names.shared, weights)
+    parameters.load(local.model, state, names.loaded_from(state), names.shared, local.blueprint.device)
+    return set(state)
+
+
+def _take_remote_forwards(local: LocalWorkers) -> dict[int, RemoteForward]:
+    visited = {
+        stage: parameters.select_trained(local.model, local.names.by_stage[stage])
+        for stage, _ in local.blueprint.placement.remote_forwards(local.worker_rank)
+    }
+    return make_remote_forwards(local.blueprint, local.rank, visited)
+
+
+def _shard_stage(
+    local: LocalWorkers, graph: LayerGraph, connections: Connections, stage: int, trained: dict[str, nn.Parameter]
+) -> None:
+    """Leaves each rank of a mesh its part of the stage's tensors."""
+    settings, model = local.blueprint.settings, local.model
+    assert connections.mesh is not None
+    sharding = local.shardings[stage] = StageSharding(settings.layout, connections.mesh, connections.mesh_group)
+    sharding.share_initial(
+        [tensor for name, tensor in named_state(model).items() if name in local.names.by_stage[stage]]
+    )
+    if settings.parallelize is None:
+        sharding.shard_parameters(trained, {})
+        return
+    modules, place = dict(model.named_modules()), local.blueprint.program.plan.stages[stage]
+    names = [layer.name for layer in graph.layers[place.first : place.last]]
+    layers = [(name, modules[name]) for name in names if name in modules]
+    sharding.shard_parameters(trained, parallelize_layers(settings.parallelize, layers, connections.mesh))

@@ -6,10 +6,9 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pipedream.core.errors import ArtifactError, PipelineError, WorkerError
+from pipedream.core.errors import ArtifactError, DeadlockError, PipelineError, WorkerError
 from pipedream.core.user_code import with_place
-from pipedream.runtime.clock import run_in_process
-from pipedream.runtime.comm.channel import Receiver, Sender, drain
+from pipedream.runtime.comm.channel import Pending, Receiver, Sender, drain
 from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.same_settings import describe_data
 from pipedream.runtime.data.reader import EpochRange
@@ -187,3 +186,40 @@ class Streams:
         guard = self._local.guard
         self.interrupts.heard = False
         self._interrupts_before = 0 if guard is None else guard.interrupts
+
+
+def run_in_process(workers: Sequence[Generator[Any, None, None]], input_ranks: Sequence[int]) -> Iterator[Any]:
+    """Runs all workers of one process by turns in one thread, deterministically; yields the lead worker's results.
+
+    Args:
+        input_ranks: of the input stage, the lead first. None continues after a result before the lead has yielded the
+            same one, so that a drain reaches all at the same point.
+
+    Raises:
+        DeadlockError: no worker can continue. (The verifier excludes this.)
+    """
+    waiting: dict[int, Pending[Any] | None] = dict.fromkeys(range(len(workers)))
+    lead, yielded = input_ranks[0], dict.fromkeys(input_ranks, 0)
+    while waiting:
+        moved = False
+        for number in list(waiting):
+            pending = waiting[number]
+            if (pending is not None and not pending.ready()) or yielded.get(number, 0) > yielded[lead]:
+                continue
+            moved = True
+            for event in workers[number]:
+                if isinstance(event, Pending):
+                    waiting[number] = event
+                    if not event.ready():
+                        break
+                elif number in yielded:
+                    yielded[number] += 1
+                    if number == lead:
+                        yield event
+                    elif yielded[number] > yielded[lead]:
+                        waiting[number] = None
+                        break
+            else:
+                del waiting[number]
+        if not moved:
+            raise DeadlockError(f"workers {sorted(waiting)} wait for each other")

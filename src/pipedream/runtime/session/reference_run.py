@@ -18,8 +18,8 @@ from pipedream.core.fingerprint import Fingerprint
 from pipedream.core.user_code import with_place
 from pipedream.runtime.comm.message import Content, Message
 from pipedream.runtime.comm.values import flatten, map_tensors, tensors_in, to_device, unflatten
-from pipedream.runtime.first_minibatch.comparer import Comparer, Reference
 from pipedream.runtime.results.losses import Loss
+from pipedream.runtime.session.comparer import Comparer, Reference
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators
 
