@@ -624,7 +624,7 @@ BREAKS = (
     ),
     Break(
         "mesh: a rank draws the dropout mask of its part",
-        "sharding/rules/layers.py",
+        "sharding/layers.py",
         "    return x.mul_(cut) if inplace else x * cut",
         "    return x * function(torch.ones_like(x), p)",
         ("sharding/test_mesh_training.py",),
@@ -688,7 +688,7 @@ BREAKS = (
     ),
     Break(
         "partition: a rank loses what it sends to itself",
-        "sharding/exchange.py",
+        "sharding/functions.py",
         "arriving[here].copy_(leaving[here])",
         "arriving[here].zero_()",
         ("sharding/test_exchange.py",),

@@ -27,7 +27,7 @@ from torch import nn
 from pipedream import partition
 from pipedream.core.model.collective import EXCHANGE
 from pipedream.layouts import GroupRanks, PartitionedStep, TracedStep
-from pipedream.sharding.exchange import exchange
+from pipedream.sharding.functions import exchange
 
 
 class AloneRank(GroupRanks):

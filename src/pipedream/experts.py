@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.runtime.stage.auxiliary import add_auxiliary_loss
 from pipedream.sharding.functions import all_to_all, sum_partials
-from pipedream.sharding.rules.compute import compute_on_parts, make_dtensors
+from pipedream.sharding.parts import compute_on_parts, make_dtensors
 
 _LEAST_CAPACITY = 4
 

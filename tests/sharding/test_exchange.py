@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipedream.sharding.exchange import exchange
+from pipedream.sharding.functions import exchange
 
 
 def _exchange_rows() -> int:

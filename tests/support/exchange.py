@@ -13,7 +13,7 @@ from pipedream.runtime.comm import shared_memory
 from pipedream.runtime.comm.channel import DistributedGroup, drain
 from pipedream.runtime.comm.connections import connect_groups
 from pipedream.runtime.comm.message import Content, Message
-from pipedream.runtime.comm.transport import open_receiver, open_sender
+from pipedream.runtime.comm.transport import PeerConnection
 from pipedream.runtime.update.all_reduce import all_reduce_many
 
 SIZES = {
@@ -57,8 +57,8 @@ def exchange(
             rank, cpu = dist.get_rank(), torch.device("cpu")
             ends: dict[int, Any] = {}
             for i in ways[0]:  # in one order at both
-                open_end = open_sender if i == rank else open_receiver
-                ends[i] = open_end(connections, cpu, 1 - rank, first + i, depth, len(sizes))
+                connection = PeerConnection(connections, cpu, 1 - rank, first + i, depth, len(sizes))
+                ends[i] = connection.open_sender() if i == rank else connection.open_receiver()
             sender, receiver = ends[rank], ends[1 - rank]
             for stream in range(2):  # the second begins with what both ends know from the first
                 for number, size in enumerate(sizes):

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipedream.core.errors import PlanError
-from pipedream.sharding.rules import layers, norms
-from pipedream.sharding.rules.attend import attention
-from pipedream.sharding.rules.compute import apply_by_channel, check_whole, complete_sums
+from pipedream.sharding import layers
+from pipedream.sharding.attend import attention
+from pipedream.sharding.parts import apply_by_channel, check_whole, complete_sums
 
 _DROPOUTS = F.dropout, F.dropout1d, F.dropout2d, F.dropout3d
 _CONVOLUTIONS = F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d
@@ -29,11 +29,11 @@ _POOLS = {
 }
 
 _RULES: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.batch_norm: norms.apply_batch_norm,
-    F.layer_norm: norms.apply_layer_norm,
-    F.rms_norm: norms.apply_rms_norm,
-    F.group_norm: norms.apply_group_norm,
-    F.instance_norm: norms.apply_instance_norm,
+    F.batch_norm: layers.apply_batch_norm,
+    F.layer_norm: layers.apply_layer_norm,
+    F.rms_norm: layers.apply_rms_norm,
+    F.group_norm: layers.apply_group_norm,
+    F.instance_norm: layers.apply_instance_norm,
     F.embedding: layers.apply_embedding,
     F.scaled_dot_product_attention: attention,
     F.interpolate: partial(apply_by_channel, F.interpolate, None),

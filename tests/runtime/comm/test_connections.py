@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pipedream.core.errors import WorkerError
 from pipedream.runtime.comm import connections
 from pipedream.runtime.comm.connections import connect_groups
-from pipedream.runtime.comm.transport import open_receiver, open_sender
+from pipedream.runtime.comm.transport import PeerConnection
 
 CPU = torch.device("cpu")
 
@@ -98,5 +98,6 @@ def test_messages_up_and_down_use_groups_of_their_own(monkeypatch: pytest.Monkey
     everyone: Any = object()
     upward: Any = object()
     run_connections = connections.Connections(everyone, upward, (), (), {}, {})
-    ends: Any = [open_end(run_connections, CPU, 1 - rank, 0, 1, 1) for open_end in (open_sender, open_receiver)]
+    connection = PeerConnection(run_connections, CPU, 1 - rank, number=0, depth=1, max_unread=1)
+    ends: Any = [connection.open_sender(), connection.open_receiver()]
     assert [end._endpoint.group for end in ends] == ([upward, everyone] if rank == 0 else [everyone, upward])

@@ -16,7 +16,7 @@ from pipedream.layouts.search.exchanges import Exchanges, Result
 from pipedream.layouts.search.partition import Partition
 from pipedream.layouts.tracing.calls import COMBINE, Part, fill_tensors
 from pipedream.layouts.tracing.trace import DescribedCall, TracedStep
-from pipedream.sharding.exchange import exchange
+from pipedream.sharding.functions import exchange
 
 Parts = dict[int, torch.Tensor]
 """Rank -> its part of a tensor; of the ranks that this process runs."""

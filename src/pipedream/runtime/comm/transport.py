@@ -20,6 +20,7 @@ Life of a message from stage to stage, such as a gradient:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -73,16 +74,11 @@ class Transport:
             for peer in on_link:
                 linked.setdefault(self._make_pair(peer, sends), []).append(number)
             others = [peer for peer in peers if peer not in on_link]
+            to_others = {p: self._connect(p, number, channel.depth, max_unread[number]) for p in others}
             if sends:
-                senders[number] = {
-                    p: open_sender(self._connections, self._device, p, number, channel.depth, max_unread[number])
-                    for p in others
-                }
+                senders[number] = {p: connection.open_sender() for p, connection in to_others.items()}
             else:
-                receivers[number] = {
-                    p: open_receiver(self._connections, self._device, p, number, channel.depth, max_unread[number])
-                    for p in others
-                }
+                receivers[number] = {p: connection.open_receiver() for p, connection in to_others.items()}
         for pair, numbers in linked.items():
             # Of more messages than all channels may have unread, one channel has too many; the receiver has read its
             # oldest, and with it all that were sent before.
@@ -157,17 +153,20 @@ class Transport:
         receivers: Mapping[int, dict[int, Receiver]],
     ) -> None:
         """Adds the ends of all channels from one rank to another that share an NCCL communicator."""
-        communicator, separate = self._links[pair], self._device.type
-        if pair[0] == self._connections.process:
-            headers = open_sender(self._connections, self._device, pair[1], numbers[0], depth, max_unread, separate)
-            sending = SendingLink(headers, communicator)
+        sends, communicator = pair[0] == self._connections.process, self._links[pair]
+        peer = pair[1] if sends else pair[0]
+        headers = self._connect(peer, numbers[0], depth, max_unread, self._device.type)
+        if sends:
+            sending = SendingLink(headers.open_sender(), communicator)
             for number in numbers:
-                senders[number][pair[1]] = LinkSender(sending, number)
+                senders[number][peer] = LinkSender(sending, number)
         else:
-            received = open_receiver(self._connections, self._device, pair[0], numbers[0], depth, max_unread, separate)
-            receiving = ReceivingLink(received, communicator, self._device)
+            receiving = ReceivingLink(headers.open_receiver(), communicator, self._device)
             for number in numbers:
-                receivers[number][pair[0]] = LinkReceiver(receiving, number)
+                receivers[number][peer] = LinkReceiver(receiving, number)
+
+    def _connect(self, peer: int, number: int, depth: int, max_unread: int, separate: str = "") -> PeerConnection:
+        return PeerConnection(self._connections, self._device, peer, number, depth, max_unread, separate)
 
     def _join_senders(self, worker: int, ends: Mapping[int, Sender]) -> Sender:
         """Returns the sending end of a channel to another worker, from those to its ranks."""
@@ -205,43 +204,40 @@ class Transport:
         return [count(channel) for channel in self._channels]
 
 
-def open_sender(
-    connections: Connections,
-    device: torch.device,
-    peer: int,
-    number: int,
-    depth: int,
-    max_unread: int,
-    separate: str = "",
-) -> ConnectionSender:
-    """Returns the sending end of a connection to another rank.
+@dataclass(frozen=True)
+class PeerConnection:
+    """A connection to another rank, whose ends either side opens.
 
-    Args:
+    Attributes:
         number: the number of its (first) channel.
         separate: type of device whose tensors are not sent here.
     """
-    memory = connections.memory.get((connections.process, peer))
-    if memory is not None and max_unread <= MOST_UNREAD:
-        return SharedMemorySender(memory.open(), peer, max_unread, separate)
-    group = connections.upward if connections.process < peer else connections.everyone
-    return GlooSender(GlooEndpoint(peer, number, depth, group, device, separate), max_unread)
 
+    connections: Connections
+    device: torch.device
+    peer: int
+    number: int
+    depth: int
+    max_unread: int
+    separate: str = ""
 
-def open_receiver(
-    connections: Connections,
-    device: torch.device,
-    peer: int,
-    number: int,
-    depth: int,
-    max_unread: int,
-    separate: str = "",
-) -> ConnectionReceiver:
-    """Returns the receiving end of a connection from another rank; see `open_sender`."""
-    memory = connections.memory.get((peer, connections.process))
-    if memory is not None and max_unread <= MOST_UNREAD:
-        return SharedMemoryReceiver(memory.open(), peer, device)
-    group = connections.upward if peer < connections.process else connections.everyone
-    return GlooReceiver(GlooEndpoint(peer, number, depth, group, device, separate))
+    def open_sender(self) -> ConnectionSender:
+        process = self.connections.process
+        memory = self.connections.memory.get((process, self.peer))
+        if memory is not None and self.max_unread <= MOST_UNREAD:
+            return SharedMemorySender(memory.open(), self.peer, self.max_unread, self.separate)
+        return GlooSender(self._make_endpoint(process < self.peer), self.max_unread)
+
+    def open_receiver(self) -> ConnectionReceiver:
+        process = self.connections.process
+        memory = self.connections.memory.get((self.peer, process))
+        if memory is not None and self.max_unread <= MOST_UNREAD:
+            return SharedMemoryReceiver(memory.open(), self.peer, self.device)
+        return GlooReceiver(self._make_endpoint(self.peer < process))
+
+    def _make_endpoint(self, is_upward: bool) -> GlooEndpoint:
+        group = self.connections.upward if is_upward else self.connections.everyone
+        return GlooEndpoint(self.peer, self.number, self.depth, group, self.device, self.separate)
 
 
 def _open_data_receiver(peer: int, number: int, group: dist.ProcessGroup) -> GlooReceiver:

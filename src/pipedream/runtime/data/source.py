@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -230,10 +230,9 @@ class DataSources:
     ) -> None:
         self._input_ranks = programs[0].placement.readers
         self._ranks_here = [rank for rank in self._input_ranks if rank in set(ranks)]
-        self._splits = max(program.microbatches for program in programs) > 1
         self._batch_dim = batch_dim
-        self._training = _OpenLoader()
-        self._evaluation = _OpenLoader()
+        self._training = _OpenLoader(splits=max(program.microbatches for program in programs) > 1)
+        self._evaluation = _OpenLoader(splits=False)
         self._borrowed: list[tuple[torch.Generator, torch.Tensor]] = []
         self.channels = channels or DataChannels()
 
@@ -246,13 +245,13 @@ class DataSources:
         self, loader: Any, adapt: AdaptBatch, epochs: EpochRange, state: Mapping[str, Any] | None
     ) -> dict[int, Source]:
         """Opens a loader for training; without a `state` the order continues."""
-        return self._open(self._training, self._splits, loader, adapt, epochs, state)
+        return self._open(self._training, _DataRequest(loader, adapt, epochs, state))
 
     def open_evaluation(self, loader: Any, adapt: AdaptBatch) -> dict[int, Source]:
         """Opens a loader for one epoch; the training's order stays as it is."""
         self._borrowed = [(generator, generator.get_state()) for generator in find_torch_generators(loader).values()]
         self._evaluation.order = DataOrder()
-        return self._open(self._evaluation, False, loader, adapt, EpochRange(), None)
+        return self._open(self._evaluation, _DataRequest(loader, adapt, EpochRange(), None))
 
     def close_evaluation(self) -> None:
         """Restores the loader's generators, which may be the training's."""
@@ -270,55 +269,40 @@ class DataSources:
         self._training.close()
         self._evaluation.close()
 
-    def _open(
-        self,
-        target: _OpenLoader,
-        splits: bool,
-        loader: Any,
-        adapt: AdaptBatch,
-        epochs: EpochRange,
-        state: Mapping[str, Any] | None,
-    ) -> dict[int, Source]:
+    def _open(self, target: _OpenLoader, request: _DataRequest) -> dict[int, Source]:
         target.close_reader()
         channels = self.channels
         if channels.mesh_receiver is not None:
             return {channels.worker: ReceivingSource(channels.mesh_receiver)}
         sources: dict[int, Source]
         if channels.group is None or len(self._input_ranks) == 1:
-            readers = tee(target.open(loader, epochs, state), len(self._ranks_here)) if self._ranks_here else []
+            readers = tee(target.open(request), len(self._ranks_here)) if self._ranks_here else []
             sources = {
-                rank: ReadingSource(reader, Splitter(adapt, self._batch_dim))
+                rank: ReadingSource(reader, Splitter(request.adapt, self._batch_dim))
                 for rank, reader in zip(self._ranks_here, readers, strict=True)
             }
         else:
-            sources = self._open_among_replicas(target, splits, loader, adapt, epochs, state)
+            sources = self._open_among_replicas(target, request)
         if channels.mesh_senders:
             return {rank: MeshSource(source, channels.mesh_senders) for rank, source in sources.items()}
         return sources
 
-    def _open_among_replicas(
-        self,
-        target: _OpenLoader,
-        splits: bool,
-        loader: Any,
-        adapt: AdaptBatch,
-        epochs: EpochRange,
-        state: Mapping[str, Any] | None,
-    ) -> dict[int, Source]:
+    def _open_among_replicas(self, target: _OpenLoader, request: _DataRequest) -> dict[int, Source]:
         """Opens a loader as replica 0 decides for all."""
-        replicas = len(self._input_ranks)
+        loader, replicas = request.loader, len(self._input_ranks)
         replica = self._input_ranks.index(self._ranks_here[0]) if self._ranks_here else None
         text = ""
         if replica == 0:
-            sharded = can_be_sharded(loader) and not splits
+            sharded, state = can_be_sharded(loader) and not target.splits, request.state
             if sharded and not state:
-                state = target.initial_state(loader, epochs, replicas)
+                state = target.initial_state(loader, request.epochs, replicas)
             text = json.dumps([sharded, state])
         texts = gather_texts(text, self.channels.group)
         if replica is None:
             return {}
         rank, first = self._ranks_here[0], self._input_ranks[0]
         sharded, state = json.loads(texts[first])
+        request = replace(request, state=state)
         if sharded and not can_be_sharded(loader):
             raise WorkerError(
                 rank,
@@ -326,26 +310,36 @@ class DataSources:
                 f"it is a {type(loader).__name__}, but rank {first} has a DataLoader over a map-style data set",
                 "create the same loader on every rank",
             )
-        splitter = Splitter(adapt, self._batch_dim)
+        splitter = Splitter(request.adapt, self._batch_dim)
         if sharded:
-            return {rank: ReadingSource(target.open(loader, epochs, state, replica, replicas), splitter)}
+            return {rank: ReadingSource(target.open(request, replica, replicas), splitter)}
         if replica == 0:
-            return {rank: ReadingSource(target.open(loader, epochs, state), splitter, self.channels.senders)}
+            return {rank: ReadingSource(target.open(request), splitter, self.channels.senders)}
         assert self.channels.receiver is not None
         return {rank: ReceivingSource(self.channels.receiver)}
+
+
+@dataclass(frozen=True)
+class _DataRequest:
+    """What to read; `state` is where to continue."""
+
+    loader: Any
+    adapt: AdaptBatch
+    epochs: EpochRange
+    state: Mapping[str, Any] | None
 
 
 class _OpenLoader:
     """A loader with the random state of its order, which outlives each of its readers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, splits: bool) -> None:
+        self.splits = splits
         self.order = DataOrder()
         self.reader: LoaderReader | None = None
         self._sharded: ShardedLoader | None = None
 
-    def open(
-        self, loader: Any, epochs: EpochRange, state: Mapping[str, Any] | None, replica: int = 0, replicas: int = 1
-    ) -> LoaderReader:
+    def open(self, request: _DataRequest, replica: int = 0, replicas: int = 1) -> LoaderReader:
+        loader, epochs, state = request.loader, request.epochs, request.state
         if can_be_sharded(loader):
             self.reader = ShardedReader(self._shard(loader, replica, replicas), self.order, epochs, state)
         else:

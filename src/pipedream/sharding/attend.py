@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pipedream.core.errors import PlanError
 from pipedream.sharding.functions import all_to_all, part_sizes, sum_partials
-from pipedream.sharding.rules.compute import SUM, WHOLE, Table, compute_on_parts, make_dtensors
+from pipedream.sharding.parts import SUM, WHOLE, Table, compute_on_parts, make_dtensors
 
 
 def attention(

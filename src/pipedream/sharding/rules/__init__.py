@@ -1,1 +1,0 @@
-"""Operators on DTensors, computed with the ranks' own parts."""
