@@ -42,6 +42,11 @@ class Callback:
         Of one at a URL, `folder` is not a `Path`, but has the URL as its ``str``.
         """
 
+    @property
+    def follows_checkpoints(self) -> bool:
+        """Whether it has an `on_checkpoint` of its own."""
+        return type(self).on_checkpoint is not Callback.on_checkpoint
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps, as JSON can hold it."""
         return {}

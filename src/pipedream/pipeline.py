@@ -13,8 +13,6 @@ plain process all workers take turns in one thread.
 from __future__ import annotations
 
 import os
-import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -22,25 +20,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from pipedream.callbacks import Callback, load_states, states_of
-from pipedream.capture import PlainModel
+from pipedream.callbacks import load_states, states_of
+from pipedream.capture import Captured, PlainModel
 from pipedream.core.artifact import check_json
-from pipedream.core.checkpoint import Position, RunRequest
-from pipedream.core.errors import ArtifactError, PlanError
+from pipedream.core.checkpoint import RunRequest
+from pipedream.core.errors import PlanError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.plan.layout import Layout
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.compensation import compensations
 from pipedream.core.schedule.coupling import Policy
-from pipedream.core.schedule.phase import Phase, next_border, phase_after, phase_at, phases_text
+from pipedream.core.schedule.phase import Phase, phase_at, phases_text
+from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.schedule.timeline import Timeline
 from pipedream.options import PipelineOptions, compile_arguments, keywords, plain
 from pipedream.probe.machine import available_bytes
 from pipedream.profiler import dtype_of
 from pipedream.runtime.assemble import Blueprint, Settings
 from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
-from pipedream.runtime.comm.message import StopReason
 from pipedream.runtime.comm.process_group import is_distributed, process_device
 from pipedream.runtime.comm.same_settings import describe_model, describe_value
 from pipedream.runtime.data.splitter import BatchAdapter
@@ -51,6 +49,7 @@ from pipedream.runtime.results.scoring import needs_weights
 from pipedream.runtime.session import measured
 from pipedream.runtime.session.session import Session
 from pipedream.runtime.session.state import collect_state_dict, load_state_dict, save_pretrained
+from pipedream.runtime.session.training import Training
 from pipedream.runtime.update.loss_scale import LossScaleOptions
 from pipedream.runtime.update.tied_weights import find_tied_weights
 from pipedream.workflows.prepare import Prepared, add_compensation, build_evaluation, prepare, read_run_phases
@@ -73,8 +72,10 @@ class Pipeline:
         phases: with their compensation; one if the method does not change.
         prepared: each phase's schedule, program and proof.
         schedule, program, proof: of the current phase.
+        rank: of this process; 0 if it has all workers.
+        distributed: the workers are several processes.
+        follows_evaluations: the learning-rate scheduler is a ReduceLROnPlateau, which needs evaluations.
         ready: results that a drain has finished and `train` has yet to yield.
-        should_stop: set to True, by a callback or in the loop, to end `train` after the admitted minibatches.
         drains: minibatch numbers.
         extra: what the loop has given to `save`, or the loaded checkpoint holds.
 
@@ -86,62 +87,30 @@ class Pipeline:
 
     @keywords(PipelineOptions)
     def __init__(self, model: Any, plan: Plan, options: PipelineOptions) -> None:
-        self.plan = plan
         phases = read_run_phases(options.schedule, options.microbatches, options.phases)
         self.phases = add_compensation(plan, phases, options.compensation)
-        seed = options.seed or 0
-        self._request = _make_run_request(plan, phases, options.compensation, seed)
+        self._request = _make_run_request(plan, phases, options)
         captured, scaling = find_plan_layers(model, plan, options.sample), LossScaleOptions.of(options.grad_scaler)
         shared = find_tied_weights(model, captured.graph, plan.stages)
-        self.plan = plan = replace(plan, tied_weights=shared).with_layout(options.layout or Layout())
+        self.plan = replace(plan, tied_weights=shared).with_layout(options.layout or Layout())
         policy = options.policy(scaling="" if scaling is None else scaling.kind)
-        self.prepared = prepare(plan, self.phases, policy)
-        self._phase = 0
-        self._number = self._epoch = self._epoch_batches = 0
-        self._enter(0)
+        self.prepared = prepare(self.plan, self.phases, policy)
+        self._session = _build_session(model, captured, self.plan, self.prepared, options, policy, scaling)
+        self._local, self._streams = self._session.local, self._session.streams
+        self._training = Training(self._session, self.phases, self._report_done, self._report_phase)
+        self._report_phase(0)
+        self.ready, self.drains = self._training.ready, self._training.drains
+        self._options = options
         self._adapt_batch = _make_batch_adapter(options)
         self._callbacks = tuple(options.callbacks)
-        self._segment: Iterator[Done] | None = None
-        self.ready: deque[Done] = deque()
-        self._stop_reason = StopReason.DATA
-        self.should_stop = False
-        self._training = self._interrupted = False
-        self._data_state: Mapping[str, Any] | None = None
         self._checkpoint: AnyPath | None = None
-        self.drains: list[int] = []
         self.extra: Mapping[str, Any] = {}
-        loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
-        if any(needs_weights(prepared.program) for prepared in self.prepared):
-            loss.check_split()
-        layout = _check_layout(options, self.prepared, model, captured.graph)
-        blueprint = Blueprint(
-            programs=[prepared.program for prepared in self.prepared],
-            evaluation=build_evaluation(self.prepared[0].schedule),
-            stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
-            settings=_make_settings(options, loss, layout, policy, scaling, seed),
-            device=process_device(options.device),
-            shared=shared,
-            settings_to_agree=lambda: _list_settings_to_agree(model, options, seed),
-            last_layers=[captured.graph.layers[stage.last - 1].name for stage in plan.stages],
-        )
-        self._session = Session(
-            model,
-            captured.graph,
-            blueprint,
-            stuck_after_s=options.stuck_after_s,
-            weights=options.weights,
-            plain=PlainModel(model, captured) if options.check and not _applies_styles(options, plan) else None,
-            free_bytes=lambda: available_bytes(blueprint.device, 1),
-        )
-        self._local, self._streams = self._session.local, self._session.streams
-        self._checkpointer = self._session.checkpointer
-        warn_of_loopback(plan, self._local.rank)
+        self.rank, self.distributed = self._local.rank, self._local.distributed
+        self.follows_evaluations = self._local.follows_evaluations
+        warn_of_loopback(self.plan, self.rank)
         self._loggers = Loggers(
             options.loggers, self.rank, self.program.placement.workers, lambda: measured.status(self._local, "loggers")
         )
-        self._options = options
-
-    # -- training -----------------------------------------------------------------------------------
 
     def train(self, loader: Iterable[Any], *, epochs: int = 1) -> Iterator[Done]:
         """Trains; yields each minibatch once its gradients are in the weights, the same on every rank.
@@ -157,103 +126,42 @@ class Pipeline:
             WorkerError: a worker failed; names rank, stage, op and cause.
             KeyboardInterrupt: Ctrl-C, after the admitted minibatches were finished.
         """
-        continues = self._training or self._epoch_batches > 0
+        training = self._training
+        continues = training.is_running or training.epoch_batches > 0
         self._finish()
-        self._local.note_call("train()", self._number)
-        self._training, self.should_stop = True, False
-        self._loggers.begin(self._list_hyperparameters)
-        state, self._data_state = self._data_state, None
-        if state is None and continues:
-            state = self._streams.data_state(*self.position)
-        until = self._epoch + epochs
-        opened: int | None = None
-        while True:
-            end = next_border(self.phases[self._phase :], self._epoch, until)
-            if end != opened:
-                self._streams.open_feed(
-                    loader,
-                    self._adapt_batch,
-                    first_epoch=self._epoch,
-                    epochs=end,
-                    skip=self._epoch_batches,
-                    state=state,
-                )
-                opened, state = end, None
-            self._segment = self._streams.train(self.phases[self._phase].until)
-            while self.ready or self._advance():
-                done = self.ready.popleft()
-                self._local.activity.loop_minibatches = done.number + 1
-                yield done
-                if self.should_stop:
-                    self._streams.stop(StopReason.STOP)
-            if self._stop_reason is StopReason.DRAIN and not self._local.any_rank(self.should_stop):
-                self._streams.resume()
-            elif self._stop_reason is not StopReason.DATA or end == until:
-                break
-        self._segment = None
-        self._training = False
-        self.should_stop = self._stop_reason in (StopReason.STOP, StopReason.DRAIN)
-        if self._stop_reason is StopReason.INTERRUPT:
-            self._streams.interrupts.heard = True  # on every rank, also on those that had no signal
-            self._raise_interrupt()
+        self._local.note_call("train()", training.number)
+        training.is_running, training.should_stop = True, False
+        self._loggers.begin(lambda: _list_hyperparameters(self._options, self.plan, self.schedule, self._local.rate[0]))
+        yield from training.run(loader, self._adapt_batch, epochs, continues=continues)
 
-    def _advance(self) -> bool:
-        """Takes the next result, if there is one."""
-        if self._segment is None:
-            return False
-        self._checkpointer.check_saved(wait=False)
-        done = next(self._segment, None)
-        if done is None:
-            if self._number not in self.drains:
-                self.drains.append(self._number)
-            self._segment = None
-            self._stop_reason = self._streams.stop_reason
-            self._enter(phase_after(self.phases, self._phase, self._number, self._epoch))
-            return False
-        self._number = done.number + 1
-        self._epoch = done.epoch + 1 if done.ends_epoch else done.epoch
-        self._epoch_batches = 0 if done.ends_epoch else self._epoch_batches + 1
-        self.ready.append(done)
+    def _report_done(self, done: Done) -> None:
         self._loggers.minibatch(done)
         for callback in self._callbacks:
             callback.on_minibatch(self, done)
-        return True
 
-    def _enter(self, phase: int) -> None:
-        if phase != self._phase:
-            self._session.switch_to(phase)
-        self._phase = phase
-        self.schedule = self.prepared[phase].schedule
-        self.program = self.prepared[phase].program
-        self.proof = self.prepared[phase].proof
+    def _report_phase(self, phase: int) -> None:
+        prepared = self.prepared[phase]
+        self.schedule, self.program, self.proof = prepared.schedule, prepared.program, prepared.proof
 
     def drain(self) -> int:
         """Finishes the admitted minibatches. Returns the total of minibatches. Every rank calls it."""
-        if self._segment is not None:
-            self._streams.stop()
-            while self._advance():
-                pass
+        self._training.drain()
         self._loggers.pause()
-        return self._number
+        return self._training.number
 
     def _begin_collective_call(self, name: str) -> None:
         """Begins a call that every rank must make at the same place: drains, and waits for the others."""
-        self._local.note_call(name, self._number - len(self.ready))
+        self._local.note_call(name, self._training.number - len(self.ready))
         self.drain()
         self._local.meet()
 
     def _finish(self) -> None:
         """Ends a stream that its loop has left by a `break`."""
-        self.drain()
-        self.ready.clear()
-        self._training = False
-
-    # -- other uses of the pipeline -----------------------------------------------------------------
+        self._training.finish()
+        self._loggers.pause()
 
     def evaluate(self, loader: Iterable[Any], *, ema: bool = False, name: str | None = None) -> dict[str, float]:
-        """Returns the means of loss and metrics over a loader, on every rank; drains first.
-
-        Batches may have any size.
+        """Returns the means of loss and metrics over a loader, of batches of any size, on every rank; drains first.
 
         Args:
             ema: use the averaged weights.
@@ -262,9 +170,9 @@ class Pipeline:
         """
         self._begin_collective_call("evaluate()")
         done = self._streams.evaluate(loader, self._adapt_batch, ema)
-        self._raise_interrupt()
+        self._training.raise_interrupt()
         means, name = {"loss": done.loss, **done.metrics}, name or ("test_ema" if ema else "test")
-        self._loggers.evaluation(name, means, max(self._number - 1, 0))
+        self._loggers.evaluation(name, means, max(self._training.number - 1, 0))
         if name == "test":
             self._local.step_schedules(means[self._options.monitor])
             for callback in self._callbacks:
@@ -280,14 +188,7 @@ class Pipeline:
         self._begin_collective_call("predict()")
         for output in self._streams.predict(loader, lambda batch: (self._adapt_batch.input_of(batch), None), ema):
             yield output.value
-        self._raise_interrupt()
-
-    def _raise_interrupt(self) -> None:
-        """Raises an interrupt from outside of training; within it the stream ends first."""
-        if self._streams.interrupts.heard and not self._training:
-            self._streams.forget_interrupt()
-            self._interrupted = True
-            raise KeyboardInterrupt
+        self._training.raise_interrupt()
 
     def state_dict(self, *, ema: bool = False, predicted: bool = True) -> dict[str, Any]:
         """Returns the whole model's state dict under the user's names at rank 0, an empty one elsewhere; drains.
@@ -350,21 +251,10 @@ class Pipeline:
         self.extra = self.extra if extra is None else dict(extra)
         check_json(self.extra, "extra")
         self._begin_collective_call("save()")
-        data = self._streams.data_state(*self.position)
-        position = Position(
-            self._number,
-            self._epoch,
-            self._epoch_batches,
-            tuple(self.drains),
-            data=data,
-            callbacks=states_of(self._callbacks),
-        )
-        listening = [
-            callback for callback in self._callbacks if type(callback).on_checkpoint is not Callback.on_checkpoint
-        ]
-        wait = wait or bool(listening)
-        path = self._checkpointer.save(
-            any_path(folder), self._request, position, keep=keep, wait=wait, extra=self.extra
+        position = replace(self._training.save(), callbacks=states_of(self._callbacks))
+        listening = [callback for callback in self._callbacks if callback.follows_checkpoints]
+        path = self._session.checkpointer.save(
+            any_path(folder), self._request, position, keep=keep, wait=wait or bool(listening), extra=self.extra
         )
         if listening and path != self._checkpoint:
             self._local.any_rank(False)  # rank 0 has completed it
@@ -385,20 +275,11 @@ class Pipeline:
             ArtifactError: no checkpoint, or one that is damaged or of another model, optimizer or scheduler.
         """
         self._begin_collective_call("load()")
-        path = self._checkpointer.newest(any_path(folder))
-        if path is None:
-            raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
-        manifest = self._checkpointer.read(path)
-        if not manifest.has_checksums and self._local.rank == 0:
-            warnings.warn(f"the checkpoint {path} has no checksums, so damage may go unnoticed", stacklevel=2)
-        self._enter(phase_at(self.phases, manifest.minibatches, manifest.epoch))
+        path, manifest = self._session.checkpointer.read_newest(any_path(folder))
+        self._training.enter(phase_at(self.phases, manifest.minibatches, manifest.epoch))
         self._streams.skip_comparison()
-        self._checkpointer.restore(path, manifest)
-        self._number = manifest.minibatches
-        self._epoch = manifest.epoch
-        self._epoch_batches = manifest.epoch_batches
-        self.drains = list(manifest.drains)
-        self._data_state = manifest.data
+        self._session.checkpointer.restore(path, manifest)
+        self._training.restore(manifest)
         self.extra = manifest.extra
         self._checkpoint = path
         load_states(self._callbacks, manifest.callbacks)
@@ -407,27 +288,21 @@ class Pipeline:
     @property
     def position(self) -> tuple[int, int]:
         """Where the data continues: (epoch, minibatches of it that are done)."""
-        return self._epoch, self._epoch_batches
+        return self._training.position
+
+    @property
+    def should_stop(self) -> bool:
+        """Set to True, by a callback or in the loop, to end `train` after the admitted minibatches."""
+        return self._training.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._training.should_stop = value
 
     @property
     def trained(self) -> dict[int, tuple[int, int]]:
         """Phase -> (begin, end) in minibatches, for the phases trained so far."""
         return dict(self._local.workers[0].trained)
-
-    @property
-    def rank(self) -> int:
-        """0 if one process has all workers."""
-        return self._local.rank
-
-    @property
-    def distributed(self) -> bool:
-        """Whether the workers are several processes."""
-        return self._local.distributed
-
-    @property
-    def follows_evaluations(self) -> bool:
-        """Whether the learning-rate scheduler is a ReduceLROnPlateau, which needs evaluations."""
-        return self._local.follows_evaluations
 
     def timeline(self, phase: int | None = None) -> Timeline:
         """Returns a phase's measured timeline, on all ranks; drains. Every rank calls it.
@@ -439,7 +314,7 @@ class Pipeline:
             PipelineError: no such phase.
         """
         self._begin_collective_call("timeline()")
-        number = max(self.trained, default=self._phase) if phase is None else phase
+        number = max(self.trained, default=self._training.phase) if phase is None else phase
         return measured.collect_timeline(self._local, self._session.clock, number, self.plan.batch)
 
     def status(self) -> dict[int, dict[str, float]]:
@@ -467,17 +342,6 @@ class Pipeline:
         factor, late = self.schedule.updates.rate_factor, self.schedule.weights.mean_staleness
         return tuple(rate * factor(s, late(s), rounds) for s in range(len(self.plan.stages)))
 
-    def _list_hyperparameters(self) -> dict[str, Any]:
-        plan = self.plan
-        return plain(vars(self._options)) | {
-            "schedule": self.schedule.name,
-            "microbatches": self.schedule.microbatches,
-            "plan": plan.config,
-            "workers": plan.workers,
-            "batch": plan.batch,
-            "rate": self._local.rate[0],
-        }
-
     def __enter__(self) -> Self:
         self._streams.interrupts.start()
         return self
@@ -485,9 +349,9 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or (isinstance(error, KeyboardInterrupt) and self._interrupted):
+        if error is None or (isinstance(error, KeyboardInterrupt) and self._training.is_interrupted):
             self._finish()
-            self._local.note_call("close()", self._number)
+            self._local.note_call("close()", self._training.number)
             self._local.meet()
             self._session.close(failed=False)
             self._loggers.finalize("success")
@@ -498,25 +362,59 @@ class Pipeline:
                 self._loggers.finalize("failed")
 
 
-def _make_run_request(plan: Plan, phases: Sequence[Phase], compensation: Any, seed: int) -> RunRequest:
-    changes = len(phases) > 1
+def _make_run_request(plan: Plan, phases: Sequence[Phase], options: PipelineOptions) -> RunRequest:
+    changes, compensation = len(phases) > 1, options.compensation
     return RunRequest(
-        seed=seed,
+        seed=options.seed or 0,
         plan=plan,
         phases=phases_text(phases) if changes else "",
         phases_compensation=compensations(compensation) if changes and compensation is not None else None,
     )
 
 
+def _build_session(
+    model: Any,
+    captured: Captured,
+    plan: Plan,
+    phases: Sequence[Prepared],
+    options: PipelineOptions,
+    policy: Policy,
+    scaling: LossScaleOptions | None,
+) -> Session:
+    loss = Loss(options.loss, options.weight, of_model=captured.graph.loss_weight)
+    if any(needs_weights(phase.program) for phase in phases):
+        loss.check_split()
+    layout = _check_layout(options, phases, model, captured.graph)
+    blueprint = Blueprint(
+        programs=[phase.program for phase in phases],
+        evaluation=build_evaluation(phases[0].schedule),
+        stages=[captured.stage(stage.first, stage.last) for stage in plan.stages],
+        settings=_make_settings(options, loss, layout, policy, scaling),
+        device=process_device(options.device),
+        shared=plan.tied_weights,
+        settings_to_agree=lambda: _list_settings_to_agree(model, options),
+        last_layers=[captured.graph.layers[stage.last - 1].name for stage in plan.stages],
+    )
+    return Session(
+        model,
+        captured.graph,
+        blueprint,
+        stuck_after_s=options.stuck_after_s,
+        weights=options.weights,
+        plain=PlainModel(model, captured) if options.check and not _applies_styles(options, plan) else None,
+        free_bytes=lambda: available_bytes(blueprint.device, 1),
+    )
+
+
 def _make_settings(
-    options: PipelineOptions, loss: Loss, layout: Layout, policy: Policy, scaling: LossScaleOptions | None, seed: int
+    options: PipelineOptions, loss: Loss, layout: Layout, policy: Policy, scaling: LossScaleOptions | None
 ) -> Settings:
     return Settings(
         loss=loss,
         optimizer=options.optimizer,
         metrics=dict(options.metrics),
         scheduler=options.scheduler,
-        seed=seed,
+        seed=options.seed or 0,
         policy=policy,
         ema=options.ema,
         autocast=dtype_of(options.autocast),
@@ -570,7 +468,18 @@ def _check_layout(options: PipelineOptions, phases: Sequence[Prepared], model: A
     return layout
 
 
-def _list_settings_to_agree(model: Any, options: PipelineOptions, seed: int) -> dict[str, str]:
+def _list_settings_to_agree(model: Any, options: PipelineOptions) -> dict[str, str]:
     names = {option.name for option in fields(options)} - _OWN_TO_RANKS - _IN_PROGRAMS
     texts = {name: describe_value(getattr(options, name)) for name in sorted(names)}
-    return texts | {"seed": str(seed), "the model": describe_model(model)}
+    return texts | {"seed": str(options.seed or 0), "the model": describe_model(model)}
+
+
+def _list_hyperparameters(options: PipelineOptions, plan: Plan, schedule: Schedule, rate: float) -> dict[str, Any]:
+    return plain(vars(options)) | {
+        "schedule": schedule.name,
+        "microbatches": schedule.microbatches,
+        "plan": plan.config,
+        "workers": plan.workers,
+        "batch": plan.batch,
+        "rate": rate,
+    }

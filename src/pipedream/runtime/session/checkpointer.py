@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -97,16 +98,21 @@ class Checkpointer:
                 self.writer.finish()
             return path
 
-    def newest(self, folder: AnyPath) -> AnyPath | None:
-        """Returns the newest checkpoint in a folder, or the folder if it is one."""
-        with self._local.activity.at("looking for a checkpoint"):
-            return folders.find_newest_of_all(folders.newest_checkpoint(folder), self._group)
+    def read_newest(self, folder: AnyPath) -> tuple[AnyPath, Checkpoint]:
+        """Returns the newest checkpoint in a folder, or the folder if it is one, with its manifest.
 
-    def read(self, path: AnyPath) -> Checkpoint:
-        """Reads the manifest; every rank raises the same `ArtifactError` if it is damaged."""
+        Every rank raises the same `ArtifactError` if there is none, or the manifest is damaged.
+        """
+        with self._local.activity.at("looking for a checkpoint"):
+            path = folders.find_newest_of_all(folders.newest_checkpoint(folder), self._group)
+        if path is None:
+            raise ArtifactError(f"there is no complete checkpoint in {folder}; give a folder that a run has saved into")
         with self._local.activity.at("reading a checkpoint"):
             manifest, self._owners = folders.read_shared_manifest(path, self._group)
-        return manifest
+        if not manifest.has_checksums and self._local.rank == 0:
+            text = f"the checkpoint {path} has no checksums, so damage may go unnoticed"
+            warnings.warn(text, stacklevel=3)  # where the user loads it
+        return path, manifest
 
     def restore(self, path: AnyPath, manifest: Checkpoint) -> None:
         """Restores a checkpoint saved under any plan and schedule.

@@ -1,0 +1,150 @@
+"""Training over the phases of a run: where it is, and the results that its loop has yet to get."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pipedream.core.checkpoint import Checkpoint, Position
+from pipedream.core.schedule.phase import Phase, next_border, phase_after
+from pipedream.runtime.comm.message import StopReason
+from pipedream.runtime.data.splitter import AdaptBatch
+from pipedream.runtime.results.results import Done
+from pipedream.runtime.session.session import Session
+
+
+class Training:
+    """The training stream of a session, which a change of phase drains.
+
+    Args:
+        on_done: takes each result before the loop gets it.
+        on_phase: takes the number of the phase that begins.
+
+    Attributes:
+        is_interrupted: an interrupt was raised.
+        is_running: from the first minibatch of `run` until its end, or a `finish`.
+        number: minibatches done since the start of training.
+        epoch_batches: minibatches done of the epoch.
+        drains: minibatch numbers.
+        ready: results that a drain has finished and `run` has yet to yield.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        phases: Sequence[Phase],
+        on_done: Callable[[Done], None],
+        on_phase: Callable[[int], None],
+    ) -> None:
+        self._session = session
+        self._streams = session.streams
+        self._phases = phases
+        self._on_done = on_done
+        self._on_phase = on_phase
+        self._segment: Iterator[Done] | None = None
+        self._data_state: Mapping[str, Any] | None = None
+        self.stop_reason = StopReason.DATA
+        self.is_running = self.is_interrupted = self.should_stop = False
+        self.phase = self.number = self.epoch = self.epoch_batches = 0
+        self.drains: list[int] = []
+        self.ready: deque[Done] = deque()
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.epoch, self.epoch_batches
+
+    def run(self, loader: Any, adapt: AdaptBatch, epochs: int, *, continues: bool) -> Iterator[Done]:
+        """Yields each minibatch once its gradients are in the weights.
+
+        Args:
+            continues: with the data after an earlier run.
+        """
+        state, self._data_state = self._data_state, None
+        if state is None and continues:
+            state = self._streams.data_state(*self.position)
+        until = self.epoch + epochs
+        opened: int | None = None
+        while True:
+            end = next_border(self._phases[self.phase :], self.epoch, until)
+            if end != opened:
+                self._streams.open_feed(
+                    loader, adapt, first_epoch=self.epoch, epochs=end, skip=self.epoch_batches, state=state
+                )
+                opened, state = end, None
+            self._segment = self._streams.train(self._phases[self.phase].until)
+            while self.ready or self._advance():
+                done = self.ready.popleft()
+                self._session.local.activity.loop_minibatches = done.number + 1
+                yield done
+                if self.should_stop:
+                    self._streams.stop(StopReason.STOP)
+            if self.stop_reason is StopReason.DRAIN and not self._session.local.any_rank(self.should_stop):
+                self._streams.resume()
+            elif self.stop_reason is not StopReason.DATA or end == until:
+                break
+        self._segment = None
+        self.is_running = False
+        self.should_stop = self.stop_reason in (StopReason.STOP, StopReason.DRAIN)
+        if self.stop_reason is StopReason.INTERRUPT:
+            self._streams.interrupts.heard = True  # on every rank, also on those that had no signal
+            self.raise_interrupt()
+
+    def raise_interrupt(self) -> None:
+        """Raises an interrupt from outside of training; within it the stream ends first."""
+        if self._streams.interrupts.heard and not self.is_running:
+            self._streams.forget_interrupt()
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+
+    def _advance(self) -> bool:
+        """Takes the next result, if there is one."""
+        if self._segment is None:
+            return False
+        self._session.checkpointer.check_saved(wait=False)
+        done = next(self._segment, None)
+        if done is None:
+            if self.number not in self.drains:
+                self.drains.append(self.number)
+            self._segment = None
+            self.stop_reason = self._streams.stop_reason
+            self.enter(phase_after(self._phases, self.phase, self.number, self.epoch))
+            return False
+        self.number = done.number + 1
+        self.epoch = done.epoch + 1 if done.ends_epoch else done.epoch
+        self.epoch_batches = 0 if done.ends_epoch else self.epoch_batches + 1
+        self.ready.append(done)
+        self._on_done(done)
+        return True
+
+    def enter(self, phase: int) -> None:
+        if phase != self.phase:
+            self._session.switch_to(phase)
+        self.phase = phase
+        self._on_phase(phase)
+
+    def drain(self) -> None:
+        """Finishes the admitted minibatches."""
+        if self._segment is not None:
+            self._streams.stop()
+            while self._advance():
+                pass
+
+    def finish(self) -> None:
+        """Ends a stream that its loop has left."""
+        self.drain()
+        self.ready.clear()
+        self.is_running = False
+
+    def save(self) -> Position:
+        """Returns the position for a checkpoint."""
+        data = self._streams.data_state(*self.position)
+        return Position(self.number, *self.position, tuple(self.drains), data=data)
+
+    def restore(self, manifest: Checkpoint) -> None:
+        """Continues at the position of a checkpoint."""
+        self.number = manifest.minibatches
+        self.epoch = manifest.epoch
+        self.epoch_batches = manifest.epoch_batches
+        self.drains[:] = manifest.drains
+        self._data_state = manifest.data
