@@ -691,7 +691,7 @@ BREAKS = (
         "sharding/functions.py",
         "arriving[here].copy_(leaving[here])",
         "arriving[here].zero_()",
-        ("sharding/test_exchange.py",),
+        ("sharding/test_functions.py",),
     ),
     Break(
         "partition: a description may leave an operand out",

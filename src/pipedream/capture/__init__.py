@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from pipedream.capture.captured import Captured, build_captured, find_layers
 from pipedream.capture.chain import find_chain, list_chain_values
 from pipedream.capture.compare import split
+from pipedream.capture.errors import check_model
 from pipedream.capture.plain_model import PlainModel
 from pipedream.capture.preserve_state import list_cuda_devices, preserve_state
-from pipedream.capture.refusals import check_model
 from pipedream.capture.slice_forward import call_model
 from pipedream.capture.stand_ins import is_stand_in, stand_ins
 

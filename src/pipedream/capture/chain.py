@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from pipedream.capture.captured import Captured, build_chain
+from pipedream.capture.errors import is_compiled
 from pipedream.capture.preserve_state import (
     MODULE_ATTRIBUTES,
     list_cuda_devices,
@@ -23,7 +24,6 @@ from pipedream.capture.preserve_state import (
     read_python_generators,
     running,
 )
-from pipedream.capture.refusals import is_compiled
 from pipedream.capture.stand_ins import is_stand_in
 from pipedream.capture.structure import READS_NUMBERS, walk
 from pipedream.core.model.graph import Value, ValueSite

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipedream.capture.errors import CutFailed, explain_failure
 from pipedream.capture.placeholder import NumbersNeeded, Placeholder
 from pipedream.capture.preserve_state import Attributes, running, seed_generators
 from pipedream.capture.record import Recording, record
-from pipedream.capture.refusals import explain_failure
 from pipedream.capture.slice import ModelSlice, SliceTables
-from pipedream.capture.slice_errors import CutFailed
 from pipedream.capture.slice_forward import split_arguments
 from pipedream.capture.split import Refused, build_graph
 from pipedream.capture.structure import map_leaves, walk

@@ -26,6 +26,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from pipedream.capture.errors import CutFailed, SliceErrors
 from pipedream.capture.placeholder import (
     RAISED,
     NumbersNeeded,
@@ -37,7 +38,6 @@ from pipedream.capture.placeholder import (
     swap_tensors,
 )
 from pipedream.capture.preserve_state import seeding_python_generators
-from pipedream.capture.slice_errors import CutFailed, SliceErrors
 from pipedream.capture.structure import PLAIN, SameAs, find_leaf, map_leaves, walk, walk_arguments
 from pipedream.core.model.graph import LayerGraph, Value
 from pipedream.core.user_code import note_module

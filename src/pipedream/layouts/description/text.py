@@ -1,4 +1,4 @@
-"""Reads operators from text: which elements of its operands each element of a result needs.
+"""Reads operators from text, and spells them: which elements of its operands each element of a result needs.
 
 The language is Tofu's tensor description language (Wang et al., EuroSys 2019, section 4.1) as one line per operator:
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, NoReturn
@@ -26,6 +26,8 @@ _TENSOR = re.compile(r"\s*\w+\s*\[[^\]]*\]\s*")
 _WHERE = re.compile(r"\bwhere\b(?!\s*[\[(])")  # a tensor or a function may have this name
 _BOUND = re.compile(r"\s*(\w+)\s*<\s*(\d+)\s*")
 _NAME = re.compile(r"\b[^\W\d]\w*")
+
+LETTERS = "abcdefghjklmnpqstuvwxyz"
 
 
 class Affine(NamedTuple):
@@ -273,3 +275,41 @@ class Operator:
 
 def _collect_names(access: Access) -> frozenset[str]:
     return frozenset(name for index in access.indices if index for name, _ in index.terms)
+
+
+def name_dimensions(shape: Sequence[int], whole: Sequence[int] = ()) -> list[str]:
+    """Returns an index for each dimension: 0 where the size is 1, and : where it is to be whole."""
+    chosen = [dim % len(shape) for dim in whole]
+    return [":" if at in chosen else LETTERS[at] if size > 1 else "0" for at, size in enumerate(shape)]
+
+
+def broadcast(indices: Sequence[str], shape: Sequence[int]) -> list[str]:
+    """Returns the indices of a tensor of this shape that is broadcast to one with `indices`."""
+    aligned = indices[len(indices) - len(shape) :]
+    return ["0" if size == 1 else index for index, size in zip(aligned, shape, strict=True)]
+
+
+def spell_access(tensor: str, indices: Sequence[str]) -> str:
+    """Spells a tensor with its indices."""
+    return f"{tensor}[{', '.join(indices)}]"
+
+
+def spell_function(out: Sequence[str], operands: Mapping[str, Sequence[str]], sign: str = "=") -> str:
+    """Spells an operator that computes `out` from operands."""
+    accesses = ", ".join(spell_access(name, indices) for name, indices in operands.items())
+    return f"{spell_access('out', out)} {sign} f({accesses})"
+
+
+def spell_copy(source: Sequence[str], out: Sequence[str]) -> str:
+    """Spells an operator that moves the elements of `self` and computes none."""
+    return f"{spell_access('out', out)} = {spell_access('self', source)}"
+
+
+def spell_sum(*terms: tuple[int, str]) -> str:
+    """Spells a sum of indices with their coefficients."""
+    return " + ".join(f"{times}*{name}" for times, name in terms)
+
+
+def rename_tensors(text: str, names: Mapping[str, str]) -> str:
+    """Returns a line with other names of tensors."""
+    return re.sub(r"\b(\w+)\[", lambda match: f"{names.get(match[1], match[1])}[", text)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from pipedream.layouts.description.text import spell_function, spell_sum
 from pipedream.layouts.tracing.calls import OperatorCall, Part, Rule
-from pipedream.layouts.tracing.spelling import spell_function, spell_sum
 
 A = torch.ops.aten
 

@@ -9,8 +9,8 @@ from math import prod
 import torch
 
 from pipedream.layouts.description.operators import find_range
+from pipedream.layouts.description.text import LETTERS, broadcast, name_dimensions, spell_copy, spell_function
 from pipedream.layouts.tracing.calls import Description, OperatorCall, Part, Rule, list_overloads
-from pipedream.layouts.tracing.spelling import LETTERS, broadcast, name_dimensions, spell_copy, spell_function
 
 A = torch.ops.aten
 

@@ -16,13 +16,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pipedream.core.errors import PlanError
 from pipedream.layouts.description.operators import DescribedStep, Operators
-from pipedream.layouts.description.text import Operator
+from pipedream.layouts.description.text import Operator, rename_tensors
 from pipedream.layouts.tracing.calls import Description, OperatorCall
-from pipedream.layouts.tracing.decompositions import list_decompositions
-from pipedream.layouts.tracing.forward import Callers, disable_fused_operators, split_arguments, swap_tensors
+from pipedream.layouts.tracing.forward import (
+    Callers,
+    disable_fused_operators,
+    list_decompositions,
+    split_arguments,
+    swap_tensors,
+)
 from pipedream.layouts.tracing.registry import REGISTRY, OperatorRegistry, compare_operands, find_contradiction
 from pipedream.layouts.tracing.rules import CONSTANT, DRAWN
-from pipedream.layouts.tracing.spelling import rename_tensors
 from pipedream.sharding.whole_weights import steps_each_element
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
