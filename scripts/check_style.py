@@ -33,7 +33,8 @@ TORCHS_NAMES = {"get_backend"}  # of methods that a base class of torch's asks f
 TORCH_PACKAGES = (
     "capture",
     "experts",
-    "layouts.execution",
+    "layouts.layer",
+    "layouts.step",
     "layouts.tracing",
     "probe",
     "profiler",

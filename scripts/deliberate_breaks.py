@@ -631,7 +631,7 @@ BREAKS = (
     ),
     Break(
         "mesh: a found layout computes the whole batch's gradient from a part",
-        "layouts/execution/layer.py",
+        "layouts/layer.py",
         "        if have == target:\n            return part\n",
         "        if have == have:\n            return part\n",
         ("sharding/test_mesh_training.py",),
@@ -681,7 +681,7 @@ BREAKS = (
     ),
     Break(
         "partition: each rank's partial sum is the sum",
-        "layouts/execution/step.py",
+        "layouts/step.py",
         "into.copy_(COMBINE[reduction](into, part) if piece in seen else part)",
         "into.copy_(part)",
         ("layouts/test_partitioned.py",),

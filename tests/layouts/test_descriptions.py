@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import pipedream
 from pipedream.core.errors import PlanError
-from pipedream.layouts.execution.step import PartitionedStep, SimulatedRanks
 from pipedream.layouts.search.partition import partition
+from pipedream.layouts.step import PartitionedStep, SimulatedRanks
 from pipedream.layouts.tracing.registry import REGISTRY, find_contradiction
 from pipedream.layouts.tracing.trace import trace
 

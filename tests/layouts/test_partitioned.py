@@ -19,10 +19,10 @@ import pipedream
 from pipedream import Layout, Mesh, Operators, lay_out
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Box, Piece
-from pipedream.layouts.execution.step import GroupRanks, PartitionedStep, Parts, Ranks, SimulatedRanks
 from pipedream.layouts.search.exchanges import Exchanges
 from pipedream.layouts.search.partition import Halving, Partition, partition
 from pipedream.layouts.search.search import Search
+from pipedream.layouts.step import GroupRanks, PartitionedStep, Parts, Ranks, SimulatedRanks
 from pipedream.layouts.tracing.registry import find_contradiction
 from pipedream.layouts.tracing.trace import TracedStep, trace
 

@@ -60,7 +60,7 @@ def build_captured(model: nn.Module, graph: LayerGraph, refused: Mapping[str, st
 
 def build_chain(model: nn.Module, layers: Sequence[nn.Module]) -> Captured:
     """Returns the layers of a model that is a chain of them."""
-    return Captured(LayerGraph.chain(_describe(model, layers), *find_tied_layers(layers)), tuple(layers))
+    return Captured(LayerGraph.chain(_describe(model, layers), *_find_tied_layers(layers)), tuple(layers))
 
 
 def find_layers(model: nn.Module, names: Sequence[str]) -> Captured:
@@ -96,7 +96,7 @@ def _describe(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[Layer, ...
     return tuple(described)
 
 
-def find_tied_layers(layers: Sequence[nn.Module]) -> Ties:
+def _find_tied_layers(layers: Sequence[nn.Module]) -> Ties:
     """Returns the groups of layers that share a trained parameter or state, and those of them that share state.
 
     To share is to use the same storage. State means running statistics, or a module with buffers that runs twice; other

@@ -154,7 +154,7 @@ def preserve_state(
 
 
 @contextmanager
-def preserve_weights(model: nn.Module) -> Iterator[None]:
+def _preserve_weights(model: nn.Module) -> Iterator[None]:
     """A context after which parameters that a forward has written are as before; only these are copied."""
     parameters = [
         parameter for parameter in model.parameters() if type(parameter.data) is torch.Tensor and not parameter.is_meta
@@ -175,7 +175,7 @@ def preserve_weights(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def running(model: nn.Module, devices: Iterable[int], training: bool) -> Iterator[None]:
     """A context for a forward in a mode, after which the model is as before."""
-    with preserve_state([model], devices), preserve_weights(model):
+    with preserve_state([model], devices), _preserve_weights(model):
         for module in model.modules():
             module.training = training  # a user's own train() may have side effects
         yield

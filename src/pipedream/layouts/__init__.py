@@ -1,6 +1,6 @@
 """Searches how the ranks of one worker divide a training step, and runs the step so (docs/partition.md).
 
-Everything outside imports from here. Names are imported on first use, since only tracing and execution need torch.
+Everything outside imports from here. Names are imported on first use, since only tracing and running a step need torch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipedream.layouts.description.operators import DescribedStep, Operators
-    from pipedream.layouts.execution.layer import partition_layer
-    from pipedream.layouts.execution.step import GroupRanks, PartitionedStep, SimulatedRanks
+    from pipedream.layouts.layer import partition_layer
     from pipedream.layouts.report import (
         compare_layouts,
         compare_partitions,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from pipedream.layouts.search.exchanges import Exchanges
     from pipedream.layouts.search.lay_out import lay_out
     from pipedream.layouts.search.partition import METHODS, Partition, check_request, complete_partition, partition
+    from pipedream.layouts.step import GroupRanks, PartitionedStep, SimulatedRanks
     from pipedream.layouts.tracing.registry import register_operator
     from pipedream.layouts.tracing.trace import TracedStep, describe_step, operators, trace
 
@@ -51,8 +51,8 @@ __all__ = [
 
 _NAMES = {
     "description.operators": ("DescribedStep", "Operators"),
-    "execution.layer": ("partition_layer",),
-    "execution.step": ("GroupRanks", "PartitionedStep", "SimulatedRanks"),
+    "layer": ("partition_layer",),
+    "step": ("GroupRanks", "PartitionedStep", "SimulatedRanks"),
     "report": ("compare_layouts", "compare_partitions", "format_layouts", "format_partitions"),
     "search.exchanges": ("Exchanges",),
     "search.lay_out": ("lay_out",),

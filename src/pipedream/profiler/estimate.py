@@ -146,7 +146,7 @@ def _time_layers(
             timed[key] = forward, backward, value
         forward, backward, value = timed[key]
         laps.append((forward, backward))
-        hidden.append(opaque_bytes(layer, arguments) if forward.opaque else 0)
+        hidden.append(_count_opaque_bytes(layer, arguments) if forward.opaque else 0)
         arguments = (value,)
     return laps, arguments, hidden
 
@@ -279,7 +279,7 @@ class OpCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def opaque_bytes(module: torch.nn.Module, arguments: Any) -> int:
+def _count_opaque_bytes(module: torch.nn.Module, arguments: Any) -> int:
     """Returns the bytes of the workspaces that LSTMs keep, by a rule of thumb.
 
     16 numbers for each step, sample and unit of each layer and direction: 15.4 to 18.6 were measured on CPUs (oneDNN);

@@ -106,7 +106,7 @@ def choose_meshes(
     slower: list[Mesh] = []
     for mesh in sorted(meshes, key=single.bound_s):
         simulated = (row for row in compared if row.candidates[0].period_s is not None)
-        if single.bound_s(mesh) >= min((rank_by_seconds(row)[0] for row in simulated), default=inf):
+        if single.bound_s(mesh) >= min((_rank_by_seconds(row)[0] for row in simulated), default=inf):
             slower.append(mesh)
             continue
         try:
@@ -115,13 +115,13 @@ def choose_meshes(
             refused.append((mesh, error))
     mixed: Sequence[planner.Comparison] = ()
     try:
-        best = min(compared, key=rank_by_seconds, default=None)
-        mixed = compare_mixed(profile, single.request, meshes, score_plan, best)
+        best = min(compared, key=_rank_by_seconds, default=None)
+        mixed = _compare_mixed(profile, single.request, meshes, score_plan, best)
     except PipelineError as error:
         refused.append((None, error))
     if not compared and not mixed:
         _refuse(request.workers_and_links, refused)
-    others = _list_others(single, slower if is_simulated(request) else meshes, score_plan)
+    others = _list_others(single, slower if _is_simulated(request) else meshes, score_plan)
     return _choose_fastest(compared, mixed, others)
 
 
@@ -193,7 +193,7 @@ def _list_others(
     """
     if single.request.shape != "any" or single.request.cuts is not None:
         return []
-    simulates = is_simulated(single.request)
+    simulates = _is_simulated(single.request)
     kinds = [(mesh, "1") for mesh in meshes]
     kinds += [] if simulates else [(Mesh(), shape) for shape in ("straight", "data-parallel")]
     candidates: list[planner.Candidate] = []
@@ -211,7 +211,7 @@ def _choose_fastest(
 ) -> planner.Comparison:
     """Returns all of them as one, whose plan says what the best of each kind takes."""
     every = (*compared, *mixed)
-    best = min([row for row in every if not row.candidates[0].why] or every, key=rank_by_seconds)
+    best = min([row for row in every if not row.candidates[0].why] or every, key=_rank_by_seconds)
     first = best.candidates[0]
     candidates = (*(candidate for row in every for candidate in row.candidates), *others)
     rest = [candidate for candidate in candidates if candidate is not first]
@@ -237,7 +237,7 @@ def _refuse(cluster: Cluster, refused: Sequence[tuple[Mesh | None, PipelineError
     raise ShortageError(f"no plan fits on any mesh; nearest are those {where}, with {missing}: {error}", need_bytes)
 
 
-def compare_mixed(
+def _compare_mixed(
     profile: Profile,
     request: PlanRequest,
     meshes: Sequence[Mesh],
@@ -259,7 +259,7 @@ def compare_mixed(
         return []
     search = _MixedSearch(profile, request, meshes)
     flushes = schedules.properties_of(request.schedule).flushes
-    simulates = is_simulated(request)
+    simulates = _is_simulated(request)
     rows: list[planner.Comparison] = []
     for plan, finalist in search.plan_finalists():
         candidate = planner.Candidate(
@@ -271,7 +271,7 @@ def compare_mixed(
             mesh=_format_meshes(plan),
         )
         candidate = planner.candidate_from_plan(candidate, plan, flushes)
-        least_s = min((rank_by_seconds(row)[0] for row in (*rows, *([best] if best else []))), default=inf)
+        least_s = min((_rank_by_seconds(row)[0] for row in (*rows, *([best] if best else []))), default=inf)
         if simulates and candidate.bound_s >= least_s:
             candidate = replace(candidate, why=f"cannot take less than {format_seconds(candidate.bound_s)}")
         elif simulates and not takes_long(plan):
@@ -280,12 +280,12 @@ def compare_mixed(
     return rows
 
 
-def is_simulated(request: PlanRequest) -> bool:
+def _is_simulated(request: PlanRequest) -> bool:
     """Returns whether plans are simulated; the request's cluster has ranks as workers."""
     return request.strategy == "simulate" and request.workers_and_links.workers <= MOST_SIMULATED
 
 
-def rank_by_seconds(comparison: planner.Comparison) -> tuple[float, ...]:
+def _rank_by_seconds(comparison: planner.Comparison) -> tuple[float, ...]:
     """Returns the order of plans: fewer seconds, by simulation if there is one; then fewer stages and ranks."""
     plan, period_s = comparison.plan, comparison.candidates[0].period_s
     return plan.period_s if period_s is None else period_s, len(plan.stages), plan.ranks
@@ -301,7 +301,7 @@ class _MixedSearch:
         """Returns different plans of several searches, each with its search in words."""
         shape = self._shape
         plans: dict[tuple[Any, ...], tuple[Plan, str]] = {}
-        for slower in _SLOWER if is_simulated(self.request) and isinstance(shape, str) else (1.0,):
+        for slower in _SLOWER if _is_simulated(self.request) and isinstance(shape, str) else (1.0,):
             finalist = planner.Finalist(shape if isinstance(shape, str) else "-".join(map(str, shape)), slower)
             try:
                 plan = self._plan(finalist)

@@ -173,7 +173,7 @@ def _compare(
     if schedules.properties_of(request.schedule).same_updates:
         profile = profile.without_tied_groups()
     if schedules.layout_of(request.schedule) is not None:
-        return _make_single_candidate(lay_out_stages(profile, request), request)
+        return _make_single_candidate(_lay_out_stages(profile, request), request)
     if schedules.is_torch_csv(request.schedule):
         return _make_single_candidate(plan_from_file(profile, request), request)
     return StageSearch(profile, request).compare(score_plan)
@@ -251,7 +251,7 @@ def _list_references(
             yield _simulate(make_candidate(plan, shape), plan)
 
 
-def lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
+def _lay_out_stages(profile: Profile, request: PlanRequest) -> Plan:
     """Plans for a method of `schedules.LAYOUTS`, on all workers of a cluster, which must be equally fast.
 
     Such methods give all workers the same number of stages, so equal stages keep them equally busy: the row of stages

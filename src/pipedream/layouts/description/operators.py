@@ -95,7 +95,7 @@ class Operators(Artifact):
         For operators whose index names mean something in their own line alone, such as those of a model. A name is a
         tensor and the number of its dimension, such as `x0_0`, of the first tensor that has it.
         """
-        return replace(self, text=share_names(self.tensors, self.groups, self.steps))
+        return replace(self, text=_share_names(self.tensors, self.groups, self.steps))
 
     def report(self, layout: Layout, mesh: Mesh) -> Report:
         """Returns what the step takes on a mesh, whose layout shards indices by name in all lines.
@@ -226,7 +226,7 @@ def find_box(access: Access, ranges: Mapping[str, range], shape: tuple[int, ...]
     return tuple(box)
 
 
-def share_names(
+def _share_names(
     tensors: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[str]], operators: Sequence[Operator]
 ) -> str:
     """Returns the operators' text with shared names of indices.

@@ -289,20 +289,19 @@ def broadcast(indices: Sequence[str], shape: Sequence[int]) -> list[str]:
     return ["0" if size == 1 else index for index, size in zip(aligned, shape, strict=True)]
 
 
-def spell_access(tensor: str, indices: Sequence[str]) -> str:
-    """Spells a tensor with its indices."""
+def _spell_access(tensor: str, indices: Sequence[str]) -> str:
     return f"{tensor}[{', '.join(indices)}]"
 
 
 def spell_function(out: Sequence[str], operands: Mapping[str, Sequence[str]], sign: str = "=") -> str:
     """Spells an operator that computes `out` from operands."""
-    accesses = ", ".join(spell_access(name, indices) for name, indices in operands.items())
-    return f"{spell_access('out', out)} {sign} f({accesses})"
+    accesses = ", ".join(_spell_access(name, indices) for name, indices in operands.items())
+    return f"{_spell_access('out', out)} {sign} f({accesses})"
 
 
 def spell_copy(source: Sequence[str], out: Sequence[str]) -> str:
     """Spells an operator that moves the elements of `self` and computes none."""
-    return f"{spell_access('out', out)} = {spell_access('self', source)}"
+    return f"{_spell_access('out', out)} = {_spell_access('self', source)}"
 
 
 def spell_sum(*terms: tuple[int, str]) -> str:

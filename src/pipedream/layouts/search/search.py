@@ -3,7 +3,7 @@
 The cost is a sum over pairs: an operator's index and the scheme of a tensor that it reads or computes. Bucket
 elimination minimises it exactly, whatever the graph: what Tofu groups (the backward of an operator with its forward, a
 weight with its gradient and update, chains of element-wise operators) has small tables, and is eliminated first at no
-loss. Only equal time steps are chosen for together, where tables would become too large (`find_equal_time_steps`).
+loss. Only equal time steps are chosen for together, where tables would become too large (`_find_equal_time_steps`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Search:
         tensors = {name: group[0] for group in operators.groups for name in group}
         self._choose_together(tensors, list(range(len(operators.steps))))
         if self.cells > most_cells:
-            self._choose_together(*find_equal_time_steps(operators, tensors))
+            self._choose_together(*_find_equal_time_steps(operators, tensors))
         order, cells = self._find_order(by_fill=True)
         if cells < self.cells:
             self._order, self.cells = order, cells
@@ -280,7 +280,7 @@ class _Classes:
         return first != second
 
 
-def find_equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> tuple[dict[str, str], list[int]]:
+def _find_equal_time_steps(operators: Operators, groups: Mapping[str, str]) -> tuple[dict[str, str], list[int]]:
     """Returns for each tensor and each operator one that is cut like it, in an unrolled recurrent network.
 
     This is Tofu's coarsening (EuroSys 2019, section 5.1).

@@ -99,7 +99,7 @@ class Part:
         return padding
 
 
-def run_operator(part: Part) -> torch.Tensor:
+def _run_operator(part: Part) -> torch.Tensor:
     """Applies the operator itself; what it computes of its own parts is its part of the result."""
     result = part.call.function(**part.values)
     return result if part.call.item is None else result[part.call.item]  # type: ignore[no-any-return]
@@ -115,7 +115,7 @@ class Description:
     """
 
     spell: Callable[[OperatorCall], str]
-    run: Callable[[Part], torch.Tensor] = run_operator
+    run: Callable[[Part], torch.Tensor] = _run_operator
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Rule:
 
     operators: Sequence[Any]
     text: Callable[[OperatorCall], str] | str
-    run: Callable[[Part], torch.Tensor] = run_operator
+    run: Callable[[Part], torch.Tensor] = _run_operator
     items: Iterable[int | None] = (None,)
 
     def descriptions(self) -> dict[tuple[Any, int | None], Description]:

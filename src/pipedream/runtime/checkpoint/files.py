@@ -152,7 +152,7 @@ def fit_names(
     Raises:
         CaptureError: some are missing.
     """
-    weights = under_model_names(model, weights)
+    weights = _use_model_names(model, weights)
     prefix = getattr(model, "base_model_prefix", "")
     saved = model.state_dict(keep_vars=True)
     sources: dict[str, str] = {}
@@ -177,7 +177,7 @@ def fit_names(
     return _Renamed(weights, sources)
 
 
-def under_model_names(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def _use_model_names(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Returns a file's tensors as a model of transformers has them; for other models as they are.
 
     A tensor is read and converted when it is asked for.

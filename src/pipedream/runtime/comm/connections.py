@@ -69,7 +69,7 @@ class Connections:
     workers: Sequence[range] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "workers", list_worker_ranks(self.meshes))
+        object.__setattr__(self, "workers", _list_worker_ranks(self.meshes))
 
     @property
     def rank(self) -> int:
@@ -136,7 +136,7 @@ def connect_groups(
         )
     sums_on = device if uses_nccl else torch.device("cpu")
     meshes = meshes or [Mesh()] * (1 + max(map(max, stages)))
-    workers = list_worker_ranks(meshes)
+    workers = _list_worker_ranks(meshes)
     pairs = [pair for a, b in pairs for pair in (zip if meshes[a] == meshes[b] else product)(workers[a], workers[b])]
     upward = _make_group(range(dist.get_world_size(everyone)), torch.device("cpu"))
     assert upward is not None
@@ -194,7 +194,7 @@ def _connect_sums(
     return next(filter(None, groups), None)
 
 
-def list_worker_ranks(meshes: Sequence[Mesh]) -> list[range]:
+def _list_worker_ranks(meshes: Sequence[Mesh]) -> list[range]:
     """Returns the ranks of each worker."""
     workers: list[range] = []
     for mesh in meshes:

@@ -92,12 +92,12 @@ def is_running(pid: int) -> bool:
     return bool(fields) and fields[0] not in "TtZX"
 
 
-def is_stopped(pid: int) -> bool:
+def _is_stopped(pid: int) -> bool:
     """Returns whether a process is stopped, not by a debugger."""
     return _read_stat(pid)[:1] == ["T"]
 
 
-def find_parent(pid: int) -> int:
+def _find_parent(pid: int) -> int:
     """Returns the id of a process's parent; 0 if there is no such process."""
     return int((_read_stat(pid) or ["", "0"])[1])
 
@@ -149,7 +149,7 @@ def watch_stopped(
             # This process may have been stopped itself.
             since_s, looked_s = min(time.monotonic() - looked_s, 2 * _PERIOD_S), time.monotonic()
             before_s = stopped_s
-            stopped_s = {pid: before_s.get(pid, 0.0) + since_s for pid in processes() if is_stopped(pid)}
+            stopped_s = {pid: before_s.get(pid, 0.0) + since_s for pid in processes() if _is_stopped(pid)}
             for pid in [pid for pid in stopped_s if before_s.get(pid, 0.0) <= after_s < stopped_s[pid]]:
                 end(pid)
 
@@ -215,14 +215,14 @@ def _leave(launcher: int) -> None:
     """Ends this worker, whose launcher is stopped."""
     text = f"pipedream: the launcher (process {launcher}) was stopped for {_STOPPED_S:g} s; its workers end"
     # The guard has written a message if it was there.
-    if os.environ.get("LOCAL_RANK") == "0" and not has_error() and write_error(text, verdict=True):
+    if os.environ.get("LOCAL_RANK") == "0" and not _has_error() and write_error(text, verdict=True):
         print(text, file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def _start_ending_launcher(pid: int) -> None:
     # All workers may have ended before the launcher has been stopped for long enough.
-    if is_stopped(pid):
+    if _is_stopped(pid):
         _start("launcher", pid)
 
 
@@ -233,7 +233,7 @@ def _start(what: str, pid: int) -> None:
 def _end_launcher(pid: int) -> None:
     """Kills a launcher that stays stopped."""
     process, end_s = RankProcess.of(pid), time.monotonic() + _LAUNCHER_STOPPED_S - _LAUNCHER_LOOKED_AT_S
-    while is_stopped(pid):
+    while _is_stopped(pid):
         if time.monotonic() > end_s:
             process.kill()
             return
@@ -243,14 +243,14 @@ def _end_launcher(pid: int) -> None:
 def _end_worker(pid: int) -> None:
     """Kills a worker, this process's parent, if it stays stopped; a job that is suspended as a whole is left alone."""
     worker = RankProcess.of(pid)
-    agent = find_parent(pid)
+    agent = _find_parent(pid)
 
     def kill(_: int) -> None:
         if os.getppid() == pid and worker.kill():
             rank = os.environ.get("RANK")
             print(f"pipedream: rank {rank} was stopped for {_ALL_STOPPED_S:g} s and was killed", file=sys.stderr)
 
-    watch_stopped(lambda: [] if is_stopped(agent) else [pid], kill, _ALL_STOPPED_S)
+    watch_stopped(lambda: [] if _is_stopped(agent) else [pid], kill, _ALL_STOPPED_S)
     while os.getppid() == pid:
         time.sleep(_PERIOD_S)
     time.sleep(_PERIOD_S)  # the thread that has killed it may still have to say so
@@ -277,8 +277,7 @@ def write_error(message: str, *, verdict: bool = False) -> bool:
     return False
 
 
-def has_error() -> bool:
-    """Returns whether this worker has written a message."""
+def _has_error() -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return bool(path) and Path(path).exists()
 

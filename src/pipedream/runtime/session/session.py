@@ -1,7 +1,6 @@
 """A session: one model trained in one placement, from the first minibatch to the last.
 
-- `build_local_workers` joins the other ranks, makes the workers of this process (`local_workers`), and gives them their
-  initial values.
+- `Session` joins the other ranks, and makes the workers of this process (`local_workers`) with their initial values.
 - `streams` runs them: training, evaluations, predictions; `comparison` compares their first minibatch with the model
   (`reference_run`, `comparer`).
 - `checkpointer` saves and restores them; `state` hands their weights out and in.
@@ -72,7 +71,8 @@ class Session:
         free_bytes: returns the memory that this process may still take.
 
     Raises:
-        PlanError, CaptureError: see `build_local_workers`.
+        PlanError: the number of processes is not the plan's, or the ranks disagree on the plan.
+        CaptureError: a parameter or buffer is on the meta device and cannot be initialised, or not in `weights`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Session:
         free_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         whole_bytes = count_bytes(model)
-        local = self.local = build_local_workers(model, graph, blueprint, weights, stuck_after_s)
+        local = self.local = _build_local_workers(model, graph, blueprint, weights, stuck_after_s)
         self.clock = ClockOffset(local.group)
         self.checkpointer = Checkpointer(local)
         self.streams = Streams(local, None if plain is None else Comparison(local, plain, whole_bytes, free_bytes))
@@ -119,15 +119,9 @@ class Session:
             local.guard.end()
 
 
-def build_local_workers(
+def _build_local_workers(
     model: nn.Module, graph: LayerGraph, blueprint: Blueprint, weights: Weights, stuck_after_s: float
 ) -> LocalWorkers:
-    """Builds all workers, or this process's.
-
-    Raises:
-        PlanError: the number of processes is not the plan's, or the ranks disagree on the plan.
-        CaptureError: a parameter or buffer is on the meta device and cannot be initialised, or not in `weights`.
-    """
     if blueprint.device.type == "cpu":
         keep_freed_memory()
     rank, processes = join_group(blueprint.device, check_software=False)

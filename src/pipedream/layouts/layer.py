@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipedream.core.errors import PlanError
-from pipedream.layouts.execution.step import GroupRanks, PartitionedStep
 from pipedream.layouts.search.partition import Partition, complete_partition
+from pipedream.layouts.step import GroupRanks, PartitionedStep
 from pipedream.layouts.tracing.trace import trace
 from pipedream.sharding.functions import redistribute_in_steps, sum_partials
 from pipedream.sharding.stage import StageSharding

@@ -1,1 +1,0 @@
-"""Runs a step as a partition has divided it."""
