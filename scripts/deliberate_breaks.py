@@ -225,8 +225,8 @@ BREAKS = (
     Break(
         "planner: a stage that just fits is refused",
         "planner/dynamic_program/recurrence.py",
-        "fits = self._compute_need(state, always) <= site.memory_bytes",
-        "fits = self._compute_need(state, always) < site.memory_bytes",
+        "fits = need(first) <= memory_bytes",
+        "fits = need(first) < memory_bytes",
         ("planner/test_recurrence.py",),
     ),
     Break(
