@@ -164,7 +164,7 @@ OTHERS = [
             ("feedback", Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=4)),
             ("gap", Case("mlp", "pipedream", 2, replicas=(2, 1))),
             ("spike", Case("mlp", "pipedream", 3, clip_grad_norm=0.1, clip="local")),
-            ("spike", Case("mlp", "pipedream", 3, depth="full", drain_at=-1, leave_at=17)),
+            ("spike", Case("mlp", "pipedream", 3, depth="full", drain_at=-1, leave_at=8)),
             ("t1", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
             ("feedback", Case("mlp", "pipedream", 3, optimizer="adamw", scheduled=True)),
         )

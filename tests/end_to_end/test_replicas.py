@@ -25,7 +25,7 @@ METHODS = ("pipedream", "pipedream_vertical_sync", "pipedream_2bw", "1f1b", "gpi
 ROUNDS = ("pipedream", "pipedream_vertical_sync")
 """Methods whose updates are rounds of the replicas, so that a last round may be incomplete."""
 
-EPOCHS = 7
+EPOCHS = 5
 
 # UpdateDelay needs depth: (W_s + 1) r_s <= W_u r_u + (r_u if lag_u else gcd(r_s, r_u)) for all u < s with lag_s = 1.
 LAGS = {
@@ -42,7 +42,7 @@ LAGS = {
 
 
 def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
-    """Returns a run of 35 minibatches, an evaluation among them."""
+    """Returns a run of 25 minibatches, an evaluation among them."""
     split = None if schedule in ROUNDS else max(replicas) + 1
     if schedule == "pipedream_2bw":
         split = None  # as many as are in flight
@@ -53,7 +53,7 @@ def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
         len(replicas),
         replicas=replicas,
         microbatches=split,
-        **({"epochs": EPOCHS, "drain_at": 13} | others),
+        **({"epochs": EPOCHS, "drain_at": 8} | others),
     )
 
 
