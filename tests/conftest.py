@@ -25,6 +25,7 @@ COMPUTING = ("tests/sharding/", *(f"tests/end_to_end/test_{name}.py" for name in
 
 _STARTED = pytest.StashKey[float]()
 _PROCESSOR_S: dict[str, float] = {}  # of each test
+_modules_frozen = 0
 
 # No deadline and no complaint about slow examples: shared cores are sometimes slow. In CI more examples, and the same
 # each time. HYPOTHESIS_PROFILE=thorough draws 400 where a test does not name a number.
@@ -125,6 +126,7 @@ def run_command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, s
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Notes the processor time before a test and its fixtures."""
+    _freeze_imports()
     item.stash[_STARTED] = _processor_s()
 
 
@@ -163,7 +165,17 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leaves what was imported out of later collections of garbage: each profile makes two of them."""
+    """Collects garbage again."""
     gc.enable()
-    gc.collect()
-    gc.freeze()
+
+
+def _freeze_imports() -> None:
+    """Leaves what was imported out of later collections of garbage: each profile makes two of them.
+
+    Tests import more, torch._dynamo among it, which takes a tenth of a second of each collection.
+    """
+    global _modules_frozen
+    if len(sys.modules) > _modules_frozen + 50:
+        _modules_frozen = len(sys.modules)
+        gc.collect()
+        gc.freeze()

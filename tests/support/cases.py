@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from math import lcm
 from typing import Any
@@ -107,7 +107,7 @@ class Case:
         """Returns the plan."""
         layout = LAYOUTS.get(self.schedule)
         replicas = self.replicas if layout is None else (layout.replicas,) * self.stages
-        plan = _plan_of(self.animal, self.dtype, self.stages, replicas, self.depth)
+        plan = zoo.plan_of(zoo.make(self.animal, self.dtype), self.stages, replicas, self.depth)
         plan = plan if self.update_delay is None else replace(plan, update_delay=self.update_delay)
         if layout is not None:
             workers = self.workers or max(1, self.stages * layout.replicas // 2)
@@ -117,11 +117,6 @@ class Case:
                 order = layout.order(workers, self.stages * layout.replicas // workers)
             plan = replace(plan, worker_order=order)
         return replace(plan, stages=tuple(replace(stage, recompute=self.recompute) for stage in plan.stages))
-
-
-@cache
-def _plan_of(animal: str, dtype: torch.dtype, stages: int, replicas: tuple[int, ...] | None, depth: Any) -> Plan:
-    return zoo.plan_of(zoo.make(animal, dtype), stages, replicas, depth)
 
 
 @dataclass

@@ -48,9 +48,16 @@ class Animal:
     reference: nn.Module | None = None
 
 
+_GRAPHS: dict[Any, LayerGraph] = {}  # of each model that was captured: all animals of a kind have the same layers
+
+
 def plan_of(animal: Animal, stages: int, replicas: tuple[int, ...] | None = None, depth: Any = "noam") -> Plan:
     """Returns the plan that is cut at the animal's own places; nothing is timed."""
-    graph = capture(animal.model, (animal.batches[0][0],)).graph
+    parameters = ((name, p.dtype, p.requires_grad) for name, p in animal.model.named_parameters())
+    key = repr(animal.model), *parameters
+    if key not in _GRAPHS:
+        _GRAPHS[key] = capture(animal.model, (animal.batches[0][0],)).graph
+    graph = _GRAPHS[key]
     costs = tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers)
     profile = Profile(type(animal.model).__name__, graph, costs, len(animal.batches[0][0]))
     counts = replicas or (1,) * stages

@@ -64,7 +64,7 @@ def test_losses_that_are_read_later_are_the_same(case: Case) -> None:
 
 def test_a_drain_gives_what_is_read_late() -> None:
     """The loop is left one minibatch later, and gets every result."""
-    case = Case("mlp", "1f1b", 3, microbatches=3, drain_at=7)
+    case = Case("mlp", "1f1b", 3, microbatches=3, drain_at=7, epochs=5)
     at_once, late = outcome(case, False), outcome(case, True)
     assert (at_once.drains, late.drains) == ([8, 25], [9, 25])
     assert late.dones == at_once.dones
