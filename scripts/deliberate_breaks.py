@@ -432,7 +432,7 @@ BREAKS = (
     Break(
         "wire: the header forgets which gradients come back",
         "runtime/comm/message.py",
-        "return cls(specs, end, message.structure, message.gradients)",
+        "return cls(specs, end, message.structure, message.wants)",
         "return cls(specs, end, message.structure)",
         ("runtime/comm/test_message.py",),
     ),

@@ -112,6 +112,21 @@ def test_a_stop_ends_as_a_break_does(counts: tuple[int, ...]) -> None:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+def test_a_stop_in_the_last_minibatch_of_a_phase_ends_the_training() -> None:
+    animal = zoo.make("mlp")
+    count = len(animal.batches)
+    with pd.Pipeline(
+        animal.model,
+        zoo.plan_of(animal, 2),
+        loss=animal.loss,
+        optimizer=SGD,
+        phases="pipedream:2e,1f1b",
+        callbacks=[StopsAt(2 * count - 1)],
+    ) as pipeline:
+        assert len(list(pipeline.train(animal.batches, epochs=4))) == 2 * count
+        assert pipeline.should_stop
+
+
 def test_the_loop_may_stop_and_train_on() -> None:
     animal = zoo.make("mlp")
     whole, *_ = trained((1, 1), [], schedule="1f1b")

@@ -243,7 +243,7 @@ class TestPlan:
         rows = (Stage(0, 1, 4, 1.0, 2.0, parameter_bytes=1000), Stage(1, 2, 1, 1.0, 2.0, 0.5, output_bytes=7))
         plan = Plan(rows, (2, 1), Cluster.flat(5, 100.0))
         head, names, first, second, words = str(plan).splitlines()
-        assert head == "Plan 4-1: 5 workers, depth noam, 4.50 s per minibatch predicted"
+        assert head == "Plan 4-1: 5 workers, depth noam, 4.50 s per minibatch when full"
         columns = re.split(r"\s{2,}", names.strip())
         assert columns == [
             *("stage", "layers", "workers", "forward", "backward", "update", "all-reduce", "sends", "weights"),

@@ -47,9 +47,11 @@ def profiles(draw: st.DrawFn) -> Profile:
         parameter_bytes=st.integers(0, 40),
         activation_bytes=st.integers(0, 100),
     )
-    layers = tuple(draw(st.lists(layer, min_size=2, max_size=5)))
+    layers = draw(st.lists(layer, min_size=2, max_size=5))
+    if draw(st.booleans()):  # a small batch takes less time per sample
+        layers = [replace(layer, backward_fixed_s=-layer.backward_s / 2) for layer in layers]
     return Profile.of_chain(
-        layers,
+        tuple(layers),
         batch=draw(st.sampled_from([1, 4, 6])),
         update_s=0.5,
         update_fixed_s=draw(st.sampled_from([0.0, 0.3])),
@@ -171,6 +173,14 @@ def test_never_slower_than_one_worker(rate: float) -> None:
     assert plan.workers == 1
     assert "a minibatch of one sample cannot be split" in plan.note
     assert "cannot be split" not in pd.plan(CHAIN, Cluster.flat(4, rate), schedule="auto").note
+
+
+def test_small_batches_that_are_cheaper_are_planned_as_by_the_method_alone() -> None:
+    layers = (LayerProfile(1.0, 2.0, 1, 8, backward_fixed_s=-1.0),) * 4
+    profile, cluster = Profile.of_chain(layers, batch=4), Cluster.flat(2, 100.0)
+    request = PlanRequest(cluster, schedule="auto", shape="1-1", microbatches=4, in_flight="auto")
+    chosen = planning.choose(profile, request, ["1f1b"]).plan
+    assert chosen.stages == planning.make_plan(profile, replace(request, schedule="1f1b")).stages
 
 
 def test_what_is_said_is_kept() -> None:

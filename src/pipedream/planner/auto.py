@@ -54,7 +54,7 @@ class _Alternatives:
     def plan(self, way: Candidate, finalist: Finalist, in_flight: str | tuple[int, ...]) -> Plan:
         """Raises PlanError if no plan fits, or if it equals that of another candidate."""
         occupancy = self.occupancy(way.schedule, way.microbatches)
-        profile = self.profile.without_tied_groups() if self.methods[way.schedule].same_updates else self.profile
+        profile = self._split_profile(self.methods[way.schedule].same_updates, way.microbatches)
         free = self._plan_unlimited(profile, finalist, way.update_delay)
         if way.update_delay and not any(free.update_delay):
             raise PlanError("no stage delays its updates")
@@ -88,8 +88,17 @@ class _Alternatives:
             planned, schedule=way.schedule, microbatches=way.microbatches, bound_s=0.0
         )  # the bound holds for other updates
 
+    def _split_profile(self, same_updates: bool, microbatches: int) -> Profile:
+        graph = self.profile.graph
+        ties = graph.whole if same_updates else graph.ties
+        key = ties, min(microbatches, self.profile.parts)
+        if key not in self._profiles:
+            profile = self.profile if ties == graph.ties else self.profile.without_tied_groups()
+            self._profiles[key] = profile.in_parts(microbatches)
+        return self._profiles[key]
+
     def _plan_unlimited(self, profile: Profile, finalist: Finalist, update_delay: int) -> Plan:
-        key = profile.graph.ties, update_delay
+        key = id(profile), update_delay
         if key not in self._searches:
             again = "always" if self.recompute == "always" else "never"
             self._searches[key] = PlanSearch.of(
@@ -102,6 +111,10 @@ class _Alternatives:
         if (*key, finalist) not in self._plans:
             self._plans[*key, finalist] = self._searches[key].best(finalist.shape, slower=finalist.slower)
         return self._plans[*key, finalist]
+
+    @cached_property
+    def _profiles(self) -> dict[tuple[object, int], Profile]:
+        return {}
 
     @cached_property
     def _searches(self) -> dict[tuple[object, ...], PlanSearch]:
@@ -134,10 +147,9 @@ def choose(
         methods: by name.
         score: simulates a plan with its method and microbatches; may raise a PipelineError.
         occupancy: (method, microbatches) -> what the stages of a plan hold.
-        shape: 'any' tries the fastest plan, one stage on all workers or one, and pipelines of 2, 3, ... stages with
-            equal replicas, like PipeDream-2BW's planner (ICML 2021, section 3.3); 'pipeline' leaves out plans of one
-            stage; any other shape is the only one.
-        microbatches: None tries powers of two up to the samples of a minibatch.
+        shape: 'any' tries the shapes of `finalists`, among them pipelines with equal replicas, like PipeDream-2BW's
+            planner (ICML 2021, section 3.3); 'pipeline' leaves out plans of one stage; any other shape is the only one.
+        microbatches: None tries powers of two up to the samples of a minibatch, 64 at most.
         in_flight: 'noam' also tries 'auto' with methods that can be deeper.
         update_delay: 0 also tries 1 with methods that can delay updates.
         all_workers, recompute: see `plan`.
@@ -162,7 +174,8 @@ def choose(
     except PlanError as error:
         raise PlanError(f"no method works with what was asked on {cluster.workers} workers; {error}") from None
     note = _write_note([candidate for candidate in comparison.candidates if candidate.period_s is not None])
-    if not methods[comparison.candidates[0].schedule].flushes:
+    best = comparison.candidates[0]
+    if len(best.replicas) > 1 and not methods[best.schedule].flushes:  # a plan of one stage delays nothing
         note += "; its gradients are late, so it may learn differently from a single process"
     if profile.batch == 1 and microbatches is None:
         note += "; a minibatch of one sample cannot be split; for a graph.txt, give the minibatch size (--batch)"

@@ -15,6 +15,7 @@ with the one or the other; if its updates are delayed, without the all-reduce.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -160,8 +161,8 @@ class Comparison(Tabular):
     def fastest_in_words(self) -> str:
         """Says how the plan was chosen."""
         best = self.candidates[0]
-        count = sum(bool(candidate.config) for candidate in self.candidates)
-        return f"the fastest of {count} plans by simulation, {self._format_seconds(best)}{self._describe_others(best)}"
+        count = sum(bool(candidate.config) for candidate in self.candidates)  # some by their bound alone
+        return f"the fastest of {count} plans, {self._format_seconds(best)}{self._describe_others(best)}"
 
     def kinds(self) -> dict[str, Candidate | None]:
         """Returns the fastest candidate of each of `KINDS`; None if there is none."""
@@ -238,7 +239,8 @@ class Comparison(Tabular):
             f"{names[reference.shape]}: {reference.why}" for reference in self.references if reference.period_s is None
         ]
         tail += [f"{slow} more cannot be faster than these"] if slow else []
-        tail += [f"{len(rest) - slow} more cannot be used (no plan, or too little memory)"] if len(rest) > slow else []
+        reasons = Counter(candidate.why for candidate in rest if not candidate.config)
+        tail += [f"{count} more cannot be used: {why}" for why, count in reasons.most_common(_FEW_ROWS)]
         return "\n".join([head, *rows, *(["for comparison:", *others] if others else []), *tail])
 
     def _format_row(self, candidate: Candidate, width: int) -> str:
@@ -278,8 +280,8 @@ def find_fastest(
     simulated: list[tuple[float, int, int, Candidate, Plan]] = []
     slower, refused, least = [], list(refused), dict[str, float]()
     for number, (way, plan) in sorted(enumerate(planned), key=lambda row: (row[1][0].bound_s, row[0])):
-        kind = way.config if len(way.replicas) == 1 else "pipeline"
-        if way.bound_s > least.get(kind, inf) * (1 + _TIE):
+        group = way.config if len(way.replicas) == 1 else "pipeline"
+        if way.bound_s > least.get(group, inf) * (1 + _TIE):
             slower.append(replace(way, why=f"cannot take less than {format_seconds(way.bound_s)}"))
             continue
         try:
@@ -287,7 +289,7 @@ def find_fastest(
         except PipelineError as error:
             refused.append(replace(way, config="", why=str(error)))
             continue
-        least[kind] = min(least.get(kind, inf), result.period_s)
+        least[group] = min(least.get(group, inf), result.period_s)
         simulated.append((result.period_s, way.peak_bytes, number, with_score(way, result), plan))
     if not simulated:
         raise PlanError(f"{len(refused)} ways were tried, the first, {refused[0]}: {refused[0].why}")

@@ -37,7 +37,7 @@ class Calibration:
     """What messages of one size cost: medians over minibatches, lower quartiles of passes and updates.
 
     Attributes:
-        message_bytes: of an activation, and of its gradient.
+        message_bytes: of an activation, and of its gradient, which has as many.
         op_s: of a forward or a backward, beyond its layers.
         update_s: of an update, beyond the step of the optimizer.
         other_s: of a minibatch, beyond forwards, backwards, updates, and waiting for others: of each worker; in a

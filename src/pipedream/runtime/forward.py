@@ -198,20 +198,18 @@ class ForwardRunner:
         """Returns what is kept for the backward, and the forward that fills it in."""
         # The version read is recorded, to be compared with the requested one.
         weights, version = stage_state.read(self._program.weights.forward_version(stage, index))
-        saved = SavedForward(weights, (), (), message.gradients, index, version)
+        saved = SavedForward(weights, (), (), message.wants, index, version)
         targets = self._mailbox.take(Carries.INPUT, stage, index) if stage == self._last else None
 
         def run(message: Message, again: bool = False) -> Message:
             if stage == 0:
                 value = stage_state.module.first_input(self._unpack_value(message), message.samples)
             else:
-                value, saved.graph_inputs = stage_state.module.enter(
-                    message.structure, message.tensors, message.gradients
-                )
+                value, saved.graph_inputs = stage_state.module.enter(message.structure, message.tensors, message.wants)
                 # The gradients travel back in the shards in which the tensors came.
                 crossings, _ = read_crossings(message.structure)
                 gradient_crossings = [
-                    crossing.reversed() for crossing, wants in zip(crossings, message.gradients, strict=False) if wants
+                    crossing.reversed() for crossing, wants in zip(crossings, message.wants, strict=False) if wants
                 ]
                 saved.gradient_crossings = with_crossings("", gradient_crossings)
             if index == 0 and not again and isinstance(stage_state, StageState):

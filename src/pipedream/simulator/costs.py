@@ -177,6 +177,7 @@ class Costs:
             return self.weight_bytes[channel.source] if self.weight_bytes else 0.0
         if channel.carries == Carries.STAGE_INPUT:
             return self.output_bytes[channel.source - 1] if channel.source else self.input_bytes
+        # A gradient has the bytes of the activation that it belongs to.
         return self.output_bytes[channel.source if channel.carries == Carries.ACTIVATION else channel.target]
 
     def link(self, channel: Channel) -> tuple[float, float]:

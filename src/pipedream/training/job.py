@@ -109,6 +109,10 @@ class Job:
     def epochs(self) -> int:
         return self.options.epochs or self.recipe.epochs
 
+    @property
+    def compile(self) -> Any:
+        return self.options.compile or self.recipe.compile
+
 
 @dataclass(frozen=True)
 class PlannedJob:

@@ -161,7 +161,7 @@ def run_job(planned: PlannedJob, process: Process, policy: CheckpointPolicy) -> 
             | {
                 "phases": planned.phases,
                 "compensation": planned.compensation,
-                "compile": options.compile or recipe.compile,
+                "compile": job.compile,
                 "loggers": [*recipe.loggers, *make_loggers(options.logs, job.folder)],
                 "sample": None if names_layers else model_input(recipe, recipe.first_batch()),
             },
@@ -262,6 +262,7 @@ def report(planned: PlannedJob, outcome: Outcome, process: Process) -> dict[str,
         "configuration": plain(model_options(job.recipe))
         | plain(vars(job.options))
         | {
+            "compile": job.compile,
             "workers": plan.workers,
             "processes": process.count,
             "schedule": program.name,

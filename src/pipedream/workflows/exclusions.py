@@ -118,7 +118,7 @@ strategy=2bw | shape cuts update_delay in_flight chunks
 strategy=2bw | schedule!=pipedream|2bw|pipedream_2bw
     PipeDream-2BW's planner plans for pipedream_2bw only
     leave one of them out
-schedule=auto | cuts chunks
+schedule=auto | cuts chunks strategy=search
     the search for the fastest method chooses the stages
     leave out OTHERS, or name the method
 explain | schedule!=auto

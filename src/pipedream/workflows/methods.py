@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from pipedream import metrics, planner, schedules
-from pipedream import simulator as clock
+from pipedream import metrics, planner, schedules, simulator
 from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
@@ -24,9 +23,10 @@ MOST_SIMULATED = 128  # workers, or microbatches until all replicas have had a t
 def select_methods(names: Sequence[str] = (), *, allow_asynchronous: bool = False) -> dict[str, MethodProperties]:
     """Returns the methods to compare, by their canonical names, in the order in which ties are broken.
 
-    By default those that flush, 1F1B before GPipe; with `allow_asynchronous` also those whose gradients are late.
-    Methods whose backward reads other weights than its forward, or predicted ones, only if named: whether a model
-    tolerates that is no matter of seconds and bytes.
+    By default those that flush, the newest first (1F1B before GPipe); with `allow_asynchronous` also those whose
+    gradients are late. Methods that place stages themselves, and those that split the backward, are left out. Methods
+    whose backward reads other weights than its forward, or predicted ones, only if named: whether a model tolerates
+    that is no matter of seconds and bytes.
 
     Raises:
         ScheduleError: there is no such method, or it cannot be compared.
@@ -51,7 +51,7 @@ def score(plan: Plan) -> planner.Score:
     settled = -(-(4 * admitted) // cycle) * cycle + cycle
     end = settled + max(2 * cycle, -(-(4 * admitted) // cycle) * cycle)
     total = end + (0 if program.flushes else -(-2 * admitted // cycle) * cycle)
-    timeline = clock.simulate(program, clock.costs(plan, split=m), total)
+    timeline = simulator.simulate(program, simulator.costs(plan, split=m), total)
     steady = metrics.between_updates(timeline, settled // per_update, end // per_update, per_update=per_update)
     samples = round(plan.batch * max(program.updates.per_update) / m)
     return planner.Score(m / steady.throughput_per_s, steady.bubble, samples)
@@ -161,7 +161,7 @@ def adapt_plan_to_method(plan: Plan, profile: Profile, schedule: str, microbatch
         )
         plan = space.with_bytes(plan)
     # The search's seconds have an update per round of the replicas; this method updates once per minibatch.
-    note = f"{plan.note}; estimated for a full pipeline; only schedule auto counts {built.name}'s own updates"
+    note = f"{plan.note}; the table is of a full pipeline; only a simulation counts {built.name}'s own updates"
     return replace(plan, schedule=built.name, microbatches=built.microbatches, bound_s=0.0, note=note)
 
 
@@ -170,7 +170,7 @@ def check_no_remote_stages(built: Schedule) -> None:
     plan, m, memories = built.plan, built.microbatches, built.plan.cluster.memories
     if not any(built.placement.remote_forwards(rank) for rank in range(plan.workers)):
         return
-    peaks = clock.simulate(lower(built), clock.costs(plan, split=m), m).peak_bytes
+    peaks = simulator.simulate(lower(built), simulator.costs(plan, split=m), m).peak_bytes
     for rank, (worker, peak) in enumerate(zip(sorted(set(plan.worker_order)), peaks, strict=True)):
         limit = memories[worker]
         if limit is not None and peak > limit:

@@ -59,9 +59,9 @@ def choose(profile: Profile | GraphText, request: PlanRequest, names: Sequence[s
     """Plans as `plan` does, and also returns what was compared.
 
     The schedule 'auto' finds the method, stages, microbatches and depth with the fewest simulated seconds per
-    minibatch, each update being made of one minibatch. Data parallelism and one worker are always among the candidates
-    or the references: as PyTorch's DistributedDataParallel, with a minibatch for each worker, and at an equal global
-    batch, with each minibatch divided among the workers.
+    minibatch; a method that does not flush may update with a minibatch of each replica. Data parallelism and one worker
+    are always among the candidates or the references: as PyTorch's DistributedDataParallel, with a minibatch for each
+    worker, and at an equal global batch, with each minibatch divided among the workers.
 
     Args:
         request: 'auto' keeps microbatches, in_flight, shape and update_delay where they are given, and otherwise

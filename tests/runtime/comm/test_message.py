@@ -79,9 +79,9 @@ def through_bytes(message: Message, sent_formats: SentFormats, formats: dict[int
     return header.message(there, tuple(there.tensors_in(arrived, begin)), header.numbers_in(head))
 
 
-@given(message=MESSAGES, gradients=st.lists(st.booleans(), min_size=4, max_size=4))
-def test_a_message_arrives_as_it_was(message: Message, gradients: list[bool]) -> None:
-    message = replace(message, gradients=tuple(gradients[: len(message.tensors)]))
+@given(message=MESSAGES, wants=st.lists(st.booleans(), min_size=4, max_size=4))
+def test_a_message_arrives_as_it_was(message: Message, wants: list[bool]) -> None:
+    message = replace(message, wants=tuple(wants[: len(message.tensors)]))
     sent_formats, formats = SentFormats(), {}
     for _ in range(2):  # described, then called by its number
         received = through_bytes(message, sent_formats, formats)

@@ -324,7 +324,7 @@ def _format_plan(plan: Plan) -> str:
     """Returns the table of a plan's stages, with a line before it and what is proved after it."""
     head = (
         f"Plan {plan.config}{f' of {plan.model}' if plan.model else ''}: {plan.workers} workers, depth "
-        f"{plan.depth_mode}, {format_seconds(plan.period_s)} per {plan.unit} predicted"
+        f"{plan.depth_mode}, {format_seconds(plan.period_s)} per {plan.unit} when full"
     )
     columns: list[tuple[str, int, Callable[[int, Stage], str]]] = [
         ("workers", 7, lambda s, stage: str(stage.replicas)),

@@ -52,8 +52,8 @@ class Message:
     Attributes:
         microbatch: number since the last drain.
         tensors: None for a gradient that does not exist.
-        structure: see `values.flatten`.
-        gradients: for each tensor, whether its gradient is sent back.
+        structure: see `values.flatten`; of a gradient, its crossings alone (`with_crossings`).
+        wants: for each tensor, whether its gradient is sent back.
         minibatch: number since the start of training.
         version: number of the weights that the forward read.
         flags: `ENDS_EPOCH`, or at the end of a stream a `StopReason`.
@@ -66,7 +66,7 @@ class Message:
     content: Content = Content.DATA
     tensors: tuple[torch.Tensor | None, ...] = ()
     structure: str = ""
-    gradients: tuple[bool, ...] = ()
+    wants: tuple[bool, ...] = ()
     minibatch: int = 0
     epoch: int = 0
     samples: int = 0
@@ -80,11 +80,11 @@ class Message:
         self,
         structure: str,
         tensors: tuple[torch.Tensor, ...],
-        gradients: tuple[bool, ...] | None = None,
+        wants: tuple[bool, ...] | None = None,
         version: int = 0,
     ) -> Message:
         """Returns a message that carries a value; by default no gradients are sent back."""
-        wants = (False,) * len(tensors) if gradients is None else gradients
+        wants = (False,) * len(tensors) if wants is None else wants
         return self._copy_with(tensors, structure, wants, version)
 
     def without_tensors(self) -> Message:
@@ -98,13 +98,13 @@ class Message:
     def copy_as_received(self) -> Message:
         """Returns a message with copies of the tensors, as over a network: the receiver may write into them."""
         tensors = tuple([None if tensor is None else copy_as_received(tensor) for tensor in self.tensors])
-        return self._copy_with(tensors, self.structure, self.gradients, self.version)
+        return self._copy_with(tensors, self.structure, self.wants, self.version)
 
     def _copy_with(
-        self, tensors: tuple[torch.Tensor | None, ...], structure: str, gradients: tuple[bool, ...], version: int
+        self, tensors: tuple[torch.Tensor | None, ...], structure: str, wants: tuple[bool, ...], version: int
     ) -> Message:
         return Message(
-            self.microbatch, self.content, tensors, structure, gradients, self.minibatch, self.epoch, self.samples,
+            self.microbatch, self.content, tensors, structure, wants, self.minibatch, self.epoch, self.samples,
             version, self.flags, self.loss_weight, self.share, self.numbers,
         )  # fmt: skip
 
@@ -171,7 +171,7 @@ class MessageFormat:
             specs.append(TensorSpec(tensor.dtype, tuple(tensor.shape), strides, not tensor.is_cpu, begin))
             if begin is not None:
                 end = begin + tensor.numel() * tensor.element_size()
-        return cls(specs, end, message.structure, message.gradients)
+        return cls(specs, end, message.structure, message.wants)
 
     def to_json(self) -> bytes:
         specs = [None if spec is None else [_DTYPE_CODE[spec.dtype], *spec[1:]] for spec in self.specs]
@@ -238,7 +238,7 @@ class SentFormats:
         try:
             key = (
                 message.structure,
-                message.gradients,
+                message.wants,
                 tuple([None if t is None else (t.dtype, t.shape, t.stride(), t.is_cpu) for t in message.tensors]),
             )
         except RuntimeError:  # a sparse tensor has no strides

@@ -1,4 +1,4 @@
-"""The transport of each channel between ranks: this module alone chooses it.
+"""The transport of each channel between processes: this module alone chooses it.
 
 | a message | transport |
 | --- | --- |
@@ -7,6 +7,10 @@
 | between ranks with a GPU each | `nccl_link` for the tensors on GPUs; the rest on one of those above |
 | between workers whose meshes differ | `mesh_channel`: parts of tensors, on channels between their ranks |
 | of results or data | `gloo` |
+
+Within one process `assemble.make_local_workers` opens a `channel.LocalChannel`; between stages of one rank the
+`Mailbox` keeps a copy. A transport does not know what a message carries: an encoding belongs in `Mailbox.put` and where
+the message is read.
 
 Life of a message from stage to stage, such as a gradient:
 

@@ -113,7 +113,7 @@ class Splitter:
                 content=Content.DATA if sizes[part] else Content.EMPTY,
                 tensors=tensors,
                 structure=structure,
-                gradients=(False,) * len(tensors),
+                wants=(False,) * len(tensors),
                 minibatch=self._base + number,
                 epoch=minibatch.epoch,
                 samples=sizes[part],

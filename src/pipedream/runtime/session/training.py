@@ -79,13 +79,18 @@ class Training:
                 yield done
                 if self.should_stop:
                     self._streams.stop(StopReason.STOP)
-            if self.stop_reason is StopReason.DRAIN and not self._session.local.any_rank(self.should_stop):
-                self._streams.resume()
-            elif self.stop_reason is not StopReason.DATA or end == until:
+            stops = self.stop_reason is StopReason.STOP
+            is_last = self.stop_reason is StopReason.DATA and end == until
+            if stops or is_last or self.stop_reason is StopReason.INTERRUPT:
                 break
+            stops = self._session.local.any_rank(self.should_stop)  # set in the phase's last minibatch
+            if stops:
+                break
+            if self.stop_reason is StopReason.DRAIN:
+                self._streams.resume()
         self._segment = None
         self.is_running = False
-        self.should_stop = self.stop_reason in (StopReason.STOP, StopReason.DRAIN)
+        self.should_stop = stops
         if self.stop_reason is StopReason.INTERRUPT:
             self._streams.interrupts.heard = True  # on every rank, also on those that had no signal
             self.raise_interrupt()

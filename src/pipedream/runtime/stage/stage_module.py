@@ -105,7 +105,7 @@ class SavedForward:
 
     def output_gradients(self, message: Message | None, loss_scale: float = 1.0) -> list[torch.Tensor | None]:
         """Returns the gradients of the outputs, and records what the microbatch counts; recomputes the graph if it was
-        not kept.
+        not kept. The only reader of a received gradient's tensors, which have the outputs' shapes and dtypes.
 
         Args:
             message: None at the last stage, which creates its own, times `loss_scale`.
@@ -316,7 +316,7 @@ class StageModule:
         try:
             if outputs:
                 weights.ready = ready
-                # As torch.autograd.backward, which takes 8 us for checks: the next stage's messages have their shapes.
+                # As torch.autograd.backward without its checks (8 us): messages have the outputs' shapes and dtypes.
                 with auxiliary_loss_scale(saved.auxiliary_scale), self._enter_run("backward"):
                     _engine_run_backward(
                         outputs, arrived, False, False, (), allow_unreachable=True, accumulate_grad=True

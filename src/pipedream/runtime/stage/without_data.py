@@ -73,7 +73,7 @@ def predict_collectives(
             if is_first:
                 value = fake_module.first_input(unflatten(message.structure, tensors), message.samples)  # type: ignore[arg-type]
             else:
-                value, nodes = fake_module.enter(message.structure, tensors, message.gradients)
+                value, nodes = fake_module.enter(message.structure, tensors, message.wants)
             output = fake_module.forward(value, weights.leaves, 0, is_first)
             if is_last:
                 outputs = tuple(
@@ -83,7 +83,7 @@ def predict_collectives(
                 )
             else:
                 outputs = fake_module.sent(output, message.samples)[1]
-            return SavedForward(weights, nodes, outputs, message.gradients, 0, auxiliary_scale=1.0)
+            return SavedForward(weights, nodes, outputs, message.wants, 0, auxiliary_scale=1.0)
 
         with sharding.count_collectives("forward"):
             saved = forward()
