@@ -34,8 +34,8 @@ from pipedream.core.hardware.devices import device_named
 from pipedream.core.schedule.timeline import WORK
 from pipedream.planner import single_stage_plan
 from pipedream.profiler import measure_device
-from pipedream.profiler.allocations import Allocations
 from pipedream.profiler.device import name_device
+from pipedream.profiler.sizes import Allocations
 from pipedream.runtime.results import recorder
 
 STAGES, MICROBATCHES = 4, 8

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import pipedream as pd
 from pipedream.core.plan.plan import Plan
-from pipedream.profiler.allocations import Allocations
+from pipedream.profiler.sizes import Allocations
 
 FEATURES, CLASSES = 256, 10
 OPTIMIZERS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from living import Living
 
-from pipedream.profiler.allocations import Allocations
+from pipedream.profiler.sizes import Allocations
 
 RUNS = [
     Living(replicas=(1, 1, 1), optimizer="adamw"),

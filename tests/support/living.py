@@ -17,7 +17,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.plan.plan import Plan
 from pipedream.planner import manual_plan
 from pipedream.planner.tables.search_space import apply_depth
-from pipedream.profiler.allocations import Allocations
+from pipedream.profiler.sizes import Allocations
 from pipedream.runtime.comm import shared_memory
 from pipedream.workflows.methods import occupancy_of, versions_of
 

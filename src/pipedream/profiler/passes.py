@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipedream.core.errors import CaptureError, ProfileError
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.user_code import notes_of
-from pipedream.profiler.allocations import Allocations
-from pipedream.profiler.sizes import Sizes
+from pipedream.profiler.sizes import Allocations, Sizes
 from pipedream.profiler.stopwatch import Watch
 
 

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from pipedream.core.cold import busy_wait_cold_cache
 from pipedream.core.errors import ProfileError
 from pipedream.core.model.graph import LayerGraph
-from pipedream.profiler.allocations import Allocations
-from pipedream.profiler.sizes import count_storage_bytes
+from pipedream.profiler.sizes import Allocations, count_storage_bytes
 from pipedream.profiler.stopwatch import Watch
 
 NamedParameters = list[tuple[str, nn.Parameter]]

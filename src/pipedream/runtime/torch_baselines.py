@@ -25,7 +25,7 @@ from pipedream.runtime.comm.values import to_device
 from pipedream.runtime.data.reader import EpochRange, IterableReader, LoaderReader
 from pipedream.runtime.data.rng import DataOrder, preserved_rng
 from pipedream.runtime.data.sharded_reader import ShardedLoader, ShardedReader, can_be_sharded
-from pipedream.runtime.data.splitter import BatchAdapter, split_batch, split_minibatch
+from pipedream.runtime.data.splitter import BatchAdapter, count_samples, split_batch
 from pipedream.runtime.results.losses import Loss, is_torch_loss, metric_scores
 from pipedream.runtime.results.memory import MemoryMeter, keep_freed_memory, tensor_bytes
 from pipedream.runtime.results.results import Score
@@ -72,7 +72,7 @@ class Task:
         """Returns the microbatches that have samples."""
         inputs, targets = self.read(batch)
         dim = self.recipe.batch_dim
-        samples = split_minibatch(inputs, targets, 1, dim)[0][0]
+        samples = count_samples(inputs, dim)
         values = [split_batch(value, samples, self.parts, dim) for value in (inputs, targets)]
         sizes = [samples // self.parts + (part < samples % self.parts) for part in range(self.parts)]
         return [part for part in zip(*values, sizes, strict=True) if part[2]]
@@ -206,7 +206,7 @@ class Baseline:
         with torch.no_grad(), preserved_rng(recipe.test):
             for batch in recipe.test:
                 inputs, targets = task.read(batch)
-                samples = split_minibatch(inputs, targets, 1, recipe.batch_dim)[0][0]
+                samples = count_samples(inputs, recipe.batch_dim)
                 output = self.output(inputs)
                 if output is None:
                     continue
@@ -316,8 +316,8 @@ def one_f_one_b(task: Task, stages: Sequence[Sequence[tuple[str, nn.Module]]]) -
     if recipe.clip_grad_norm is not None:
         raise RecipeError("the recipe clips the norm of all stages' gradients, which Schedule1F1B does not know")
     module = nn.Sequential(*[layer for _, layer in stages[rank]]).to(task.device)
-    inputs, targets = task.read(recipe.first_batch())
-    samples: int = split_minibatch(inputs, targets, 1, recipe.batch_dim)[0][0]
+    inputs, _ = task.read(recipe.first_batch())
+    samples = count_samples(inputs, recipe.batch_dim)
     if samples % task.parts:
         raise RecipeError(f"Schedule1F1B needs equal microbatches, but {samples} samples are split into {task.parts}")
     if not isinstance(inputs, torch.Tensor) or recipe.batch_dim != 0:
@@ -353,7 +353,7 @@ def one_f_one_b(task: Task, stages: Sequence[Sequence[tuple[str, nn.Module]]]) -
 
     def read_epoch(epoch: int, order: DataOrder) -> Iterator[Any]:
         for batch in task.read_epoch(epoch, order):
-            if split_minibatch(*task.read(batch), 1)[0][0] == samples:  # it takes tensors of one shape only
+            if count_samples(task.read(batch)[0]) == samples:  # it takes tensors of one shape only
                 yield batch
 
     named = [

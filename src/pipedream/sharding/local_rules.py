@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipedream.core.errors import PlanError
 from pipedream.sharding import layers
-from pipedream.sharding.attend import attention
+from pipedream.sharding.layers import attention
 from pipedream.sharding.parts import apply_by_channel, check_whole, complete_sums
 
 _DROPOUTS = F.dropout, F.dropout1d, F.dropout2d, F.dropout3d

@@ -53,7 +53,7 @@ def run(recipe: Callable[..., Recipe], options: TrainingOptions) -> dict[str, An
 
     Returns the run's summary. Raises as `train_recipe`.
     """
-    return _train(lambda seed: make_recipe(recipe, seed=seed), options)
+    return train_recipe(lambda seed: make_recipe(recipe, seed=seed), **vars(options))
 
 
 @keywords(TrainingOptions)
@@ -68,10 +68,6 @@ def train_recipe(make: Callable[[int], Recipe], options: TrainingOptions) -> dic
         PipelineError: see the errors of each part.
         KeyboardInterrupt: Ctrl-C, after the admitted minibatches were finished and the run folder was written.
     """
-    return _train(make, options)
-
-
-def _train(make: Callable[[int], Recipe], options: TrainingOptions) -> dict[str, Any]:
     process = Process.join(options)
     with guard_job(process.rank, process.count) as activity:
         process_group.check_same_software()
@@ -209,10 +205,6 @@ def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, 
     # Nothing may have been left to train.
     trained = pipeline.trained or {len(pipeline.phases) - 1: (pipeline.drain(),) * 2}
     timelines = {number: pipeline.timeline(number) for number in sorted(trained)}
-    sent_bytes = pipeline.sent_bytes()
-    weights = pipeline.state_dict()
-    average = pipeline.state_dict(ema=True) if loop.recipe.ema is not None else None
-    skipped_updates, collectives = pipeline.skipped_updates(), pipeline.collectives()
     # Only the later phases of a resumed run have spans.
     longest = max(trained, key=lambda number: (bool(timelines[number].spans), trained[number][1] - trained[number][0]))
     program, steady = pipeline.prepared[longest].program, last_segment(timelines[longest], pipeline.drains)
@@ -223,12 +215,12 @@ def _collect_outcome(pipeline: Pipeline, loop: TrainingLoop, interrupted: bool, 
         trained=trained,
         timelines=timelines,
         drains=pipeline.drains,
-        sent_bytes=sent_bytes,
+        sent_bytes=pipeline.sent_bytes(),
+        weights=pipeline.state_dict(),
+        average=pipeline.state_dict(ema=True) if loop.recipe.ema is not None else None,
+        skipped_updates=pipeline.skipped_updates(),
+        collectives=pipeline.collectives(),
         learning_rates=pipeline.learning_rates(),
-        skipped_updates=skipped_updates,
-        collectives=collectives,
-        weights=weights,
-        average=average,
         program=program,
         steady=steady,
         predicted=simulate_program(
