@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.runtime.stage.auxiliary import add_auxiliary_loss
 from pipedream.sharding.functions import all_to_all, sum_partials
-from pipedream.sharding.parts import compute_on_parts, make_dtensors
+from pipedream.sharding.parts import SUM, WHOLE, Table, compute_on_parts, make_dtensors
 
 _LEAST_CAPACITY = 4
 
@@ -173,15 +173,13 @@ def _check(experts: int, top: int, second: str, normalise: str) -> None:
             raise PipelineError(f"{name}={value!r} was asked for; give {choices[0]!r} or {choices[1]!r}")
 
 
-_WHOLE, _SUM = Replicate(), Partial()
-
 # x, gate, up, down -> the output, and their gradients. The last row is GShard's: dispatching is an all-to-all.
-_PLACEMENTS: Mapping[tuple[Placement, ...], tuple[Placement, tuple[Placement, ...]]] = {
-    (_WHOLE, _WHOLE, _WHOLE, _WHOLE): (_WHOLE, (_WHOLE, _WHOLE, _WHOLE, _WHOLE)),
-    (Shard(0), _WHOLE, _WHOLE, _WHOLE): (Shard(0), (Shard(0), _SUM, _SUM, _SUM)),
-    (_WHOLE, _WHOLE, Shard(0), Shard(0)): (_SUM, (_SUM, _SUM, Shard(0), Shard(0))),
-    (_WHOLE, _WHOLE, Shard(2), Shard(1)): (_SUM, (_SUM, _SUM, Shard(2), Shard(1))),
-    (Shard(0), _WHOLE, Shard(0), Shard(0)): (Shard(0), (Shard(0), _SUM, Shard(0), Shard(0))),
+_PLACEMENTS: Table = {
+    (WHOLE, WHOLE, WHOLE, WHOLE): (WHOLE, (WHOLE, WHOLE, WHOLE, WHOLE)),
+    (Shard(0), WHOLE, WHOLE, WHOLE): (Shard(0), (Shard(0), SUM, SUM, SUM)),
+    (WHOLE, WHOLE, Shard(0), Shard(0)): (SUM, (SUM, SUM, Shard(0), Shard(0))),
+    (WHOLE, WHOLE, Shard(2), Shard(1)): (SUM, (SUM, SUM, Shard(2), Shard(1))),
+    (Shard(0), WHOLE, Shard(0), Shard(0)): (Shard(0), (Shard(0), SUM, Shard(0), Shard(0))),
 }
 
 
@@ -336,7 +334,7 @@ class MixtureOfExperts(nn.Module):
                 groups, share = _take_range(groups, ranks, rank), share / ranks
                 batch.append(mesh.get_group(at))
                 exchange = mesh.get_group(at) if up.placements[at] == Shard(0) else exchange
-            elif up.placements[at] != _WHOLE:  # every rank has all tokens
+            elif up.placements[at] != WHOLE:  # every rank has all tokens
                 experts = _take_range(experts, ranks, rank) if up.placements[at] == Shard(0) else experts
                 share = share if rank == 0 else 0.0
         if importance is not None:

@@ -9,7 +9,9 @@ so that all the user's variables that hold it see an ordinary tensor from then o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -46,8 +48,18 @@ class NumbersNeeded(CaptureError):
         super().__init__(text)
 
 
-RAISED: list[NumbersNeeded] = []
-"""The errors since a slice's forward began. The model may have caught them, and have gone another way."""
+_COLLECTED: ContextVar[list[NumbersNeeded] | None] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def collecting_errors() -> Iterator[list[NumbersNeeded]]:
+    """Context that yields the errors raised in it. The model may catch them, and go another way."""
+    raised: list[NumbersNeeded] = []
+    token = _COLLECTED.set(raised)
+    try:
+        yield raised
+    finally:
+        _COLLECTED.reset(token)
 
 
 class Placeholder(torch.Tensor):
@@ -227,7 +239,8 @@ def _note_numbers_needed(name: str, error: Exception) -> NumbersNeeded:
     if not line:
         text += "; let the model return it in its output, in tuples, lists, dicts or dataclasses"
     raised = NumbersNeeded(name, text, cause)
-    RAISED.append(raised)
+    if (collected := _COLLECTED.get()) is not None:
+        collected.append(raised)
     return raised
 
 

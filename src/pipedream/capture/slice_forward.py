@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from pipedream.capture.errors import CutFailed, SliceErrors
 from pipedream.capture.placeholder import (
-    RAISED,
     NumbersNeeded,
     Placeholder,
+    collecting_errors,
     mark_missing,
     meta_like,
     placeholder_like,
@@ -202,10 +202,10 @@ class SliceForward:
                 return part.model(*args, **kwargs)
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the modules inside
-        RAISED.clear()
         output = None
         try:
             with (
+                collecting_errors() as raised,
                 self._seeding_python(),
                 self._wrapping_calls(),
                 self._replacing_checkpoints(),
@@ -214,7 +214,7 @@ class SliceForward:
                 output = part.model(*args, **kwargs)
         except _Left:
             # With an error about numbers that the model has caught, it may have come here by another path.
-            if not RAISED:
+            if not raised:
                 return self._make_bundle()
         except NumbersNeeded as error:
             raise self._errors.numbers_needed(error, self.frames[-1]) from error
@@ -225,8 +225,8 @@ class SliceForward:
             raise
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-        if RAISED:
-            raise self._errors.numbers_needed(RAISED[0], self.frames[-1]) from RAISED[0]
+        if raised:
+            raise self._errors.numbers_needed(raised[0], self.frames[-1]) from raised[0]
         if self.left:
             raise self._errors.caught_leaving()
         if not part.is_last or not self.begun:

@@ -4,7 +4,7 @@
 memory or NCCL; those within one process are here.
 
 `receive` returns a `Pending`. Over a network its result waits. In one process it cannot: a worker yields it, so that
-another worker runs (`runtime.clock`). `Group` is the same for sums.
+another worker runs (`runtime.session.streams`). `Group` is the same for sums.
 """
 
 from __future__ import annotations
