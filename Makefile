@@ -38,7 +38,7 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-cache
+	@PYTHONPATH=src $(BIN)/lint-imports --no-cache
 	@$(BIN)/python scripts/check_style.py
 
 docs: $(STAMP) .venv/docs-installed

@@ -86,7 +86,7 @@ def test_a_run_takes_a_plan_or_a_shape() -> None:
 
 def test_a_refusal_has_a_reason_and_says_what_to_do() -> None:
     for row in EXCLUSIONS:
-        assert row.others, row.option
+        assert row.others, row.condition
         assert not row.reason.endswith("."), row.reason
         assert row.advice.split()[0] in ("give", "leave"), row.advice
 

@@ -60,7 +60,8 @@ class Exclusion:
 
     Attributes:
         condition: ``option`` (is given, with another value than its default), ``option=a|b`` (has one of these values),
-            ``option!=a|b`` (has another value), or ``option:has_property``, a property of `_PROPERTIES`.
+            ``option!=a|b`` (has another value that is not None), or ``option:has_property``, a property of
+            `_PROPERTIES`.
         others: conditions of the options that are ruled out.
         advice: an imperative; OTHERS is replaced by those that were given.
     """
@@ -83,7 +84,8 @@ def _meets(condition: str, options: Mapping[str, Any]) -> bool:
     if rest.startswith(":"):
         return _PROPERTIES[rest[1:]](value)
     if rest:
-        return (value in rest.lstrip("!=").split("|")) != rest.startswith("!")
+        is_listed = str(value) in rest.lstrip("!=").split("|")
+        return value is not None and is_listed != rest.startswith("!")
     return value not in (None, False, 0, "", (), [], _DEFAULTS.get(name))
 
 
