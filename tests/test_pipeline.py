@@ -271,7 +271,7 @@ def test_a_loss_that_is_nan_can_be_passed_over() -> None:
     assert losses[5] != losses[5]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw", "naive"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_an_infinite_input_of_the_last_minibatch_is_an_error(schedule: str, tmp_path: Path) -> None:
     """Its loss is a number: tanh bounds it. But the first layer's gradient is not: zero times infinity."""
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)]
@@ -292,7 +292,7 @@ def test_an_infinite_input_of_the_last_minibatch_is_an_error(schedule: str, tmp_
     error = r"(?s)rank 0, stage 0, .*'0.weight' is not finite, .*minibatch.* 9 was not\n.*data"
     with pytest.raises(WorkerError, match=error) as caught:
         train(tmp_path / "kept")
-    assert ("gradient of minibatch 9 was" in str(caught.value)) == (schedule in ("1f1b", "naive"))
+    assert ("gradient of minibatch 9 was" in str(caught.value)) == (schedule == "1f1b")
     assert len([*(tmp_path / "kept").glob("[!.]*")]) == 1
     train(tmp_path / "all", on_nan="continue")
     assert len([*(tmp_path / "all").glob("[!.]*")]) == 2

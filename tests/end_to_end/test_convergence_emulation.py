@@ -108,6 +108,7 @@ def _run(task: str, arm: Arm, stages: int) -> tuple[list[float], Tensor]:
         weight=lambda batch: float(len(batch[1])),
         optimizer=partial(steppers.STEPPERS[arm.optimizer], lr=RATES[arm.optimizer]),
         scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=_factor),
+        check=False,
         **options,
     ) as pipeline:
         losses = [done.loss for done in pipeline.train(batches)]

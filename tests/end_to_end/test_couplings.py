@@ -298,7 +298,7 @@ def check_tied(run: Tied, trained: tuple[list[float], dict[str, Tensor], dict[st
     [
         pytest.param(run, marks=() if quick else pytest.mark.slow, id=str(run))
         for run, quick in zip(
-            TIED, (True, False, False, False, True, False, True, False, False, False, *[True, False] * 3), strict=True
+            TIED, (True, False, False, False, True, False, True, False, False, False, True, False, True, False, False, False), strict=True
         )
     ],
 )
@@ -668,7 +668,7 @@ def trapped() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 6), nn.Identity(), Trap(), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def marked(bad: tuple[int, ...], count: int = 24, samples: int = 6) -> list[tuple[Tensor, Tensor]]:
+def marked(bad: tuple[int, ...], count: int = 16, samples: int = 6) -> list[tuple[Tensor, Tensor]]:
     """Returns minibatches, of which some make the trapped gradient not a number; the last of them has a NaN in it."""
     generator = torch.Generator().manual_seed(3)
     batches = []
@@ -709,7 +709,7 @@ def train_marked(
         loss=F.cross_entropy,
         optimizer=OPTIMIZERS["sgd"],
         schedule=None if "phases" in options else schedule,
-        **{"on_nan": "skip"} | options,
+        **{"on_nan": "skip", "check": False} | options,
     ) as pipeline:
         losses = [done.loss for done in pipeline.train(Fresh(batches))]
         return pipeline.state_dict(), pipeline.skipped_updates(), losses
@@ -780,7 +780,7 @@ def train_skipping(
     "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow), "pipedream", "pipedream_2bw"]
 )
 def test_updates_that_are_not_finite_are_skipped_as_the_method_can(schedule: str) -> None:
-    batches = marked((5, 11, 17))
+    batches = marked((3, 7, 11))
     flushes = schedule in ("1f1b", "gpipe")
     late = {"pipedream": (2, 1, 0), "pipedream_2bw": (1, 1, 1)}.get(schedule, (0, 0, 0))
     options = {} if schedule == "pipedream" else {"microbatches": 3}
@@ -789,7 +789,7 @@ def test_updates_that_are_not_finite_are_skipped_as_the_method_can(schedule: str
     assert list(skipped) == counts
     # The trap is in the middle stage; a loss that is not a number spoils all of them.
     assert counts == ([3, 3, 3] if flushes else [1, 3, 1])
-    assert [number for number, loss in enumerate(losses) if loss != loss] == [17]
+    assert [number for number, loss in enumerate(losses) if loss != loss] == [11]
     assert_near(state, expected, 1e-10)
 
 
@@ -800,7 +800,7 @@ def test_updates_that_are_not_finite_are_skipped_as_the_method_can(schedule: str
 def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
     schedule: str, replicas: tuple[int, ...], late: tuple[int, ...]
 ) -> None:
-    batches = marked((0, 5, 11, 17), count=23)  # the very first update is skipped, the last round of two is not full
+    batches = marked((0, 5, 9, 13), count=19)  # the very first update is skipped, the last round of two is not full
     stages = [["0."], ["2."], ["4."]] if len(replicas) == 3 else [["0."], ["2.", "4."]]
     graph = capture(trapped(), (batches[1][0],)).graph
     profile = Profile("trap", graph, tuple(LayerProfile(1.0, 2.0, 8, 8) for _ in graph.layers), 6)
@@ -830,7 +830,7 @@ def test_the_schedule_counts_a_skipped_update_and_the_average_leaves_it_out(
     ["interleaved_1f1b", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zbv", "chimera")), "roundpipe"],
 )
 def test_stages_of_one_worker_skip_and_clip_together(schedule: str) -> None:
-    batches = marked((5, 11, 17))
+    batches = marked((3, 7, 11))
     state, skipped, _ = train_marked(schedule, batches, microbatches=4)
     expected, *_ = train_skipping(batches, EACH_LAYER, (0, 0, 0), together=True)
     assert skipped == (3,) * len(trap_plan(schedule).stages)
@@ -844,7 +844,7 @@ def test_stages_of_one_worker_skip_and_clip_together(schedule: str) -> None:
 
 @pytest.mark.slow
 def test_methods_of_several_stages_a_worker_take_turns() -> None:
-    batches = marked((5, 11, 17))
+    batches = marked((3, 7, 11))
     phases = "interleaved_1f1b/4:9,breadth_first/4"
     state, skipped, _ = train_marked("interleaved_1f1b", batches, phases=phases, clip_grad_norm=0.05)
     assert skipped == (3, 3, 3, 3)
@@ -869,8 +869,8 @@ def test_all_stages_on_one_worker_are_clipped_by_their_common_norm() -> None:
 @pytest.mark.slow
 def test_processes_skip_what_one_does() -> None:
     for schedule, workers in (("1f1b", 3), ("pipedream", 3), ("interleaved_1f1b", 2), ("chimera", 2)):
-        alone = train_marked(schedule, marked((5, 11, 17)))
-        state, skipped, losses = processes.results(train_marked, workers, schedule, marked((5, 11, 17)))[0]
+        alone = train_marked(schedule, marked((3, 7, 11)))
+        state, skipped, losses = processes.results(train_marked, workers, schedule, marked((3, 7, 11)))[0]
         assert skipped == alone[1]
         assert str(losses) == str(alone[2])
         assert all(torch.equal(state[name], value) for name, value in alone[0].items())
@@ -916,8 +916,8 @@ def test_a_loss_scale_that_is_asked_for_is_not_the_checkpoints(tmp_path: Path) -
 
 
 def test_a_loss_that_is_not_a_number_is_an_error_unless_said() -> None:
-    with pytest.raises(WorkerError, match="the loss of minibatch 17 is nan"):
-        train_marked("1f1b", marked((17,)), **{"on_nan": "error"})
+    with pytest.raises(WorkerError, match="the loss of minibatch 11 is nan"):
+        train_marked("1f1b", marked((11,)), **{"on_nan": "error"})
 
 
 def steep(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -938,7 +938,7 @@ def steep(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 def test_a_changing_loss_scale_is_torchs(schedule: str, clip: float | None) -> None:
     # So large that the first gradients overflow; it grows until they do again.
     scaler = {"init_scale": 2.0**126, "growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
-    batches = [(x.float(), y) for x, y in marked((), samples=8)]
+    batches = [(x.float(), y) for x, y in marked((), count=24, samples=8)]
     plain, plan = trapped().float(), trap_plan(schedule)
     with pd.Pipeline(
         trapped().float(), plan, schedule=schedule, microbatches=2, loss=steep,
@@ -1048,7 +1048,7 @@ def test_a_constant_loss_scale_changes_nothing_but_rounding() -> None:
 
 def test_one_stage_has_a_changing_loss_scale_under_any_method() -> None:
     scaler_options = {"init_scale": 2.0**126, "growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
-    batches = [(x.float(), y) for x, y in marked((), samples=8)]
+    batches = [(x.float(), y) for x, y in marked((), count=24, samples=8)]
     profile = Profile.of_chain((LayerProfile(1.0, 2.0, 8, 8),) * 5)
     scaler = torch.amp.GradScaler("cpu", **scaler_options)
     scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 2})

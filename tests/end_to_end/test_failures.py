@@ -126,9 +126,8 @@ def test_recipe_is_none(tmp_path: Path, text: str, words: tuple[str, ...]) -> No
     check(commands.run(*arguments, folder=tmp_path), 2, *words)
 
 
-@pytest.mark.parametrize(
-    "group", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["terminal", "launcher alone"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [True, False], ids=["terminal", "launcher alone"])
 def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The PyTorch API of nested tensors:UserWarning"
 )
 
-DEFAULT = ("resnet", "tied_gpt", "attention_lstm", "hf_t5")
-QUICK = ("attention_lstm", "hf_t5")
+DEFAULT = ("resnet", "tied_gpt", "attention_lstm")
+QUICK = ("attention_lstm",)
 """Those that the default run trains in stages here; it does so with others in test_model_features.py."""
 WITH_DROPOUT = ("tied_gpt", "glue_dropout", "attention_lstm", "densenet", "hf_bert", "hf_t5", "hf_swin")
 # fmt: off

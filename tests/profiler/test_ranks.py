@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ class Block(nn.Module):
 NAMES = {"*.up.weight": "d_ff d_model", "*.up.bias": "d_ff", "*.down.weight": "d_model d_ff"}
 
 
+@cache
 def profiled(rules: str, mesh: str, shard_weights: str = "") -> pipedream.Profile:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
