@@ -312,7 +312,14 @@ def through_a_pipeline(model: nn.Module, cuts: tuple[int, ...], schedule: str, *
     profile = pipedream.profile(model, next(batches())[0], warmup=0, runs=1)
     plan = pipedream.plan(profile, pipedream.Cluster.flat(len(cuts) + 1), cuts=cuts)
     with pipedream.Pipeline(
-        model, plan, schedule=schedule, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.5), seed=3, check=False, **how
+        model,
+        plan,
+        schedule=schedule,
+        loss=F.mse_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        seed=3,
+        check=False,
+        **how,
     ) as pipeline:
         for _ in pipeline.train(list(batches()), epochs=2):
             pass

@@ -298,7 +298,9 @@ def check_tied(run: Tied, trained: tuple[list[float], dict[str, Tensor], dict[st
     [
         pytest.param(run, marks=() if quick else pytest.mark.slow, id=str(run))
         for run, quick in zip(
-            TIED, (True, False, False, False, True, False, True, False, False, False, True, False, True, False, False, False), strict=True
+            TIED,
+            (True, False, False, False, True, False, True, False, False, False, True, False, True, False, False, False),
+            strict=True,
         )
     ],
 )

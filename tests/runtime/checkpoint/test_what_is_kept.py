@@ -151,7 +151,9 @@ def check(tmp_path: Path, kind: str, run: Callable[..., Any]) -> None:
     assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize("kind", ["python", "numpy", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("torch", "numpy's older"))])
+@pytest.mark.parametrize(
+    "kind", ["python", "numpy", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("torch", "numpy's older"))]
+)
 def test_a_resumed_run_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
     check(tmp_path, kind, train)
 

@@ -46,10 +46,7 @@ def outcome(case: Case, late: bool) -> Outcome:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=str(case), marks=pytest.mark.slow if case.replicas == (1, 3) else ())
-        for case in CASES
-    ],
+    [pytest.param(case, id=str(case), marks=pytest.mark.slow if case.replicas == (1, 3) else ()) for case in CASES],
 )
 def test_losses_that_are_read_later_are_the_same(case: Case) -> None:
     at_once, late = outcome(case, False), outcome(case, True)
