@@ -100,6 +100,7 @@ def test_without_a_card_one_line_says_so(capsys: pytest.CaptureFixture[str], mon
     assert capsys.readouterr().out == f"{run.NO_CARD}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_check_that_fails_or_hangs_is_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows, wrong = run._start("no such check", TINY, 60.0)

@@ -58,8 +58,13 @@ def ran(method: Path) -> bool:
     return method.with_suffix(".ran").exists()
 
 
-@pytest.mark.parametrize("name", ["mine.py", "mine.py:mine", "mine.py[a=1]", "./mine.PY", " mine.py [a=1]"])
-@pytest.mark.parametrize("command", ["simulate", "check", "emulate", "show"])
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *(("simulate", name) for name in ("mine.py", "mine.py:mine", "mine.py[a=1]", "./mine.PY", " mine.py [a=1]")),
+        *((command, "mine.py") for command in ("check", "emulate", "show")),
+    ],
+)
 def test_a_plan_in_a_command(command: str, name: str, method: Path, run_command: RunCommand) -> None:
     method.with_suffix(".PY").write_bytes(method.read_bytes())
     replace(Plan.uniform(1), schedule=name).save("plan.json")

@@ -86,7 +86,7 @@ def test_square_layers(sizes: tuple[int, int, int], first: int, four: int, eight
     assert (result.cuts[0].elements, result.elements, result.at_least) == (first, eight, joint)
     assert partition(ops, 8, "joint").elements == joint
     weights = sizes[0] * sizes[2] ** 2
-    for ranks, least in ((2, first), (4, four), (8, eight)):
+    for ranks, least in ((2, first), (4, four)):
         assert partition(ops, ranks).elements == least
         assert partition(ops, ranks, "data", batch="b").elements == 2 * (ranks - 1) * weights
         others = METHODS.keys() - {"joint", "recursive", "data"}
@@ -217,7 +217,6 @@ def _check_exact(ops: Operators) -> None:
         state = state.after(choice)
 
 
-@settings(max_examples=25)
 @given(graphs().filter(lambda ops: len(ops.tensors) <= 5))
 def test_each_cut_equals_exhaustive_search(ops: Operators) -> None:
     _check_exact(ops)
@@ -241,7 +240,7 @@ def test_samples_in_a_merged_dimension_are_not_cut() -> None:
         assert cut.indices == (None, "b"), "halves of b would need more of m in common than of their own"
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(graphs(), st.data())
 def test_a_partition_is_completed_around_given_schemes(ops: Operators, data: st.DataObject) -> None:
     original = partition(ops, 4)
@@ -257,15 +256,16 @@ def test_a_partition_is_completed_around_given_schemes(ops: Operators, data: st.
     assert whole.cuts[0].elements >= original.cuts[0].elements
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(graphs())
-def test_all_cuts_at_once_are_never_worse(ops: Operators) -> None:
-    joint = partition(ops, 4, "joint")
-    for method in METHODS:
-        if method != "data":
-            result = partition(ops, 4, method)
-            assert result.elements >= joint.elements
-            assert result.at_least <= result.elements
+def test_no_method_is_better(ops: Operators) -> None:
+    """Than the recursion in a single cut, than all cuts at once in several."""
+    best, joint = partition(ops, 2), partition(ops, 4, "joint")
+    for method in METHODS.keys() - {"data"}:
+        assert best.elements <= partition(ops, 2, method).elements
+        result = partition(ops, 4, method)
+        assert result.elements >= joint.elements
+        assert result.at_least <= result.elements
 
 
 def _yield_cut_pairs(ops: Operators) -> int:
@@ -287,19 +287,10 @@ def _are_few_cuts(ops: Operators) -> bool:
     return len(ops.steps) > 0 and dimensions * prod(len(step.sizes) or 1 for step in ops.steps) <= 300
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(graphs().filter(_are_few_cuts))
 def test_all_cuts_at_once_equal_exhaustive_search(ops: Operators) -> None:
     assert partition(ops, 4, "joint").elements == _yield_cut_pairs(ops)
-
-
-@settings(max_examples=20)
-@given(graphs())
-def test_a_cut_is_never_worse_than_a_baselines(ops: Operators) -> None:
-    best = partition(ops, 2)
-    for method in METHODS:
-        if method != "data":
-            assert best.elements <= partition(ops, 2, method).elements
 
 
 def test_regions_follow_the_cuts() -> None:
@@ -317,9 +308,9 @@ def test_regions_follow_the_cuts() -> None:
 
 def test_without_replicas_each_rank_has_a_part_of_everything() -> None:
     ops = square_layers(4, 512, 8192)
-    result = partition(ops, 8, replicate=False)
+    result = partition(ops, 4, replicate=False)
     assert all(scheme is not None for cut in result.cuts for scheme in cut.schemes.values())
-    assert result.elements >= partition(ops, 8).elements
+    assert result.elements >= partition(ops, 4).elements
 
 
 def test_equal_time_steps_are_cut_alike_where_tables_grow() -> None:

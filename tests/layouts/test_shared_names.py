@@ -26,7 +26,7 @@ def test_only_names_change(ops: Operators) -> None:
     assert without.peak == before.peak
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(steps)
 def test_partitions_do_not_depend_on_names(ops: Operators) -> None:
     first, other = partition(ops, 4), partition(ops.with_shared_names(), 4)

@@ -62,7 +62,7 @@ def both(draw: random.Random, cluster: Cluster, whole: bool) -> tuple[float, Any
     return min(exact.periods.values()), Bisection(space, line, recompute, whole).best(), space
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_is_optimal_on_one_level_without_latency(seed: int) -> None:
     draw = random.Random(seed)
     planned = refused = limited = 0
@@ -110,7 +110,7 @@ def test_its_bound_is_one_on_any_cluster(seed: int) -> None:
     assert min(gaps) < 2 * TOLERANCE  # it finds good plans, not bounds alone
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 4))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_relaxed_seconds_are_below_the_true_ones_and_fall(seed: int) -> None:
     draw = random.Random(seed)
     cluster = Cluster((Level(4, 1e10, 1e-4), Level(3, 1e9, 1e-3), Level(2, 2e8)), sums=draw.choice(["ring", "tree"]))

@@ -107,7 +107,7 @@ def check_never_slower(profile: Profile, cluster: Cluster, schedule: str) -> Non
 METHODS = st.sampled_from(["pipedream", "1f1b", "gpipe", "pipedream_2bw"])
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(profiles(), clusters(), METHODS)
 def test_never_slower_than_what_it_was_compared_with(profile: Profile, cluster: Cluster, schedule: str) -> None:
     check_never_slower(profile, cluster, schedule)

@@ -120,7 +120,7 @@ def check_stages(plan: Plan, profile: Profile) -> None:
         assert tuple(names[stage.first : stage.last]) == stage.names
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 10))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_tied_parameters_count_in_each_of_their_stages(seed: int) -> None:
     """The value, and the bytes and holders of the plan, by definition."""
     draw = random.Random(seed)
@@ -153,9 +153,9 @@ def test_tied_parameters_count_in_each_of_their_stages(seed: int) -> None:
     assert separated > 5
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_equals_every_chain_of_downsets(seed: int) -> None:
-    """2,000 graphs: the value, its bound, and that it is the plan's own."""
+    """1,000 graphs, 100 of them in the default run: the value, its bound, and that it is the plan's own."""
     draw = random.Random(seed)
     wide = 0
     for _ in range(100):
@@ -169,13 +169,13 @@ def test_equals_every_chain_of_downsets(seed: int) -> None:
     assert wide > 5
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """500 graphs of which only one order is searched: never better than the best, which is never below the bound."""
+    """Of each graph only one order is searched: never better than the best, which is never below the bound."""
     monkeypatch.setattr(cuts, "MOST_DOWNSETS", 3)
     draw = random.Random(seed)
     several = best = told = 0
-    for _ in range(100):
+    for _ in range(60):
         profile = random_graph(draw)
         cluster = Cluster.flat(draw.randint(1, 4), draw.choice([0.3, 1.0, 4.0, 1e9]))
         planned = plan(profile, cluster)
@@ -188,9 +188,9 @@ def test_with_too_many_cuts_the_bound_holds(seed: int, monkeypatch: pytest.Monke
             told += 1
         several += len(planned.stages) > 1
         best += planned.slowest_stage_s == least
-    assert several > 20
-    assert best > 60
-    assert told > 20
+    assert several > 12
+    assert best > 36
+    assert told > 12
 
 
 def test_where_memory_counts_free_layers_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_memory_is_kept() -> None:
     """With a limit no stage needs more, and none of the plans that keep it is faster than the bound."""
     draw = random.Random(3)
     limited = 0
-    for _ in range(60):
+    for _ in range(30):
         profile = random_graph(draw, most=5)
         space = SearchSpace.of(profile, Cluster.flat(3, 4.0, memory_bytes=draw.choice([15, 25, 40])))
         least, best = best_plans(space)
@@ -226,4 +226,4 @@ def test_memory_is_kept() -> None:
         if best == least:
             assert planned.slowest_stage_s == best.slowest_stage_s
         limited += planned.slowest_stage_s > plan(profile, Cluster.flat(3, 4.0)).slowest_stage_s
-    assert limited > 2
+    assert limited > 1

@@ -126,10 +126,10 @@ def _kind(draw: random.Random, workers: int) -> tuple[tuple[State, ...], tuple[S
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_equals_exhaustive_search(seed: int) -> None:
-    """In value and in plan, ties included, over 4,000 chains, 200 of them in the default run."""
+    """In value and in plan, ties included, over 2,000 chains, 100 of them in the default run."""
     draw = random.Random(seed)
     planned = refused = several = 0
-    for _ in range(200):
+    for _ in range(100):
         profile, cluster = random_profile(draw, most=6), random_cluster(draw, workers=draw.randint(1, 5))
         versions, microbatches = draw.choice(list(RULES.values())), draw.choice([1, 2, 3])
         space = SearchSpace.of(
@@ -147,12 +147,12 @@ def test_equals_exhaustive_search(seed: int) -> None:
         several += max(best.replicas) > 1 and len(best.stages) > 1
         assert pipelines.best() == best
         assert min(pipelines.periods.values()) == best.slowest_stage_s
-    assert planned > 60
-    assert refused > 20
-    assert several > 5
+    assert planned > 30
+    assert refused > 10
+    assert several > 2
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_least_need_is_that_of_the_leanest_plan(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):

@@ -38,13 +38,14 @@ def nouns() -> dict[str, Any]:
     program = lower(build("1f1b", plan, 6))
     examples = [
         *(CHAIN, plan, timeline, program, verify(program), pipedream.metrics.run_metrics(timeline)),
-        choose(CHAIN, PlanRequest(Cluster.flat(2), schedule="auto", microbatches=4), names=["1f1b", "gpipe"]),
+        choose(CHAIN, PlanRequest(Cluster.flat(2), schedule="auto", microbatches=4), names=["gpipe", "naive"]),
         sweep(
             CHAIN,
             PlanRequest(Cluster.flat(2), shape="pipeline"),
             workers=[2],
             bandwidths=[1e6, 1e9],
-            schedules=["1f1b"],
+            schedules=["naive"],
+            crossovers=False,
         ),
     ]
     return {type(noun).__name__: noun for noun in examples}

@@ -18,8 +18,8 @@ from pipedream.metrics import in_flight, run_metrics, staleness
 from pipedream.schedules import SCHEDULES, build, uniform
 from pipedream.simulator import costs, simulate
 
-STAGES = range(1, 7)
-MICROBATCHES = (1, 2, 3, 4, 6, 7, 12, 16)
+SIZES = ((1, 1), (1, 3), (1, 12), (2, 2), (2, 3), (2, 8), (3, 1), (3, 6), (3, 7), (4, 4), (4, 6), (4, 12), (5, 5), (6, 12))
+"""Stages and microbatches: few of both, m below, at, and beyond p, and multiples of p and others."""
 NAMES = (*SCHEDULES, "paci[backward_rule=stash]")
 TIMES = ((1.0, 1.0), (1.0, 2.0), (3.0, 1.25))
 
@@ -38,13 +38,8 @@ def run(schedule: Schedule, total: int) -> Timeline:
 
 
 def cases(name: str) -> list[tuple[int, int, Schedule]]:
-    """Returns (p, m, schedule) for half of all p and m that a method takes, those that divide among them."""
-    rows = [
-        (p, m, make_schedule(name, p, m))
-        for p in STAGES
-        for i, m in enumerate(MICROBATCHES)
-        if (p + i) % 2 == 0 or m % p == 0
-    ]
+    """Returns (p, m, schedule) for the sizes that a method takes."""
+    rows = [(p, m, make_schedule(name, p, m)) for p, m in SIZES]
     return [(p, m, schedule) for p, m, schedule in rows if schedule is not None]
 
 
@@ -86,8 +81,7 @@ def check_counts(p: int, m: int, schedule: Schedule) -> None:
             assert timeline.peak_versions[s] == claims.versions(p, counted, s) == each
 
 
-@pytest.mark.parametrize("p", STAGES)
-@pytest.mark.parametrize("total", [1, 2, 3, 5])
+@pytest.mark.parametrize(("p", "total"), [(2, 1), (3, 2), (4, 3), (6, 5)])
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_vertical_sync"])
 def test_in_flight_of_a_run_shorter_than_the_pipeline(name: str, p: int, total: int) -> None:
     schedule = build(name, Plan.uniform(p))
@@ -96,10 +90,10 @@ def test_in_flight_of_a_run_shorter_than_the_pipeline(name: str, p: int, total: 
     assert [in_flight(timeline, s) for s in range(p)] == [schedule.claims.in_flight(p, total, s) for s in range(p)]
 
 
-@pytest.mark.parametrize("p", STAGES)
-def test_staleness_settles_at_the_claim(p: int) -> None:
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_vertical_sync", "pipedream_2bw"])
+def test_staleness_settles_at_the_claim(name: str) -> None:
     """Not only the most: every gradient beyond the warm-up is as late as claimed."""
-    for name in ("pipedream", "pipedream_vertical_sync", "pipedream_2bw"):
+    for p in (1, 3, 4):
         schedule = build(name, Plan.uniform(p))
         timeline = run(schedule, 6 * p)
         assert schedule.claims.staleness is not None
@@ -108,7 +102,9 @@ def test_staleness_settles_at_the_claim(p: int) -> None:
                 assert tag.staleness == schedule.claims.staleness(p, 6 * p, tag.stage)
 
 
-@pytest.mark.parametrize("replicas", [r for n in (2, 3) for r in product((1, 2, 3, 4), repeat=n)], ids=str)
+@pytest.mark.parametrize(
+    "replicas", [*product((1, 2, 3), repeat=2), (1, 4), (4, 3), (2, 1, 3), (3, 2, 1), (2, 4, 1), (1, 3, 2)], ids=str
+)
 def test_versions_of_vertical_sync_with_replicas(replicas: tuple[int, ...]) -> None:
     """The rule counts the versions that tags name, in closed form; the simulation counts those that are held."""
     schedule = build("pipedream_vertical_sync", Plan.uniform(len(replicas), replicas=replicas))
@@ -117,11 +113,10 @@ def test_versions_of_vertical_sync_with_replicas(replicas: tuple[int, ...]) -> N
         assert max(timeline.peak_versions[rank] for rank in ranks) == schedule.weights.versions(s)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize("p", [1, 2, 3, 6])
+@pytest.mark.parametrize(("p", "chunks"), [(1, 3), (2, 1), (2, 4), (3, 2), (4, 3)])
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "breadth_first"])
 def test_bubble_shrinks_with_the_stages_of_a_worker(name: str, p: int, chunks: int) -> None:
-    for m in (p, 2 * p, 5 * p):
+    for m in (p, 3 * p):
         schedule = build(name, uniform(name, p, 1.0, 2.0, chunks=chunks), m)
         timeline = run(schedule, m)
         assert timeline.makespan_s == pytest.approx((chunks * m + p - 1) * 3.0)
@@ -154,7 +149,7 @@ SPLIT_TIMES = {
 """Seconds of forward, input gradient and weight gradient for which a makespan is claimed."""
 
 
-@pytest.mark.parametrize("p", [1, 2, 4, *(pytest.param(p, marks=pytest.mark.long) for p in (3, 5, 6, 7, 8))])
+@pytest.mark.parametrize("p", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (1, 2, 4, 7))])
 @pytest.mark.parametrize(
     ("name", "times"), [(name, times) for name, each in SPLIT_TIMES.items() for times in each], ids=str
 )
@@ -186,26 +181,24 @@ def test_makespans_are_claimed_only_where_they_hold() -> None:
             assert timeline.makespan_s > schedule.claims.makespan_s(4, m, 2, f, i, w) + 0.1, (name, f, i, w, m)
 
 
-@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("p", [1, 2, 5])
 @pytest.mark.parametrize(("name", "stages"), [("zb_h2", 1), ("zbv", 2)])
 def test_no_worker_waits_between_its_first_op_and_its_last(name: str, stages: int, p: int) -> None:
     schedule = build(name, uniform(name, p, 1.0, 2.0), 3 * p)
-    timeline = run(schedule, 9 * p)
+    timeline = run(schedule, 6 * p)
     for rank in range(p):
         spans = [span for span in timeline.work() if span.rank == rank]
-        assert spans[-1].end_s - spans[0].start_s == pytest.approx(3 * 9 * p * stages)
+        assert spans[-1].end_s - spans[0].start_s == pytest.approx(3 * 6 * p * stages)
 
 
-@pytest.mark.parametrize("p", [2, 4, 6, 8])
-@pytest.mark.parametrize("units", [2, 3, 4])
+@pytest.mark.parametrize(("p", "units"), [(2, 2), (4, 3), (6, 2)])
 def test_forward_doubling_leaves_no_bubble_between_units(p: int, units: int) -> None:
     """Chimera, SC 2021, section 3.5: p - 2 idle slots of a backward each, however many microbatches there are."""
     schedule = build("chimera_doubled", uniform("chimera_doubled", p, 1.0, 2.0), 2 * p * units)
     assert run(schedule, 2 * p * units).makespan_s == 3 * p * units + 2 * (p - 2) + 3 * p * units
 
 
-@pytest.mark.parametrize("p", range(1, 9))
-@pytest.mark.parametrize("m", [1, 2, 5, 8, 15, 24])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (2, 1), (3, 2), (4, 5), (5, 15), (8, 8), (8, 24)])
 def test_activations_of_a_split_backward(p: int, m: int) -> None:
     """Until its input gradient a microbatch keeps all its activations: at stage s so many as in 1F1B, or in one of
     twice the depth. Until its weight gradient it keeps what that needs: s, or 2s, of them are waiting then."""

@@ -45,9 +45,8 @@ def test_the_example_is_drawn_as_its_file_says_and_proved() -> None:
     assert lower(build(schedule.name, schedule.plan, schedule.microbatches)) == lower(schedule)
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_it_trains_as_plain_pytorch(stages: int) -> None:
-    case = Case("cnn", str(EXAMPLE), stages, microbatches=4)
+def test_it_trains_as_plain_pytorch() -> None:
+    case = Case("cnn", str(EXAMPLE), 3, microbatches=4)
     outcome = run(case)
     assert len(outcome.dones) >= 25
     check(case, outcome)

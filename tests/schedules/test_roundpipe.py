@@ -70,8 +70,7 @@ def test_slots_go_round_the_workers(size: tuple[int, int, int], forwards: int, f
         assert timeline.makespan_s == pytest.approx(schedule.claims.makespan_s(p, m, n, f, b, 0.0))
 
 
-@pytest.mark.parametrize("p", range(1, 7))
-@pytest.mark.parametrize("forwards", [1, 2, 3])
+@pytest.mark.parametrize(("p", "forwards"), [(1, 2), (2, 1), (2, 3), (3, 2), (4, 3), (5, 1)])
 def test_equal_slots_have_the_papers_bubble(p: int, forwards: int) -> None:
     """p - 1 idle slots of one microbatch at either end of a minibatch: p (p - 1)/(n m + p (p - 1))."""
     sizes = [stages for stages in range(max(p, 2), 5 * p + 5) if not (stages - 1) % forwards]

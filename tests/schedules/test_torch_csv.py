@@ -38,7 +38,7 @@ from pipedream.schedules.kit.method import looped
 from pipedream.simulator import costs, simulate
 from pipedream.verifier import verify
 
-SIZES = ((1, 2), (2, 4), (2, 7), (3, 6), (4, 8))  # ranks and microbatches
+SIZES = ((1, 2), (2, 4), (2, 7), (3, 6))  # ranks and microbatches
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # with I and W
 
 
@@ -83,7 +83,7 @@ def test_theirs_are_read_and_proved(name: str, p: int, m: int, v: int) -> None:
     assert to_torch_csv(lower(again)) == to_torch_csv(schedule)
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 4), (2, 7), (3, 6), (4, 8), (4, 11)])
+@pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 7), (3, 6), (4, 11)])
 @pytest.mark.parametrize(
     ("ours", "name"),
     [("gpipe", "GPipe"), ("interleaved_1f1b", "Interleaved1F1B"), ("zbv", "ZBVZeroBubble"), ("dualpipev", "DualPipeV")],
@@ -117,9 +117,8 @@ def test_their_deferred_receives(name: str) -> None:
     assert any(mixed) == (name in SPLIT)
 
 
-@pytest.mark.parametrize("times", [(1.0, 2.0), (2.0, 3.0)], ids=str)
 @pytest.mark.parametrize(("name", "p", "m", "v"), [row for row in theirs() if not row[2] % row[1]])
-def test_their_bubbles_are_those_of_the_papers(name: str, p: int, m: int, v: int, times: tuple[float, float]) -> None:
+def test_their_bubbles_are_those_of_the_papers(name: str, p: int, m: int, v: int) -> None:
     """GPipe (2019): (p-1)/(m+p-1). Interleaved 1F1B (2021), breadth first (Lamy-Poirier 2023): (p-1)/(vm+p-1).
 
     Zero bubble (Qi et al. 2024): where F, I and W take as long, ZB-H1 waits (p-1)(F+I-W) in a minibatch, here for each
@@ -129,7 +128,7 @@ def test_their_bubbles_are_those_of_the_papers(name: str, p: int, m: int, v: int
     schedule = read(name, p, m, v)
     timeline = pd.simulate(schedule.plan, schedule=schedule, microbatches=m)
     if name in ("GPipe", "Interleaved1F1B", "LoopedBFS"):
-        plan = uniform(name="1f1b", workers=p * v, forward_s=times[0], backward_s=times[1])
+        plan = uniform(name="1f1b", workers=p * v, forward_s=2.0, backward_s=3.0)
         plan = replace(plan, worker_order=schedule.plan.worker_order, cluster=schedule.plan.cluster)
         timeline = simulate(lower(replace(schedule, plan=plan)), costs(plan), m)
         assert run_metrics(timeline).bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-9)
@@ -381,11 +380,9 @@ def serial(split: int, plan: Plan, batches: int = 3) -> reference.Answer:
 @pytest.mark.parametrize(
     ("name", "p", "m", "v"),
     [
-        ("GPipe", 2, 3, 1),
-        ("GPipe", 4, 4, 1),
+        ("GPipe", 4, 3, 1),
         ("Interleaved1F1B", 2, 4, 2),
         ("LoopedBFS", 2, 5, 2),
-        ("LoopedBFS", 1, 3, 4),
         ("InterleavedZeroBubble", 2, 4, 2),
         ("ZBVZeroBubble", 2, 4, 2),
         ("DualPipeV", 2, 5, 2),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from drawn import runs, schedules
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from slow_clock import FIRST_BYTES, NEXT_BYTES, slow_clock
 
@@ -67,7 +67,6 @@ def summed(draw: st.DrawFn) -> Schedule:
     return build(schedule.name, plan, schedule.microbatches if splits else None)
 
 
-@settings(max_examples=25)
 @given(summed(), st.integers(1, 15))
 def test_buckets_one_by_one_are_the_closed_form(schedule: Schedule, total: int) -> None:
     """Where no message is in their way, nor a sum of another stage of the worker."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 from drawn import runs
-from hypothesis import given, settings
+from hypothesis import given
 
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
@@ -16,7 +16,6 @@ from pipedream.schedules import build
 from pipedream.simulator import Costs, costs, simulate
 
 
-@settings(max_examples=30)
 @given(runs())
 def test_one_works_at_a_time(run: tuple[Schedule, Costs, int]) -> None:
     schedule, seconds, total = run

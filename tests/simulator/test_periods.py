@@ -44,7 +44,7 @@ def test_makespan_of_a_flushing_minibatch(name: str, p: int, m: int, f: float, b
     assert makespan_s == pytest.approx((m + p - 1) * (f + b) + 2 * c * (p - 1))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(1, 6), SECONDS, SECONDS, st.floats(0.0, 1.0))
 def test_period_at_the_papers_depth_shows_messages(p: int, f: float, b: float, share: float) -> None:
     c = share * min(f, b)  # longer ones meet at the ports of the stages between
@@ -52,7 +52,7 @@ def test_period_at_the_papers_depth_shows_messages(p: int, f: float, b: float, s
     assert period_s(timeline, p, 10 * p) == pytest.approx(f + b + 2 * c * (p - 1) / p)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(1, 6), SECONDS, st.floats(0.25, 4.0), st.floats(0.0, 1.0))
 def test_period_at_full_depth_hides_messages(p: int, f: float, ratio: float, share: float) -> None:
     # One port carries the messages of both neighbours, so that a message may take half a slot and no more. They may
@@ -113,11 +113,11 @@ def test_busy_share_of_replicated_plans(replicas: tuple[int, ...]) -> None:
     assert min(steady_metrics(full, skip=150).busy_shares) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("update_delay", [0, 1])
 @pytest.mark.parametrize(
-    "slots", [pytest.param(0.3, marks=pytest.mark.slow), 1.0, pytest.param(2.5, marks=pytest.mark.slow)]
+    ("replicas", "slots", "update_delay"),
+    [(replicas, (1.0, 0.3, 2.5)[i % 3], i % 2) for i, replicas in enumerate(AT_NOAM)],
+    ids=str,
 )
-@pytest.mark.parametrize("replicas", AT_NOAM, ids=str)
 def test_full_depth_hides_messages_of_replicated_plans(
     replicas: tuple[int, ...], slots: float, update_delay: int
 ) -> None:
@@ -208,7 +208,7 @@ def with_collisions_s(plan: Plan) -> float:
     return plan.period_s + replace(plan, stages=tuple(rows)).period_s
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(replicated_plans(levels=False))
 def test_the_planners_period_is_the_simulated_one(plan: Plan) -> None:
     assert plan.period_s == plan.slowest_stage_s
@@ -259,7 +259,7 @@ def test_replicas_share_each_others_links() -> None:
     assert period_s(run("pipedream", twice, None, 200), 1, 40) == pytest.approx(3.0)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @example([1, 4], (1, 1), 3)  # four replicas answer one worker at once
 @example([3, 2], (1, 2), 3)
 @given(

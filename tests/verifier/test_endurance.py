@@ -166,7 +166,7 @@ def test_a_depth_that_rests_on_a_lag() -> None:
 
 
 def test_random_programs_endure() -> None:
-    endure(4 * len(SCHEDULES), 1)
+    endure(2 * len(SCHEDULES), 1)
 
 
 @pytest.mark.long

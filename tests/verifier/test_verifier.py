@@ -88,7 +88,6 @@ def test_updates_that_wait_for_all_stages_stand_behind_all_gradients_of_their_ra
 
 
 @given(cases())
-@settings(max_examples=30)
 def test_one_lane_a_direction_never_deadlocks(case: Case) -> None:
     # Two ranks that share several boundaries may read them in orders that have nothing to do with each other.
     assume(case.name not in LAYOUTS)
@@ -175,24 +174,22 @@ def test_lag_without_the_depth_for_it_deadlocks() -> None:
     verify(Case("pipedream", replicas, (8, 4, 2, 1), update_delay, None).program())
 
 
-@pytest.mark.parametrize(
-    ("name", "replicas"),
-    [(n, r) for n in STRAIGHT for r in ((1, 1), (1, 1, 1), (2, 1))],
-)
-def test_one_lane_a_pair_deadlocks(name: str, replicas: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_one_lane_a_pair_deadlocks(name: str) -> None:
     """Both directions on one communicator: each side's receive, posted ahead, stands before its send."""
-    with pytest.raises(DeadlockError, match="same lane"):
-        verify(program_of(name, *replicas), lanes=lambda channel: frozenset((channel.sender, channel.receiver)))
+    for replicas in ((1, 1), (2, 1)):
+        with pytest.raises(DeadlockError, match="same lane"):
+            verify(program_of(name, *replicas), lanes=lambda channel: frozenset((channel.sender, channel.receiver)))
 
 
 @pytest.mark.parametrize("name", STRAIGHT)
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
-def test_claims_of_the_papers(name: str, stages: int) -> None:
-    if name not in ("naive", "gpipe", "1f1b", "pipedream_2bw"):
-        check_claims(name, stages, None)
-        return
-    for microbatches in (1, 2, 4, 7):
-        check_claims(name, stages, max(microbatches, stages) if name == "pipedream_2bw" else microbatches)
+def test_claims_of_the_papers(name: str) -> None:
+    for stages in (1, 2, 4):
+        if name not in ("naive", "gpipe", "1f1b", "pipedream_2bw"):
+            check_claims(name, stages, None)
+            continue
+        for microbatches in (1, 2, 7):
+            check_claims(name, stages, max(microbatches, stages) if name == "pipedream_2bw" else microbatches)
 
 
 def check_claims(name: str, stages: int, microbatches: int | None) -> None:

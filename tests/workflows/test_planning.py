@@ -17,10 +17,11 @@ from pipedream.workflows.plan import make_plan
 CHAIN = Profile.of_chain(tuple(LayerProfile(1.0 + i % 2, 2.0, 4, 4) for i in range(6)), batch=12)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 9])
-@pytest.mark.parametrize("microbatches", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_each_automatic_plan_can_be_run(workers: int, microbatches: int, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "workers", "microbatches"),
+    [("1f1b", 2, 1), ("1f1b", 3, 3), ("1f1b", 9, 2), ("gpipe", 2, 3), ("gpipe", 4, 2), ("gpipe", 9, 1)],
+)
+def test_each_automatic_plan_can_be_run(schedule: str, workers: int, microbatches: int) -> None:
     """A stage never has more replicas than a minibatch has microbatches."""
     plan = pd.plan(CHAIN, pd.Cluster.flat(workers, 1e12), schedule=schedule, microbatches=microbatches)
     assert max(plan.replicas) <= microbatches

@@ -92,5 +92,6 @@ def test_a_recipe_adds_the_time_of_its_loader(processes: int) -> None:
     load_s = recipe.load_s()
     assert torch.equal(torch.rand(()), expected)
     assert (load_s > 0) == (processes == 0), "processes of its own load ahead"
-    assert (profile_recipe(recipe, runs=1).runtime.load_s > 0) == (processes == 0)
+    if processes == 0:
+        assert profile_recipe(recipe, runs=1).runtime.load_s > 0
     assert data.read % 8 == 0

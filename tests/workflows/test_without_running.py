@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -90,20 +91,6 @@ def test_llama_is_profiled_and_planned_within_a_minute_and_4_gib(tmp_path: Path)
     assert needs[True] <= 80e9 < needs[False]
 
 
-def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A recipe of real tensors is profiled too, as another device, and its model is not run."""
-    path = tmp_path / "profile.json"
-    recipe = str(EXAMPLES / "char_gpt.py")
-    assert cli.main(["profile", recipe, "--device", "meta", "--as", "V100", "--dtype", "float16", "-o", str(path)]) == 0
-    out, _ = capfd.readouterr()
-    assert "V100-16GB, not run" in out
-    assert "note: computed from flops and bytes" in out
-    profile = Profile.load(path)
-    assert (profile.dtype, profile.optimizer) == ("float16", "AdamW")
-    assert profile.loss_s > 0
-    assert cli.main(["plan", str(path), "--workers", "2"]) == 0
-
-
 def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     device = tmp_path / "slow.json"
     Device("slow", 10**9, {"float32": 1e6}, 1e6).save(device)
@@ -111,8 +98,7 @@ def test_command_with_a_device_from_a_file(tmp_path: Path, capfd: pytest.Capture
     assert cli.main([*command, "--as", str(device)]) == 0
     slow = Profile.from_json(capfd.readouterr().out)
     assert slow.device == "slow"
-    assert cli.main([*command, "--as", "H200"]) == 0
-    assert slow.forward_s > 1000 * Profile.from_json(capfd.readouterr().out).forward_s
+    assert slow.forward_s > sum(layer.forward_flops for layer in slow.layers) / 1e6
 
 
 @pytest.mark.parametrize(
@@ -130,9 +116,15 @@ def test_command_refuses(options: list[str], message: str, capfd: pytest.Capture
 
 
 def test_command_plans_for_unlike_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A recipe of real tensors is profiled too, as another device, and its model is not run."""
     profile, out = str(tmp_path / "profile.json"), tmp_path / "plan.json"
     recipe = str(EXAMPLES / "char_gpt.py")
-    assert cli.main(["profile", recipe, "--device", "meta", "--as", "V100", "-o", profile]) == 0
+    assert cli.main(["profile", recipe, "--device", "meta", "--as", "V100", "--dtype", "float16", "-o", profile]) == 0
+    printed, computed = capfd.readouterr().out, Profile.load(profile)
+    assert "V100-16GB, not run" in printed
+    assert "note: computed from flops and bytes" in printed
+    assert (computed.dtype, computed.optimizer) == ("float16", "AdamW")
+    assert computed.loss_s > 0
     command = ["plan", profile, "--devices", "2xV100,1xRTX-4090", "-o", str(out)]
     assert cli.main([*command, "--memory", "20GB"]) == 0
     told = capfd.readouterr().out
@@ -141,13 +133,12 @@ def test_command_plans_for_unlike_devices(tmp_path: Path, capfd: pytest.CaptureF
     first, second = pipedream.Plan.load(out).cluster.kinds
     assert (first.count, first.device, first.speed, first.memory_bytes) == (2, "V100-16GB", 1.0, 16 * 10**9)
     assert (second.count, second.device, second.memory_bytes) == (1, "RTX-4090", 20 * 10**9)
-    assert 1008 / 900 < second.speed < 82.6 / 15.7, "between the ratios of bandwidths and of peaks"
+    assert second.speed == pytest.approx(1008 / 900), "in float16 the bandwidths decide"
     capfd.readouterr()
     assert cli.main([*command, "--workers", "4"]) == 2
     assert "joins 4" in capfd.readouterr().err
     assert cli.main(["plan", profile, "--devices", "2xabacus"]) == 2
     assert "RTX-4090" in capfd.readouterr().err
-    measured = Profile.load(profile)
-    measured.__class__(**{**measured.__dict__, "device": "cpu: EPYC"}).save(profile)
+    replace(computed, device="cpu: EPYC").save(profile)
     assert cli.main(["plan", profile, "--devices", "2xV100"]) == 2
     assert "datasheet" in capfd.readouterr().err
