@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from drawn import STRAIGHT, Case, cases, laid_out
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipedream.core.errors import DeadlockError, PlanError, ScheduleError
