@@ -10,8 +10,7 @@ import pytest
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
-from pipedream.core.schedule.properties import MethodProperties
+from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules import LAYOUTS, METHODS, build, derive_properties, properties_of, uniform
 from pipedream.workflows.methods import select_methods

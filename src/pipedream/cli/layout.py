@@ -68,7 +68,6 @@ def _check_rates(objective: str, operations_per_s: float | None, rates: dict[str
 
 
 def _parse_rates(mesh: Mesh, words: list[str]) -> dict[str, float] | None:
-    """Returns bytes per second for each dimension of the mesh."""
     if not words:
         return None
     if len(words) not in (1, len(mesh.dimensions)):

@@ -7,15 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipedream.cli.options import (
-    JSON,
-    PROFILE,
-    ClusterFlags,
-    ShapeFlags,
-    check_flags,
-    print_json,
-    read_profile,
-)
+from pipedream.cli.options import JSON, PROFILE, ClusterFlags, ShapeFlags, check_flags, print_json, read_profile
 from pipedream.core.artifact import encode, encode_attributes
 from pipedream.core.errors import PlanError, ProfileError
 from pipedream.core.flags import Panel, option

@@ -22,7 +22,7 @@ from pipedream.core.artifact import encode, write_text
 from pipedream.core.errors import PlanError
 from pipedream.core.flags import option
 from pipedream.core.hardware.cluster import Cluster, Level
-from pipedream.core.schedule.method_text import listed
+from pipedream.core.schedule.phase import listed
 from pipedream.plan_request import PlanRequest
 from pipedream.report.files import PICTURES, check_picture, save_picture
 from pipedream.report.sweep import sweep_page, sweep_svg

@@ -190,7 +190,6 @@ def _name_meshes(options: TrainingOptions) -> str:
 
 
 def _count_workers(options: TrainingOptions, config: str | None) -> int | None:
-    """Returns the number of processes that the options imply."""
     if options.plan is not None:
         return options.plan.ranks
     if config is not None and options.mesh != "auto":  # which leaves open how many ranks its workers have

@@ -51,9 +51,6 @@ class Stored:
     """Where a tensor lies: in pieces, of which each element is in one.
 
     In JSON a single piece has its fields beside the dtype, as all tensors had in earlier files.
-
-    Attributes:
-        dtype: e.g. 'float32'.
     """
 
     dtype: str

@@ -15,7 +15,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
-from pipedream.core.schedule.properties import MethodProperties
+from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.units import format_seconds
 from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, find_fastest
 from pipedream.planner.search import Finalist, PlanSearch, finalists, plan

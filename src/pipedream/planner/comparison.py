@@ -189,7 +189,6 @@ class Comparison(Tabular):
         return f" ({candidate.samples_per_update} samples per update)" if self.plan.batch > 1 else ""
 
     def _describe_others(self, best: Candidate) -> str:
-        """Returns the seconds of the best of the other kinds."""
         shown, parts = {(best.config, best.samples_per_update)}, [""]
         for candidate in (self.candidates[0], *self._pick_best_of_kinds(), *self.references):
             if candidate.period_s is not None and (candidate.config, candidate.samples_per_update) not in shown:

@@ -128,7 +128,6 @@ class MeshSearch:
     def _search_large(
         self, space: MeshSpace, shape: str | tuple[int, ...], kinds: str, bound_s: float, plans: list[Plan]
     ) -> Plan:
-        """The best plan that is found where the exact program is too large."""
         program = partial(self._make_program, space, shape=shape)
         # One that fits with more memory kept free.
         fitting = space.kept.setdefault(f"plans, with {space.cluster.memories}", {}).setdefault(shape, {})

@@ -208,7 +208,6 @@ def finalists(
 
 
 def _list_partitions(workers: int) -> list[tuple[int, ...]]:
-    """All replica counts of all workers."""
     return [
         (first, *rest)
         for first in range(1, workers + 1)
@@ -391,7 +390,6 @@ def _join_counts(counts: tuple[int, ...]) -> str:
 def _describe_rivals(
     best: Plan, searches: PipelineSearch, ones: Iterable[int], pipelines: Iterable[Plan | None] = ()
 ) -> str:
-    """Returns the seconds of the alternatives, in words."""
     rivals = {str(count): searches.best_single_stage((count,)) for count in ones}
     rivals |= {plan.config: plan for plan in pipelines if plan is not None}
     parts = [""]

@@ -156,7 +156,6 @@ def _measure_rate(seconds: Callable[[int], float], size: int) -> float:
 
 
 def _move_batch(move: Callable[..., Any], tensors: Sequence[torch.Tensor], others: Sequence[int], group: Any) -> None:
-    """Sends or receives a tensor to or from each of the others, and waits."""
     moves = [dist.P2POp(move, tensor, other, group) for tensor, other in zip(tensors, others, strict=True)]
     for work in dist.batch_isend_irecv(moves):
         work.wait()

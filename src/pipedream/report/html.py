@@ -211,7 +211,6 @@ def _draw_losses(summary: Mapping[str, Any], losses: Iterable[tuple[int, float]]
 
 
 def _draw_evaluations(summary: Mapping[str, Any]) -> str:
-    """Returns a picture of each metric of the evaluations, over the minibatches."""
     rows = [row for row in _read_list(summary.get("evaluations")) if isinstance(row, Mapping)]
     names = dict.fromkeys(name for row in rows for name in row if name not in ("epoch", "minibatches", "seconds"))
     pictures = []

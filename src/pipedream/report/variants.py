@@ -151,7 +151,6 @@ def _spread_labels(ends: dict[str, float], bottom: float) -> dict[str, float]:
 
 
 def _choose_colour(number: int, name: str) -> tuple[str, str]:
-    """Returns a line's class and its light colour."""
     if name == ONE_WORKER:
         return "faint", COLOURS["faint"][0]
     colour = list(LINES)[number % len(LINES)]

@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.schedule.method_text import name_and_options
+from pipedream.core.schedule.phase import name_and_options
 from pipedream.schedules.kit.method import Method
 
 _SCALARS: dict[Any, Callable[[str], Any]] = {

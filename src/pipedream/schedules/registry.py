@@ -20,7 +20,7 @@ from typing import Any
 
 from pipedream.core.errors import PipelineError, ScheduleError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.method_text import name_and_options
+from pipedream.core.schedule.phase import name_and_options
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.kit.method import Method, StageOrder
 from pipedream.schedules.options import options_text, read_options

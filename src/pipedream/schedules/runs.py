@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.coupling import makes_same_updates
-from pipedream.core.schedule.method_text import name_and_options
-from pipedream.core.schedule.occupancy import occupancy
-from pipedream.core.schedule.properties import MethodProperties
+from pipedream.core.schedule.occupancy import MethodProperties, occupancy
+from pipedream.core.schedule.phase import name_and_options
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.schedules.kit.idioms import max_in_flight
 from pipedream.schedules.pytorch_csv import is_torch_csv, load_torch_csv
@@ -151,7 +150,6 @@ def _build(name: str, plan: Plan, microbatches: int | None, split: int | None, u
 
 
 def _keeps_minibatches(schedule: Schedule) -> bool:
-    """Returns whether microbatches are whole minibatches."""
     return schedule.updates.mean_of_rounds
 
 

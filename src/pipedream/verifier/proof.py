@@ -233,7 +233,6 @@ def _find_begin(run: Unrolled, stage: int, replica: int, k: int) -> int:
 
 
 def _find_lives(run: Unrolled, stage: int, replica: int) -> Iterable[tuple[int, int]]:
-    """Returns the span of each version and kept prediction."""
     program, ops = run.program, run.ops
     starts = [-1] + [
         ops[Op(Kind.UPDATE, stage, n, replica)][1] for n in range(1, program.updates.updates(stage, run.total) + 1)

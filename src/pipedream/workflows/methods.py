@@ -12,8 +12,7 @@ from pipedream.core.errors import PlanError, ScheduleError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.lowering import lower
-from pipedream.core.schedule.occupancy import StageOccupancy, occupancy
-from pipedream.core.schedule.properties import MethodProperties
+from pipedream.core.schedule.occupancy import MethodProperties, StageOccupancy, occupancy
 from pipedream.core.schedule.schedule import Schedule
 from pipedream.core.units import format_bytes
 

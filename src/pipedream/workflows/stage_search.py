@@ -12,7 +12,7 @@ from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
 from pipedream.core.progress import progress
-from pipedream.core.schedule.properties import MethodProperties
+from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.plan_request import PlanRequest
 from pipedream.workflows.methods import MOST_SIMULATED, adapt_plan_to_method, occupancy_of
 

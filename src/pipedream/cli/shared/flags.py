@@ -56,7 +56,6 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _read_options(function: Callable[..., None], hints: dict[str, Any], groups: dict[str, Any]) -> Iterator[_Option]:
-    """Yields a command's options, in the order of its parameters."""
     for name, parameter in inspect.signature(function).parameters.items():
         if name in groups:
             fields, group, annotations = dataclasses.fields(groups[name]), name, get_type_hints(groups[name])
@@ -69,7 +68,6 @@ def _read_options(function: Callable[..., None], hints: dict[str, Any], groups: 
 
 
 def _make_parameter(option: _Option) -> inspect.Parameter:
-    """Returns the option as typer reads it."""
     flag, names = option.flag, option.flag.names
     if option.default is False and not names:
         names = (f"--{option.name.replace('_', '-')}",)  # typer would add --no-...

@@ -328,11 +328,10 @@ class Cluster(Artifact):
         def memory(size: int | None) -> str:
             return "memory not limited" if size is None else f"{format_bytes(size)} each"
 
-        kinds = self.kinds or (Workers(self.workers, self.device, memory_bytes=self.memory_bytes),)
         who = " + ".join(
             f"{kind.count} x {kind.device}{f' ({kind.speed:.3g}x)' if kind.speed != 1 else ''}, "
             f"{memory(kind.memory_bytes)}"
-            for kind in kinds
+            for kind in self._all_kinds
         )
         links = "; ".join(
             f"{'+'.join(map(str, level.sizes)) or level.width} x {format_rate(level.bandwidth_bytes_per_s)}, "

@@ -172,11 +172,7 @@ _SHOWN_VALUES, _SHOWN_REASONS = 2, 20
 
 @dataclass(frozen=True)
 class Crossing:
-    """Values that cross the cut before a layer.
-
-    Attributes:
-        layer: its index.
-    """
+    """Values that cross the cut before the layer of this index."""
 
     layer: int
     values: tuple[Value, ...]

@@ -321,7 +321,6 @@ class Plan(Tabular, Artifact):
 
 
 def _format_plan(plan: Plan) -> str:
-    """Returns the table of a plan's stages, with a line before it and what is proved after it."""
     head = (
         f"Plan {plan.config}{f' of {plan.model}' if plan.model else ''}: {plan.workers} workers, depth "
         f"{plan.depth_mode}, {format_seconds(plan.period_s)} per {plan.unit} when full"
@@ -385,7 +384,6 @@ def _describe_proof(plan: Plan, gap: float) -> str:
 
 
 def _describe_span(stage: Stage) -> str:
-    """Returns its first and last layer in words."""
     if not stage.names:
         return f"{stage.first}..{stage.last - 1}"
     first, last = shorten(stage.names[0]), shorten(stage.names[-1])

@@ -17,11 +17,7 @@ NO_GAP = 2e-6
 
 @dataclass(frozen=True)
 class PlanCosts:
-    """Predicted seconds of a plan; per stage or boundary in the order of the model.
-
-    Attributes:
-        taken: each stage's workers.
-    """
+    """Predicted seconds of a plan; per stage or boundary in the order of the model. `taken`: each stage's workers."""
 
     stages: tuple[Stage, ...]
     taken: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""Microbatches in flight and weight versions that a stage holds under a method.
+"""Facts that planning needs about a method: its properties, and the microbatches and versions that a stage holds.
 
 At the paper's depth, for a straight pipeline of p stages and m microbatches: 1F1B holds min(p - s, m) in flight, GPipe
 m, the naive order 1; PipeDream p - s versions, vertical sync p, 2BW 2, a flush 1.
@@ -11,6 +11,34 @@ from dataclasses import dataclass
 from pipedream.core.schedule.op import Kind, Op, ends_backward
 from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class MethodProperties:
+    """The facts about a method that planning needs before there is a plan; the defaults are GPipe's.
+
+    Attributes:
+        flushes: an update waits until nothing is in flight.
+        reads_stored_weights: forward and backward of a microbatch read the same version, one that the stage has had.
+            Not every model and optimizer tolerates anything else.
+        uses_depth, delays_updates: the plan's in-flight counts and update delay make a difference.
+        replicates_stages: any stage can have replicas.
+        recomputes: whether or not the plan says so.
+        versions_grow_with_stages: not only with a stage's own depth.
+        same_updates: all stages make the same updates on any plan (`core.schedule.coupling.makes_same_updates`), so
+            that several may hold a weight.
+    """
+
+    flushes: bool = True
+    splits_minibatch: bool = True
+    splits_backward: bool = False
+    reads_stored_weights: bool = True
+    uses_depth: bool = False
+    delays_updates: bool = False
+    replicates_stages: bool = True
+    recomputes: bool = False
+    versions_grow_with_stages: bool = False
+    same_updates: bool = True
 
 
 @dataclass(frozen=True)

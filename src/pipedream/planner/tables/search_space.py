@@ -14,15 +14,7 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan import depth as depths
-from pipedream.core.plan.memory import (
-    Peers,
-    StageMemory,
-    StageSizes,
-    part_bytes,
-    peers_of,
-    stage_bytes,
-    stage_memory,
-)
+from pipedream.core.plan.memory import Peers, StageMemory, StageSizes, part_bytes, peers_of, stage_bytes, stage_memory
 from pipedream.core.plan.plan import Plan
 from pipedream.core.plan.site import Site
 from pipedream.core.plan.stage import Stage, TiedWeights, least_sum_s

@@ -10,9 +10,9 @@ from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.depth import raise_to_legal
 from pipedream.core.plan.placement import Placement, StageReplica
 from pipedream.core.plan.plan import Plan
+from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.prediction import AVERAGE, DIFFERENCE, VELOCITY, WeightPrediction
-from pipedream.core.schedule.properties import MethodProperties
 from pipedream.core.schedule.rules import UpdateRule
 from pipedream.core.schedule.schedule import Claims, Order, Schedule
 from pipedream.core.schedule.weights import BACKWARD_RULES, DoubleBuffer, Flush, Latest, Stash, VerticalSync, WeightRule

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from pipedream.core.errors import ScheduleError
 from pipedream.core.plan.plan import Plan
-from pipedream.core.schedule.properties import MethodProperties
+from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.schedule.schedule import Schedule
 
 
