@@ -32,7 +32,7 @@ from pipedream.core.errors import ProfileError
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.hardware.devices import device_named
 from pipedream.core.schedule.timeline import WORK
-from pipedream.planner import single_stage_plan
+from pipedream.planner import manual_plan
 from pipedream.profiler import measure_device
 from pipedream.profiler.device import name_device
 from pipedream.profiler.sizes import Allocations
@@ -198,7 +198,7 @@ def _plan_peak(device: torch.device, scale: Scale) -> Iterator[Finding]:
         warmup=1,
         runs=2,
     )
-    plan = single_stage_plan(profile, Cluster.flat(1))
+    plan = manual_plan(profile, Cluster.flat(1), ())
     with Allocations(device) as watch:
         train(model, plan, batches, device, schedule="pipedream", loss=F.cross_entropy, check=False)
     live = max(section.peak_bytes for section in watch.sections)
@@ -214,7 +214,7 @@ def clock(device: torch.device, scale: Scale) -> Iterator[Finding]:
     ):
         model, x = model.to(device), x.to(device)
         profile = pd.profile(model, x, device=str(device), warmup=2, runs=max(3, scale.repeats // 10))
-        stage = single_stage_plan(profile, Cluster.flat(1)).stages[0]
+        stage = manual_plan(profile, Cluster.flat(1), ()).stages[0]
 
         def whole(model: nn.Module = model, x: torch.Tensor = x) -> None:
             output = model(x)

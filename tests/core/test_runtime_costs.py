@@ -18,8 +18,8 @@ from pipedream.core.plan.stage import Stage
 from pipedream.core.schedule.lowering import lower
 from pipedream.core.schedule.op import Kind
 from pipedream.core.schedule.program import Channel
+from pipedream.planner import manual_plan
 from pipedream.planner import plan as plan_of
-from pipedream.planner import single_stage_plan
 from pipedream.schedules import build
 from pipedream.simulator import costs, simulate
 
@@ -122,10 +122,10 @@ def test_a_stage_takes_the_longer_of_its_kernels_and_their_launches() -> None:
     large = LayerProfile(10.0, 20.0, 1, 1, forward_launch_s=3.0, backward_launch_s=4.0)
     cluster = Cluster.flat(1, 1e9)
     assert [
-        single_stage_plan(Profile.of_chain(layers), cluster).slowest_stage_s
+        manual_plan(Profile.of_chain(layers), cluster, ()).slowest_stage_s
         for layers in ((small,) * 2, (large,) * 2, (small, large))
     ] == [14.0, 60.0, 33.0]
-    plan = single_stage_plan(Profile.of_chain((small,) * 2), cluster)
+    plan = manual_plan(Profile.of_chain((small,) * 2), cluster, ())
     launched = costs(plan, split=2)  # each microbatch is launched alone
     assert [launched.op_s(kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT)] == [6.0, 8.0, 4.0]
     again = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))

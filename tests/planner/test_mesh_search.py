@@ -12,9 +12,11 @@ from drawn import meshed_cluster, meshed_profile
 
 from pipedream.core.errors import PlanError
 from pipedream.core.plan.mesh import Mesh, profile_of_rank
-from pipedream.planner import MeshSearch, MeshSpace, SearchSpace, StageChoice, fits_rank_memory, mesh_search, plan
+from pipedream.planner import MeshSearch, SearchSpace, mesh_search, plan
 from pipedream.planner.dynamic_program.mesh_costs import MESH_PROGRAMS
 from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
+from pipedream.planner.mesh_search import fits_rank_memory
+from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
 
 
 def every_choice(space: MeshSpace, recompute: str = "never") -> Iterator[tuple[StageChoice, ...]]:

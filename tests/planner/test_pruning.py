@@ -10,9 +10,14 @@ import pytest
 from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
-from pipedream.planner import DynamicProgram, SearchSpace
+from pipedream.planner import SearchSpace
 from pipedream.planner.dynamic_program.pruning import fewest_workers, prune_places
-from pipedream.planner.dynamic_program.recurrence import replicated_states, states_of_counts, straight_states
+from pipedream.planner.dynamic_program.recurrence import (
+    DynamicProgram,
+    replicated_states,
+    states_of_counts,
+    straight_states,
+)
 
 
 def random_profile(draw: random.Random) -> Profile:

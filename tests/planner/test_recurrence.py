@@ -19,8 +19,15 @@ from pipedream.core.model.profile import LayerProfile, Profile, TiedParameters
 from pipedream.core.model.runtime_costs import RuntimeCosts
 from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
-from pipedream.planner import DynamicProgram, SearchSpace, VersionsRule, plan, stash
-from pipedream.planner.dynamic_program.recurrence import State, replicated_states, states_of_counts, straight_states
+from pipedream.planner import SearchSpace, plan
+from pipedream.planner.dynamic_program.recurrence import (
+    DynamicProgram,
+    State,
+    replicated_states,
+    states_of_counts,
+    straight_states,
+)
+from pipedream.planner.tables.method_occupancy import VersionsRule, stash
 
 RULES: dict[str, VersionsRule] = {
     "stash": stash,

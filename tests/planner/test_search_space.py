@@ -15,7 +15,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import Call, Layer, LayerGraph
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.memory import StageMemory
-from pipedream.planner import SearchSpace, manual_plan, single_stage_plan
+from pipedream.planner import SearchSpace, manual_plan
 
 TINY = Profile.of_chain(
     (
@@ -66,7 +66,7 @@ def test_each_stage_takes_the_fixed_part_of_an_update() -> None:
 @pytest.mark.parametrize(("dtype", "each"), [("float32", 4), ("bfloat16", 2), ("torch.float64", 8), ("odd", 4)])
 def test_the_input_is_counted_in_the_dtype_of_the_profile(dtype: str, each: int) -> None:
     profile = Profile.of_chain((LayerProfile(1.0, 1.0, 1, 0),), input_shapes=((3, 2),), dtype=dtype)
-    assert single_stage_plan(profile, Cluster.flat(1)).stages[0].peak_bytes == 6 * each  # a minibatch is loaded ahead
+    assert manual_plan(profile, Cluster.flat(1), ()).stages[0].peak_bytes == 6 * each  # a minibatch is loaded ahead
 
 
 costs = st.floats(0.0, 1e6)
@@ -130,8 +130,8 @@ def test_replicas_share_the_work_and_pay_for_the_sum() -> None:
     plan = manual_plan(TINY, cluster, (2,), (3, 1))
     assert plan.config == "3-1"
     assert plan.slowest_stage_s == max(seconds(space, 0, 2, 3), seconds(space, 2, 3, 1))
-    assert single_stage_plan(TINY, cluster, replicas=4).slowest_stage_s == seconds(space, 0, 3, 4)
-    assert single_stage_plan(TINY, cluster).config == "1"
+    assert manual_plan(TINY, cluster, (), (4,)).slowest_stage_s == seconds(space, 0, 3, 4)
+    assert manual_plan(TINY, cluster, ()).config == "1"
 
 
 def test_versions_are_copied_where_one_is_still_read() -> None:
@@ -146,7 +146,7 @@ def test_versions_are_copied_where_one_is_still_read() -> None:
     assert copies(update_delay=1) == [(1.0 + 2.0, 2.0), (3.0 + 6.0, 6.0)]
     assert copies(versions=lambda in_flight, update_delay: 1) == [(1.0, 0.0), (3.0, 0.0)]
     assert copies(in_flight=(1, 1)) == [(1.0, 0.0), (3.0, 0.0)]
-    assert [stage.copy_s for stage in single_stage_plan(copied, cluster, replicas=3).stages] == [0.0]
+    assert [stage.copy_s for stage in manual_plan(copied, cluster, (), (3,)).stages] == [0.0]
 
 
 def test_depth_by_hand_renews_the_peak() -> None:

@@ -15,7 +15,8 @@ from pipedream.core.errors import PlanError
 from pipedream.core.hardware.cluster import Cluster, Level, Workers
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.core.plan.site import Site
-from pipedream.planner import SearchSpace, plan, stash
+from pipedream.planner import SearchSpace, plan
+from pipedream.planner.tables.method_occupancy import stash
 from pipedream.planner.workers import LineOrders, WorkerLine
 
 SHAPES: list[tuple[tuple[int, ...] | tuple[int, tuple[int, ...]], ...]] = [

@@ -26,7 +26,7 @@ from pipedream.core.schedule.program import Program
 from pipedream.experimental.roundpipe import roundpipe
 from pipedream.experimental.timeprest_interpolated import timeprest_interpolated
 from pipedream.runtime.checkpoint.folders import complete_checkpoints, read_manifest
-from pipedream.schedules import METHODS, build, canonical, layout_of, method_of, uniform, with_options
+from pipedream.schedules import METHODS, build, canonical, layout_of, method_of, uniform
 from pipedream.schedules.asynchronous.compensated import pb_lwp_sc
 from pipedream.schedules.asynchronous.paci import paci
 from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
@@ -96,11 +96,11 @@ def test_a_name_with_options_is_the_builder_with_them(name: str, named: str, bui
 def test_options_are_keyword_arguments() -> None:
     plan = Plan.uniform(3)
     built = build("PB-LWP", plan, by="difference", scale=2)
-    assert built.name == with_options("pb_lwp", scale=2.0, by="difference") == "pb_lwp[by=difference,scale=2]"
+    assert built.name == canonical("pb_lwp", scale=2.0, by="difference") == "pb_lwp[by=difference,scale=2]"
     assert lower(built) == lower(build(built.name, plan)) == lower(build("pb_lwp[scale=2]", plan, by="difference"))
     assert build("pb_lwp", plan, by="velocity", scale=1).name == "pb_lwp"
-    assert with_options("pipemare", horizons=(3, 2.5, 0), decay=0.25) == "pipemare[decay=0.25,horizons=3/2.5/0]"
-    assert with_options("pipemare", horizons=None) == "pipemare"
+    assert canonical("pipemare", horizons=(3, 2.5, 0), decay=0.25) == "pipemare[decay=0.25,horizons=3/2.5/0]"
+    assert canonical("pipemare", horizons=None) == "pipemare"
 
 
 @pytest.mark.parametrize(

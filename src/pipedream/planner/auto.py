@@ -19,7 +19,8 @@ from pipedream.core.schedule.occupancy import MethodProperties
 from pipedream.core.units import format_seconds
 from pipedream.planner.comparison import Candidate, Comparison, Score, candidate_from_plan, find_fastest
 from pipedream.planner.search import Finalist, PlanSearch, finalists, plan
-from pipedream.planner.tables import MethodOccupancy, SearchSpace, apply_depth
+from pipedream.planner.tables.method_occupancy import MethodOccupancy
+from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _MOST_MICROBATCHES = 64
 

@@ -22,7 +22,7 @@ import numpy as np
 from pipedream.core.plan.plan import Plan
 from pipedream.planner.arrays import BoolArray, IntArray
 from pipedream.planner.feasibility import PeriodNeeds, StageNeeds, period_s
-from pipedream.planner.tables import SearchSpace
+from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers import WorkerLine
 
 _TRIED = 128  # candidates to try at once, the most promising first

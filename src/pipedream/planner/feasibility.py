@@ -23,7 +23,7 @@ import numpy as np
 
 from pipedream.core.plan.cost import visible_sum_s
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
-from pipedream.planner.tables import SearchSpace
+from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers import SiteArrays, WorkerLine
 
 _AT_ONCE = 1 << 14  # stages at a time: several times faster if they stay in the cache

@@ -10,22 +10,11 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.graph import LayerGraph
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.plan import Plan
-from pipedream.planner.dynamic_program import check_recompute
-from pipedream.planner.tables import MethodOccupancy, SearchSpace, VersionsRule, apply_depth, stash
+from pipedream.planner.dynamic_program.recurrence import check_recompute
+from pipedream.planner.tables.method_occupancy import MethodOccupancy, VersionsRule, stash
+from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _FEW = 12  # so many layers are listed in an error
-
-
-def single_stage_plan(
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    replicas: int = 1,
-    versions: VersionsRule = stash,
-    microbatches: int = 1,
-) -> Plan:
-    """Returns the plan of one stage: one worker, or data parallelism over `replicas` workers. Raises PlanError."""
-    return manual_plan(profile, cluster, (), (replicas,), versions=versions, microbatches=microbatches)
 
 
 def manual_plan(

@@ -20,9 +20,11 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import Profile
 from pipedream.core.plan.mesh import Mesh
 from pipedream.core.plan.plan import Plan
-from pipedream.planner.dynamic_program import MeshPeriods, MeshProgram, Shortage, check_recompute, refuse
+from pipedream.planner.dynamic_program.mesh_program import MeshPeriods, MeshProgram
+from pipedream.planner.dynamic_program.recurrence import Shortage, check_recompute, refuse
 from pipedream.planner.search import fitting_plan, parse_counts
-from pipedream.planner.tables import MeshSpace, SearchSpace, StageChoice, apply_depth
+from pipedream.planner.tables.mesh_space import MeshSpace, StageChoice
+from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _MOST_WORK = 3e8
 """Comparisons of costs in the exact program; above this it is only bounded."""

@@ -10,18 +10,18 @@ import numpy as np
 
 from pipedream.core.plan.plan import Plan
 from pipedream.planner.bisection import Bisection
-from pipedream.planner.dynamic_program import (
+from pipedream.planner.dynamic_program.pruning import prune_places
+from pipedream.planner.dynamic_program.recurrence import (
     RECOMPUTE,
     DynamicProgram,
     Shortage,
     State,
-    prune_places,
     replicated_states,
     states_of_counts,
     straight_states,
     tie_break_key,
 )
-from pipedream.planner.tables import SearchSpace
+from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers import LineOrders, WorkerLine
 
 _MOST_WORK = 5e8

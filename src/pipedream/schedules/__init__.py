@@ -19,7 +19,6 @@ from pipedream.schedules.registry import (
     layout_of,
     method_of,
     refuse_code,
-    with_options,
 )
 from pipedream.schedules.runs import Run, claims_at, derive_properties, properties_of, run_of, uniform
 
@@ -46,7 +45,6 @@ __all__ = [
     "run_of",
     "to_torch_csv",
     "uniform",
-    "with_options",
 ]
 
 __all__ += kit.__all__

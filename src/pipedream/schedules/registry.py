@@ -163,22 +163,17 @@ def build(name: str, plan: Plan, microbatches: int | None = None, **options: Any
 
 
 def canonical(name: str, **options: Any) -> str:
-    """Returns the one name of a method: not an alias, with the options that differ from their defaults."""
-    if is_torch_csv(name) and not options:
-        return name
-    bare, _, values = _resolve(name, options)
-    return bare + options_text(values)
+    """Returns the one name of a method: not an alias, with the options that differ from their defaults.
 
-
-def with_options(name: str, **options: Any) -> str:
-    """Returns a method with options as the text that every ``schedule=`` takes.
-
-    For example ``Pipeline(model, plan, schedule=with_options("pb_lwp", by="difference", scale=2), ...)``.
+    It is the text that every ``schedule=`` takes: ``canonical("pb_lwp", by="difference", scale=2)``.
 
     Raises:
         ScheduleError: there is no such method or option.
     """
-    return canonical(name, **options)
+    if is_torch_csv(name) and not options:
+        return name
+    bare, _, values = _resolve(name, options)
+    return bare + options_text(values)
 
 
 def layout_of(name: str) -> StageOrder | None:

@@ -11,7 +11,8 @@ import numpy as np
 from pipedream.core.plan.memory import StageSizes
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.dynamic_program.recurrence import least_need, limit_costs
-from pipedream.planner.tables import MeshSite, MeshSpace, SearchSpace
+from pipedream.planner.tables.mesh_space import MeshSite, MeshSpace
+from pipedream.planner.tables.search_space import SearchSpace
 
 MESH_PROGRAMS = ("below", "exact", "above")
 

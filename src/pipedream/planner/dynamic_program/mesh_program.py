@@ -26,7 +26,7 @@ import numpy as np
 from pipedream.planner.arrays import BoolArray, FloatArray, IntArray
 from pipedream.planner.dynamic_program.mesh_costs import MeshCosts, MeshState
 from pipedream.planner.dynamic_program.recurrence import RECOMPUTE, states_of_counts
-from pipedream.planner.tables import MeshSite, StageChoice
+from pipedream.planner.tables.mesh_space import MeshSite, StageChoice
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipedream.core.plan.cost import all_reduce_s
 from pipedream.planner.arrays import IntArray
 from pipedream.planner.dynamic_program.recurrence import DynamicProgram
-from pipedream.planner.tables import SearchSpace
+from pipedream.planner.tables.search_space import SearchSpace
 
 _ENOUGH = 160  # with so few places the dynamic program takes a fraction of a second
 _MOST = 400  # places to keep if the space is not complete anyway

@@ -34,7 +34,7 @@ from pipedream.core.plan.site import PortLoad, Site
 from pipedream.core.schedule.occupancy import StageOccupancy
 from pipedream.core.units import format_bytes
 from pipedream.planner.arrays import BoolArray, Bytes, FloatArray, IntArray
-from pipedream.planner.tables import SearchSpace
+from pipedream.planner.tables.search_space import SearchSpace
 from pipedream.planner.workers import WorkerLine
 
 RECOMPUTE = {"never": (False,), "auto": (False, True), "always": (True,)}

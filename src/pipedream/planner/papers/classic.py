@@ -41,7 +41,8 @@ from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_seconds
 from pipedream.planner.arrays import FloatArray, IntArray, Seconds
 from pipedream.planner.papers.classic_states import CutStates
-from pipedream.planner.tables import SearchSpace, VersionsRule, apply_depth, stash
+from pipedream.planner.tables.method_occupancy import VersionsRule, stash
+from pipedream.planner.tables.search_space import SearchSpace, apply_depth
 
 _BLOCK = 96
 _LEAST_BLOCK = 24

@@ -26,7 +26,8 @@ from pipedream.core.plan.cost import transfer_s
 from pipedream.core.plan.plan import Plan
 from pipedream.core.units import format_bytes, format_seconds
 from pipedream.planner.search import plan
-from pipedream.planner.tables import MethodOccupancy, SearchSpace
+from pipedream.planner.tables.method_occupancy import MethodOccupancy
+from pipedream.planner.tables.search_space import SearchSpace
 
 
 def two_bw_s(plan: Plan, microbatches: int) -> float:
