@@ -15,7 +15,7 @@ from pipedream.report.svg import frame, line, text
 _LEFT, _RIGHT, _BOTTOM = 56, 16, 40
 _MOST_POINTS = 200
 _HALF_LABEL = 24  # pixels
-_COLUMNS_LEFT, _COLUMNS_TOP, _COLUMNS_FOOT, _COLUMNS_HEIGHT = 64, 34, 34, 150
+_COLUMNS_LEFT, _COLUMNS_TOP, _COLUMNS_FOOT, _COLUMNS_WIDTH, _COLUMNS_HEIGHT = 64, 34, 34, 720, 150
 
 
 def curve_svg(
@@ -124,17 +124,17 @@ def _draw_line(kind: str, x1: float, y1: float, x2: float, y2: float, colour: st
     )
 
 
-def profile_svg(profile: Profile, *, width_px: float = 720) -> str:
+def profile_svg(profile: Profile) -> str:
     """Returns the picture of the seconds of each layer, for one minibatch."""
     rows = zip(profile.graph.layers, profile.layers, strict=True)
     passes = [(layer.name, cost.forward_s, cost.backward_s) for layer, cost in rows]
     most_s = max(forward_s + backward_s for _, forward_s, backward_s in passes) or 1.0
     unit, size = time_unit(most_s)
-    wide, bottom = (width_px - _COLUMNS_LEFT - _RIGHT) / len(passes), _COLUMNS_TOP + _COLUMNS_HEIGHT
+    wide, bottom = (_COLUMNS_WIDTH - _COLUMNS_LEFT - _RIGHT) / len(passes), _COLUMNS_TOP + _COLUMNS_HEIGHT
     parts = [text(_COLUMNS_LEFT, 21, f"{profile.model}: seconds of each layer", size=14, weight=600)]
     for tick in ticks(0.0, most_s / size, 5):
         y = bottom - tick * size / most_s * _COLUMNS_HEIGHT
-        parts.append(line("tick", _COLUMNS_LEFT, width_px - _RIGHT, y, y, COLOURS["line"][0]))
+        parts.append(line("tick", _COLUMNS_LEFT, _COLUMNS_WIDTH - _RIGHT, y, y, COLOURS["line"][0]))
         parts.append(text(_COLUMNS_LEFT - 8, y + 4, f"{format_number(tick)} {unit}", colour="faint", anchor="end"))
     for i, (name, *seconds) in enumerate(passes):
         y = bottom
@@ -148,4 +148,4 @@ def profile_svg(profile: Profile, *, width_px: float = 720) -> str:
             )
     words = f"{len(passes)} layers, from {passes[0][0]} to {passes[-1][0]}; forward blue, backward green"
     parts.append(text(_COLUMNS_LEFT, bottom + 20, words, colour="faint"))
-    return frame("".join(parts), width_px, bottom + _COLUMNS_FOOT, f"Profile of {profile.model}", standalone=True)
+    return frame("".join(parts), _COLUMNS_WIDTH, bottom + _COLUMNS_FOOT, f"Profile of {profile.model}", standalone=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from html import escape
 from itertools import groupby
 
-from pipedream.core.schedule.program import Program
 from pipedream.core.schedule.timeline import WORK, Span, Timeline
 from pipedream.core.units import format_number, format_seconds
 from pipedream.report.axis import length, ticks, time_unit
@@ -38,7 +37,6 @@ def timeline_svg(
     start_s: float | None = None,
     end_s: float | None = None,
     versions: bool = False,
-    program: Program | None = None,
     standalone: bool = True,
 ) -> str:
     """Returns the picture of a timeline.
@@ -47,8 +45,7 @@ def timeline_svg(
         width_px: if `px_per_s` is not given.
         px_per_s: for pictures that are to be compared.
         start_s, end_s: the part to show, by default all. The axis counts from `start_s`.
-        versions: show the weight versions that passes read, if `timeline.gradient_versions` or `program` has them.
-        program: gives the versions of a timeline that has none (from the start of the run).
+        versions: show the weight versions that passes read, if the timeline has them.
         standalone: False inside an HTML page.
     """
     begin = min((span.start_s for span in timeline.spans), default=0.0) if start_s is None else start_s
@@ -68,7 +65,7 @@ def timeline_svg(
     def y(rank: int) -> float:
         return top + rank * (lane_px + _GAP)
 
-    read = _find_versions(timeline, program)
+    read = timeline.versions_read()
     parts = [text(LEFT, 21, title, size=14, weight=600)] if title else []
     parts += _draw_axis(seconds, scale, top, bottom)
     parts += _draw_lanes(timeline, y, lane_px, LEFT + seconds * scale)
@@ -109,23 +106,6 @@ def line(kind: str, x1: float, x2: float, y1: float, y2: float, stroke: str, loo
     ends = f'x1="{length(x1)}" x2="{length(x2)}" y1="{length(y1)}" y2="{length(y2)}"'
     closing = f"><title>{escape(title)}</title></line>" if title else "/>"
     return f'<line class="{kind}" {ends} stroke="{stroke}"{look}{closing}'
-
-
-def _find_versions(timeline: Timeline, program: Program | None) -> Callable[[Span], int | None]:
-    tags = {(tag.stage, tag.microbatch): tag for tag in timeline.gradient_versions}
-
-    def read(span: Span) -> int | None:
-        if span.kind not in ("F", "B", "I", "W"):
-            return None
-        tag = tags.get((span.stage, span.index))
-        if tag is not None:
-            return tag.forward_version if span.kind == "F" else tag.backward_version
-        if program is None:
-            return None
-        rule = program.weights
-        return (rule.forward_version if span.kind == "F" else rule.backward_version)(span.stage, span.index)
-
-    return read
 
 
 def _draw_axis(seconds: float, scale: float, top: float, bottom: float) -> list[str]:

@@ -22,17 +22,12 @@ _SHAPES = ("circle", "square", "diamond", "triangle")
 Scale = Callable[[float], float]
 
 
-def sweep_svg(sweep: Sweep, *, title: str = "", standalone: bool = True) -> str:
-    """Returns the picture of a sweep of at least one point.
-
-    Args:
-        title: '': the model's name.
-        standalone: False inside an HTML page.
-    """
+def sweep_svg(sweep: Sweep, *, standalone: bool = True) -> str:
+    """Returns the picture of a sweep of at least one point; `standalone` is False inside an HTML page."""
     over_workers = len({point.bandwidth_bytes_per_s for point in sweep.points}) == 1
     names = list(dict.fromkeys(point.schedule for point in sweep.points))
     groups = [0] if over_workers else list(dict.fromkeys(point.workers for point in sweep.points))
-    heading = title or f"{sweep.model} by method"
+    heading = f"{sweep.model} by method"
     rows: list[tuple[str, Callable[[Point], float | None], Callable[[float], str], bool]] = [
         ("samples/s", lambda point: point.samples_per_s, format_number, False),
         ("bubble", lambda point: point.bubble, lambda share: f"{100 * share:.0f}%", True),

@@ -142,14 +142,13 @@ class Layout:
         return dict(self._parse())
 
     def placements(
-        self, names: str, shape: Sequence[int], mesh: Mesh, tensor: str = "a tensor", *, uneven: bool = False
+        self, names: str, shape: Sequence[int], mesh: Mesh, tensor: str = "a tensor"
     ) -> tuple[int | None, ...]:
         """Returns for each dimension of a mesh the dimension of a tensor that it shards, or None.
 
         Args:
             names: names of the tensor's dimensions, such as ``batch length d_model``.
             tensor: the tensor in words, for errors.
-            uneven: sizes need not divide.
 
         Raises:
             PlanError: a wrong number of names, two dimensions on one of the mesh, or a size that does not divide.
@@ -171,7 +170,7 @@ class Layout:
                     f"{tensor} ({names}) would be sharded twice over {over!r}, by the rules {first}:{over} and "
                     f"{name}:{over}; remove one of them, or use another name in this tensor"
                 )
-            if not uneven and shape[dimension] % mesh.dimensions[over]:
+            if shape[dimension] % mesh.dimensions[over]:
                 raise PlanError(
                     f"{tensor} has {shape[dimension]} of {name!r}, which {over}:{mesh.dimensions[over]} of the mesh "
                     f"does not divide; choose another size, or remove the rule {name}:{over}"

@@ -6,6 +6,7 @@ its sender.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -110,14 +111,19 @@ class Timeline(Tabular, Artifact):
         kept = tuple(span for span in self.spans if span.end_s > start_s and span.start_s < end_s)
         return replace(self, spans=kept, memory=())
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each span; passes also have the version of the weights that they read, if it is known."""
+    def versions_read(self) -> Callable[[Span], int | None]:
+        """Returns the function from a pass to the version of the weights that it read; None if that is not known."""
         tags = {(tag.stage, tag.microbatch): tag for tag in self.gradient_versions}
 
         def version(span: Span) -> int | None:
             tag = tags.get((span.stage, span.index)) if span.kind in ("F", "B", "I", "W") else None
             return None if tag is None else tag.forward_version if span.kind == "F" else tag.backward_version
 
+        return version
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each span; passes also have the version of the weights that they read, if it is known."""
+        version = self.versions_read()
         return [span._asdict() | {"version": version(span)} for span in self.spans]
 
     def svg(
