@@ -95,19 +95,21 @@ def measure(
     _check_places(layers, graph, place)
     sample = tree_map(lambda leaf: leaf.detach().to(place) if isinstance(leaf, torch.Tensor) else leaf, sample)
     indices = [_find_cuda_index(place)] if place.type == "cuda" else []
-    watch = Stopwatch(place, without_launches=True)
-    passes = Passes(layers, graph, loss, watch, place, autocast, call)
+    passes = Passes(layers, graph, loss, Stopwatch(place, without_launches=True), place, autocast, call)
     with preserve_state(layers, indices, seed):
         choose_mode(layers)
         fresh = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, sample)
         sizes, loss_bytes = measure_sizes(
             layers, fresh, passes.run_layer, passes.run_loss if loss is not None else None
         )
-        laps_s = _time_runs(passes, watch, sample, warmup + runs, model_name)
+        laps_s = _time_runs(passes, sample, warmup + runs, model_name)[warmup:]
         needs = passes.measure_needs(sample, sizes, loss_bytes)
-        laps_s = laps_s[warmup:]
-        timing: dict[str, Any] = {"warmup": warmup, "runs": runs, "parts": parts, "part_of": part_of, "call": call}
-        fixed = _measure_fixed_seconds(layers, graph, sample, samples, laps_s, place, autocast, **timing)
+        # Without the loss, which takes the whole batch. A failed run leaves laps in the stopwatch.
+        part_passes = Passes(layers, graph, None, Stopwatch(place, without_launches=True), place, autocast, call)
+        whole = [(median(column), _spread(column)) for column in list(zip(*laps_s, strict=True))[: 2 * len(layers)]]
+        fixed = fixed_s(
+            part_passes.time_run, sample, samples, whole, warmup=warmup, runs=runs, parts=parts, part_of=part_of
+        )
         launches = [0.0] * len(laps_s[0])
         if place.type == "cuda":
             host = HostStopwatch(place)
@@ -115,8 +117,9 @@ def measure(
             launches = measure_launch_seconds(host_passes, host, sample, place, runs)
         update, parameters = UpdateCost(), named_parameters(layers, graph)
         if optimizer is not None and parameters:
-            watch = Stopwatch(place)
-            update = measure_update(optimizer, parameters, watch, scheduler=scheduler, warmup=warmup, runs=runs)
+            update = measure_update(
+                optimizer, parameters, Stopwatch(place), scheduler=scheduler, warmup=warmup, runs=runs
+            )
     laps = _pair_laps(laps_s)
     loss_laps = laps.pop() if loss is not None else None
     loss_launch_s = sum(launches[2 * len(layers) :])
@@ -144,13 +147,12 @@ def measure(
     )
 
 
-def _time_runs(passes: Passes, watch: Stopwatch, sample: Sample, runs: int, model_name: str) -> list[list[float]]:
+def _time_runs(passes: Passes, sample: Sample, runs: int, model_name: str) -> list[list[float]]:
     """Returns the seconds of each lap of each run."""
     laps_s = []
     with progress(f"profiling {model_name}", runs) as advance:
         for _ in range(runs):
-            passes.time_run(sample)
-            laps_s.append(watch.laps_s())
+            laps_s.append(passes.time_run(sample))
             advance()
     return laps_s
 
@@ -191,34 +193,6 @@ def _build_layer_profiles(
         )
         for index, ((forward, backward), size, need, weights, largest) in enumerate(rows)
     )
-
-
-def _measure_fixed_seconds(
-    layers: Sequence[nn.Module],
-    graph: LayerGraph,
-    sample: Sample,
-    samples: int,
-    laps_s: list[list[float]],
-    device: torch.device,
-    autocast: torch.dtype | None,
-    *,
-    warmup: int,
-    runs: int,
-    parts: int,
-    part_of: Callable[[Any, int, int], Any],
-    call: Callable[[Callable[..., Any], Sample], Any] | None,
-) -> list[float]:
-    """The fixed seconds of the layers; not of the loss, which takes the whole batch."""
-    watch = Stopwatch(device, without_launches=True)  # its own, because a failed run leaves laps in it
-    passes = Passes(layers, graph, None, watch, device, autocast, call)
-
-    def laps_of(part: Sample) -> list[float]:
-        passes.time_run(part)
-        return watch.laps_s()
-
-    columns = list(zip(*laps_s, strict=True))[: 2 * len(layers)]
-    whole = [(median(column), _spread(column)) for column in columns]
-    return fixed_s(laps_of, sample, samples, whole, warmup=warmup, runs=runs, parts=parts, part_of=part_of)
 
 
 def fixed_s(

@@ -62,8 +62,8 @@ class Passes:
         self._autocast = autocast
         self._parameters = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
 
-    def time_run(self, sample: Sample) -> None:
-        """Takes the laps of one run.
+    def time_run(self, sample: Sample) -> list[float]:
+        """Returns the laps of one run.
 
         Raises:
             ProfileError: a layer or the loss fails; names it, its input shapes and the cause.
@@ -73,6 +73,7 @@ class Passes:
             arguments = (self.time_layer(index, arguments),)
         if self._loss is not None:
             self.time_loss(arguments)
+        return self._watch.laps_s()
 
     def time_layer(self, index: int, arguments: Sample) -> Any:
         """Takes the laps of one layer, and returns its output."""
@@ -212,10 +213,7 @@ def measure_launch_seconds(
     The passes take their laps with `watch`, a `HostStopwatch`. A stage starts autograd once, not for each layer, so
     that is taken off the backwards.
     """
-    rows = []
-    for _ in range(1 + runs):
-        passes.time_run(sample)
-        rows.append(watch.laps_s())
+    rows = [passes.time_run(sample) for _ in range(1 + runs)]
     few = torch.ones(1, device=device, requires_grad=True)
     with torch.enable_grad():
         for _ in range(1 + runs):
