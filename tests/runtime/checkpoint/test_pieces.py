@@ -99,7 +99,7 @@ def test_of_equal_pieces_one_counts(tmp_path: Path) -> None:
     manifest = written(tmp_path, tensors, {"model/a": [(range(0),), (range(3),)], "model/b": [part, part]})
     assert [piece.file for piece in manifest.tensors["model/b"].pieces] == ["__0_0.distcp"]
     assert manifest.files == {f"__{n}_0.distcp": (tmp_path / f"__{n}_0.distcp").stat().st_size for n in (0, 1)}
-    assert not folders.absent_files(tmp_path, manifest)
+    assert not folders.find_file_problems(tmp_path, manifest)
     assert torch.equal(pieces.read_tensors(tmp_path, manifest, ["model/b"])["model/b"], tensor)
 
 

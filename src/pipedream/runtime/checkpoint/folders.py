@@ -58,12 +58,8 @@ def parse_minibatches(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def complete_checkpoints(folder: AnyPath) -> list[AnyPath]:
-    """Returns a folder's complete checkpoints, the oldest first."""
-    return _list_checkpoints(folder)
-
-
-def _list_checkpoints(folder: AnyPath, *, parts: bool = False) -> list[AnyPath]:
+def complete_checkpoints(folder: AnyPath, *, parts: bool = False) -> list[AnyPath]:
+    """Returns a folder's complete checkpoints, the oldest first; with `parts` also those without a manifest."""
     minibatches = {
         path: number
         for path in folder.glob(f"{_PREFIX}*")
@@ -117,7 +113,7 @@ def read_shared_manifest(path: AnyPath, group: dist.ProcessGroup | None) -> tupl
         manifest = Checkpoint.from_json(text, str(page))
     except ArtifactError as error:
         raise ArtifactError(f"{error}; {advise_other(path)}") from None
-    rows = [json.loads(row) for row in gather_texts(json.dumps(_find_file_problems(path, manifest)), group)]
+    rows = [json.loads(row) for row in gather_texts(json.dumps(find_file_problems(path, manifest)), group)]
     ranks_by_file = {name: [rank for rank, row in enumerate(rows) if name not in row] for name in manifest.files}
     for name, ranks in ranks_by_file.items():
         if not ranks:
@@ -160,7 +156,7 @@ def ranks_that_see(folder: AnyPath, rank: int, group: dist.ProcessGroup | None) 
 
 def _read_manifest(path: AnyPath) -> Checkpoint:
     manifest = _load_manifest(path)
-    for problem in _find_file_problems(path, manifest).values():
+    for problem in find_file_problems(path, manifest).values():
         raise ArtifactError(f"the checkpoint {path} {problem}")
     return manifest
 
@@ -174,8 +170,8 @@ def _load_manifest(path: AnyPath) -> Checkpoint:
     return Checkpoint.from_json(text, str(page))
 
 
-def _find_file_problems(path: AnyPath, manifest: Checkpoint) -> dict[str, str]:
-    """Returns what is wrong with files, by their names."""
+def find_file_problems(path: AnyPath, manifest: Checkpoint) -> dict[str, str]:
+    """Returns what is wrong with files that this machine has not, or not whole, by their names."""
     problems = {}
     for name, size in manifest.files.items():
         if (path / name).is_symlink():
@@ -198,11 +194,6 @@ def check_names(path: AnyPath, manifest: Checkpoint, names: Iterable[str]) -> No
     for name in names:
         if name not in manifest.tensors:
             raise ArtifactError(f"the checkpoint {path} has no tensor {name!r}; it is of another model or optimizer")
-
-
-def absent_files(path: AnyPath, manifest: Checkpoint) -> set[str]:
-    """Returns the names of files that this machine has not, or not whole."""
-    return set(_find_file_problems(path, manifest))
 
 
 def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
@@ -229,7 +220,11 @@ def gather_parts(folders: Iterable[AnyPath], out: AnyPath) -> AnyPath:
     remove_tree(scratch)
     scratch.mkdir(parents=True)
     parts = [folder if folder.name == source.name else folder / source.name for folder in places]
-    whole = {name: part / name for part in parts for name in set(manifest.files) - absent_files(part, manifest)}
+    whole = {
+        name: part / name
+        for part in parts
+        for name in manifest.files.keys() - find_file_problems(part, manifest).keys()
+    }
     for name in manifest.files:
         if name not in whole:
             raise ArtifactError(f"none of {', '.join(map(str, parts))} has a whole {name}; give the folder that does")
@@ -276,7 +271,7 @@ def remove_leftovers(folder: AnyPath, but: AnyPath | None = None) -> None:
     if isinstance(folder, Path):
         left: Iterable[AnyPath] = folder.glob(f".{_PREFIX}*")
     else:
-        left = set(_list_checkpoints(folder, parts=True)) - set(_list_checkpoints(folder))
+        left = set(complete_checkpoints(folder, parts=True)) - set(complete_checkpoints(folder))
     for leftover in left:
         if leftover != but:
             remove_tree(leftover)
@@ -317,7 +312,7 @@ def set_aside(path: AnyPath) -> None:
 
 def prune(folder: AnyPath, keep: int | None, *, parts: bool = False) -> None:
     """Removes the oldest; with `parts` also folders without a manifest."""
-    for old in _list_checkpoints(folder, parts=parts)[: -keep if keep else 0]:
+    for old in complete_checkpoints(folder, parts=parts)[: -keep if keep else 0]:
         doomed = name_scratch(old)
         move(old, doomed)
         remove_tree(doomed)

@@ -125,17 +125,22 @@ def _check_attributes(model: nn.Module) -> None:
 @contextmanager
 def _keep_all_on_meta(model: nn.Module) -> Iterator[None]:
     """Replaces all parameters and buffers by meta tensors, and puts them back at the end."""
-    before = [(slots, dict(slots)) for module in model.modules() for slots in _list_slots(module)]
-    for slots, tensors in before:
-        for slot, tensor in tensors.items():
-            if tensor is not None:
-                slots[slot] = _make_like(tensor, torch.empty_like(tensor, device="meta").detach())
-    try:
+    with _restore_slots(model.modules()) as tensors:
+        for slots, slot, tensor in tensors:
+            slots[slot] = _make_like(tensor, torch.empty_like(tensor, device="meta").detach())
         yield
+
+
+@contextmanager
+def _restore_slots(modules: Iterable[nn.Module]) -> Iterator[list[tuple[dict[str, Any], str, torch.Tensor]]]:
+    """Puts the modules' own parameters and buffers back at the end; yields them with their places."""
+    before = [(slots, dict(slots)) for module in modules for slots in _list_slots(module)]
+    try:
+        yield [(slots, name, tensor) for slots, row in before for name, tensor in row.items() if tensor is not None]
     finally:
-        for slots, tensors in before:
+        for slots, row in before:
             slots.clear()
-            slots.update(tensors)
+            slots.update(row)
 
 
 def _initialise_module(
@@ -184,20 +189,13 @@ def _join_name(path: str, name: str) -> str:
 @contextmanager
 def _give_storage(module: nn.Module) -> Iterator[dict[int, int]]:
     """Gives a module's own parameters and buffers storage for a while; yields id -> count of writes."""
-    before = [(slots, dict(slots)) for slots in _list_slots(module)]
-    versions = {}
-    for slots, tensors in before:
-        for slot, tensor in tensors.items():
-            if tensor is not None:
-                new = _make_like(tensor, torch.full_like(tensor, _choose_unfilled(tensor.dtype), device="cpu"))
-                slots[slot] = new
-                versions[id(new)] = new._version
-    try:
+    with _restore_slots([module]) as tensors:
+        versions = {}
+        for slots, slot, tensor in tensors:
+            new = _make_like(tensor, torch.full_like(tensor, _choose_unfilled(tensor.dtype), device="cpu"))
+            slots[slot] = new
+            versions[id(new)] = new._version
         yield versions
-    finally:
-        for slots, tensors in before:
-            slots.clear()
-            slots.update(tensors)
 
 
 def _choose_unfilled(dtype: torch.dtype) -> float | int:

@@ -217,7 +217,7 @@ class Checkpointer:
 
     def _fetch(self, path: AnyPath, manifest: Checkpoint, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
         """Returns parts of tensors from this machine's files, and those that others have from them."""
-        elsewhere = folders.absent_files(path, manifest)
+        elsewhere = folders.find_file_problems(path, manifest)
         shares = pieces.list_shares(manifest, boxes)
         here = [share for share in shares if share.stored_in(manifest).file not in elsewhere]
         lacking = [
