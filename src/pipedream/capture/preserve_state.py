@@ -133,8 +133,7 @@ def preserve_state(
     every = {id(module): module for root in modules for module in root.modules()}.values()
     attribute_values = [value for m in every for name, value in m.__dict__.items() if name not in MODULE_ATTRIBUTES]
     objects = _Objects([*attribute_values, *others])
-    owners = {id(module): module for root in modules for module in root.modules()}.values()
-    saved = [(module._buffers, dict(module._buffers)) for module in owners]
+    saved = [(module._buffers, dict(module._buffers)) for module in every]
     copies: dict[int, torch.Tensor] = {}
     with torch.random.fork_rng(devices=devices), seeding_python_generators(seed):
         seed_generators(seed, devices)
