@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from pipedream.capture.captured import Captured, build_captured, find_layers
 from pipedream.capture.chain import find_chain, list_chain_values
@@ -18,7 +17,7 @@ from pipedream.capture.errors import check_model
 from pipedream.capture.plain_model import PlainModel
 from pipedream.capture.preserve_state import list_cuda_devices, preserve_state
 from pipedream.capture.slice_forward import call_model
-from pipedream.capture.stand_ins import is_stand_in, stand_ins
+from pipedream.capture.stand_ins import has_stand_ins, stand_ins
 
 __all__ = [
     "Captured",
@@ -58,8 +57,7 @@ def capture(model: nn.Module, sample: Any, *, finest: bool = False) -> Captured:
         with stand_ins(model, sample) as empty:
             graph, refused = split(model, empty, (), compares=False)
         return build_captured(model, graph, refused)
-    compares = not any(map(is_stand_in, [*tree_leaves(sample), *model.parameters(), *model.buffers()]))
-    graph, refused = split(model, sample, list_cuda_devices(model, sample), compares)
+    graph, refused = split(model, sample, list_cuda_devices(model, sample), compares=not has_stand_ins(model, sample))
     return build_captured(model, graph, refused)
 
 

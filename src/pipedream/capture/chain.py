@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from pipedream.capture.captured import Captured, build_chain
 from pipedream.capture.errors import is_compiled
@@ -24,7 +24,7 @@ from pipedream.capture.preserve_state import (
     read_python_generators,
     running,
 )
-from pipedream.capture.stand_ins import is_stand_in
+from pipedream.capture.stand_ins import has_stand_ins
 from pipedream.capture.structure import READS_NUMBERS, walk
 from pipedream.core.model.graph import Value, ValueSite
 
@@ -51,8 +51,7 @@ def find_chain(model: nn.Module, sample: tuple[Any, ...]) -> Captured | None:
     if list(map(id, layers)) != list(map(id, in_evaluation)):
         return None
     captured = build_chain(model, layers)
-    has_numbers = not any(map(is_stand_in, [*tree_leaves(sample), *model.parameters(), *model.buffers()]))
-    return captured if not has_numbers or _is_equal_to_model(model, captured, sample, devices) else None
+    return captured if has_stand_ins(model, sample) or _is_equal_to_model(model, captured, sample, devices) else None
 
 
 def list_chain_values(captured: Captured, sample: tuple[Any, ...]) -> tuple[Value, ...]:

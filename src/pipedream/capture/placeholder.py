@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipedream.capture.structure import map_leaves, walk
+from pipedream.capture.structure import is_in_place, map_leaves, walk
 from pipedream.core.errors import CaptureError
 from pipedream.core.user_code import user_line
 
@@ -190,7 +190,7 @@ def _evaluate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bo
         result = func(*arguments, **keywords)
     except (NotImplementedError, RuntimeError, ValueError, IndexError, TypeError) as error:
         raise _note_numbers_needed(name, error) from error
-    if args and id(arguments[0]) in originals and (name == "__setitem__" or _is_in_place(name)):
+    if args and id(arguments[0]) in originals and (name == "__setitem__" or is_in_place(name)):
         swap_tensors(args[0], placeholder_like(arguments[0], args[0].device, wants))
         return None if name == "__setitem__" else args[0]
     place = places[0] if places else like.place
@@ -263,7 +263,3 @@ def _is_dropping(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     training = kwargs.get("training", args[2] if len(args) > 2 else True)
     inplace = kwargs.get("inplace", args[3] if len(args) > 3 else False)
     return bool(p) and bool(training) and not inplace
-
-
-def _is_in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from pipedream.capture.placeholder import meta_like
 from pipedream.capture.preserve_state import read_python_generators
 from pipedream.capture.stand_ins import is_stand_in
-from pipedream.capture.structure import PLAIN, READS_NUMBERS, walk, walk_arguments
+from pipedream.capture.structure import PLAIN, READS_NUMBERS, is_in_place, walk, walk_arguments
 from pipedream.core.model.graph import ValueSite
 
 END = 2**40
@@ -200,8 +200,9 @@ class _Recorder(TorchFunctionMode):
     def _list_written(self, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
         out = kwargs.get("out")
         written = [out] if isinstance(out, torch.Tensor) else []
-        in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
-        if (in_place and name != "__index__" and name != "__int__" and name != "__invert__") or name == "__setitem__":
+        if (
+            is_in_place(name) and name != "__index__" and name != "__int__" and name != "__invert__"
+        ) or name == "__setitem__":
             written += [args[0]] if args and isinstance(args[0], torch.Tensor) else []
         if kwargs.get("inplace") is True and args and isinstance(args[0], torch.Tensor):
             written.append(args[0])

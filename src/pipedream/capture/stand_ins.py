@@ -60,6 +60,11 @@ def is_stand_in(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_meta or isinstance(leaf, FakeTensor))
 
 
+def has_stand_ins(model: nn.Module, sample: Any) -> bool:
+    """Returns whether the sample or the model has any."""
+    return any(map(is_stand_in, [*tree_leaves(sample), *model.parameters(), *model.buffers()]))
+
+
 def _select_tensor_attributes(module: nn.Module) -> dict[str, Any]:
     """The plain attributes that are or contain tensors, such as a recurrent module's list of weights."""
     return {

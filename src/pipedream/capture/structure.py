@@ -23,6 +23,11 @@ class SameAs:
     path: str
 
 
+def is_in_place(name: str) -> bool:
+    """Returns whether the function of a name writes into its first argument, as far as the name tells."""
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+
+
 def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the leaves of a value with their paths: ``0/hidden_states`` is ``value[0].hidden_states``."""
     if not _is_container(value):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from pipedream.core.plan.boundary import Crossing, read_crossings
 from pipedream.core.plan.mesh import Box, Mesh, Piece, box_of, pieces
 from pipedream.runtime.comm.channel import Receiver, RemoteReceiver, Sender
 from pipedream.runtime.comm.message import Message
+
+_End = TypeVar("_End", bound=Sender | Receiver)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def _slice_within(box: Box, around: Box) -> tuple[slice, ...]:
     )
 
 
-class MeshSender(Sender):
+class _MeshEnd(Generic[_End]):
     """One rank's end.
 
     Args:
@@ -57,10 +60,18 @@ class MeshSender(Sender):
         peers: ends for the ranks of the other worker.
     """
 
-    def __init__(self, pair: MeshPair, place: int, peers: Mapping[int, Sender]) -> None:
+    def __init__(self, pair: MeshPair, place: int, peers: Mapping[int, _End]) -> None:
         self._pair = pair
         self._place = place
         self._peers = peers
+
+    def drain(self) -> None:
+        for peer in self._peers.values():
+            peer.drain()
+
+
+class MeshSender(_MeshEnd[Sender], Sender):
+    """One rank's sending end."""
 
     def send(self, message: Message) -> None:
         crossings, _ = read_crossings(message.structure)
@@ -97,27 +108,13 @@ class MeshSender(Sender):
         for peer in self._peers.values():
             peer.begin_drain()
 
-    def drain(self) -> None:
-        for peer in self._peers.values():
-            peer.drain()
-
     @property
     def sent_bytes(self) -> int:
         return sum(peer.sent_bytes for peer in self._peers.values())
 
 
-class MeshReceiver(RemoteReceiver):
-    """One rank's other end.
-
-    Args:
-        place: this rank's number in its mesh.
-        peers: ends for the ranks of the other worker.
-    """
-
-    def __init__(self, pair: MeshPair, place: int, peers: Mapping[int, Receiver]) -> None:
-        self._pair = pair
-        self._place = place
-        self._peers = peers
+class MeshReceiver(_MeshEnd[Receiver], RemoteReceiver):
+    """One rank's receiving end."""
 
     def result(self) -> Message:
         source = self._pair.source_of(self._place)
@@ -151,7 +148,3 @@ class MeshReceiver(RemoteReceiver):
             whole = some.new_empty([len(side) for side in stored_box]) if whole is None else whole
             whole[_slice_within(box, stored_box)] = tensor
         return some.new_empty([len(side) for side in stored_box]) if whole is None else whole
-
-    def drain(self) -> None:
-        for peer in self._peers.values():
-            peer.drain()

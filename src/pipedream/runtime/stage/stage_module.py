@@ -35,7 +35,7 @@ from pipedream.runtime.comm.values import flatten, map_tensors, unflatten
 from pipedream.runtime.stage.auxiliary import auxiliary_loss_scale
 from pipedream.runtime.stage.generators import LayerGenerators, never_draws
 from pipedream.runtime.stage.split_backward import Deferred, split_backward
-from pipedream.runtime.stage.versions import WeightSet
+from pipedream.runtime.stage.versions import WeightSet, requires_grad_changed
 from pipedream.sharding.stage import StageSharding
 
 # Layers whose weights autocast casts before each use (torch.amp's op lists). Norms and embeddings stay in full
@@ -246,10 +246,7 @@ class StageModule:
                 )
         for name, parameter in self._frozen:
             if parameter.requires_grad:
-                raise CaptureError(
-                    f"requires_grad of {name!r} was changed while the pipeline trained; make a new Pipeline, which "
-                    "trains what requires a gradient then"
-                )
+                raise requires_grad_changed(name)
 
     def enter(self, structure: str, tensors: tuple[Any, ...], wants: tuple[bool, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Makes a received value part of a new graph; also returns the nodes whose gradients are sent back."""

@@ -228,10 +228,7 @@ class Versions:
         """Raises a `CaptureError` if the user's parameters were changed since the last update."""
         for number, (name, handle) in enumerate(self.handles.items()):
             if not handle.requires_grad:
-                raise CaptureError(
-                    f"requires_grad of {name!r} was changed while the pipeline trained; make a new Pipeline, which "
-                    "trains what requires a gradient then"
-                )
+                raise requires_grad_changed(name)
             if handle._backward_hooks or handle._post_accumulate_grad_hooks:
                 raise CaptureError(
                     f"the parameter {name!r} has a hook, which a pipeline would not call: backwards run on versions of "
@@ -315,6 +312,14 @@ def _allocate_like(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
             new.set_(common, leaf.storage_offset(), leaf.size(), leaf.stride())
         copies[name] = new.requires_grad_()
     return copies
+
+
+def requires_grad_changed(name: str) -> CaptureError:
+    """Returns the error of a parameter that was frozen, or is frozen no longer."""
+    return CaptureError(
+        f"requires_grad of {name!r} was changed while the pipeline trained; make a new Pipeline, which trains what "
+        "requires a gradient then"
+    )
 
 
 class WeightChoice:
