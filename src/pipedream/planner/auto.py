@@ -7,8 +7,7 @@ planning knows neither schedules nor a clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 from pipedream.core.errors import PipelineError, PlanError
 from pipedream.core.hardware.cluster import Cluster
@@ -37,9 +36,13 @@ class _Alternatives:
     update_delay: int
     all_workers: bool
     recompute: str
+    _profiles: dict[tuple[object, int], Profile] = field(default_factory=dict, init=False)
+    _searches: dict[tuple[object, ...], PlanSearch] = field(default_factory=dict, init=False)
+    _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict, init=False)
 
     def all(self) -> Iterator[tuple[Candidate, Finalist, str | tuple[int, ...]]]:
-        splits = _list_splits(self.profile.batch) if self.microbatches is None else [self.microbatches]
+        powers = range(min(self.profile.batch, _MOST_MICROBATCHES).bit_length())
+        splits = [1 << power for power in powers] if self.microbatches is None else [self.microbatches]
         for name, method in self.methods.items():
             depths = [self.in_flight] if self.in_flight != "noam" or not method.uses_depth else ["noam", "auto"]
             delays = (0, 1) if method.delays_updates else (0,)
@@ -112,18 +115,6 @@ class _Alternatives:
         if (*key, finalist) not in self._plans:
             self._plans[*key, finalist] = self._searches[key].best(finalist.shape, slower=finalist.slower)
         return self._plans[*key, finalist]
-
-    @cached_property
-    def _profiles(self) -> dict[tuple[object, int], Profile]:
-        return {}
-
-    @cached_property
-    def _searches(self) -> dict[tuple[object, ...], PlanSearch]:
-        return {}
-
-    @cached_property
-    def _plans(self) -> dict[tuple[object, ...], Plan]:
-        return {}
 
 
 def choose(
@@ -201,10 +192,6 @@ def _plan_all(ways: _Alternatives, advance: Callable[[], None]) -> tuple[list[tu
         seen.add(key)
         planned.append((candidate_from_plan(way, plan, ways.methods[way.schedule].flushes), plan))
     return planned, refused
-
-
-def _list_splits(batch: int) -> list[int]:
-    return [1 << power for power in range(min(batch, _MOST_MICROBATCHES).bit_length())]
 
 
 def _write_note(simulated: Sequence[Candidate]) -> str:

@@ -149,7 +149,7 @@ class MeshSearch:
     ) -> tuple[float, list[Plan]]:
         """A higher bound, and plans between it and the best that is known."""
         program = self._make_program(space, "below", shape)
-        periods = MeshPeriods(**{field.name: getattr(program, field.name) for field in fields(program)})
+        periods = MeshPeriods(**{field.name: getattr(program, field.name) for field in fields(program) if field.init})
         high_s, nearer = min((plan.slowest_stage_s for plan in plans), default=np.inf), list[Plan]()
         for _ in range(_STEPS):
             if high_s <= bound_s * (_COARSE if space.spare_bytes else _CLOSE):

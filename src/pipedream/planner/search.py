@@ -118,7 +118,8 @@ class PlanSearch:
             PlanError: see `plan`.
         """
         if slower != 1:
-            plan = self._with_slower_links(slower).best(shape)
+            slowed = replace(self.space, cluster=self.space.cluster.with_slower_links(slower))
+            plan = replace(self, space=slowed).best(shape)
             return apply_depth(self.space, replace(plan, cluster=self.space.cluster, bound_s=0.0), in_flight)
         space, profile = self.space, self.space.profile
         workers, longest = space.cluster.workers, len(space.positions) - 1
@@ -131,9 +132,6 @@ class PlanSearch:
         if workers > 1 and shape != "data-parallel" and (together := profile.ties_in_words()):
             plan = replace(plan, note=f"{plan.note}; {together}")
         return apply_depth(space, plan, in_flight)
-
-    def _with_slower_links(self, factor: float) -> PlanSearch:
-        return replace(self, space=replace(self.space, cluster=self.space.cluster.with_slower_links(factor)))
 
     @cached_property
     def _base_searches(self) -> PipelineSearch:

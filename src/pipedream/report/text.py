@@ -86,7 +86,9 @@ def _fill_rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tup
         ends[span.rank] = max(ends[span.rank], span.end_s)
         if span.start_s < begin + (shown + _NOTHING) * slot_s:
             ops[span.rank].append(span)
-    cells = [_fill_cells(sorted(mine, key=_sort_key), begin, slot_s, shown) for mine in ops]
+    cells = [
+        _fill_cells(sorted(mine, key=lambda span: (span.start_s, span.end_s)), begin, slot_s, shown) for mine in ops
+    ]
     column = 1 + max((len(cell.text) for row in cells for cell in row), default=1)
     longest = max(((len(row) - 1) * column + len(row[-1].text) for row in cells if row), default=0)
     is_cropped = width is not None and (shown < slots or len(heads[0]) + longest > width)
@@ -99,10 +101,6 @@ def _fill_rows(timeline: Timeline, slot_s: float, width: int | None) -> list[tup
             pieces += [(".".ljust(column), "wait")] * (shown - len(pieces)) + [("...", "wait")]
         rows.append((head, pieces))
     return rows
-
-
-def _sort_key(span: Span) -> tuple[float, float]:
-    return span.start_s, span.end_s
 
 
 def _fill_cells(ops: list[Span], begin: float, slot_s: float, slots: int) -> list[_Cell]:

@@ -72,6 +72,7 @@ def _write_spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
     def add(span: Span, tid: int) -> None:
         number = "update" if span.kind == "U" else "microbatch"
         args: dict[str, Any] = {"stage": span.stage, number: span.index}
+        letter = span.kind if span.kind in WORK else ">"
         tag = tags.get((span.stage, span.index))
         if tag is not None and span.kind in ("F", "B", "I", "W"):
             args["version"] = tag.forward_version if span.kind == "F" else tag.backward_version
@@ -80,7 +81,7 @@ def _write_spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
         events.append(
             {
                 "ph": "X",
-                "name": span.kind if span.kind == "wait" else f"{span.stage}{_write_letter(span)}{span.index}",
+                "name": span.kind if span.kind == "wait" else f"{span.stage}{letter}{span.index}",
                 "cat": _WORDS.get(span.kind, span.kind),
                 "pid": run,
                 "tid": tid,
@@ -98,10 +99,6 @@ def _write_spans(run: int, timeline: Timeline) -> list[dict[str, Any]]:
         for span, row in zip(sends, assign_rows(sends), strict=True):
             add(span, rank * _ROOM + 1 + row)
     return events
-
-
-def _write_letter(span: Span) -> str:
-    return span.kind if span.kind in WORK else ">"
 
 
 def _write_flows(run: int, timeline: Timeline) -> list[dict[str, Any]]:

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipedream.core.errors import ScheduleError
-from pipedream.core.plan.placement import Placement
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.op import Kind, Op
 from pipedream.core.schedule.program import Program
@@ -206,15 +205,12 @@ def _choose_plan(ranks: tuple[int, ...], plan: Plan | None) -> Plan:
         return Plan.uniform(len(ranks), order=() if straight else ranks)
     expected = tuple((rank,) for rank in ranks)
     if plan.placement.ranks != expected:
+        taken = ", ".join("+".join(map(str, row)) for row in plan.placement.ranks)
         raise ScheduleError(
             f"it has {len(ranks)} stages on ranks {', '.join(map(str, ranks))}, the plan {plan.config} on "
-            f"{_list_ranks(plan.placement)}; give a plan with these stages and this order of workers"
+            f"{taken}; give a plan with these stages and this order of workers"
         )
     return plan
-
-
-def _list_ranks(placement: Placement) -> str:
-    return ", ".join("+".join(map(str, row)) for row in placement.ranks)
 
 
 def _iterate_ops(row: Sequence[_Action], splits: bool) -> Iterator[Op]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ class MeshCosts:
     allow_single_stage: bool = True
     recompute: str = "never"
     every_cut: bool = False
+    _needs: dict[tuple[int, int, int, bool, bool], IntArray] = field(default_factory=dict, init=False)
 
     @property
     def _total(self) -> int:
@@ -177,7 +178,3 @@ class MeshCosts:
     @cached_property
     def _sizes(self) -> dict[int, StageSizes]:
         return self._share_cache("sizes")
-
-    @cached_property
-    def _needs(self) -> dict[tuple[int, int, int, bool, bool], IntArray]:
-        return {}

@@ -18,7 +18,7 @@ Ties go to fewer stages, then fewer ranks, then the meshes in their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -32,6 +32,9 @@ from pipedream.planner.tables.mesh_space import MeshSite, StageChoice
 @dataclass(frozen=True, eq=False)
 class MeshProgram(MeshCosts):
     """All plans of a space, and the tables that find the best of them."""
+
+    _merged: dict[tuple[int, int], FloatArray] = field(default_factory=dict, init=False)
+    """The least over the meshes of the first stage."""
 
     def best(self) -> tuple[float, tuple[StageChoice, ...]] | None:
         """Returns the least seconds of a slowest stage, with its stages; None if nothing fits."""
@@ -106,11 +109,6 @@ class MeshProgram(MeshCosts):
             key = state.ranks, state.workers
             self._merged[key] = np.minimum(self._merged.get(key, np.inf), tables[state])
         return tables
-
-    @cached_property
-    def _merged(self) -> dict[tuple[int, int], FloatArray]:
-        """The least over the meshes of the first stage."""
-        return {}
 
     def _iterate_followers(
         self, tables: dict[MeshState, FloatArray], state: MeshState, replicas: int
@@ -210,6 +208,7 @@ class MeshPeriods(MeshProgram):
     """
 
     how: str = "below"
+    _rooms: dict[tuple[int, int | None, int, bool, bool], IntArray] = field(default_factory=dict, init=False)
 
     def within(self, period_s: float) -> tuple[StageChoice, ...] | None:
         """Returns the stages of a plan whose stages all keep the period, with the fewest workers; None if none does."""
@@ -291,7 +290,3 @@ class MeshPeriods(MeshProgram):
                     high = np.where(here & (need > limit), middle, high)
             self._rooms[key] = low if limit is not None else high
         return self._rooms[key]
-
-    @cached_property
-    def _rooms(self) -> dict[tuple[int, int | None, int, bool, bool], IntArray]:
-        return {}

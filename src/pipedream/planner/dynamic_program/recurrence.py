@@ -20,7 +20,7 @@ The cost is O(n^2 s) for n places and s states, vectorised over n.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import NoReturn
@@ -115,6 +115,11 @@ class DynamicProgram:
     allow_single_stage: bool = True
     line: WorkerLine | None = None
     recompute: str = "never"
+    _costs: dict[_CostKey, FloatArray] = field(default_factory=dict, init=False)
+    _needs: dict[tuple[StageOccupancy, StageOccupancy, int, bool, bool], IntArray] = field(
+        default_factory=dict, init=False
+    )
+    _rows: dict[tuple[bool, int], tuple[FloatArray | IntArray, ...]] = field(default_factory=dict, init=False)
 
     def best(self, note: str = "") -> Plan | None:
         """Returns the best plan at the paper's depth; None if none fits."""
@@ -206,14 +211,6 @@ class DynamicProgram:
         delayed[0, -1] = without[0, -1]
         return without, delayed
 
-    @cached_property
-    def _costs(self) -> dict[_CostKey, FloatArray]:
-        return {}
-
-    @cached_property
-    def _needs(self) -> dict[tuple[StageOccupancy, StageOccupancy, int, bool, bool], IntArray]:
-        return {}
-
     def _compute_cost(self, site: Site, recompute: bool) -> FloatArray:
         weights, before, after = self._bytes
         bare = replace(site, ports=(), memory_bytes=None)
@@ -233,11 +230,6 @@ class DynamicProgram:
         seconds = np.full(self._allowed.shape, np.inf)
         seconds[self._allowed] = site.compute_s(*self._rows[recompute, update_delay])
         return seconds
-
-    @cached_property
-    def _rows(self) -> dict[tuple[bool, int], tuple[FloatArray | IntArray, ...]]:
-        """The arguments of `Site.compute_s` as flat arrays."""
-        return {}
 
     def _cache_cost(self, key: _CostKey, make: Callable[[], FloatArray]) -> FloatArray:
         if key in self._costs:

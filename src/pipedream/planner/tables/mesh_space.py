@@ -66,7 +66,7 @@ class MeshSpace(SearchSpace):
 
     @classmethod
     def over(cls, space: SearchSpace, meshes: Sequence[Mesh]) -> Self:
-        base = {column.name: getattr(space, column.name) for column in fields(SearchSpace)}
+        base = {column.name: getattr(space, column.name) for column in fields(SearchSpace) if column.init}
         return cls(**base, meshes=tuple(meshes))
 
     def of_rank(self, mesh: Mesh, reach: tuple[int, ...] | None = None) -> SearchSpace:

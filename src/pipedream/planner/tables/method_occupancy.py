@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 from pipedream.core.plan.plan import Plan
 from pipedream.core.schedule.occupancy import StageOccupancy
@@ -38,6 +37,7 @@ class OccupancyRule:
     versions: VersionsRule
     method: MethodOccupancy | None
     microbatches: int
+    _occupancies: dict[tuple[int, int, int], StageOccupancy] = field(default_factory=dict, init=False)
 
     def of_stage(self, in_flight: int, update_delay: int = 0, replicas: int = 1) -> StageOccupancy:
         """Returns the least that a stage can hold while its neighbors are not known: what the input stage of two holds.
@@ -62,7 +62,3 @@ class OccupancyRule:
         if self.method is not None:
             return self.method.of_plan(plan)
         return tuple(self.of_stage(*row, 1) for row in zip(plan.in_flight, plan.update_delay, strict=True))
-
-    @cached_property
-    def _occupancies(self) -> dict[tuple[int, int, int], StageOccupancy]:
-        return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -47,6 +47,7 @@ class SearchSpace(PlaceSums):
     is_complete: bool = True
     occupancy: MethodOccupancy | None = None
     spare_bytes: int = 0
+    _stages: dict[tuple[int, int], Stage] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -248,10 +249,6 @@ class SearchSpace(PlaceSums):
     def _add_update(self, stage: Stage, first: int, last: int, copies: bool) -> Stage:
         copy_s = float(self._share(self.profile.copy_s, first, last)) if copies else 0.0
         return replace(stage, update_s=float(self._step_s(first, last)) + copy_s, copy_s=copy_s)
-
-    @cached_property
-    def _stages(self) -> dict[tuple[int, int], Stage]:
-        return {}
 
     def plan(
         self,
