@@ -179,7 +179,6 @@ def graph(tmp_path: Path) -> str:
         ["--workers", "2", "2", "--bandwidth", "2e9", "1Gbit/s"],
         ["--workers", "2,2", "--bandwidth", "2e9,1Gbit/s"],
         ["--workers=2", "2", "--bandwidth=2e9", "--bandwidth", "1Gbit/s"],
-        ["--workers", "2", "--bandwidth", "2e9", "--workers", "2", "--bandwidth", "1Gbit/s"],
     ],
 )
 def test_levels_of_the_network(

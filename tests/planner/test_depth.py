@@ -112,7 +112,7 @@ def test_auto_is_legal_and_as_deep_as_fits(case: tuple[SearchSpace, tuple[int, .
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_auto_is_never_slower_than_noam(seed: int) -> None:
     draw = random.Random(seed)
-    for _ in range(10):
+    for _ in range(5):
         counts = tuple(draw.randint(1, 3) for _ in range(draw.randint(2, 4)))
         layers = [LayerProfile(1.0 * r, 2.0 * r, draw.choice([0, 15, 30]), 1, 1) for r in counts]
         space = SearchSpace.of(Profile.of_chain(tuple(layers)), Cluster.flat(sum(counts), 10.0))

@@ -63,7 +63,7 @@ def put(value: Any, *path: Any) -> Edit:
     return edit
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     st.sampled_from(list(select_methods(allow_asynchronous=True))),
     st.sampled_from(["4", "1-2-1", "2-1", "1-1-1-1"]),
