@@ -10,7 +10,7 @@ from pipedream.core.model.profile import Profile
 from pipedream.core.units import format_number, format_seconds
 from pipedream.report.axis import length, ticks, time_unit
 from pipedream.report.style import COLOURS
-from pipedream.report.svg import frame, line, text
+from pipedream.report.svg import frame, line, polyline, text
 
 _LEFT, _RIGHT, _BOTTOM = 56, 16, 40
 _MOST_POINTS = 200
@@ -99,7 +99,6 @@ def average_neighbours(points: Sequence[tuple[float, float]]) -> list[tuple[floa
 
 def _draw_means(means: list[tuple[float, float, float, float]], at: object, count: int) -> list[str]:
     assert callable(at)
-    path = " ".join(",".join(map(length, at(x, mean))) for x, _, mean, _ in means)
     parts = []
     if count > len(means):
         over = [",".join(map(length, at(x, most))) for x, _, _, most in means]
@@ -109,10 +108,7 @@ def _draw_means(means: list[tuple[float, float, float, float]], at: object, coun
         x, y = at(means[0][0], means[0][2])
         parts.append(f'<circle class="mark" cx="{length(x)}" cy="{length(y)}" r="3" fill="{COLOURS["mark"][0]}"/>')
     else:
-        parts.append(
-            f'<polyline class="curve" points="{path}" fill="none" stroke="{COLOURS["mark"][0]}" '
-            'stroke-width="2" stroke-linejoin="round"/>'
-        )
+        parts.append(polyline("curve", (at(x, mean) for x, _, mean, _ in means), COLOURS["mark"][0], 2))
     return parts
 
 

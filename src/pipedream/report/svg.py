@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html import escape
 from itertools import groupby
 
@@ -106,6 +106,15 @@ def line(kind: str, x1: float, x2: float, y1: float, y2: float, stroke: str, loo
     ends = f'x1="{length(x1)}" x2="{length(x2)}" y1="{length(y1)}" y2="{length(y2)}"'
     closing = f"><title>{escape(title)}</title></line>" if title else "/>"
     return f'<line class="{kind}" {ends} stroke="{stroke}"{look}{closing}'
+
+
+def polyline(kind: str, points: Iterable[tuple[float, float]], stroke: str, width: float, look: str = "") -> str:
+    """Returns a line through points; `look` as in `line`."""
+    path = " ".join(f"{length(x)},{length(y)}" for x, y in points)
+    return (
+        f'<polyline class="{kind}" points="{path}" fill="none" stroke="{stroke}" stroke-width="{width}" '
+        f'stroke-linejoin="round"{look}/>'
+    )
 
 
 def _draw_axis(seconds: float, scale: float, top: float, bottom: float) -> list[str]:

@@ -14,7 +14,7 @@ from pipedream.core.units import format_bytes, format_number, format_rate
 from pipedream.report.axis import length, log_ticks, ticks
 from pipedream.report.html_tables import NOTHING, document, percent, scroll, table
 from pipedream.report.style import COLOURS, LINES, line_style
-from pipedream.report.svg import frame, line, text
+from pipedream.report.svg import frame, line, polyline, text
 
 _LEFT, _GAP, _WIDTH, _HEIGHT, _TOP, _FOOT = 74, 44, 290, 150, 70, 44
 _SHAPES = ("circle", "square", "diamond", "triangle")
@@ -143,13 +143,10 @@ def _draw_axes(
 
 def _draw_line(points: Sequence[tuple[float, float, str]], number: int) -> list[str]:
     colour, dashes = _choose_colour(number)
-    path = " ".join(f"{length(x)},{length(y)}" for x, y, _ in points)
     parts = []
     if len(points) > 1:
-        parts.append(
-            f'<polyline class="series of-{colour}" points="{path}" fill="none" stroke="{_find_colour(colour)}" '
-            f'stroke-width="1.8" stroke-linejoin="round"{dashes}/>'
-        )
+        path = ((x, y) for x, y, _ in points)
+        parts.append(polyline(f"series of-{colour}", path, _find_colour(colour), 1.8, dashes))
     parts += [f"<g>{_draw_mark(x, y, number)}<title>{escape(story)}</title></g>" for x, y, story in points]
     return parts
 

@@ -10,7 +10,7 @@ from pipedream.core.variants import ONE_WORKER, TORCH, OverLink, RecipeCompariso
 from pipedream.report.axis import length, log_ticks
 from pipedream.report.html_tables import document, scroll, table
 from pipedream.report.style import COLOURS, LINES, line_style
-from pipedream.report.svg import frame, line, text
+from pipedream.report.svg import frame, line, polyline, text
 
 _LEFT, _TOP, _WIDTH, _HEIGHT, _FOOT, _LABELS, _SPACE = 56, 72, 560, 320, 52, 224, 18
 _NAME, _BAR, _ROW, _BARS_TOP = 190, 480, 26, 56
@@ -161,12 +161,8 @@ def _draw_line(points: Points, number: int, name: str) -> str:
     if len(points) < 2:
         return ""
     (colour, light), thick = _choose_colour(number, name), 1.6 if name in _PLAIN else 3
-    path = " ".join(f"{length(x)},{length(y)}" for x, y, _ in points)
     dashes = ' stroke-dasharray="6 4"' if name == ONE_WORKER else ""
-    return (
-        f'<polyline class="of-{colour}" points="{path}" fill="none" stroke="{light}" stroke-width="{thick}" '
-        f'stroke-linejoin="round"{dashes}/>'
-    )
+    return polyline(f"of-{colour}", ((x, y) for x, y, _ in points), light, thick, dashes)
 
 
 def _draw_dots(points: Points, number: int, name: str) -> list[str]:
