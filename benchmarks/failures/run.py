@@ -40,7 +40,7 @@ from pipedream.core.hardware.cluster import Cluster
 from pipedream.core.model.profile import LayerProfile, Profile
 from pipedream.planner import manual_plan
 from pipedream.runtime.checkpoint.folders import complete_checkpoints
-from pipedream.training.resume import CHECKPOINTS
+from pipedream.training.run_folder import CHECKPOINTS
 from pipedream.workflows.plan import plan
 
 HERE = Path(__file__).resolve().parent

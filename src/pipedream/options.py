@@ -223,7 +223,7 @@ class TrainingOptions(MethodOptions):
         epochs, minibatches: since the start of training.
         evaluate_every: each evaluation drains the pipeline.
         checkpoint_every: each checkpoint drains the pipeline; None saves whenever an evaluation drains it. They are in
-            the run folder (`training.resume.CHECKPOINTS`).
+            the run folder (`training.run_folder.CHECKPOINTS`).
         resume: may be a URL; another number of workers gets a new plan. After a restart by the launcher the run
             continues from its newest checkpoint without this. With an empty folder `out`, the same options start a run
             and continue it.

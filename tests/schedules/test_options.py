@@ -32,7 +32,7 @@ from pipedream.schedules.asynchronous.paci import paci
 from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
 from pipedream.schedules.asynchronous.pipemare import pipemare
 from pipedream.schedules.options import options_of
-from pipedream.training.resume import CHECKPOINTS
+from pipedream.training.run_folder import CHECKPOINTS
 from pipedream.workflows.methods import resolve_method
 
 ROOT = Path(__file__).parents[2]

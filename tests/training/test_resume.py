@@ -24,7 +24,7 @@ from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import folders, pieces
 from pipedream.runtime.checkpoint.remote import RemotePath
 from pipedream.training import loop
-from pipedream.training.resume import CHECKPOINTS, resume_point
+from pipedream.training.run_folder import CHECKPOINTS, resume_point
 from pipedream.training.train import train_recipe
 
 EPOCHS = 6

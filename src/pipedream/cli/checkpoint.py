@@ -40,7 +40,7 @@ def checkpoint(
     """
     from pipedream.runtime.checkpoint.folders import gather_parts
     from pipedream.runtime.checkpoint.remote import any_path
-    from pipedream.training.resume import CHECKPOINTS, checkpoints_of
+    from pipedream.training.run_folder import CHECKPOINTS, checkpoints_of
 
     if (verb is _Verb.GATHER) != (output is not None):
         raise ArtifactError("gather needs a folder to write into (-o DIR), verify writes nothing")

@@ -201,7 +201,7 @@ def _count_workers(options: TrainingOptions, config: str | None) -> int | None:
         return options.cluster.workers
     if options.resume is None:
         return None
-    from pipedream.training.resume import resume_point
+    from pipedream.training.run_folder import resume_point
 
     checkpoint = resume_point(options.resume, options.out)
     return None if checkpoint is None else checkpoint.manifest.plan.ranks
@@ -215,7 +215,7 @@ def _list_methods(options: TrainingOptions) -> list[str]:
         return [options.schedule]
     names, source = [] if options.plan is None else [options.plan.method()[0]], "the plan"
     if options.resume is not None:
-        from pipedream.training.resume import resume_point
+        from pipedream.training.run_folder import resume_point
 
         if (checkpoint := resume_point(options.resume, options.out)) is not None:
             saved, source = checkpoint.manifest, f"the checkpoint {checkpoint.path}"

@@ -21,8 +21,7 @@ from pipedream.pipeline import Pipeline
 from pipedream.runtime.comm import process_group
 from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.failure.launch import set_threads
-from pipedream.training.resume import locked
-from pipedream.training.run_folder import RunFiles, last_segment, software_versions, summarise, write_run
+from pipedream.training.run_folder import RunFiles, last_segment, locked, software_versions, summarise, write_run
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.simulate import simulate_program
 

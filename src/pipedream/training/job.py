@@ -33,7 +33,7 @@ from pipedream.runtime.failure.launch import set_threads
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.runtime.results.losses import Loss, is_torch_loss
 from pipedream.schedules import canonical, refuse_code
-from pipedream.training.resume import ResumePoint, resume_point
+from pipedream.training.run_folder import ResumePoint, resume_point
 from pipedream.workflows.exclusions import check_options
 from pipedream.workflows.methods import resolve_method
 from pipedream.workflows.plan import make_plan

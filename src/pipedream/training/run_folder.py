@@ -1,18 +1,20 @@
-"""The run folder of a training run, and the figures in its summary.
+"""The run folder of a training run, the figures in its summary, and the checkpoint that a run resumes from.
 
 summary.json    configuration, plan and results, predicted and measured
 report.html     the same to read, with the timelines
 weights.pt      the whole model's state dict (and weights_ema.pt)
 trace.json      the measured timeline for Perfetto or chrome://tracing
-checkpoints/    to resume from (`--resume`); named by `training.resume.CHECKPOINTS`
+checkpoints/    to resume from (`--resume`); named by `CHECKPOINTS`
 plan.json, profile.json, predicted.json, measured.json, start.json, losses.json
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 from pipedream import metrics
 from pipedream._version import __version__
 from pipedream.core.artifact import write_text
+from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.core.model.collective import StageCollectives
 from pipedream.core.model.profile import Profile
@@ -31,11 +34,20 @@ from pipedream.report.html import save_page
 from pipedream.report.lanes import start_window
 from pipedream.report.trace import save_trace
 from pipedream.runtime.checkpoint.files import save_weights
-from pipedream.runtime.checkpoint.folders import newest_checkpoint
-from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath
-from pipedream.training.resume import CHECKPOINTS
+from pipedream.runtime.checkpoint.folders import (
+    complete_checkpoints,
+    find_newest_of_all,
+    newest_checkpoint,
+    read_shared_manifest,
+)
+from pipedream.runtime.checkpoint.remote import AnyPath, RemotePath, any_path
+from pipedream.runtime.checkpoint.writer import FolderLock
+from pipedream.runtime.comm import process_group
 
 _SHOWN_MICROBATCHES = 40  # of the begin of a run
+
+CHECKPOINTS = "checkpoints"
+"""Name of the folder in a run folder that holds its checkpoints."""
 
 
 def last_segment(measured: Timeline, drains: list[int]) -> Timeline:
@@ -271,3 +283,105 @@ def write_report(folder: Path) -> Path:
             f"summary.json or losses.json in {folder} is not as a run writes it ({type(error).__name__}: {error}); "
             "give the folder of a training run as it was"
         ) from None
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a run continues from; the folder is the run's, if it is in one."""
+
+    path: AnyPath
+    manifest: Checkpoint
+    folder: AnyPath | None
+
+    @property
+    def profile(self) -> Profile | None:
+        path = self.folder / "profile.json" if self.folder is not None else None
+        if path is None or not path.exists():
+            return None
+        return Profile.from_json(path.read_text(encoding="utf-8"), str(path))
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """(number, loss) before the checkpoint, as far as kept."""
+        if self.folder is None:
+            return []
+        try:
+            rows = json.loads((self.folder / "losses.json").read_text(encoding="utf-8"))
+            return [(int(number), float(loss)) for number, loss in rows if int(number) < self.manifest.minibatches]
+        except (OSError, ValueError, TypeError):
+            return []
+
+
+def checkpoints_of(folder: AnyPath) -> list[AnyPath]:
+    """Returns the complete checkpoints of a run folder or a folder of checkpoints, the oldest first, or the one given.
+
+    Raises:
+        ArtifactError: there are none.
+    """
+    for inside in (folder / CHECKPOINTS, folder):
+        if newest_checkpoint(inside) == inside:
+            return [inside]
+        if checkpoints := complete_checkpoints(inside):
+            return checkpoints
+    raise ArtifactError(f"there is no complete checkpoint in {folder}; give the run folder of a run that has saved one")
+
+
+def resume_point(resume: str | os.PathLike[str] | None, out: str | os.PathLike[str] | None) -> ResumePoint | None:
+    """Returns the requested checkpoint, or after a launcher's restart the run's newest; every rank calls it.
+
+    Args:
+        resume: a run folder, a folder of checkpoints, or a checkpoint, on disk or a URL; or None. The folder `out` may
+            still be empty.
+
+    Raises:
+        ArtifactError: there is no complete checkpoint, or it is damaged.
+    """
+
+    if resume is not None:
+        checkpoint = newest_checkpoint(any_path(resume) / CHECKPOINTS) or newest_checkpoint(resume)
+    else:
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        checkpoint = newest_checkpoint(any_path(out) / CHECKPOINTS) if restarted and out is not None else None
+    group = process_group.world_group()
+    path = find_newest_of_all(checkpoint, group)
+    if path is None:
+        # One command may start a run and continue it.
+        if resume is None or (out is not None and any_path(out) == any_path(resume)):
+            return None
+        raise ArtifactError(
+            f"there is no complete checkpoint in {resume} to resume from; give the run folder of a run that has saved "
+            "one, or start without --resume"
+        )
+    inside = path.resolve().parent.name == CHECKPOINTS
+    manifest, _ = read_shared_manifest(path, group)
+    return ResumePoint(path, manifest, path.parent.parent if inside else None)
+
+
+@contextmanager
+def locked(folder: Path, rank: int) -> Iterator[None]:
+    """Context in which no other run writes into a run folder; every rank enters it.
+
+    Raises:
+        ArtifactError: another run does, or it cannot be written (on other ranks than 0 a `PlanError`).
+    """
+    locks: list[FolderLock] = []
+
+    def lock() -> str:
+        locks.append(FolderLock(folder))
+        return ""
+
+    process_group.make_on_rank_0(lock, rank)
+    try:
+        yield
+    finally:
+        for folder_lock in locks:
+            folder_lock.release()
+
+
+def check_unused(folder: AnyPath) -> None:
+    """Raises an `ArtifactError` if a new run would overwrite the folder's checkpoints."""
+    if complete_checkpoints(folder / CHECKPOINTS):
+        raise ArtifactError(
+            f"the run folder {folder} holds checkpoints of an earlier run; continue it (--resume {folder}), or "
+            "give another folder (--out)"
+        )

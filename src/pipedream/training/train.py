@@ -27,12 +27,14 @@ from pipedream.runtime.failure.guard import guard_job
 from pipedream.runtime.results.loggers import make_loggers
 from pipedream.training.job import Job, PlannedJob, Process, model_input, plan_job, resolve
 from pipedream.training.loop import CheckpointPolicy, TrainingLoop
-from pipedream.training.resume import CHECKPOINTS, check_unused, locked
 from pipedream.training.run_folder import (
+    CHECKPOINTS,
     RunFiles,
+    check_unused,
     copy_run,
     keep_plan,
     last_segment,
+    locked,
     phase_figures,
     software_versions,
     summarise,

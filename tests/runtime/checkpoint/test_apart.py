@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.runtime.checkpoint import folders, pieces
-from pipedream.training.resume import CHECKPOINTS
+from pipedream.training.run_folder import CHECKPOINTS
 from tests.runtime.checkpoint import saving
 
 

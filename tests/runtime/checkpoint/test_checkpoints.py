@@ -27,7 +27,7 @@ from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import folders, pieces, writer
 from pipedream.runtime.data.rng import restore_rng, save_rng
-from pipedream.training.resume import CHECKPOINTS, check_unused, resume_point
+from pipedream.training.run_folder import CHECKPOINTS, check_unused, resume_point
 from tests.runtime.checkpoint.saving import load, pipeline, save
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "failures"))

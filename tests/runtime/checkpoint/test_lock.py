@@ -16,12 +16,12 @@ import zoo
 
 import pipedream as pd
 from pipedream.core.errors import ArtifactError
-from pipedream.runtime.checkpoint.lock import FolderLock
+from pipedream.runtime.checkpoint.writer import FolderLock
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from pipedream.runtime.checkpoint.lock import FolderLock
+from pipedream.runtime.checkpoint.writer import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 if os.fork() == 0:
     print("held", flush=True)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from pipedream.core.errors import ArtifactError, WorkerError
 from pipedream.runtime.checkpoint import folders, pieces
 from pipedream.runtime.checkpoint.remote import RemotePath, any_path
-from pipedream.training.resume import CHECKPOINTS
+from pipedream.training.run_folder import CHECKPOINTS
 from tests.runtime.checkpoint import saving
 
 URL = "memory://bucket/run"
