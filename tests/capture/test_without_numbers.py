@@ -28,7 +28,7 @@ def list_sizes(profile: Profile) -> list[tuple[str, int, int, int]]:
 
 NEED_NUMBERS = {
     *("experts", "packed_lstm", "value_branch", "module_branch", "number_carried"),
-    *("hf_mixtral", "hf_qwen3_moe", "hf_olmoe", "hf_gpt_oss", "hf_deepseek_v3", "hf_electra"),
+    *("hf_mixtral", "hf_gpt_oss", "hf_deepseek_v3"),
 }
 """They branch on computed numbers, mostly on which expert a word goes to."""
 

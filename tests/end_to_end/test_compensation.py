@@ -112,41 +112,27 @@ def check_published(name: str, case: Case) -> cases.Outcome:
     return outcome
 
 
-QUICK = {
-    ("spike", "mlp pipedream 1-1-1 float64 sgd"),
-    ("spike", "cnn pipedream 1-1-1-1 float64 sgd"),
-    ("velocity", "mlp pipedream 1-1-1 float64 sgd"),
-    ("nesterov", "mlp pipedream 1-1-1 float64 sgd"),
-    ("feedback", "mlp pipedream 1-1-1 float64 sgd"),
-    ("feedback", "mlp pipedream_2bw 1-1-1 float64 adamw 3"),
-    ("feedback", "matrices pipedream_2bw 1-1-1 float64 muon 3"),
-    ("t1", "mlp pipedream 1-1-1 float64 adamw"),
-    ("gap", "mlp pipedream 1-1-1 float64 sgd"),
-}
-"""Cases of the default run; the others are slow."""
+CASES = [
+    ("spike", Case("mlp", "pipedream", 3)),
+    ("spike", Case("cnn", "pipedream", 4)),
+    ("velocity", Case("mlp", "pipedream", 3)),
+    ("nesterov", Case("mlp", "pipedream", 3)),
+    ("feedback", Case("mlp", "pipedream", 3)),
+    ("feedback", Case("mlp", "pipedream_2bw", 3, optimizer="adamw", microbatches=3)),
+    ("feedback", Case("matrices", "pipedream_2bw", 3, optimizer="muon", microbatches=3)),
+    ("t1", Case("mlp", "pipedream", 3, optimizer="adamw")),
+    ("gap", Case("mlp", "pipedream", 3)),
+]
+SLOW = [
+    *((name, case.lengthened()) for name, case in CASES),
+    *((name, Case("cnn", "pipedream", 4, optimizer=kind)) for name, kind in PUBLISHED if kind != "muon"),
+    *((name, Case("cnn", "pipedream_2bw", 2, microbatches=3)) for name, kind in PUBLISHED if kind == "sgd"),
+]
 
 
-def _matrix() -> list[Any]:
-    parameters, quick = [], set()
-    for name, optimizer in PUBLISHED:
-        for animal in ("matrices",) if optimizer == "muon" else ("mlp", "cnn"):
-            for schedule in ("pipedream", "pipedream_2bw"):
-                for stages in (2, 3, 4):
-                    parts = 3 if schedule == "pipedream_2bw" else None
-                    case = Case(animal, schedule, stages, optimizer=optimizer, microbatches=parts)
-                    key = name, str(case)
-                    quick |= {key} & QUICK
-                    if key in QUICK:
-                        parameters.append(pytest.param(name, case, id=f"{name} {case}"))
-                    marks = pytest.mark.slow if key in QUICK else pytest.mark.long
-                    parameters.append(
-                        pytest.param(name, case.lengthened(), id=f"{name} {case} lengthened", marks=marks)
-                    )
-    assert quick == QUICK
-    return parameters
-
-
-@pytest.mark.parametrize(("name", "case"), _matrix())
+@pytest.mark.parametrize(
+    ("name", "case"), [*CASES, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)], ids=str
+)
 def test_every_compensation_is_its_papers_rule(name: str, case: Case) -> None:
     check_published(name, case)
 
@@ -157,16 +143,11 @@ OTHERS = [
     ("t1", Case("mlp", "pipedream", 3, replicas=(3, 2, 1))),
     ("sc", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
     *(
-        pytest.param(row[0], row[1].lengthened(), marks=pytest.mark.long)
+        pytest.param(*row, marks=pytest.mark.slow)
         for row in (
-            ("spike", Case("mlp", "pipedream", 2, replicas=(2, 1), epochs=12, drain_at=-1)),
-            ("feedback", Case("mlp", "pipedream", 2, replicas=(1, 2), optimizer="adamw")),
             ("feedback", Case("mlp", "pipedream_2bw", 2, replicas=(2, 1), microbatches=4)),
-            ("gap", Case("mlp", "pipedream", 2, replicas=(2, 1))),
             ("spike", Case("mlp", "pipedream", 3, clip_grad_norm=0.1, clip="local")),
             ("spike", Case("mlp", "pipedream", 3, depth="full", drain_at=-1, leave_at=8)),
-            ("t1", Case("mlp", "pipedream", 3, scheduled=True, ema=0.9)),
-            ("feedback", Case("mlp", "pipedream", 3, optimizer="adamw", scheduled=True)),
         )
     ),
 ]

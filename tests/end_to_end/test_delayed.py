@@ -13,7 +13,7 @@ import delayed
 import pytest
 import torch
 import zoo
-from cases import Case, check, check_processes, in_both_lengths, run
+from cases import Case, check, check_processes, run
 from torch import nn
 
 import pipedream as pd
@@ -26,7 +26,6 @@ from pipedream.schedules.asynchronous.pb_lwp import pb_lwp
 from pipedream.schedules.asynchronous.spectrain import spectrain_v2
 
 BOUND = 1e-9
-QUICK = ("pipelined_backprop", "spectrain", "timeprest", "timeprest_interpolated")  # with the cnn
 NF1B = ("timeprest", "v_timeprest", "timeprest_interpolated")
 PARTS = {"pipemare": 2, "xpipe": 2, "paci": 2}
 PARTS |= dict.fromkeys(NF1B, 3)
@@ -47,17 +46,11 @@ def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _matrix() -> list[Any]:
-    """Returns each method with each animal; SGD with momentum and AdamW; what is not quick is slow."""
-    parameters = []
-    for schedule in delayed.PAPERS:
-        for animal, optimizer in (("mlp", "sgd"), ("cnn", "adamw"), ("lstm", "sgd"), ("transformer", "adamw")):
-            quick = animal == "mlp" or (animal == "cnn" and schedule in QUICK)
-            case = _case(animal, schedule, optimizer=optimizer)
-            longer = pytest.param(case.lengthened(), id=str(case), marks=pytest.mark.long)
-            parameters += in_both_lengths(case) if quick else [longer]
-    others = [
+    """Returns each method with the mlp and SGD with momentum, some with other animals, AdamW and options."""
+    quick = [
+        *(_case("mlp", schedule) for schedule in delayed.PAPERS),
+        *(_case("cnn", schedule, optimizer="adamw") for schedule in ("spectrain", "timeprest_interpolated")),
         _case("mlp", "pipelined_backprop", options=_options(backward_rule="recompute")),
-        _case("cnn", "spectrain", optimizer="adamw", options=_options(backward_rule="recompute")),
         _case("cnn", "pb_lwp", 4, optimizer="adamw", options=_options(by="difference")),
         _case("mlp", "pb_lwp_sc", 4),
         _case("mlp", "timeprest", optimizer="adamw", options=_options(backward_rule="recompute")),
@@ -65,35 +58,23 @@ def _matrix() -> list[Any]:
         Case("mlp", "paci", 4, microbatches=2, options=_options(backward_rule="stash")),
     ]
     slow = [
-        _case("cnn", "pipemare", options=_options(backward_rule="recompute")),
-        _case("cnn", "paci", optimizer="adamw", options=_options(backward_rule="recompute")),
+        *(case.lengthened() for case in quick),
+        *(_case("cnn", schedule, 4, optimizer="adamw") for schedule in delayed.PAPERS),
         _case("lstm", "spectrain", options=_options(backward_rule="recompute")),
-        _case("transformer", "paci", options=_options(backward_rule="recompute")),
-        Case("cnn", "paci", 4, microbatches=3, optimizer="adamw", options=_options(backward_rule="stash")),
-        Case("lstm", "paci", 3, microbatches=1, options=_options(backward_rule="stash")),
+        _case("transformer", "timeprest_interpolated", optimizer="adamw", options=_options(backward_rule="recompute")),
         Case("transformer", "paci", 3, microbatches=2, recompute=True, options=_options(backward_rule="stash")),
         Case("mlp", "paci", 3, replicas=(3, 2, 1), microbatches=4, options=_options(backward_rule="stash")),
-        _case("mlp", "xpipe", 4, options=_options(by="difference", backward_rule="recompute")),
         _case("mlp", "spectrain_v2", 4, optimizer="adamw", options=_options(by="difference")),
         _case("mlp", "pb_lwp", 4, options=_options(scale=2.0)),
-        _case("mlp", "pipeoptim", scheduled=True),
         _case("mlp", "pipeoptim", 2, replicas=(2, 1), scheduled=True),
-        _case("mlp", "paci", 2, replicas=(2, 1)),
         Case("mlp", "xpipe", 2, replicas=(2, 1), microbatches=5),
         _case("mlp", "pipemare", 4, drain_at=-1, leave_at=8),
-        _case("mlp", "timeprest", 4, drain_at=-1, leave_at=8),
-        _case("cnn", "timeprest", options=_options(backward_rule="recompute")),
-        _case("cnn", "timeprest_interpolated", optimizer="adamw", options=_options(backward_rule="recompute")),
-        _case("lstm", "timeprest", options=_options(backward_rule="recompute")),
-        _case("transformer", "timeprest_interpolated", optimizer="adamw", options=_options(backward_rule="recompute")),
         *(_case("mlp", schedule, 2, replicas=replicas) for schedule in NF1B for replicas in ((2, 1), (1, 2))),
         Case("mlp", "timeprest", 3, replicas=(3, 2, 1), microbatches=4),
-        Case("cnn", "timeprest", 4, microbatches=2, scheduled=True),
-        *(_case("cnn", schedule, stages) for schedule in delayed.PAPERS for stages in (1, 2, 4)),
     ]
-    for case in others:
-        parameters += in_both_lengths(case)
-    return parameters + [pytest.param(case.lengthened(), id=str(case), marks=pytest.mark.long) for case in slow]
+    return [pytest.param(case, id=str(case)) for case in quick] + [
+        pytest.param(case, id=f"{case} {case.minibatches} minibatches", marks=pytest.mark.slow) for case in slow
+    ]
 
 
 @pytest.mark.parametrize("case", _matrix())

@@ -58,19 +58,17 @@ def _case(replicas: tuple[int, ...], schedule: str, **others: object) -> Case:
 
 
 def _matrix() -> list[object]:
+    """Returns each plan with three methods in turn, the first of them in the default run; rounds may have a lag."""
     parameters = []
     for number, replicas in enumerate(PLANS):
-        for method in METHODS:
-            turn = (number + METHODS.index(method)) % len(METHODS)
-            for others in ({"scheduled": True}, {"depth": "full", "optimizer": "adamw"}):
-                marks = pytest.mark.long if turn > 2 or "depth" in others else pytest.mark.slow if turn else ()
-                parameters.append(pytest.param(case := _case(replicas, method, **others), id=str(case), marks=marks))
-            if method in ROUNDS:
-                update_delay, depth = LAGS[replicas]
-                case = _case(replicas, method, update_delay=update_delay, depth=depth)
-                marks = pytest.mark.slow if number > 2 else ()
-                marks = marks if number % 3 == METHODS.index(method) else pytest.mark.long
-                parameters.append(pytest.param(case, id=str(case), marks=marks))
+        for turn in range(3):
+            case = _case(replicas, METHODS[(turn - number) % len(METHODS)], scheduled=True)
+            parameters.append(pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (turn > 0)))
+        method = METHODS[number % 3]
+        if method in ROUNDS:
+            update_delay, depth = LAGS[replicas]
+            case = _case(replicas, method, update_delay=update_delay, depth=depth)
+            parameters.append(pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (number > 2)))
     return parameters
 
 
@@ -168,9 +166,7 @@ IN_PROCESSES = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "workers", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5)), pytest.param(6, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("workers", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5, 6))])
 def test_several_processes_give_what_one_gives(workers: int) -> None:
     chosen = [per_worker(case) for case in IN_PROCESSES[workers]]
     of_ranks = processes.results(cases.run_all, workers, chosen, timeout_s=240.0)

@@ -8,7 +8,6 @@ from functools import partial
 import cases
 import pytest
 import torch
-import zoo
 from cases import Case, check, check_processes, run
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,10 +24,8 @@ CASES = [
     # Replicas: sums over them begin in the last weight gradients. Two stages of a different number of them.
     Case("mlp", "zb_h1", 2, replicas=(2, 1), microbatches=4),
     Case("mlp", "zb_h2", 2, replicas=(1, 3), microbatches=6, optimizer="adamw"),
-    pytest.param(Case("transformer", "zb_h1", 3, replicas=(2, 1, 2), microbatches=4), marks=pytest.mark.long),
     # The forward done again in I.
     Case("cnn", "zb_h1", 3, microbatches=4, recompute=True),
-    pytest.param(Case("lstm", "zb_h2", 3, microbatches=4, recompute=True), marks=pytest.mark.long),
     # What happens inside an update; a loop that is left.
     Case("mlp", "zb_h1", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9),
     Case("mlp", "zb_h2", 2, microbatches=4, drain_at=-1, leave_at=8),
@@ -48,7 +45,7 @@ def test_autocast_equals_autocast_in_one_process() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_several_processes_give_to_the_bit_what_one_gives() -> None:
     chosen = [
         Case("transformer", "zb_h1", 3, microbatches=4, optimizer="adamw"),
@@ -58,7 +55,7 @@ def test_several_processes_give_to_the_bit_what_one_gives() -> None:
     check_processes(3, chosen)
 
 
-@pytest.mark.parametrize("animal", ["mlp", "cnn", *(pytest.param(a, marks=pytest.mark.long) for a in zoo.NAMES[2:])])
+@pytest.mark.parametrize("animal", ["mlp", "cnn"])
 def test_it_is_1f1b_to_rounding(animal: str) -> None:
     """Split or not, the gradients of a microbatch are made of the same numbers."""
     case = Case(animal, "1f1b", 3, microbatches=4)

@@ -11,7 +11,6 @@ from typing import Any
 
 import delayed
 import processes
-import pytest
 import reference
 import torch
 import zoo
@@ -196,15 +195,6 @@ def run(case: Case) -> Outcome:
                 outcome.versions[stage] = max(stage_state.versions.peak, outcome.versions.get(stage, 0))
         outcome.split = pipeline.schedule.microbatches
     return outcome
-
-
-def in_both_lengths(case: Case) -> list[Any]:
-    """Returns the parameters of a test: the case, and, marked slow, the case with a run of 55 minibatches."""
-    longer = case.lengthened()
-    return [
-        pytest.param(case, id=str(case)),
-        pytest.param(longer, id=f"{longer} {longer.minibatches} minibatches", marks=pytest.mark.slow),
-    ]
 
 
 def run_all(chosen: list[Case]) -> list[Outcome]:
