@@ -338,9 +338,7 @@ def test_ranks_with_other_settings_are_refused() -> None:
     ("rank", "name"),
     [
         pytest.param(0, "save", marks=pytest.mark.slow),
-        pytest.param(0, "state_dict", marks=pytest.mark.long),
         pytest.param(1, "save", marks=pytest.mark.slow),
-        pytest.param(1, "state_dict", marks=pytest.mark.long),
     ],
 )
 def test_a_call_of_one_rank_alone_ends_all(rank: int, name: str, tmp_path: Path) -> None:

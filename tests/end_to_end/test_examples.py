@@ -20,7 +20,6 @@ import torch
 import pipedream
 from pipedream import cli
 from pipedream.recipe import Recipe, load_recipe
-from pipedream.training.train import train_recipe
 
 FOLDER = Path(__file__).parents[2] / "examples"
 DIGITS = str(FOLDER / "digits.py")
@@ -107,19 +106,6 @@ def test_runs_in_one_process(example: Path, tmp_path: Path, capsys: pytest.Captu
     assert "Plan 1-1" in printed
     is_late = any(stage["staleness"] for stage in summary["stages"])
     assert ("; the schedule 1f1b trains as one process does" in printed) >= is_late
-
-
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(path, id=path.stem, marks=pytest.mark.long) for path in EXAMPLES],
-)
-def test_flushing_method_takes_it_too(example: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 3, "minibatches": 2, "quiet": True}
-    partitioned = pipedream.run(lambda seed: small(example, seed), out=tmp_path / "cut", **options)
-    whole = pipedream.run(lambda seed: small(example, seed), out=tmp_path / "whole", workers=1, **options)
-    assert partitioned["configuration"]["workers"] == 2
-    assert whole["configuration"]["workers"] == 1
-    torch.testing.assert_close(losses_of(tmp_path / "cut"), losses_of(tmp_path / "whole"), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -365,18 +351,6 @@ def test_file_itself_reaches_its_target(example: Path, how: str, tmp_path: Path)
     summary = json.loads((only(tmp_path / "runs") / "summary.json").read_text(encoding="utf-8"))
     assert summary["configuration"]["processes"] == (1 if how == "python" else 2)
     assert summary["seconds_to_target"] is not None
-
-
-@pytest.mark.long
-def test_worst_accuracy_of_three_seeds(tmp_path: Path) -> None:
-    accuracies = []
-    for number in range(3):
-        summary = train_recipe(
-            lambda seed: load_recipe(DIGITS, seed=seed), seed=number, out=tmp_path / str(number), quiet=True
-        )
-        accuracies.append(summary["accuracy"])
-    print(f"accuracy of three seeds: {accuracies}")
-    assert min(accuracies) >= 0.97, accuracies
 
 
 @pytest.mark.slow

@@ -43,15 +43,9 @@ def check_words(ended: Ended, status: int, *words: str) -> None:
     ("parts", "words"),
     [
         pytest.param(
-            {"second": "partial(Forward, Oddity)"}, ("1F5", "Oddity: the ice is thin"), marks=pytest.mark.long
-        ),
-        pytest.param(
             {"second": "partial(Forward, KeyboardInterrupt)"},
             ("1F5", "KeyboardInterrupt: the ice is thin"),
             marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"second": "partial(Forward, SystemExit)"}, ("1F5", "SystemExit: the ice is"), marks=pytest.mark.long
         ),
         pytest.param(
             {"second": "partial(Forward, repeats=10_000)"},
@@ -67,11 +61,6 @@ def check_words(ended: Ended, status: int, *words: str) -> None:
             {"samples": "MemoryError()"},
             ("rank 0, stage 0, 0F", "MemoryError (in DataLoader worker process", "small.py:"),
             marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"samples": "OSError(28, 'No space left on device')"},
-            ("rank 0, stage 0, 0F", "No space left on device (in DataLoader worker process", "small.py:"),
-            marks=pytest.mark.long,
         ),
         pytest.param({"samples": "leave"}, ("rank 0, stage 0, ", "DataLoader"), marks=pytest.mark.long),
         pytest.param(
@@ -94,8 +83,6 @@ def test_backward_of_a_layer_fails(tmp_path: Path) -> None:
     ("loader", "words"),
     [
         pytest.param("raises=True", ("rank 0", "0F", "OSError: the disk is gone"), marks=pytest.mark.slow),
-        pytest.param("nan=True", ("rank 1", "1F5", "minibatch 5 is nan", "learning rate"), marks=pytest.mark.long),
-        pytest.param("wide=True", ("rank 0", "stage 0", "0F5", "8x5 and 4x8"), marks=pytest.mark.long),
     ],
 )
 def test_data_fails(tmp_path: Path, loader: str, words: tuple[str, ...]) -> None:
@@ -117,7 +104,6 @@ def test_plan_is_for_other_workers(tmp_path: Path) -> None:
             ("does not import", "nothing_of_that_name", "small.py, line 1"),
             marks=pytest.mark.slow,
         ),
-        pytest.param("x = 1\n", ("has no function recipe()",), marks=pytest.mark.long),
     ],
 )
 def test_recipe_is_none(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
@@ -147,16 +133,16 @@ def test_interrupt_saves(tmp_path: Path, group: bool) -> None:
     assert sorted(weights) == ["0.bias", "0.weight", "4.bias", "4.weight"]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_worker_is_killed(tmp_path: Path, rank: int) -> None:
+def test_worker_is_killed(tmp_path: Path) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
-    time.sleep(2)  # the launcher looks where its workers are twice a second
-    started.kill(int((tmp_path / f"pid{rank}").read_text()))
-    check(started.end(), 1, f"rank {rank} was ended by SIGKILL; it was last in", f"stage {rank}, ")
+    time.sleep(1)  # the launcher looks where its workers are twice a second
+    started.kill(int((tmp_path / "pid0").read_text()))
+    check(started.end(), 1, "rank 0 was ended by SIGKILL; it was last in", "stage 0, ")
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0])
 def test_worker_is_stopped(tmp_path: Path, rank: int) -> None:
     started = commands.start(*written(tmp_path, loader="slow=True, count=100_000"), folder=tmp_path)
     started.wait_for_file("going")
@@ -186,9 +172,7 @@ def test_launcher_is_stopped(tmp_path: Path) -> None:
     [
         pytest.param("start", (1,), marks=pytest.mark.slow),
         pytest.param("start", (0, 1), marks=pytest.mark.slow),
-        pytest.param("end", (0,), marks=pytest.mark.long),
         pytest.param("end", (0, 1), marks=pytest.mark.slow),
-        pytest.param("middle", (0, 1), marks=pytest.mark.long),
     ],
 )
 def test_workers_are_stopped_wherever_they_are(tmp_path: Path, moment: str, ranks: tuple[int, ...]) -> None:
@@ -272,33 +256,6 @@ def test_worker_is_stuck(tmp_path: Path, parts: dict[str, str], words: tuple[str
     check(started.end(), 1, *words)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_workers_are_started_again_and_then_fewer(tmp_path: Path) -> None:
-    arguments = written(tmp_path, second="Fragile")
-    options = ("--max-restarts", "1", "--elastic")
-    ended = commands.run(*arguments[:-2], *options, folder=tmp_path)  # no --out: all attempts make one folder
-    assert ended.status == 0, ended.err
-    assert not ended.orphans
-    reasons = [line for line in ended.err.splitlines() if "pipedream: " in line]
-    assert len(reasons) == 2, ended.err
-    assert reasons[0].startswith("pipedream: restart 1 of 1 after: rank 1 was ended by SIGKILL; it was last in ")
-    assert reasons[1].startswith("pipedream: continuing with one worker fewer, 1, after: rank 1 was ended by SIGKILL")
-    (run,) = (tmp_path / "runs").iterdir()
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    assert (summary["workers"], summary["minibatches"]) == (1, 40)
-
-
-@pytest.mark.long
-def test_torchrun_starts_workers_again(tmp_path: Path) -> None:
-    arguments = written(tmp_path, second="Fragile")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    ended = commands.run(*torchrun, *arguments, folder=tmp_path, environment={"HEALED": "1"})
-    assert ended.status == 0, ended.err
-    assert not ended.orphans
-    assert "pipedream: " not in ended.err, "no worker of the second attempt sees the failure of the first"
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["start", "middle"])
 def test_torchrun_does_not_wait_for_workers_that_are_all_stopped(tmp_path: Path, moment: str) -> None:
@@ -367,14 +324,8 @@ def step(named):
 @pytest.mark.parametrize(
     ("where", "rank"),
     [
-        *(
-            pytest.param(*arguments, marks=pytest.mark.slow)
-            for arguments in (("import", 0), ("recipe", 1), ("optimizer", 1))
-        ),
-        *(
-            pytest.param(*arguments, marks=pytest.mark.long)
-            for arguments in (("import", 1), ("recipe", 0), ("optimizer", 0))
-        ),
+        pytest.param(*arguments, marks=pytest.mark.slow)
+        for arguments in (("import", 0), ("recipe", 1), ("optimizer", 1))
     ],
 )
 def test_a_worker_fails_before_its_pipeline(where: str, rank: int, tmp_path: Path) -> None:

@@ -79,11 +79,8 @@ def test_features_equal_the_plain_loop(name: str, feature: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        *(
-            pytest.param(name, 2, marks=[*_marks(name, False), *[pytest.mark.long] * (name != "attention_lstm")])
-            for name in FIVE
-        ),
-        *(pytest.param(name, 3, marks=[*_marks(name, False), pytest.mark.long]) for name in FIVE),
+        pytest.param("attention_lstm", 2, marks=pytest.mark.slow),
+        pytest.param("hf_t5", 3, marks=_marks("hf_t5", False)),
     ],
 )
 def test_processes_equal_one(name: str, workers: int, tmp_path: Path) -> None:
@@ -204,13 +201,7 @@ def test_stages_that_share_a_module_leave_evaluation_together() -> None:
     [
         pytest.param("tied_gpt", Feature("pipedream_2bw", 2), "eager", marks=pytest.mark.slow),
         pytest.param("resnet", Feature("pipedream", 1, (1, 1, 1)), "aot_eager", marks=pytest.mark.slow),
-        pytest.param("resnet", Feature("zb_h1", 2, recompute=True), "aot_eager", marks=pytest.mark.long),
-        pytest.param("checkpointed", Feature(recompute=True), "aot_eager", marks=pytest.mark.long),
         pytest.param("attention_lstm", Feature(), "aot_eager", marks=pytest.mark.slow),
-        pytest.param(
-            "hf_gpt2", Feature("1f1b", 2, (2, 1)), "eager", marks=[pytest.mark.slow, pytest.mark.long, needs_hf]
-        ),
-        pytest.param("hf_t5", Feature(), "eager", marks=[pytest.mark.long, needs_hf]),
     ],
 )
 def test_compiled_modules_equal_the_others(name: str, feature: Feature, backend: str, tmp_path: Path) -> None:

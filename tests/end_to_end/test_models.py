@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from functools import cache
+from typing import Any
 
 import processes
 import pytest
@@ -35,8 +36,6 @@ QUICK = ("attention_lstm",)
 WITH_DROPOUT = ("tied_gpt", "glue_dropout", "attention_lstm", "densenet", "hf_bert", "hf_t5", "hf_swin")
 UNUSED = {"hf_xlnet": ("mask_emb", "r_s_bias", "seg_embed"), "hf_dinov2": ("mask_token",)}
 """Parameters that a model has for other tasks, by the end of their names."""
-RUNS = ((2, "gpipe", 3), (3, "1f1b", 4), (4, "1f1b", 2), (4, "gpipe", 1))
-"""Stages, method and microbatches; the last minibatch has three samples."""
 
 KNOWN = {"hf_xlnet": "returns memories of earlier stages in evaluation only, which are not sent"}
 
@@ -46,25 +45,15 @@ needs_hf = pytest.mark.skipif(
 )
 
 
-def _chosen(
-    names: tuple[str, ...] = tuple(CASES),
-    default: tuple[str, ...] = DEFAULT,
-    other: pytest.MarkDecorator = pytest.mark.slow,
-) -> list[object]:
-    """Returns cases by name; those that are not in the default run are slow, or have another mark."""
+def _chosen(names: tuple[str, ...] = tuple(CASES), default: tuple[str, ...] = DEFAULT) -> list[Any]:
+    """Returns cases by name; those that are not in the default run are slow."""
     parameters = []
     for name in names:
-        marks = [] if name in default else [other]
+        marks = [] if name in default else [pytest.mark.slow]
         if name in KNOWN:
             marks.append(pytest.mark.xfail(reason=KNOWN[name], strict=False))
         parameters.append(pytest.param(CASES[name], id=name, marks=marks + [needs_hf] * CASES[name].needs_hf))
     return parameters
-
-
-def _lengths() -> list[object]:
-    """All cases: those of the default run are slow, the others long."""
-    rest = tuple(name for name in CASES if name not in DEFAULT)
-    return [*_chosen(DEFAULT, default=()), *_chosen(rest, other=pytest.mark.long)]
 
 
 @cache
@@ -77,7 +66,7 @@ def _profile(case: Case) -> pd.Profile:
     return profile_of(case, batches_of(case)[0])
 
 
-@pytest.mark.parametrize("case", _chosen(other=pytest.mark.long))
+@pytest.mark.parametrize("case", _chosen())
 def test_each_model_trains_in_a_plain_loop(case: Case) -> None:
     batches = batches_of(case)
     trained = _plain(case, 4)
@@ -94,18 +83,14 @@ def test_each_model_trains_in_a_plain_loop(case: Case) -> None:
             assert not first[name].equal(trained.state[name]), name
 
 
-@pytest.mark.parametrize(
-    ("stages", "schedule", "microbatches"),
-    [pytest.param(*run, marks=[] if run == (3, "1f1b", 4) else pytest.mark.long) for run in RUNS],
-)
 @pytest.mark.parametrize("case", _chosen(default=QUICK))
-def test_flushing_methods_equal_the_plain_loop(case: Case, stages: int, schedule: str, microbatches: int) -> None:
-    run = {"schedule": schedule, "microbatches": microbatches, "seed": 10 * stages + microbatches}
-    actual = pipelined(case, batches_of(case), stages=stages, profile=_profile(case), **run)
-    check_same(_plain(case, microbatches), actual, case.tolerance)
+def test_a_flushing_method_equals_the_plain_loop(case: Case) -> None:
+    """The last minibatch has three samples, fewer than microbatches."""
+    actual = pipelined(case, batches_of(case), stages=3, microbatches=4, profile=_profile(case), seed=34)
+    check_same(_plain(case, 4), actual, case.tolerance)
 
 
-@pytest.mark.parametrize("case", [parameter for parameter in _lengths() if parameter.values[0].varies_length])
+@pytest.mark.parametrize("case", [p for p in _chosen(DEFAULT, default=()) if p.values[0].varies_length])
 def test_twenty_lengths(case: Case) -> None:
     batches = batches_of(case, range(3, 23), samples=4)
     actual = pipelined(case, batches, stages=4, microbatches=2, profile=_profile(case), seed=1)
@@ -114,7 +99,7 @@ def test_twenty_lengths(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(n, marks=[] if n < 1 else pytest.mark.slow if n < 30 else pytest.mark.long) for n in range(60)],
+    [pytest.param(n, marks=[] if n < 1 else pytest.mark.slow) for n in range(30)],
 )
 def test_random_models_at_random_cuts(seed: int) -> None:
     case = random_case(seed)
@@ -153,9 +138,8 @@ def _in_process(name: str, stages: int, microbatches: int) -> Trained:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("case", _chosen(DEFAULT))
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_processes_equal_the_plain_loop(case: Case, workers: int) -> None:
-    first, *others = processes.results(_in_process, workers, case.name, workers, 4)
+def test_processes_equal_the_plain_loop(case: Case) -> None:
+    first, *others = processes.results(_in_process, 3, case.name, 3, 4)
     check_same(_plain(case, 4), first, case.tolerance)
     for other in others:
         assert other.losses == first.losses

@@ -50,17 +50,6 @@ def test_two_machines_give_the_losses_of_one_process(machines: Network, tmp_path
     assert kept in ([], ["checkpoints"]), "rank 0 writes the rest of the run folder"
 
 
-@pytest.mark.long
-def test_example_as_it_is_on_two_machines(machines: Network, tmp_path: Path) -> None:
-    first, second = on_both(machines, "static", (DIGITS,), tmp_path)
-    assert "Plan 1-1 of DigitNet" in first.out
-    assert second.out == ""
-    (run,) = (tmp_path / "machine0" / "runs").iterdir()
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    assert summary["minibatches"] == 12 * 45
-    assert summary["accuracy"] > 0.9
-
-
 def test_links_between_machines_are_measured_before_planning(machines: Network, tmp_path: Path) -> None:
     machines.limit(80e6 / 8)
     program = ("-m", "pipedream", "train", DIGITS, "--minibatches", "3", "--out", "run")
@@ -107,7 +96,8 @@ def test_scripts_plan_measures_and_one_for_a_single_machine_warns(machines: Netw
     assert "UserWarning" not in second.err
 
 
-@pytest.mark.parametrize("rendezvous", [pytest.param(name, marks=pytest.mark.long) for name in ("c10d", "static")])
+@pytest.mark.slow
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 def test_both_sides_end_when_the_link_goes_away(machines: Network, tmp_path: Path, rendezvous: str) -> None:
     program = written(tmp_path, loader="slow=True, count=100_000")
     program[2:] = ["train", str(tmp_path / "small.py"), "--plan", str(tmp_path / "plan.json"), "--out", "run"]

@@ -28,7 +28,7 @@ CASES = [
     Case("cnn", "zb_h1", 3, microbatches=4, recompute=True),
     # What happens inside an update; a loop that is left.
     Case("mlp", "zb_h1", 3, microbatches=3, clip_grad_norm=0.1, scheduled=True, ema=0.9),
-    Case("mlp", "zb_h2", 2, microbatches=4, drain_at=-1, leave_at=8),
+    Case("mlp", "zb_h2", 2, microbatches=4, drain_at=-1, leave_at=5),
     # Single precision, in which the CPU has a kernel of its own for recurrent layers.
     Case("lstm", "zb_h1", 3, microbatches=3, dtype=torch.float32),
 ]

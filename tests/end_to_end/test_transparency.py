@@ -68,11 +68,11 @@ ON_SHARED_WORKERS = [
     Case("transformer", "interleaved_1f1b", 4, workers=1, microbatches=2, optimizer="adamw"),
     Case("lstm", "breadth_first", 3, workers=1, microbatches=4),
     Case("mlp", "chimera", 2, microbatches=4, clip_grad_norm=0.1, scheduled=True, ema=0.9),
-    Case("mlp", "chimera", 4, microbatches=8, drain_at=-1, leave_at=8),
+    Case("mlp", "chimera", 4, microbatches=8, drain_at=-1, leave_at=5),
     Case("mlp", "interleaved_1f1b", 4, microbatches=4, clip_grad_norm=0.1, ema=0.9, recompute=True),
     # Forwards away from home: of each number of workers, several in a slot, fewer microbatches than workers.
     Case("mlp", "roundpipe", 4, workers=4, microbatches=2, clip_grad_norm=0.1, scheduled=True, ema=0.9),
-    Case("mlp", "roundpipe", 4, workers=3, microbatches=4, drain_at=-1, leave_at=8),
+    Case("mlp", "roundpipe", 4, workers=3, microbatches=4, drain_at=-1, leave_at=5),
     *(
         pytest.param(case, id=str(case), marks=pytest.mark.slow)
         for case in (
@@ -117,9 +117,9 @@ OTHERS = [
     Case("mlp", "pipedream", 3, clip_grad_norm=0.1, clip="local", scheduled=True, ema=0.9),
     Case("mlp", "pipedream_2bw", 2, clip_grad_norm=0.1, clip="local", optimizer="adamw"),
     # A loop that is left, and one that goes on.
-    Case("mlp", "pipedream", 3, drain_at=-1, leave_at=8),
-    Case("mlp", "pipedream_2bw", 3, drain_at=-1, leave_at=8),
-    Case("mlp", "gpipe", 2, microbatches=3, drain_at=-1, leave_at=9),
+    Case("mlp", "pipedream", 3, drain_at=-1, leave_at=5),
+    Case("mlp", "pipedream_2bw", 3, drain_at=-1, leave_at=5),
+    Case("mlp", "gpipe", 2, microbatches=3, drain_at=-1, leave_at=4),
     # Single precision.
     *(
         pytest.param(case, id=str(case), marks=pytest.mark.slow if case.animal != "mlp" else ())

@@ -293,16 +293,6 @@ FOUND = (
     Case("attention", "cut1:2", "", "pipedream_2bw", None),
     Case("convolution", "cut1:2", "", "1f1b", options=CLIPPED),
 )
-MORE_FOUND = (
-    Case("mlp", "cut1:2", "", "pipedream", None, options={"optimizer": partial(torch.optim.AdamW, lr=0.01)}),
-    Case("mlp", "cut1:2", "", "zb_h1", 4, options=CLIPPED),
-    Case("attention", "cut1:2,cut2:2", "", "gpipe", stages=(), recompute=True),
-    Case("convolution", "cut1:2,cut2:2", "", "pipedream", None, stages=()),
-    Case("mlp", "cut1:2/-", "", "1f1b"),
-    Case("mlp", "cut1:2", "", "pipedream", None, stages=(), replicas=2),
-)
-
-
 # In every run of the tests; the others, on four ranks, take longer.
 TWO_RANKS = (
     Case("mlp", "model:2", "d_ff:model", "pipedream", None, stages=(), options=CLIPPED | {"clip": "local"}),
@@ -318,7 +308,6 @@ TWO_RANKS = (
     [
         *TWO_RANKS,
         *(pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, *FOUND)),
-        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) for name in MORE_FOUND),
     ],
     ids=str,
 )

@@ -15,7 +15,6 @@ from pipedream.core.errors import PipelineError
 
 # Each example trains a model: a failing one is shown as it was drawn.
 FEW = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], max_examples=5)
-MANY = settings(FEW, max_examples=150)
 
 
 def _check(case: LaidOut, count: int) -> None:
@@ -46,24 +45,7 @@ class TestSomeLayouts:
     def test_two_processes(self, case: LaidOut) -> None:
         _check(case, 2)
 
-    @pytest.mark.long
     @FEW
-    @given(case=laid_out(4))
-    def test_four_processes(self, case: LaidOut) -> None:
-        _check(case, 4)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-class TestManyLayouts:
-    @MANY
-    @given(case=laid_out(2))
-    def test_two_processes(self, case: LaidOut) -> None:
-        _check(case, 2)
-
-    @MANY
     @given(case=laid_out(4))
     def test_four_processes(self, case: LaidOut) -> None:
         _check(case, 4)

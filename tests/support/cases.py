@@ -56,8 +56,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     optimizer: str = "sgd"
     microbatches: int | None = None
-    epochs: int = 3
-    drain_at: int = 6
+    epochs: int = 2
+    drain_at: int = 3
     leave_at: int = -1
     seed: int = 3
     clip_grad_norm: float | None = None

@@ -54,10 +54,6 @@ def crash(*_):
     ctypes.string_at(0)
 
 
-class Oddity(BaseException):
-    """Not an Exception."""
-
-
 class Forward(nn.Module):
     """Fails in its sixth forward."""
 
@@ -82,19 +78,6 @@ class Stuck(nn.Module):
         if self.calls == 6:
             Path("going").touch()
             time.sleep(1000)
-        return x * 1
-
-
-class Fragile(nn.Module):
-    """Ends the process of rank 1 in its sixth forward, in the first attempts."""
-
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        healed = os.environ.get("HEALED") == os.environ["TORCHELASTIC_RESTART_COUNT"]
-        if self.calls == 6 and RANK == "1" and not healed:
-            os.kill(os.getpid(), 9)
         return x * 1
 
 
@@ -141,10 +124,6 @@ class Loader:
             if number == 5 and self.what.get("raises"):
                 kind = self.what["raises"]
                 raise OSError("the disk is gone") if kind is True else kind
-            if number == 5 and self.what.get("nan"):
-                x = x * float("nan")
-            if number == 5 and self.what.get("wide"):
-                x = torch.zeros(8, 5)
             yield x, y
 
 
