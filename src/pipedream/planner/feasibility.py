@@ -307,20 +307,17 @@ class PeriodNeeds:
 
     def fewest_workers(self) -> IntArray:
         """Returns the fewest workers that run the layers from each place on; `_far` if there are too few."""
-        needs, workers = self.needs, self.needs.workers
+        needs = self.needs
         memory = needs.line.memory_bytes
         far = self._far
         fewest = np.full(len(needs.places), far)
         fewest[-1] = 0
         tables = []
         for recompute in needs.costs:
-            rows = [
-                np.where(self.alone[recompute], 1, far),
-                np.where(self.several[recompute] > workers, far, self.several[recompute]),
-            ]
+            rows = self._count_ways(recompute)
             rows[0] = rows[0] if memory is not None else np.minimum(*rows)
             fitting = (
-                [needs.most_in_flight(memory, count, recompute) for count in (1, max(workers, 2))]
+                [needs.most_in_flight(memory, count, recompute) for count in (1, max(needs.workers, 2))]
                 if memory is not None
                 else []
             )
@@ -342,20 +339,20 @@ class PeriodNeeds:
     def fewest_before(self) -> IntArray:
         """Returns the fewest workers that run the layers before each place, ignoring memory."""
         far = self._far
-        ways = [
-            np.where(
-                self.alone[recompute],
-                1,
-                np.where(self.several[recompute] > self.needs.workers, far, self.several[recompute]),
-            )
-            for recompute in self.needs.costs
-        ]
-        table = self._tabulate(np.minimum.reduce(ways))
+        table = self._tabulate(np.minimum.reduce([row for way in self.needs.costs for row in self._count_ways(way)]))
         fewest = np.full(len(self.needs.places), far)
         fewest[0] = 0
         for j in range(1, len(fewest)):
             fewest[j] = min(far, int((fewest[:j] + table[:j, j]).min()))
         return fewest
+
+    def _count_ways(self, recompute: bool) -> list[IntArray]:
+        """The workers of each stage, if it has one and if it has several."""
+        several = self.several[recompute]
+        return [
+            np.where(self.alone[recompute], 1, self._far),
+            np.where(several > self.needs.workers, self._far, several),
+        ]
 
     @property
     def _far(self) -> int:

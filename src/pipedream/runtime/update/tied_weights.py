@@ -1,4 +1,4 @@
-"""Sums over the holders of tied weights (`core.plan.tied`).
+"""Sums over the holders of tied weights (`core.plan.stage`).
 
 At an update they sum their gradients, so that the copies stay equal to the bit. This needs stages that all make the
 same updates (`core.schedule.coupling`).
