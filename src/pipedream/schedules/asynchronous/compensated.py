@@ -15,6 +15,7 @@ from pipedream.core.schedule.compensation import (
 from pipedream.schedules import kit
 from pipedream.schedules.asynchronous.pb_lwp import predicting
 from pipedream.schedules.asynchronous.pipedream import STASHING, stashing
+from pipedream.schedules.asynchronous.pipelined_backprop import ONE_SET
 from pipedream.schedules.asynchronous.two_bw import double_buffered
 
 RESCHEDULED_FOR = 7_000
@@ -125,9 +126,7 @@ METHODS = (
         pb_lwp_sc,
         since=2021,
         compensates=True,
-        properties=kit.MethodProperties(
-            flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False
-        ),
+        properties=ONE_SET,
         choose="With pipelined_backprop and SGD with momentum: its paper's best. The prediction helps the forward, "
         "the spike compensation the late gradient.",
     ),

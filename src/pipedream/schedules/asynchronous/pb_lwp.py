@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipedream.schedules import kit
-from pipedream.schedules.asynchronous.pipelined_backprop import one_set
+from pipedream.schedules.asynchronous.pipelined_backprop import ONE_SET, one_set
 
 
 def pb_lwp(
@@ -50,9 +50,7 @@ METHODS = (
     kit.Method(
         pb_lwp,
         since=2021,
-        properties=kit.MethodProperties(
-            flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False
-        ),
+        properties=ONE_SET,
         picture=kit.Picture("Pipelined backpropagation, forwards at weights predicted from version v", None, 12),
         choose="With pipelined_backprop, where its delay hurts: SGD with momentum, Adam or AdamW. The prediction is "
         "as good as the velocity is steady, so long horizons need long momentum.",

@@ -10,6 +10,8 @@ A plan of one stage is plain data parallelism: each round of its replicas is one
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipedream.schedules import kit
 
 STASHING = kit.MethodProperties(
@@ -61,14 +63,7 @@ METHODS = (
         pipedream_vertical_sync,
         since=2019,
         aliases=("vertical_sync",),
-        properties=kit.MethodProperties(
-            flushes=False,
-            same_updates=False,
-            splits_minibatch=False,
-            uses_depth=True,
-            delays_updates=True,
-            versions_grow_with_stages=True,
-        ),
+        properties=replace(STASHING, versions_grow_with_stages=True),
         picture=kit.Picture("PipeDream with vertical sync: one version (v) for a minibatch at all stages", None, 12),
         choose="When all stages must see one version of the whole model for a minibatch, so that the update rule is "
         "exactly delayed SGD. Costs more staleness and more weight sets than pipedream.",

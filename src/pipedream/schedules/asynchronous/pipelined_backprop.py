@@ -16,6 +16,8 @@ from dataclasses import replace
 from pipedream.core.plan.depth import noam
 from pipedream.schedules import kit
 
+ONE_SET = kit.MethodProperties(flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False)
+
 
 def pipelined_backprop(
     plan: kit.Plan, microbatches: int | None = None, *, backward_rule: str = "graph"
@@ -54,9 +56,7 @@ METHODS = (
         pipelined_backprop,
         since=2021,
         aliases=("pb",),
-        properties=kit.MethodProperties(
-            flushes=False, same_updates=False, splits_minibatch=False, reads_stored_weights=False
-        ),
+        properties=ONE_SET,
         picture=kit.Picture(
             "Pipelined backpropagation: 1F1B at twice the depth; each op reads the newest version (v)", None, 12
         ),
