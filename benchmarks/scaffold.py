@@ -1,8 +1,10 @@
-"""What the benchmarks share: worker processes on this machine, turns, medians, tables and the environment of a run."""
+"""What the benchmarks share: processes on this machine, turns, medians, tables, memory and the environment of a run."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import platform
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 TIGHT_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """So that what a process has freed is not counted as its own."""
@@ -123,8 +126,67 @@ def format_row(cells: Iterable[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+def format_table(titles: str, alignment: str, rows: Iterable[Iterable[object]]) -> str:
+    """Returns a table in Markdown; see `format_head`."""
+    return "\n".join([format_head(titles, alignment), *map(format_row, rows)])
+
+
 def format_mib(size_bytes: float) -> str:
     return f"{size_bytes / (1 << 20):.1f} MiB"
+
+
+def find_published() -> Path | None:
+    """Returns the folder of the profiles that the original published, where this machine has them.
+
+    It is PIPEDREAM_PROFILES, or shared/profiles beside or above this checkout.
+    """
+    root = Path(__file__).parents[1]
+    named = os.environ.get("PIPEDREAM_PROFILES")
+    folders = [Path(named)] if named else [place / "shared" / "profiles" for place in (root, *root.parents)]
+    return next((folder for folder in folders if (folder / "vgg16.txt").exists()), None)
+
+
+def parse_with_profiles(
+    parser: argparse.ArgumentParser, needs_profiles: Callable[[argparse.Namespace], bool] = lambda options: True
+) -> argparse.Namespace:
+    """Parses options, among them --profiles, the folder of the original's profiles."""
+    parser.add_argument("--profiles", type=Path, default=find_published())
+    options = parser.parse_args()
+    if needs_profiles(options) and (options.profiles is None or not options.profiles.is_dir()):
+        parser.error("give the folder of the original's profiles: --profiles FOLDER, or PIPEDREAM_PROFILES")
+    return options
+
+
+def read_memory(name: str) -> int:
+    """Returns a size in bytes that the kernel keeps of this process: VmRSS, resident; VmHWM, at most."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def restart_peak() -> int:
+    """Frees what can be freed, and lets VmHWM begin anew; returns the resident bytes."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return read_memory("VmRSS")
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Returns each rank's value."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def answer_request(answer: Callable[[dict[str, Any]], Any]) -> None:
+    """Is one of `run_processes`, over gloo; rank 0 prints the answer to the request."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result = answer(json.loads(sys.argv[1]))
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def local_world(processes: int) -> list[dict[str, str]]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,16 @@ import pipedream
 from pipedream.core.units import format_bytes, format_seconds
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, compare_rounds, format_head, format_range, format_row, make_parser, take_turns
+from scaffold import (
+    Environment,
+    compare_rounds,
+    format_head,
+    format_range,
+    format_row,
+    make_parser,
+    read_memory,
+    take_turns,
+)
 
 Batch = dict[str, torch.Tensor]
 Step = Callable[[list[Batch]], None]
@@ -175,20 +183,15 @@ def capture_alone(quick: bool) -> None:
     model = gpt2(blocks, width, words, 1024)
     size = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     batch = batches(1, 1, 64, words)[0]
-    before = _read_resident_bytes()
+    before = read_memory("VmRSS")
     began = time.perf_counter()
     captured = pipedream.capture(model, batch)
     taken = time.perf_counter() - began
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    most = read_memory("VmHWM")
     print(
         f"| {format_bytes(size)} | {len(captured.graph.layers)} | {taken:.1f} s | {format_bytes(most - before)} | "
         f"{(most - before + size) / size:.2f} |"
     )
-
-
-def _read_resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def capture_in_processes(quick: bool) -> None:
@@ -201,11 +204,7 @@ def capture_in_processes(quick: bool) -> None:
         subprocess.run(command, check=True)
 
 
-def questions(names: list[str]) -> Iterator[Callable[[bool], None]]:
-    """Returns the parts of this benchmark by name."""
-    parts = {"overhead": overhead, "one-stage": one_stage, "capture": capture_in_processes, "compile": compiled}
-    for name in names or parts:
-        yield parts[name]
+PARTS = {"overhead": overhead, "one-stage": one_stage, "capture": capture_in_processes, "compile": compiled}
 
 
 def main() -> None:
@@ -222,9 +221,9 @@ def main() -> None:
         capture_alone(options.quick)
         return
     environment = Environment()
-    for ask in questions(options.parts):
+    for name in options.parts or PARTS:
         print()
-        ask(options.quick)
+        PARTS[name](options.quick)
     print("\n" + environment.describe("1 thread"))
 
 

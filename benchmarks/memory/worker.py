@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import sys
@@ -20,6 +19,9 @@ import pipedream as pd
 from pipedream.core.plan.plan import Plan
 from pipedream.profiler.sizes import Allocations
 
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import read_memory, restart_peak
+
 FEATURES, CLASSES = 256, 10
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
@@ -32,11 +34,8 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.inner, self.outer = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.norm, self.inner = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.outer = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.outer(F.gelu(self.inner(self.norm(x))))
@@ -90,15 +89,12 @@ def train(request: dict[str, Any]) -> None:
             optimizer=OPTIMIZERS[request["optimizer"]],
             check=False,
         ) as pipeline:
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
-            before = status()["VmRSS"]
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
+            before = restart_peak()
             watch.mark()
             for _ in pipeline.train(Loader(request["batch"], request["minibatches"])):
                 pass
             watch.mark()
-            highest = status()["VmHWM"]
+            highest = read_memory("VmHWM")
     section = watch.sections[1]
     rank = dist.get_rank()
     stage = next(s for s, row in enumerate(pipeline.program.placement.ranks) if rank in row)
@@ -111,12 +107,6 @@ def train(request: dict[str, Any]) -> None:
     }
     Path(request["out"]).joinpath(f"{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
     dist.destroy_process_group()
-
-
-def status() -> dict[str, int]:
-    """Returns the sizes that the kernel keeps of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
 
 
 if __name__ == "__main__":

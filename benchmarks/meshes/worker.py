@@ -5,14 +5,12 @@ Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, 
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import json
 import sys
 import time
 import warnings
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import NAMES, TRAINERS, Ours, Shape
 
 import pipedream
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import answer_request, gather, read_memory, restart_peak
 
 _KINDS = "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
 
@@ -37,7 +38,7 @@ def _time_trainers(request: dict[str, Any]) -> dict[str, Any]:
         trainer.train(batches)  # the first minibatches make buffers
         with _Collectives() as seen:
             loss = trainer.train(batches[:1])
-        losses[name], collectives[name] = _compute_mean(loss), seen.counts
+        losses[name], collectives[name] = fmean(gather(loss)), seen.counts
     if abs(losses["torch"] - losses["ours"]) > 1e-3 * losses["torch"]:
         raise SystemExit(f"the two train differently: losses {losses}")
     rounds: dict[str, list[Any]] = {name: [] for name in trainers}
@@ -47,7 +48,7 @@ def _time_trainers(request: dict[str, Any]) -> dict[str, Any]:
             start = time.perf_counter(), time.process_time()
             trainers[name].train(batches)
             used = time.perf_counter() - start[0], time.process_time() - start[1]
-            ranks = _gather(used)
+            ranks = gather(used)
             wall, cpu = max(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
             rounds[name].append([wall / len(batches), cpu / len(batches)])
     for trainer in trainers.values():
@@ -78,24 +79,16 @@ def _measure_memory(request: dict[str, Any]) -> float:
     make = TRAINERS[request["question"]][request["trainer"]]
     tiny = make(Shape(128, 2, 2, 8))
     tiny.train(Shape(128, 2, 2, 8).batches(2))
-    before = _read_resident()["VmRSS"]
+    before = restart_peak()
     shape = Shape(**request["shape"])
     trainer = make(shape)
     trainer.train(shape.batches(2))
-    _read_resident()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
+    restart_peak()
     trainer.train(shape.batches(3))
-    peak_bytes = max(_gather(float(_read_resident()["VmHWM"] - before)))
+    peak_bytes = max(gather(float(read_memory("VmHWM") - before)))
     for trainer_here in (tiny, trainer):
         trainer_here.close()
     return peak_bytes
-
-
-def _read_resident() -> dict[str, int]:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
 
 
 def _measure_stash(request: dict[str, Any]) -> int:
@@ -105,7 +98,7 @@ def _measure_stash(request: dict[str, Any]) -> int:
     layout = pipedream.Layout(rules, shard_weights=shard_weights, names=NAMES if "model" in rules else {})
     trainer = Ours(shape, request["mesh"], layout, "pipedream")
     trainer.train(shape.batches(4))
-    stash_bytes = max(_gather(_count_stashed_bytes(trainer.pipeline)))
+    stash_bytes = max(gather(_count_stashed_bytes(trainer.pipeline)))
     trainer.close()
     return stash_bytes
 
@@ -154,29 +147,11 @@ def _forward_backward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return output.detach()
 
 
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _compute_mean(value: float) -> float:
-    values = _gather(value)
-    return float(sum(values) / len(values))
-
-
-def main(request: dict[str, Any]) -> None:
-    """Answers one question."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # nobody writes its output in place
-    dist.init_process_group("gloo")
+def _answer(request: dict[str, Any]) -> Any:
     answers = {"times": _time_trainers, "memory": _measure_memory, "stash": _measure_stash, "experts": _time_experts}
-    answer = answers[request["do"]](request)
-    if dist.get_rank() == 0:
-        print(json.dumps(answer), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    return answers[request["do"]](request)
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # nobody writes its output in place
+    answer_request(_answer)

@@ -5,9 +5,7 @@ Started by run.py, which sets torch's variables. Prints a list of one object per
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -22,48 +20,31 @@ from torch.nn import functional
 
 import pipedream as pd
 
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import answer_request, gather, read_memory, restart_peak
+
 optimizer = partial(torch.optim.SGD, lr=1e-3)
 loss = functional.mse_loss
 
 
-def main(request: dict[str, Any]) -> None:
+def measure(request: dict[str, Any]) -> list[Any]:
     """Runs what was asked: keys `shape`, `variant` ('torch' or a schedule), `parts` (minibatches between two looks).
 
     For each part: `rise_bytes`, by which the process grew at most, and `resident_bytes` and `objects` (Python's, that
     the collector tracks) at its end.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     shape = Shape(**request["shape"])
     run = _train_torch if request["variant"] == "torch" else partial(_train_ours, schedule=request["variant"])
     rows = []
     stream = run(shape, request["parts"])
     next(stream)
-    before = _look()["VmRSS"]
+    before = restart_peak()
     for _ in stream:
-        highest = _read_status()["VmHWM"]
-        now = _look()
-        rows.append({"rise_bytes": highest - before, "resident_bytes": now["VmRSS"], "objects": len(gc.get_objects())})
-        before = now["VmRSS"]
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, rows)
-    if dist.get_rank() == 0:
-        print(json.dumps(answers), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _look() -> dict[str, int]:
-    """Frees what can be freed, and lets the greatest size begin anew."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _read_status()
-
-
-def _read_status() -> dict[str, int]:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+        highest = read_memory("VmHWM")
+        now = restart_peak()
+        rows.append({"rise_bytes": highest - before, "resident_bytes": now, "objects": len(gc.get_objects())})
+        before = now
+    return gather(rows)
 
 
 def _train_ours(shape: Shape, parts: list[int], *, schedule: str) -> Iterator[None]:
@@ -107,4 +88,4 @@ def _train_torch(shape: Shape, parts: list[int]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    answer_request(measure)

@@ -89,7 +89,7 @@ def _measure(shape: Shape, variants: Sequence[str], options: argparse.Namespace,
         "profile": options.profile,
         "pinned": False,
     }
-    rounds_by_variant = run_processes(FOLDER / "worker.py", request | more, shape.stages)
+    rounds_by_variant = run_processes(FOLDER / "variants.py", request | more, shape.stages)
     return {
         name: [[Segment(*rank) for rank in ranks] for ranks in rounds] for name, rounds in rounds_by_variant.items()
     }

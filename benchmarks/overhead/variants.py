@@ -1,17 +1,21 @@
-"""What is compared over several processes: each function trains one segment on all ranks and returns its `Segment`."""
+"""One rank of what is compared over several processes, in turns: each variant trains a segment on all ranks."""
 
 from __future__ import annotations
 
 import cProfile
+import gc
 import itertools
+import os
 import pstats
 import resource
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +25,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
 import pipedream as pd
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import answer_request, gather, take_turns
 
 MESSAGE_S = 1e-4
 """One way, for the plan: depth full adds microbatches to hide messages."""
@@ -247,3 +254,31 @@ VARIANTS: dict[str, Callable[[Bench], Segment]] = {
     "pipedream, 2BW": partial(of_pipedream, schedule="pipedream_2bw"),
     "pipedream, depth full": partial(of_pipedream, schedule="pipedream", depth="full"),
 }
+
+
+def measure(request: dict[str, Any]) -> dict[str, list[Any]]:
+    """Runs what was asked: keys `shape`, `variants`, `rounds`, `segment`, `profile`, `pinned` (each rank to a core).
+
+    Returns variant -> rounds -> ranks -> `Segment` as a list.
+    """
+    if request["pinned"]:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[dist.get_rank()]})
+    group = dist.new_group(backend="gloo")
+    shape = Shape(**request["shape"])
+    segments_by_variant: dict[str, list[Any]] = {name: [] for name in request["variants"]}
+    for name in take_turns(segments_by_variant, request["rounds"]):
+        profiler = cProfile.Profile(time.thread_time) if request["profile"] else None
+        bench = Bench(dist.get_rank(), shape, group, request["segment"], Waits(), profiler)
+        dist.barrier(group)
+        segments = gather(astuple(VARIANTS[name](bench)), group)
+        segments_by_variant[name].append(segments)
+        for rank in range(len(segments)):
+            if profiler is not None and bench.rank == rank:
+                bench.print_profile(name)
+            dist.barrier(group)
+        gc.collect()
+    return segments_by_variant
+
+
+if __name__ == "__main__":
+    answer_request(measure)

@@ -7,8 +7,6 @@ The profiles are the original's (github msr-fiddle/pipedream, folder profiler) a
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from pipedream.plan_request import PlanRequest
 from pipedream.workflows import plan as planning
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, format_head, format_row
+from scaffold import Environment, format_table, make_parser, parse_with_profiles
 
 
 @dataclass(frozen=True)
@@ -62,23 +60,11 @@ TABLE_1 = (
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profiles", type=Path, default=os.environ.get("PIPEDREAM_PROFILES"))
-    folder = parser.parse_args().profiles
-    if folder is None or not Path(folder).is_dir():
-        parser.error("give the folder of the original's profiles: --profiles FOLDER, or PIPEDREAM_PROFILES")
-    environment = Environment()
-    rows = [answer(row, GraphText.load(Path(folder) / f"{row.profile}.txt")) for row in TABLE_1]
-    print(environment.describe() + "\n")
-    print(
-        format_head(
-            "model | cluster | paper | measured | classic | predicted | pipedream | predicted | "
-            "the paper's configuration, predicted by pipedream",
-            "lllrlrlrr",
-        )
-    )
-    for cells in rows:
-        print(format_row(cells))
+    folder, environment = parse_with_profiles(make_parser(__doc__)).profiles, Environment()
+    rows = [answer(row, GraphText.load(folder / f"{row.profile}.txt")) for row in TABLE_1]
+    titles = "model | cluster | paper | measured | classic | predicted | pipedream | predicted | "
+    titles += "the paper's configuration, predicted by pipedream"
+    print(environment.describe() + "\n\n" + format_table(titles, "lllrlrlrr", rows))
 
 
 def answer(row: Row, text: GraphText) -> tuple[str, ...]:

@@ -8,8 +8,6 @@ The profiles are the original's (github msr-fiddle/pipedream, folder profiler) a
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import sys
 import time
@@ -30,7 +28,7 @@ from pipedream.workflows import plan as planning
 from pipedream.workflows.methods import score
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, format_head, format_row
+from scaffold import Environment, format_head, format_row, make_parser, parse_with_profiles
 
 CLASSIC = (
     ("resnet50", (8, 2), (30e9, 3.125e9), "268 s"),
@@ -51,19 +49,15 @@ search = partial(planning.plan, strategy="search")
 
 def main() -> None:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profiles", type=Path, default=os.environ.get("PIPEDREAM_PROFILES"))
-    parser.add_argument("--meshes", action="store_true")
-    options = parser.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--meshes", action="store_true", help="only the table of meshes, which needs no profiles")
+    options = parse_with_profiles(parser, lambda options: not options.meshes)
     if options.meshes:
         table_of_meshes()
         return
-    folder = options.profiles
-    if folder is None or not Path(folder).is_dir():
-        parser.error("give the folder of the original's profiles: --profiles FOLDER, or PIPEDREAM_PROFILES")
     print(Environment().describe() + "\n")
-    files = sorted(Path(folder).glob("*.txt"))
-    print_classic(Path(folder))
+    files = sorted(options.profiles.glob("*.txt"))
+    print_classic(options.profiles)
     print_rates(files)
     print_levels([file for file in files if file.stem in LARGE])
     print_chains()

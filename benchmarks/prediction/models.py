@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from paced import PacedSGD
 from torch import nn
 from torch.nn import functional
 
-optimizer = partial(PacedSGD, lr=1e-3, momentum=0.9)
+sys.path.append(str(Path(__file__).parents[1]))
+from vgg import CLASSES, make_vgg
 
-_CLASSES = 10
+optimizer = partial(PacedSGD, lr=1e-3, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -32,25 +35,11 @@ class Job:
     loss: Callable[[Any, Any], torch.Tensor] = functional.cross_entropy
 
 
-def _make_vgg() -> nn.Sequential:
-    """In the manner of VGG: convolutions with large outputs, then dense layers with most of the 20 MB of weights."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    channels = 3
-    for block in ((64, 64), (64, 64), (192, 192, 192)):
-        for width in block:
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    layers += [nn.Flatten(), nn.Linear(channels * 16, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(1024, _CLASSES))
-
-
 def _make_transformer() -> nn.Sequential:
     """Eight layers that are alike, 25 MB of weights, small outputs."""
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True) for _ in range(8)]
-    return nn.Sequential(*layers, _Mean(), nn.Linear(256, _CLASSES))
+    return nn.Sequential(*layers, _Mean(), nn.Linear(256, CLASSES))
 
 
 class _Mean(nn.Module):
@@ -63,11 +52,11 @@ class _Mean(nn.Module):
 
 def _draw_batch(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(*shape, generator=generator), torch.randint(0, _CLASSES, (shape[0],), generator=generator)
+    return torch.randn(*shape, generator=generator), torch.randint(0, CLASSES, (shape[0],), generator=generator)
 
 
 MODELS = {
-    "VGG-like": Job(_make_vgg, _draw_batch(48, 3, 32, 32)),
+    "VGG-like": Job(make_vgg, _draw_batch(48, 3, 32, 32)),
     "transformer": Job(_make_transformer, _draw_batch(16, 32, 256)),
 }
 """Name -> what is trained."""

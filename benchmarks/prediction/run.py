@@ -14,20 +14,21 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import ceil
 from pathlib import Path
 
 from models import MODELS
-from telling import describe_profiles, plot, tables
 
 import pipedream as pd
 from pipedream import Cluster, Plan, Profile, metrics
 from pipedream.slow_links import Network, slow_network, why_not
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, make_parser
+from scaffold import Environment, format_table, make_parser
+from scatter import Pair, scatter_svg
 from worker_processes import REAL, Disturbance, Workers, worker_processes
 
 RATES = {"100 mbit/s": 12.5e6, "400 mbit/s": 50e6, "1 gbit/s": 125e6}
@@ -86,6 +87,16 @@ class Row:
         """Median of the segments."""
         return statistics.median(self.segments_s)
 
+    @property
+    def error(self) -> float:
+        """By how much the measured throughput lies above the predicted one."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def compute(self) -> str:
+        """How the plan computed: at a steady pace, as fast as it could, or not at all."""
+        return "emulated" if not self.real else "paced" if self.dilation > 1 else "free"
+
 
 @dataclass
 class _Patience:
@@ -124,13 +135,13 @@ def main() -> int:
         with worker_processes(network, REAL, _WORKER) as workers:
             profiles = {name: workers.profile(name) for name in options.models or MODELS}
             patience.end_s = began + 60 * options.minutes * sum(count <= REAL for count in counts) / len(counts)
-            rows += _measure_all(workers, network, shapes, profiles, patience, links, options.every)
+            rows += _Bench(workers, network, patience, options.every).measure_all(shapes, profiles, links)
         for count in sorted(set(counts) - {REAL}):
             # Each number of workers has its share of the time, so that none is left out alone.
             patience.end_s = began + 60 * options.minutes * sum(other <= count for other in counts) / len(counts)
             with worker_processes(network, count, _WORKER) as workers:
-                rows += _measure_all(workers, network, shapes, profiles, patience, links, options.every)
-    print(place.describe(f"{options.rounds} segments a plan") + "\n" + describe_profiles(profiles))
+                rows += _Bench(workers, network, patience, options.every).measure_all(shapes, profiles, links)
+    print(place.describe(f"{options.rounds} segments a plan") + "\n" + _describe_profiles(profiles))
     _write_rows(rows, options.out)
     return 0
 
@@ -139,8 +150,8 @@ def _write_rows(rows: list[Row], folder: Path | None) -> None:
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
-        (folder / "prediction.svg").write_text(plot(rows))
-    print(tables(rows))
+        (folder / "prediction.svg").write_text(_plot(rows))
+    print(_format_tables(rows))
 
 
 def _predict_again(row: Row) -> Row:
@@ -168,98 +179,6 @@ def _parse_options() -> argparse.Namespace:
     return options
 
 
-def _measure_all(
-    workers: Workers,
-    network: Network,
-    shapes: list[tuple[str, str]],
-    profiles: dict[str, Profile],
-    patience: _Patience,
-    links: list[str],
-    every: bool,
-) -> Iterator[Row]:
-    """Yields a row for each plan of as many workers as there are processes, each model and each rate."""
-    for link in links:
-        for model, profile in profiles.items():
-            for config, depth in shapes:
-                if _count_workers(config) != len(workers.workers):
-                    continue
-                if not every and (PLANS.index((config, depth)) + list(MODELS).index(model)) % 3 != list(RATES).index(
-                    link
-                ):
-                    continue
-                if time.monotonic() > patience.end_s:
-                    print(f"  {model}, {link}, {config}, {depth}: left out, no time is left", file=sys.stderr)
-                    continue
-                row = _measure_least_disturbed(workers, network, link, model, profile, (config, depth), patience)
-                off = row.measured_s / row.predicted_s - 1
-                print(
-                    f"  {model}, {link}, {config}, {depth}: predicted {row.predicted_s * 1e3:.1f} ms, measured "
-                    f"{row.measured_s * 1e3:.1f} ms ({off:+.1%}), others {row.others:.0%}, drift {row.drift:+.0%}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                yield row
-
-
-def _measure_least_disturbed(
-    workers: Workers,
-    network: Network,
-    link: str,
-    model: str,
-    profile: Profile,
-    plan: tuple[str, str],
-    patience: _Patience,
-) -> Row:
-    """Measures a plan again while something disturbs it and there is patience left."""
-    best: Row | None = None
-    while True:
-        began = time.monotonic()
-        row = _measure(workers, network, link, model, profile, plan, patience)
-        if best is None or row.disturbed < best.disturbed:
-            best = row
-        if best.disturbed <= _QUIET or patience.left_s <= 0:
-            return best
-        patience.left_s -= time.monotonic() - began
-
-
-def _measure(
-    workers: Workers,
-    network: Network,
-    link: str,
-    model: str,
-    profile: Profile,
-    shape: tuple[str, str],
-    how: _Patience,
-) -> Row:
-    bytes_per_s = RATES[link]
-    config, depth = shape
-    real = len(workers.workers) <= REAL
-    cluster = Cluster.flat(_count_workers(config), bytes_per_s, LATENCY_S)
-    profiles, drift = [], 0.0
-    if real and how.free:
-        plan = pd.plan(workers.profile(model), cluster, shape=config, in_flight=depth)
-        seconds, others = [], 0.0
-        for _ in range(how.rounds):
-            profiles.append(workers.profile(model))
-            lasted, taken = _run(workers, network, plan, bytes_per_s, _Compute(model), _FREE_S, how.rounds)
-            seconds.append(statistics.median(lasted))
-            others = max(others, taken)
-        # A machine is not equally fast all the time: predicted is what it was before, between and behind the runs.
-        profiles.append(workers.profile(model))
-        works = [_sum_work_s(profile) for profile in profiles]
-        drift = (max(works) - min(works)) / statistics.median(works)
-        cuts = tuple(stage.first for stage in plan.stages[1:])
-        plan = pd.plan(_average(profiles), cluster, shape=config, cuts=cuts, in_flight=plan.in_flight)
-    else:
-        plan = pd.plan(profile, cluster, shape=config, in_flight=depth)
-        compute = _Compute(model if real else None, profile.to_json() if real else None, _DILATION)
-        seconds, others = _run(workers, network, plan, bytes_per_s, compute, _SEGMENT_S, how.rounds)
-    return Row(
-        model, link, config, depth, real, plan.slowest_stage_s, _predict_s(plan), tuple(seconds), others, drift,
-        plan.to_json(), 1 if profiles else _DILATION,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class _Compute:
     """How a plan computes.
@@ -275,34 +194,102 @@ class _Compute:
     dilation: int = 1
 
 
-def _run(
-    workers: Workers,
-    network: Network,
-    plan: Plan,
-    bytes_per_s: float,
-    compute: _Compute,
-    segment_s: float,
-    segments: int,
-) -> tuple[list[float], float]:
-    """Returns the seconds of a minibatch in each segment of a run, undilated, and the share that others took of it."""
-    turn = _find_cycle(plan)
-    network.limit(None)
-    ready = workers.ask(
-        {
-            "do": "run",
-            "plan": plan.to_json(),
-            **asdict(compute),
-            "warm": turn * ceil(2 * max(map(int.__mul__, plan.in_flight, plan.replicas)) / turn),
-            "segment": turn * max(1, ceil(segment_s / (plan.slowest_stage_s * compute.dilation) / turn)),
-            "segments": segments,
-        }
-    )
-    assert ready == "ready"
-    network.limit(bytes_per_s / compute.dilation)
-    disturbance = Disturbance(workers)
-    workers.tell("go")
-    seconds = workers.hear()
-    return [segment_s / compute.dilation for segment_s in seconds], disturbance.share()
+@dataclass(frozen=True)
+class _Bench:
+    """Measures plans of as many workers as there are processes.
+
+    Attributes:
+        every: each plan and model over each rate, and not over one.
+    """
+
+    workers: Workers
+    network: Network
+    patience: _Patience
+    every: bool
+
+    def measure_all(
+        self, shapes: list[tuple[str, str]], profiles: dict[str, Profile], links: list[str]
+    ) -> Iterator[Row]:
+        """Yields a row for each plan, each model and each rate."""
+        for link, model, shape in product(links, profiles, shapes):
+            turn = (PLANS.index(shape) + list(MODELS).index(model)) % len(RATES)
+            if _count_workers(shape[0]) != len(self.workers.workers):
+                continue
+            if not self.every and turn != list(RATES).index(link):
+                continue
+            label = f"  {model}, {link}, {', '.join(shape)}"
+            if time.monotonic() > self.patience.end_s:
+                print(f"{label}: left out, no time is left", file=sys.stderr)
+                continue
+            row = self._measure_least_disturbed(link, model, profiles[model], shape)
+            print(
+                f"{label}: predicted {row.predicted_s * 1e3:.1f} ms, measured {row.measured_s * 1e3:.1f} ms "
+                f"({row.measured_s / row.predicted_s - 1:+.1%}), others {row.others:.0%}, drift {row.drift:+.0%}",
+                file=sys.stderr,
+                flush=True,
+            )
+            yield row
+
+    def _measure_least_disturbed(self, link: str, model: str, profile: Profile, shape: tuple[str, str]) -> Row:
+        """Measures a plan again while something disturbs it and there is patience left."""
+        best: Row | None = None
+        while True:
+            began = time.monotonic()
+            row = self._measure(link, model, profile, shape)
+            if best is None or row.disturbed < best.disturbed:
+                best = row
+            if best.disturbed <= _QUIET or self.patience.left_s <= 0:
+                return best
+            self.patience.left_s -= time.monotonic() - began
+
+    def _measure(self, link: str, model: str, profile: Profile, shape: tuple[str, str]) -> Row:
+        config, depth = shape
+        real = len(self.workers.workers) <= REAL
+        cluster = Cluster.flat(_count_workers(config), RATES[link], LATENCY_S)
+        profiles, drift = [], 0.0
+        if real and self.patience.free:
+            plan = pd.plan(self.workers.profile(model), cluster, shape=config, in_flight=depth)
+            seconds, others = [], 0.0
+            for _ in range(self.patience.rounds):
+                profiles.append(self.workers.profile(model))
+                lasted, taken = self._run(plan, link, _Compute(model), _FREE_S)
+                seconds.append(statistics.median(lasted))
+                others = max(others, taken)
+            # A machine is not equally fast all the time: predicted is what it was before, between and behind the runs.
+            profiles.append(self.workers.profile(model))
+            works = [_sum_work_s(profile) for profile in profiles]
+            drift = (max(works) - min(works)) / statistics.median(works)
+            cuts = tuple(stage.first for stage in plan.stages[1:])
+            plan = pd.plan(_average(profiles), cluster, shape=config, cuts=cuts, in_flight=plan.in_flight)
+        else:
+            plan = pd.plan(profile, cluster, shape=config, in_flight=depth)
+            compute = _Compute(model if real else None, profile.to_json() if real else None, _DILATION)
+            seconds, others = self._run(plan, link, compute, _SEGMENT_S)
+        return Row(
+            model, link, config, depth, real, plan.slowest_stage_s, _predict_s(plan), tuple(seconds), others, drift,
+            plan.to_json(), 1 if profiles else _DILATION,
+        )  # fmt: skip
+
+    def _run(self, plan: Plan, link: str, compute: _Compute, segment_s: float) -> tuple[list[float], float]:
+        """Returns the seconds of a minibatch in each segment, undilated, and the share that others took meanwhile."""
+        turn, workers = plan.placement.cycle, self.workers
+        self.network.limit(None)
+        ready = workers.ask(
+            {
+                "do": "run",
+                "plan": plan.to_json(),
+                **asdict(compute),
+                "warm": turn * ceil(2 * max(map(int.__mul__, plan.in_flight, plan.replicas)) / turn),
+                "segment": turn * max(1, ceil(segment_s / (plan.slowest_stage_s * compute.dilation) / turn)),
+                "segments": self.patience.rounds,
+            }
+        )
+        assert ready == "ready"
+        self.network.limit(RATES[link] / compute.dilation)
+        disturbance = Disturbance(workers)
+        workers.tell("go")
+        seconds = workers.hear()
+        return [segment_s / compute.dilation for segment_s in seconds], disturbance.share()
 
 
 def _average(profiles: list[Profile]) -> Profile:
@@ -323,16 +310,83 @@ def _sum_work_s(profile: Profile) -> float:
 
 def _predict_s(plan: Plan) -> float:
     """Returns the simulated seconds of a minibatch in the steady state."""
-    timeline = pd.simulate(plan, minibatches=60 * _find_cycle(plan))
-    return 1 / metrics.steady_metrics(timeline, skip=4 * _find_cycle(plan)).throughput_per_s
-
-
-def _find_cycle(plan: Plan) -> int:
-    return plan.placement.cycle
+    timeline = pd.simulate(plan, minibatches=60 * plan.placement.cycle)
+    return 1 / metrics.steady_metrics(timeline, skip=4 * plan.placement.cycle).throughput_per_s
 
 
 def _count_workers(config: str) -> int:
     return sum(map(int, config.split("-")))
+
+
+# -- what is printed --------------------------------------------------------------------------------
+
+
+def _format_tables(rows: Sequence[Row]) -> str:
+    """Returns a table for each model, and the summary."""
+    titles = "plan | depth | compute | link | slowest stage | predicted | measured (least to most) | error | others"
+    parts = []
+    for model in dict.fromkeys(row.model for row in rows):
+        cells = [_list_cells(row) for row in rows if row.model == model]
+        parts += [f"### {model}\n", format_table(f"{titles} | drift", "llllr", cells) + "\n"]
+    parts += [
+        "### Summary\n",
+        "Error: of the predicted throughput, measured over predicted, minus one. Goals: median 5%, worst 15%, "
+        "rank 0.9.\n",
+        format_table("which | plans | median error | worst | Spearman's rank correlation", "lr", _summarise(rows)),
+    ]
+    return "\n".join(parts)
+
+
+def _list_cells(row: Row) -> Iterator[str]:
+    yield from (row.config, row.depth, row.compute, row.link)
+    yield from (f"{row.stage_s * 1e3:.1f} ms", f"{row.predicted_s * 1e3:.1f} ms")
+    least, most = (pick(row.segments_s) * 1e3 for pick in (min, max))
+    yield f"{row.measured_s * 1e3:.1f} ms ({least:.1f} to {most:.1f})"
+    yield from (f"{row.error:+.1%}", f"{row.others:.0%}", f"{row.drift:+.0%}" if row.drift else "")
+
+
+def _summarise(rows: Sequence[Row]) -> Iterator[Sequence[object]]:
+    groups: dict[str, list[Row]] = {"all but free": [row for row in rows if row.compute != "free"]}
+    for row in groups["all but free"]:
+        for name in (row.model, row.link):
+            groups.setdefault(name, []).append(row)
+    for row in rows:
+        groups.setdefault(row.compute, []).append(row)
+    for name, group in groups.items():
+        if not group:
+            continue
+        errors = [abs(row.error) for row in group]
+        rank = _correlate_ranks([row.predicted_s for row in group], [row.measured_s for row in group])
+        yield name, len(group), f"{statistics.median(errors):.1%}", f"{max(errors):.1%}", f"{rank:.3f}"
+
+
+def _correlate_ranks(values: Sequence[float], other: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 1.0
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        return [sum(v < value for v in values) + sum(v == value for v in values) / 2 for value in values]
+
+    return statistics.correlation(ranks(values), ranks(other))
+
+
+def _plot(rows: Sequence[Row]) -> str:
+    """Returns an SVG: a point a plan, minibatches per second predicted and measured; filled where it computed."""
+    pairs = []
+    for row in rows:
+        label = f"{row.model}, {row.config}, {row.depth}, {row.link}"
+        pairs.append(Pair(1 / row.predicted_s, 1 / row.measured_s, label, row.link, row.real))
+    return scatter_svg(pairs, title="Plans predicted and measured", unit="minibatches/s", tolerance=0.15)
+
+
+def _describe_profiles(profiles: dict[str, Profile]) -> str:
+    """Returns a list in Markdown of what was profiled."""
+    lines = (
+        f"- {name}: {(p.forward_s + p.backward_s + p.update_s + p.loss_s) * 1e3:.0f} ms a minibatch on one core, "
+        f"weights {p.parameter_bytes / 1e6:.0f} MB\n"
+        for name, p in profiles.items()
+    )
+    return "".join(lines)
 
 
 if __name__ == "__main__":

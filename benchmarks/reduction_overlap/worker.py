@@ -6,19 +6,17 @@ Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from model import Sizes, network
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,17 +24,28 @@ import pipedream as pd
 from pipedream.runtime.update.all_reduce import GradientAllReduce
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import take_turns
+from scaffold import answer_request, take_turns
+from vgg import CLASSES, make_vgg
 
 WARMUP = 3
 MIB = 1 << 20
 
 
-def main(request: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Sizes:
+    """How large the network (`make_vgg`) and its minibatches are."""
+
+    batch: int
+    width: float
+    dense: int
+
+    def network(self) -> torch.nn.Sequential:
+        return make_vgg(self.width, self.dense)
+
+
+def measure(request: dict[str, Any]) -> dict[str, list[float]]:
     """Runs what was asked: keys `rounds`, `segment`, `batch`, `width`, `dense`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, sizes = dist.get_rank(), Sizes(request["batch"], request["width"], request["dense"])
+    sizes = Sizes(request["batch"], request["width"], request["dense"])
     variants: dict[str, Callable[[Sizes, int], float]] = {
         "one worker, no sums": alone,
         "pipedream, sums at the update": partial(ours, early=False, mib=4),
@@ -53,22 +62,19 @@ def main(request: dict[str, Any]) -> None:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         seconds_by_variant[name].append(float(seconds))
         gc.collect()
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(f"  {name}: {float(seconds):.3f} s", file=sys.stderr, flush=True)
-    if rank == 0:
-        print(json.dumps(seconds_by_variant), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    return seconds_by_variant
 
 
 def batch(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a minibatch."""
-    return torch.randn(sizes.batch, 3, 32, 32), torch.randint(10, (sizes.batch,))
+    return torch.randn(sizes.batch, 3, 32, 32), torch.randint(CLASSES, (sizes.batch,))
 
 
 def ours(sizes: Sizes, segment: int, *, early: bool, mib: int) -> float:
     """Returns the seconds of a minibatch by a one-stage plan."""
-    model = network(sizes)
+    model = sizes.network()
     plan, sample = pd.Plan.uniform(1, replicas=(2,)), batch(sizes)[:1]
     plan = replace(plan, stages=(replace(plan.stages[0], last=len(model)),))
     with pd.Pipeline(model, plan, loss=functional.cross_entropy, optimizer=optimizer, sample=sample) as pipeline:
@@ -91,12 +97,12 @@ def ours(sizes: Sizes, segment: int, *, early: bool, mib: int) -> float:
 
 def theirs(sizes: Sizes, segment: int, *, mib: int) -> float:
     """Returns the seconds of a minibatch by torch's DistributedDataParallel."""
-    return _time_loop(DistributedDataParallel(network(sizes), bucket_cap_mb=mib), sizes, segment)
+    return _time_loop(DistributedDataParallel(sizes.network(), bucket_cap_mb=mib), sizes, segment)
 
 
 def alone(sizes: Sizes, segment: int) -> float:
     """Returns the seconds of a minibatch of a worker that adds up nothing."""
-    return _time_loop(network(sizes), sizes, segment)
+    return _time_loop(sizes.network(), sizes, segment)
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -118,4 +124,4 @@ def _time_loop(model: torch.nn.Module, sizes: Sizes, segment: int) -> float:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(json.loads(sys.argv[1]))
+    answer_request(measure)

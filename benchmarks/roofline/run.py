@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from models import MODELS
+from torch import Tensor, nn
 
 import pipedream
 from pipedream.core.model.profile import Profile
@@ -17,7 +19,67 @@ from pipedream.core.units import format_seconds
 from pipedream.profiler import measure_device
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import Environment, format_head, make_parser
+from scaffold import Environment, format_head, format_row, make_parser
+
+# -- four models, small enough for a CPU, and what they are run on ---------------------------------
+
+
+class Causal(nn.TransformerEncoderLayer):
+    """A block of a decoder."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns the block's output."""
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
+        return super().forward(x, mask, is_causal=True)
+
+
+class First(nn.Module):
+    """Takes the first of a pair."""
+
+    def forward(self, value: Any) -> Tensor:
+        """Returns it."""
+        output: Tensor = value[0]
+        return output
+
+
+def cnn() -> tuple[nn.Module, Tensor]:
+    """Convolutions like those of examples/digits.py, wider, on images of 32 by 32."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in ((3, 32), (32, 64), (64, 128)):
+        layers += [nn.Conv2d(fan_in, fan_out, 3, padding=1), nn.BatchNorm2d(fan_out), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 10)), torch.randn(32, 3, 32, 32)
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    """Dense layers and non-linearities."""
+    layers: list[nn.Module] = [nn.Linear(784, 1024), nn.ReLU()]
+    for _ in range(3):
+        layers += [nn.Linear(1024, 1024), nn.ReLU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.Linear(1024, 10)), torch.randn(256, 784)
+
+
+def transformer() -> tuple[nn.Module, Tensor]:
+    """Three blocks of a small GPT over 128 positions."""
+    blocks = [Causal(256, 4, 1024, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(1000, 256), *blocks, nn.LayerNorm(256), nn.Linear(256, 1000))
+    return model, torch.randint(1000, (8, 128))
+
+
+def lstm() -> tuple[nn.Module, Tensor]:
+    """Two recurrent layers of a language model over 64 steps."""
+    layers = [nn.LSTM(256, 256, batch_first=True), First(), nn.LSTM(256, 256, batch_first=True), First()]
+    return nn.Sequential(nn.Embedding(1000, 256), *layers, nn.Linear(256, 1000)), torch.randint(1000, (32, 64))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "cnn": cnn,
+    "mlp": mlp,
+    "transformer": transformer,
+    "lstm": lstm,
+}
+
+
+# -- the table --------------------------------------------------------------------------------------
 
 
 def errors(predicted: Profile, measured: Profile) -> list[tuple[str, float, float, float]]:
@@ -57,10 +119,8 @@ def main() -> None:
         rows = errors(predicted, measured)
         guess, seconds = (p.forward_s + p.backward_s for p in (predicted, measured))
         factors = [math.exp(abs(math.log(a / b))) for _, a, b, share in rows if share > 0.02 and a > 0]
-        print(
-            f"| {name} | {format_seconds(guess)} | {format_seconds(seconds)} | {guess / seconds:.2f} | "
-            f"{median(factors):.2f}, {max(factors):.2f} |"
-        )
+        cells = f"{guess / seconds:.2f}", f"{median(factors):.2f}, {max(factors):.2f}"
+        print(format_row((name, format_seconds(guess), format_seconds(seconds), *cells)))
         details.append((name, rows))
     for name, rows in details if options.layers else ():
         print(f"\n{name}\n")
