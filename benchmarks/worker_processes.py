@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from pipedream import Profile
 from pipedream.slow_links import Network
@@ -97,10 +101,36 @@ class Disturbance:
     def share(self) -> float:
         """Returns the share of the cores' time since this was made."""
         others_s = cores_busy_s() - self._busy_s - (self._workers.cpu_s() - self._workers_s)
-        return max(0.0, others_s / len(os.sched_getaffinity(0)) / (time.monotonic() - self._start_s))
+        return max(0.0, others_s / self._cores_s)
+
+    def workers_share(self) -> float:
+        """Returns what the workers themselves took."""
+        return (self._workers.cpu_s() - self._workers_s) / self._cores_s
+
+    @property
+    def _cores_s(self) -> float:
+        return len(os.sched_getaffinity(0)) * (time.monotonic() - self._start_s)
 
 
 def cores_busy_s() -> float:
     """Returns the seconds for which processes have used the machine's cores since it started."""
     ticks = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=4)
     return sum(map(int, ticks[1:4])) / os.sysconf("SC_CLK_TCK")
+
+
+def answer_lines(answer: Callable[[dict[str, Any]], Any]) -> None:
+    """Is one of `worker_processes`: answers what it reads until the input ends; rank 0 says the answers."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        result = answer(json.loads(line))
+        gc.collect()
+        if os.environ["RANK"] == "0":
+            say(result)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def say(value: Any) -> None:
+    """Sends a line to the process that started this one."""
+    print(json.dumps(value), flush=True)

@@ -1,10 +1,4 @@
-"""What it costs to run an unmodified model in stages: per microbatch, with one stage, to capture it, and compiled.
-
-    python benchmarks/capture/run.py            # some minutes, 6 GB
-    python benchmarks/capture/run.py --quick    # that it runs, not how long it takes
-
-Prints the tables of README.md.
-"""
+"""What it costs to run an unmodified model in stages: per microbatch, with one stage, to capture it, and compiled."""
 
 from __future__ import annotations
 

@@ -1,24 +1,29 @@
-"""Tables and pictures of curves.json, written into README.md between its two marks, and beside it.
-
-python benchmarks/convergence/report.py [--curves FILE] [--out FOLDER]
-"""
+"""Tables and pictures of curves.json, written into README.md between its two marks, and beside it. See README.md."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 
-from arms import arms_of
+from arms import Arm, Method, arms_of
 from effects import EFFECTS, Effect
 from pictures import Line, Panel, panels_svg
 from run import CURVES, LOOKS, SEEDS, STAGES, Curve, Curves, best_step, due, load
-from seconds import times_of
 from tasks import TASKS
+
+import pipedream as pd
+from pipedream import schedules
+from pipedream.core.plan.plan import Plan
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import format_table, make_parser
 
 MARKS = ("<!-- made by report.py -->", "<!-- end -->")
 
@@ -40,12 +45,13 @@ FAMILIES = {
     },
 }
 
+_STAGE_TITLES = [f"{p} stages" for p in STAGES]
 RANGE = {"digits": (0.5, 1.0), "char_gpt": (1.8, 3.4)}
 
 
 def main() -> int:
     """Writes all that there is; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--curves", type=Path, default=CURVES)
     parser.add_argument("--out", type=Path, default=CURVES.parent, help="folder of README.md and the pictures")
     options = parser.parse_args()
@@ -126,28 +132,21 @@ def _describe_runs(path: Path, curves: Curves) -> list[str]:
 
 
 def _format_effects(curves: Curves) -> list[str]:
-    head = " | ".join(f"{p} stages" for p in STAGES)
-    rows = [
+    rows = []
+    for effect in EFFECTS:
+        arms = f"{effect.task}: {effect.better} {'=' if effect.even else '>'} {effect.worse}"
+        cells = (_format_cell(curves, effect, p) for p in STAGES)
+        rows.append([effect.says, effect.source, effect.published or "not at hand", arms, *cells])
+    return [
         "### Published, and here",
         "",
-        f"Each cell: better arm to worse arm (medians), and whether the effect shows. {_describe_rule()}",
-        "",
-        f"| published | source | figures there | arms | {head} |",
-        "| --- | --- | --- | --- |" + " --- |" * len(STAGES),
-    ]
-    for effect in EFFECTS:
-        cells = " | ".join(_format_cell(curves, effect, p) for p in STAGES)
-        sign = "=" if effect.even else ">"
-        arms = f"{effect.task}: {effect.better} {sign} {effect.worse}"
-        rows.append(f"| {effect.says} | {effect.source} | {effect.published or 'not at hand'} | {arms} | {cells} |")
-    return [*rows, ""]
-
-
-def _describe_rule() -> str:
-    return (
+        "Each cell: better arm to worse arm (medians), and whether the effect shows. "
         f"*yes*: better in the median and for {SEEDS - 1} of {SEEDS} seeds (same first weights, same data); "
-        "for parity (=): the medians are no further apart than the second arm's seeds."
-    )
+        "for parity (=): the medians are no further apart than the second arm's seeds.",
+        "",
+        format_table("|".join(["published", "source", "figures there", "arms", *_STAGE_TITLES]), "l", rows),
+        "",
+    ]
 
 
 def _format_cell(curves: Curves, effect: Effect, stages: int) -> str:
@@ -169,14 +168,7 @@ def _format_score(score: float, task: str) -> str:
 
 def _format_table(curves: Curves, task: str) -> list[str]:
     name = "accuracy" if TASKS[task].metric == "accuracy" else "loss, nats a character"
-    rows = [
-        f"### {task}: {name} at the end",
-        "",
-        "Median (least to greatest) of the seeds, and the tuned rate.",
-        "",
-        "| arm | what | source |" + "".join(f" {p} stages |" for p in STAGES),
-        "| --- | --- | --- |" + " ---: |" * len(STAGES),
-    ]
+    rows = []
     for arm in arms_of(task).values():
         cells = []
         for p in STAGES:
@@ -191,8 +183,15 @@ def _format_table(curves: Curves, task: str) -> list[str]:
             )
         if arm.synchronous:
             cells = [cells[0]] + ["the same"] * (len(STAGES) - 1)
-        rows.append(f"| {arm.name} | {arm.about} | {arm.source} | {' | '.join(cells)} |")
-    return [*rows, ""]
+        rows.append([arm.name, arm.about, arm.source, *cells])
+    return [
+        f"### {task}: {name} at the end",
+        "",
+        "Median (least to greatest) of the seeds, and the tuned rate.",
+        "",
+        format_table("|".join(["arm", "what", "source", *_STAGE_TITLES]), "lllr", rows),
+        "",
+    ]
 
 
 def _draw_pictures(curves: Curves, task: str, folder: Path) -> list[str]:
@@ -232,6 +231,46 @@ def _make_lines(curves: Curves, task: str, arm: str, stages: int, by: str) -> It
         columns = [[1 - score for score in reversed(scores)] for scores in columns]
     points = [(x, scores[0], median(scores), scores[-1]) for x, scores in zip(xs, columns, strict=True)]
     yield Line(arm, points)
+
+
+# -- simulated time ---------------------------------------------------------------------------------
+# Stages are equal and messages cost nothing. The unit is a forward of a whole minibatch at one stage; a backward takes
+# 2. A method that splits a minibatch has p microbatches of 1/p of that; that small microbatches are less efficient is
+# left out. A change of methods drains the pipeline, and fills it again.
+
+SETTLED = 32
+"""Minibatches behind which a pipeline of at most eight stages repeats itself."""
+
+
+def times_of(arm: Arm, stages: int, updates: int, at: list[int]) -> list[float]:
+    """Returns the time at which each of these numbers of updates has been made, of so many in all."""
+    times, begin, first = [], 0.0, 0
+    for turn in arm.turns:
+        last = round(turn.until * updates)
+        period, fill = _find_paces(turn.method, stages)
+        times += [begin + fill + (n - first) * period for n in at if first < n <= last]
+        begin, first = begin + fill + (last - first) * period, last
+    return times
+
+
+@cache
+def _find_paces(method: Method, p: int) -> tuple[float, float]:
+    """Returns the time of an update in a full pipeline, and what filling and draining one takes beside that."""
+    m = method.microbatches(p) or 1
+    plan = Plan.uniform(p, 1 / m, 2 / m)
+    if method.rule == "recompute":
+        plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    # What differs in the weights alone has the same order, at the depth of its own clock.
+    late = tuple(method.late(p, s) for s in range(p))
+    name = "1f1b" if method.flushes else "pipedream_2bw" if m > 1 else "pipedream"
+    if name == "pipedream" and late[0] > p - 1:
+        plan = replace(plan, in_flight=tuple(count + 1 for count in late), depth_mode="hand")
+    schedule = schedules.build(name, plan, m if m > 1 else None)
+    if method.flushes:
+        return pd.simulate(plan, schedule=schedule).makespan_s, 0.0
+    some, more = (pd.simulate(plan, schedule=schedule, minibatches=n).makespan_s for n in (SETTLED, 2 * SETTLED))
+    period = (more - some) / SETTLED
+    return period, some - SETTLED * period
 
 
 if __name__ == "__main__":

@@ -1,18 +1,10 @@
 """How far asynchronous training gets, update for update: tunes and trains every arm, and writes its curves.
 
-    python benchmarks/convergence/run.py                     # all of it, or what is still to do: 2 hours of a core
-    python benchmarks/convergence/run.py --budget-s 600      # ten minutes of it; the next call goes on
-    python benchmarks/convergence/run.py --tasks digits --stages 4 --arms sync pipedream --seeds 1
-    python benchmarks/convergence/report.py                  # tables and pictures of what there is
-
-The learning rate of each arm at each number of stages is tuned on a seed of its own (100): powers of four, then of two
-beside the best, until the best has both neighbours. Then it is trained with the other seeds. What curves.json has is
-not run again; it is written after every run.
+See README.md. What curves.json has is not run again; it is written after every run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -35,7 +27,7 @@ from steppers import STEPPERS
 from tasks import TASKS
 
 sys.path.append(str(Path(__file__).parents[1]))
-from scaffold import find_processor
+from scaffold import find_processor, make_parser
 
 CURVES = Path(__file__).with_name("curves.json")
 TUNING_SEED = 100
@@ -207,7 +199,7 @@ def _round_point(point: Point) -> list[float]:
 
 def main() -> int:
     """Runs what is to do; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES)
     parser.add_argument("--arms", nargs="+", choices=sorted({arm.name for arm in ARMS}), help="all unless said")

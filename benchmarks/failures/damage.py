@@ -1,16 +1,9 @@
-"""Damages a checkpoint many times, and counts what comes of it.
-
-    python benchmarks/failures/damage.py                 # 2,000 of each kind for each file
-    python benchmarks/failures/damage.py --trials 200
-
-One of a checkpoint's files is damaged, and everything in it is read as a resumed run does. *Refused*: an error
-that says so. *Exact*: all tensors and numbers are, bit for bit, those that were saved. *Wrong*: anything else.
-"""
+"""Damages a checkpoint many times, and counts what comes of it. See README.md."""
 
 from __future__ import annotations
 
-import argparse
 import random
+import sys
 import tempfile
 from collections import Counter
 from functools import partial
@@ -23,6 +16,9 @@ import pipedream
 from pipedream.core.checkpoint import Checkpoint
 from pipedream.core.errors import ArtifactError
 from pipedream.runtime.checkpoint import folders, pieces
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import format_table, make_parser
 
 KINDS = ("flipped bit", "zeroed range", "truncation")
 OUTCOMES = ("refused", "exact", "wrong")
@@ -92,16 +88,14 @@ def trials(path: Path, count: int, seed: int = 0) -> Counter[tuple[str, str, str
 
 def table(counts: Counter[tuple[str, str, str]]) -> str:
     """Returns the counts, one row for each file and kind."""
-    rows = ["| file | damage | refused | exact | wrong |", "| --- | --- | ---: | ---: | ---: |"]
-    for file, kind in dict.fromkeys((file, kind) for file, kind, _ in counts):
-        numbers = " | ".join(f"{counts[file, kind, outcome]:,}" for outcome in OUTCOMES)
-        rows.append(f"| `{file}` | {kind} | {numbers} |")
-    return "\n".join(rows)
+    kinds = dict.fromkeys((file, kind) for file, kind, _ in counts)
+    rows = [[f"`{f}`", kind, *(f"{counts[f, kind, outcome]:,}" for outcome in OUTCOMES)] for f, kind in kinds]
+    return format_table("file | damage | refused | exact | wrong", "llr", rows)
 
 
 def main() -> None:
     """Makes the trials and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--trials", type=int, default=2_000, help="of each kind, for each file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

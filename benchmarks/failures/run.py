@@ -1,27 +1,13 @@
-"""Sends signals to the processes of a run, at every moment, many times, and counts what comes of it.
-
-    python benchmarks/failures/run.py                       # 160 trials; again, to continue where it was stopped
-    python benchmarks/failures/run.py --trials 20           # of those that are left, 20
-    python benchmarks/failures/run.py --seed 1              # with other plans and methods, in another order
-    python benchmarks/failures/run.py --only SIGSTOP --only end
-    python benchmarks/failures/run.py --table               # of the finished trials
-    python benchmarks/failures/run.py --number 7            # trial 7 again
-
-For each signal, target and moment there is a trial, with a plan and a method drawn for it: how long until the last
-process has ended, whether one is left, what is printed; then the run is resumed from its newest checkpoint (started
-again where there is none yet) and must end with the weights of an undisturbed run, bit for bit.
-"""
+"""Sends signals to the processes of a run, at every moment, many times, and counts what comes of it. See README.md."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -42,6 +28,9 @@ from pipedream.planner import manual_plan
 from pipedream.runtime.checkpoint.folders import complete_checkpoints
 from pipedream.training.run_folder import CHECKPOINTS
 from pipedream.workflows.plan import plan
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import format_row, format_table, local_world, make_parser
 
 HERE = Path(__file__).resolve().parent
 PLANS = {"1-1": ((8,), (1, 1)), "2-1": ((8,), (2, 1)), "1-1-1": ((4, 8), (1, 1, 1)), "2-2": ((8,), (2, 2))}
@@ -184,17 +173,13 @@ class Job:
 
     def train(self, *options: str) -> tuple[bool, str]:
         """Trains, undisturbed, in processes that need not load torch; returns whether it succeeded, and its errors."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
         ranks, errors = self.trial.ranks, self.folder / "errors"
-        variables = self._variables | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         errors.write_text("")
         forked = multiprocessing.get_context("forkserver")
-        workers = [
-            forked.Process(target=worker, args=(rank, variables, [*self._command, *options], errors))
-            for rank in range(ranks)
-        ]
+        workers = []
+        for world in local_world(ranks):
+            variables = self._variables | world | {"LOCAL_RANK": world["RANK"], "LOCAL_WORLD_SIZE": str(ranks)}
+            workers.append(forked.Process(target=worker, args=(variables, [*self._command, *options], errors)))
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -238,9 +223,9 @@ class Job:
         return len(pids)
 
 
-def worker(rank: int, variables: dict[str, str], command: list[str], errors: Path) -> None:
+def worker(variables: dict[str, str], command: list[str], errors: Path) -> None:
     """Is one rank of a run."""
-    os.environ.update(variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    os.environ.update(variables)
     torch.set_num_threads(1)
     with errors.open("a") as file:
         os.dup2(file.fileno(), 2)
@@ -316,7 +301,7 @@ def read(file: Path) -> list[Trial]:
 
 def main() -> None:
     """Makes the trials that are left, appends each to the file, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", action="append", default=[], help="a signal, target, moment, plan or method")
     parser.add_argument("--seed", type=int, default=0, help="of the order, and of who gets which plan and method")
     parser.add_argument("--trials", type=int, help="no more than this many")
@@ -373,16 +358,14 @@ def line(trial: Trial) -> str:
 def table(done: list[Trial]) -> str:
     """Returns the counts, and the seconds from the signal to the end of the last process."""
     done = [trial for trial in done if trial.fired]
-    heads = [f"over {SOON_S:g} s", "left", "tracebacks", "exact", "other drain", "median s", "worst s"]
-    lines = []
+    heads = f"trials | over {SOON_S:g} s | left | tracebacks | exact | other drain | median s | worst s"
+    parts = []
     for what, names in (("signal", SIGNALS), ("target", TARGETS), ("moment", tuple(MOMENTS)), ("method", METHODS)):
-        lines += ["", f"| {what} | trials | {' | '.join(heads)} |", f"| --- |{' ---: |' * (len(heads) + 1)}"]
-        for name in names:
-            mine = [trial for trial in done if getattr(trial, what) == name]
-            if mine:
-                lines.append(f"| {name} | {' | '.join(counts(mine))} |")
-    lines.append(f"| all | {' | '.join(counts(done))} |" if done else "no trials")
-    return "\n".join([*lines, "", matrix(done)])
+        groups = {name: [trial for trial in done if getattr(trial, what) == name] for name in names}
+        rows = [[name, *counts(mine)] for name, mine in groups.items() if mine]
+        parts.append("\n" + format_table(f"{what} | {heads}", "lr", rows))
+    parts.append(format_row(["all", *counts(done)]) if done else "no trials")
+    return "\n".join([*parts, "", matrix(done)])
 
 
 METHODS = tuple(dict.fromkeys(method for _, method, _ in CASES))
@@ -404,14 +387,14 @@ def counts(trials: list[Trial]) -> list[str]:
 
 def matrix(done: list[Trial]) -> str:
     """Returns the seconds of each signal, target and moment; the longest of several trials."""
-    lines = [f"| signal | target | {' | '.join(MOMENTS)} |", f"| --- | --- |{' ---: |' * len(MOMENTS)}"]
+    rows = []
     for name, target in product(SIGNALS, TARGETS):
         cells = []
         for moment in MOMENTS:
             mine = [t for t in done if (t.signal, t.target, t.moment) == (name, target, moment)]
             cells.append(f"{max(t.ended_s for t in mine):.1f}" if mine else "")
-        lines.append(f"| {name} | {target} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([name, target, *cells])
+    return format_table("|".join(["signal", "target", *MOMENTS]), "llr", rows)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""What a check finds: numbers, each with the bound that it must keep."""
+"""What a check finds: numbers, each with the bound that it must keep.
+
+A check yields each finding as soon as it is known, so that an error or the time limit loses only the later ones.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from loops import Scale
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,6 @@ class Finding:
     @property
     def bound_text(self) -> str:
         return f"{self.sign} {self.bound:.12g}" if self.sign else ""
-
-
-Check = Callable[[torch.device, Scale], Iterator[Finding]]
-"""Yields each finding as soon as it is known, so that an error or the time limit loses only the later ones."""
 
 
 class NeedsCard(RuntimeError):

@@ -1,25 +1,49 @@
-"""Checks over several processes on one card; their payloads go through pinned memory and gloo."""
+"""Checks over several processes on one card; their payloads go through pinned memory and gloo.
+
+python process_checks.py JOB    # is one of them: JSON, see `Job`; started with RANK, WORLD_SIZE and the rest
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from findings import Finding, need_card
-from loops import Scale, Trained, batches_of, dense, deterministic, differing_bits, plan_of, train
+from loops import (
+    SEED,
+    SGD,
+    Scale,
+    Trained,
+    allocated_bytes,
+    batches_of,
+    dense,
+    deterministic,
+    differing_bits,
+    plan_of,
+    summed_loss,
+    train,
+    wait_for,
+)
+
+import pipedream as pd
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import local_world, stop_processes
 
 PATIENCE_S = 120.0
-WORKER = Path(__file__).with_name("worker.py")
 
 
 @dataclass(frozen=True)
@@ -46,17 +70,13 @@ class Job:
 
 def start_job(job: Job) -> list[subprocess.Popen[str]]:
     """Starts one process for each stage; their errors go to files in the job's folder."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(job.stages), "LOCAL_RANK": "0"}
     started = []
-    for rank in range(job.stages):
+    for rank, world in enumerate(local_world(job.stages)):
         with (Path(job.folder) / f"{rank}.said").open("w", encoding="utf-8") as printed:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, str(WORKER), json.dumps(asdict(job))],
-                    env=os.environ | world | {"RANK": str(rank)},
+                    [sys.executable, __file__, json.dumps(asdict(job))],
+                    env=os.environ | world | {"LOCAL_RANK": "0"},
                     stdout=printed,
                     stderr=subprocess.STDOUT,
                     text=True,
@@ -75,10 +95,7 @@ def wait_for_all(started: list[subprocess.Popen[str]], seconds: float) -> float:
     except subprocess.TimeoutExpired:
         return float("inf")
     finally:
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        stop_processes(started)
 
 
 def run_job(job: Job) -> list[dict[str, list[float]]]:
@@ -147,3 +164,68 @@ def host_of_processes(device: torch.device, scale: Scale) -> Iterator[Finding]:
         answers = run_job(job)
     us = max(answer["seconds"] for answer in answers) / job.microbatches * 1e6
     yield Finding("two_processes_us_of_a_microbatch", us, "<=", 350, "with the layers and waits for the other")
+
+
+# -- one of the processes ----------------------------------------------------------------------------
+
+
+def train_as_rank(job: dict[str, Any]) -> None:
+    """Trains in two streams, so that there are two drains; the second is timed."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")  # a card cannot be shared over NCCL
+    rank, device = dist.get_rank(), torch.device(job["device"])
+    folder = Path(job["folder"])
+    model = dense(job["width"], dropout=job["dropout"])
+    few = batches_of(job["width"], job["samples"], 4)
+    plan = plan_of(model, few[0][0], job["stages"], job["method"])
+    answer: dict[str, Any] = {"at_drains": [], "waits_s": []}
+    draws = random.Random(rank)
+    with (
+        deterministic(),
+        pd.Pipeline(
+            model,
+            plan,
+            schedule=job["method"],
+            microbatches=job["microbatches"],
+            loss=summed_loss,
+            optimizer=partial(torch.optim.SGD, **SGD),
+            seed=SEED,
+            device=job["device"],
+        ) as pipeline,
+    ):
+        for minibatches in (job["minibatches"] // 4, job["minibatches"] - job["minibatches"] // 4):
+            wait_for(device)
+            began = time.perf_counter()
+            for done in pipeline.train([few[k % len(few)] for k in range(minibatches)]):
+                if done.number == 1:
+                    (folder / f"{rank}.started").touch()
+                if len(answer["waits_s"]) < job["waits"] and draws.random() < 0.5:
+                    since = time.perf_counter()
+                    wait_for(device)  # while receives may be posted
+                    answer["waits_s"].append(time.perf_counter() - since)
+            wait_for(device)
+            answer["seconds"] = (time.perf_counter() - began) / minibatches
+            dist.barrier()
+            answer["at_drains"].append(allocated_bytes(device))
+        state = pipeline.state_dict()
+    if rank == 0:
+        torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, folder / "state.pt")
+    (folder / f"{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def share_card_over_nccl(job: dict[str, Any]) -> None:
+    """Adds one number up over NCCL; it may refuse two ranks on one card."""
+    device = torch.device(job["device"])
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    tensor = torch.ones(1, device=device)
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    print(f"the sum is {tensor.item():g}")
+    os._exit(0)  # leaving the group may wait for the other rank
+
+
+if __name__ == "__main__":
+    request = json.loads(sys.argv[1])
+    {"train": train_as_rank, "share_card_over_nccl": share_card_over_nccl}[request["do"]](request)

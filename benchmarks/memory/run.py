@@ -1,10 +1,4 @@
-"""Predicted bytes of a worker against what its allocator and the kernel saw.
-
-    python benchmarks/memory/run.py            # some minutes, 4 GB
-    python benchmarks/memory/run.py --quick    # that it runs, not how true
-
-Prints the table of README.md.
-"""
+"""Predicted bytes of a worker against what its allocator and the kernel saw. See README.md."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Meshes beside torch's own parallel modules: seconds, bytes, bytes of a stash, forms of experts.
-
-    python benchmarks/meshes/run.py               # some minutes
-    python benchmarks/meshes/run.py --only data   # one question
-    python benchmarks/meshes/run.py --quick       # that it runs, not how fast
-
-Needs two cores. Prints the table of README.md.
-"""
+"""Meshes beside torch's own parallel modules: seconds, bytes, bytes of a stash, forms of experts. See README.md."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The runtime's own cost beside torch's pipelining and the plain loop, in turns within one run.
-
-    python benchmarks/overhead/run.py            # some minutes
-    python benchmarks/overhead/run.py --quick    # that it runs, not how fast
-    python benchmarks/overhead/run.py --profile  # where each rank's main thread spends CPU time
-
-Needs two cores. Prints the tables of README.md.
-"""
+"""The runtime's own cost beside torch's pipelining and the plain loop, in turns within one run. See README.md."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""PipeDream's Table 1 as predictions: what the paper chose and measured, what both cost models choose and predict.
-
-    python benchmarks/paper_tables/run.py --profiles FOLDER    # the profiles that the original published
-
-The profiles are the original's (github msr-fiddle/pipedream, folder profiler) and are not part of this project.
-"""
+"""PipeDream's Table 1 as predictions: what the paper chose and measured, what both cost models choose and predict."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Tofu's partition beside its baselines: elements and bytes, predicted and real seconds of a step, seconds of search.
-
-    python benchmarks/partition/run.py                  # half an hour
-    python benchmarks/partition/run.py --only seconds   # one of search, bytes, seconds
-    python benchmarks/partition/run.py --quick          # that it runs
-
-The seconds of a step need two cores and network namespaces. Prints the tables of README.md.
-"""
+"""Tofu's partition beside its baselines: elements, bytes, predicted and real seconds of a step, seconds of search."""
 
 from __future__ import annotations
 

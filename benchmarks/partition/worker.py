@@ -11,12 +11,12 @@ Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, 
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ from pipedream.core.model.collective import EXCHANGE
 from pipedream.layouts import GroupRanks, PartitionedStep, TracedStep
 from pipedream.sharding.functions import exchange
 
+sys.path.append(str(Path(__file__).parents[1]))
+from worker_processes import answer_lines
+
 
 class AloneRank(GroupRanks):
     """A rank that computes its own parts, and packs and unpacks what it would send and get; nothing is sent."""
@@ -40,19 +43,6 @@ class AloneRank(GroupRanks):
 @cache
 def _trace(name: str) -> tuple[nn.Module, torch.Tensor, TracedStep]:
     return TIMED[name].traced()
-
-
-def main() -> int:
-    """Answers until the input ends; returns the exit status."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = {"link": _link, "step": _step}[request.pop("do")](**request)
-        if dist.get_rank() == 0:
-            print(json.dumps(answer), flush=True)
-    dist.destroy_process_group()
-    return 0
 
 
 def _link(sizes: list[int], times: int) -> list[float]:
@@ -142,5 +132,10 @@ def _time_in_turn(run: Callable[[], object]) -> float:
     return float(slowest)
 
 
+def _answer(request: dict[str, Any]) -> Any:
+    return {"link": _link, "step": _step}[request.pop("do")](**request)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    dist.init_process_group("gloo")
+    answer_lines(_answer)

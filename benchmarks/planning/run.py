@@ -1,10 +1,4 @@
-"""How long planning takes, and what is proved of the plans.
-
-    python benchmarks/planning/run.py --profiles FOLDER    # the profiles that the original published
-    python benchmarks/planning/run.py --meshes             # only the table of meshes, which needs no profiles
-
-The profiles are the original's (github msr-fiddle/pipedream, folder profiler) and are not part of this project.
-"""
+"""How long planning takes, and what is proved of the plans. See README.md."""
 
 from __future__ import annotations
 

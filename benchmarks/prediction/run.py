@@ -1,11 +1,4 @@
-"""Predicted against measured throughput: plans of up to four workers behind links of three rates.
-
-    python benchmarks/prediction/run.py                          # about a quarter of an hour
-    python benchmarks/prediction/run.py --quick                  # two minutes, few plans: that it runs
-    python benchmarks/prediction/run.py --plans 2-1 1-1-1 --rates "400 mbit/s"
-
-Needs two cores and network namespaces; says so where it cannot run. Prints the tables of README.md.
-"""
+"""Predicted against measured throughput: plans of up to four workers behind links of three rates. See README.md."""
 
 from __future__ import annotations
 

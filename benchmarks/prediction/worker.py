@@ -11,18 +11,14 @@ Started by run.py, which sets torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, 
 
 from __future__ import annotations
 
-import gc
-import json
-import os
 import sys
 import time
 from functools import partial
 from itertools import pairwise
 from math import ceil
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from models import MODELS, optimizer
 from paced import paced
 
@@ -32,20 +28,8 @@ from pipedream.profiler import measure
 from pipedream.training.emulate import build_emulated_pipeline, make_emulated_batches, scale_plan
 from pipedream.workflows.methods import resolve_method
 
-
-def main() -> None:
-    """Runs what is asked until the input ends."""
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = _profile(request["model"]) if request["do"] == "profile" else _run(request)
-        gc.collect()
-        if rank == 0:
-            _say(answer)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+sys.path.append(str(Path(__file__).parents[1]))
+from worker_processes import answer_lines, say
 
 
 def _profile(name: str) -> str:
@@ -94,7 +78,7 @@ def _run(request: dict[str, Any]) -> list[float]:
     ends: list[float] = []
     with trained as pipeline:
         if pipeline.rank == 0:
-            _say("ready")
+            say("ready")
         sys.stdin.readline()
         for _ in pipeline.train(batches):
             ends.append(time.perf_counter())
@@ -102,9 +86,9 @@ def _run(request: dict[str, Any]) -> list[float]:
     return [(end - start) / segment for start, end in pairwise(marks)]
 
 
-def _say(answer: Any) -> None:
-    print(json.dumps(answer), flush=True)
+def _answer(request: dict[str, Any]) -> Any:
+    return _profile(request["model"]) if request["do"] == "profile" else _run(request)
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines(_answer)

@@ -1,10 +1,4 @@
-"""What it saves to start the sums over replicas inside the backward: data parallelism by two workers, behind a link.
-
-    python benchmarks/reduction_overlap/run.py            # some minutes
-    python benchmarks/reduction_overlap/run.py --quick    # that it runs, not how fast
-
-Needs two cores and network namespaces; says so where it cannot run. Prints the tables of README.md.
-"""
+"""What it saves to start the sums over replicas inside the backward: data parallelism by two workers, behind a link."""
 
 from __future__ import annotations
 

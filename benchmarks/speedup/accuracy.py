@@ -32,6 +32,7 @@ from pipedream.training.compare import profile_together
 from pipedream.training.compare_runs import Runs, limit_threads
 
 sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import format_table
 from worker_processes import cores_busy_s
 
 SAME_BATCH = TORCH[1]
@@ -219,19 +220,12 @@ def _format_table(rows: list[dict[str, Any]], task: str) -> str:
     baseline = runs[DDP][0]
     metric, seeds = baseline["metric"], len(runs[DDP])
     ddp = _find_median(row["seconds_to_target"] for row in runs[DDP])
-    lines = [
-        f"### {task}, {format_link(baseline['bytes_per_s'])}",
-        "",
-        f"Target: {metric} {baseline['target']:g}. Medians of {seeds} seeds (their range).",
-        "",
-        f"| variant | learning rate | {metric} at the end | s to target | DDP's over them | bytes to target | "
-        "samples/s | others' share of the cores |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    titles = f"variant | learning rate | {metric} at the end | s to target | DDP's over them | bytes to target"
+    table_rows = []
     for name, variant_runs in runs.items():
         seconds = [row["seconds_to_target"] for row in variant_runs]
         middle = _find_median(seconds)
-        cells = [
+        table_row = [
             name,
             f"{variant_runs[0]['rate']:g}",
             _format_range([row["final"] for row in variant_runs], lambda value: f"{value:.3f}"),
@@ -241,7 +235,14 @@ def _format_table(rows: list[dict[str, Any]], task: str) -> str:
             _format_range([row["samples_per_s"] for row in variant_runs], format_number),
             f"{max(row['others'] for row in variant_runs):.0%}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        table_rows.append(table_row)
+    lines = [
+        f"### {task}, {format_link(baseline['bytes_per_s'])}",
+        "",
+        f"Target: {metric} {baseline['target']:g}. Medians of {seeds} seeds (their range).",
+        "",
+        format_table(f"{titles} | samples/s | others' share of the cores", "lr", table_rows),
+    ]
     tried = [row for row in rows if row["task"] == task and "tunes" in row and row["final"] is not None]
     for name in dict.fromkeys(row["tunes"] for row in tried):
         values = [

@@ -26,6 +26,7 @@ from pipedream.slow_links import Network, slow_network
 from pipedream.workflows.plan import choose
 
 sys.path.append(str(Path(__file__).parents[1]))
+from scaffold import format_table
 from worker_processes import Workers, worker_processes
 
 _Points = Sequence[tuple[float, dict[str, dict[str, Any]]]]
@@ -81,6 +82,7 @@ VARIANTS = (
     _Variant("zero bubble (ZB-V)", M, "pipeline", "zbv", {}, 2),
     _Variant("torch zero bubble (ZB-V)", M, "torch", "zbv", {}, 2),
 )
+BY_NAME = {variant.name: variant for variant in VARIANTS}
 BESIDE = {variant.name: variant.name.removeprefix("torch ") for variant in VARIANTS if variant.runs == "torch"}
 """torch's schedules -> this library's."""
 
@@ -178,9 +180,8 @@ def _measure_point(
     for name, count in CHOICES.items():
         answer = choose(profiles[count], PlanRequest(cluster, schedule="auto", allow_asynchronous=True))
         plans[name], verdicts[name] = answer.plan, answer.verdict
-    runs = {variant.name: variant for variant in VARIANTS}
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in ("solo", *plans)}
-    copies = {name: same for name in CHOICES for same in names if _runs_alike(plans[name], plans[same], runs[same])}
+    copies = {name: same for name in CHOICES for same in names if _runs_alike(plans[name], plans[same], BY_NAME[same])}
     for number in range(size.rounds):
         turns = [name for name in measured if name not in copies]
         shift = number * len(turns) // size.rounds
@@ -188,7 +189,7 @@ def _measure_point(
             point_row = measured[name]
             if point_row and "why" in point_row[-1]:
                 continue
-            answer = workers.ask(_make_request(name, runs.get(name), plans.get(name)) | {"patience_s": size.patience_s})
+            answer = workers.ask(_make_request(BY_NAME.get(name), plans.get(name)) | {"patience_s": size.patience_s})
             point_row.append(answer)
             log(f"{model} at rho {rho:g}, round {number + 1}: {name}: {_describe_row(answer)}")
     for name, same in copies.items():
@@ -202,7 +203,8 @@ def _measure_point(
         row: dict[str, Any] = common | {"variant": name, "config": plan.config, "method": plan.schedule}
         row |= {"cuts": [stage.first for stage in plan.stages], "in_flight": list(plan.in_flight)}
         row |= {"message_bytes": plan.stages[0].output_bytes // plan.microbatches}
-        row |= {"microbatches_per_update": runs[name].samples if name in runs else CHOICES[name] * max(plan.replicas)}
+        chosen_samples = CHOICES.get(name, 0) * max(plan.replicas)
+        row |= {"microbatches_per_update": BY_NAME[name].samples if name in BY_NAME else chosen_samples}
         if rates:
             row |= {"samples_per_s": statistics.median(rates), "least": rates[0], "most": rates[-1]}
             for what in ("bytes_per_sample", "others"):
@@ -236,12 +238,13 @@ def _predict_points(
     """Returns the rows with the predicted rates, for cores as fast as they were alone in the middle of all rounds."""
     alone = statistics.median(rows["solo"]["samples_per_s"] for rows, _ in points)
     speed = (_compute_s(profile) + profile.update_s) * alone / profile.batch
-    runs = {variant.name: variant for variant in VARIANTS if variant.runs in ("ddp", "fsdp")}
     for rows, plans in points:
         rows["solo"]["speed"] = speed
         for name, plan in plans.items():
+            variant = BY_NAME.get(name)
+            is_torchs = variant is not None and variant.runs in ("ddp", "fsdp")
             rows[name]["predicted_per_s"] = (
-                _predict_ddp(profile, plan, runs[name], speed) if name in runs else _predict_rate(plan, speed)
+                _predict_ddp(profile, plan, variant, speed) if is_torchs else _predict_rate(plan, speed)
             )
     return [row for rows, _ in points for row in rows.values()]
 
@@ -250,7 +253,7 @@ def _compute_s(profile: Profile) -> float:
     return profile.forward_s + profile.backward_s + profile.loss_s
 
 
-def _make_request(name: str, variant: _Variant | None, plan: Plan | None) -> dict[str, Any]:
+def _make_request(variant: _Variant | None, plan: Plan | None) -> dict[str, Any]:
     if plan is None:
         return {"do": "solo", "steps": 4}
     text = plan.to_json()
@@ -363,18 +366,15 @@ def _find_message_bytes(points: _Points) -> int:
 
 def _format_rates(points: _Points) -> str:
     """Samples per second of all variants, and how many of the predicted ones these are."""
-    names = [variant.name for variant in VARIANTS if any(variant.name in point for _, point in points)]
-    lines = ["Samples per second of both workers (of the predicted ones; range over the rounds):\n"]
-    lines.append(
-        "| variant | an update takes | " + " | ".join(_describe_point(rho, point) for rho, point in points) + " |"
-    )
-    lines.append("| --- | ---: |" + " ---: |" * len(points))
-    for name in names:
-        count = next(variant.samples for variant in VARIANTS if variant.name == name)
-        cells = [_rate(point.get(name)) for _, point in points]
-        lines.append(f"| {name} | {count} microbatch{'es' * (count > 1)} | {' | '.join(cells)} |")
-    alone = " | ".join(f"{point['solo']['samples_per_s']:.4g}" for _, point in points)
-    return "\n".join([*lines, f"| one worker | 1 microbatch | {alone} |"])
+    links = [f"rho {rho:g}, {format_link(point['solo']['bytes_per_s'])}" for rho, point in points]
+    rows = []
+    for name, variant in BY_NAME.items():
+        if any(name in point for _, point in points):
+            count = f"{variant.samples} microbatch{'es' * (variant.samples > 1)}"
+            rows.append([name, count, *(_rate(point.get(name)) for _, point in points)])
+    rows.append(["one worker", "1 microbatch", *(f"{point['solo']['samples_per_s']:.4g}" for _, point in points)])
+    table = format_table("|".join(["variant", "an update takes", *links]), "lr", rows)
+    return f"Samples per second of both workers (of the predicted ones; range over the rounds):\n\n{table}"
 
 
 def _rate(row: dict[str, Any] | None) -> str:
@@ -382,10 +382,6 @@ def _rate(row: dict[str, Any] | None) -> str:
         return "-"
     share = row["samples_per_s"] / row["predicted_per_s"]
     return f"{row['samples_per_s']:.4g} ({share:.0%}; {row['least']:.4g} to {row['most']:.4g})"
-
-
-def _describe_point(rho: float, point: dict[str, dict[str, Any]]) -> str:
-    return f"rho {rho:g}, {format_link(point['solo']['bytes_per_s'])}"
 
 
 _OVER = (
@@ -402,14 +398,20 @@ _OVER = (
 
 
 def _format_speedups(points: _Points) -> str:
-    lines = ["Times as many samples per second, measured (predicted):\n"]
-    lines.append("| | " + " | ".join(f"rho {rho:g}" for rho, _ in points) + " |")
-    lines.append("| --- |" + " ---: |" * len(points))
-    for ours, theirs in _OVER:
-        cells = [_format_ratio(point.get(ours, {}), point.get(theirs, {})) for _, point in points]
+    pairs = {f"{ours} / {theirs}": (ours, theirs) for ours, theirs in _OVER}
+    return f"Times as many samples per second, measured (predicted):\n\n{_format_ratios('', pairs, points)}"
+
+
+def _format_ratios(
+    title: str, pairs: dict[str, tuple[str, str]], points: _Points, write: Callable[[str], str] = str
+) -> str:
+    """Returns the ratios of pairs of variants at each rho; those that were never measured are left out."""
+    rows = []
+    for name, (ours, theirs) in pairs.items():
+        cells = [write(_format_ratio(point.get(ours, {}), point.get(theirs, {}))) for _, point in points]
         if set(cells) != {"-"}:
-            lines.append(f"| {ours} / {theirs} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows.append([name, *cells])
+    return format_table("|".join([title, *(f"rho {rho:g}" for rho, _ in points)]), "lr", rows)
 
 
 def _format_ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
@@ -426,43 +428,30 @@ def _format_floor(ratio: float) -> str:
 
 def _format_beside(points: _Points) -> str:
     """This library beside torch.distributed.pipelining, method by method."""
-    lines = ["This library's samples per second over those of torch.distributed.pipelining, same stages:\n"]
-    lines.append("| method | " + " | ".join(f"rho {rho:g}" for rho, _ in points) + " |")
-    lines.append("| --- |" + " ---: |" * len(points))
-    for theirs, ours in BESIDE.items():
-        cells = [_format_ratio(point.get(ours, {}), point.get(theirs, {})).partition(" ")[0] for _, point in points]
-        if set(cells) == {"-"}:
-            continue
-        lines.append(f"| {ours} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    pairs = {ours: (ours, theirs) for theirs, ours in BESIDE.items()}
+    table = _format_ratios("method", pairs, points, lambda ratio: ratio.partition(" ")[0])
+    return f"This library's samples per second over those of torch.distributed.pipelining, same stages:\n\n{table}"
 
 
 def _format_choices(rows: list[dict[str, Any]]) -> str:
     """What the planner chose, beside the best that was measured with minibatches of the same size."""
-    lines = ["### The planner's choice\n"]
-    lines.append("| model | rho | minibatch | chosen | samples/s | of the best measured | best |")
-    lines.append("| --- | ---: | ---: | --- | ---: | ---: | --- |")
+    rows_shown = []
     for model in dict.fromkeys(row["model"] for row in rows):
         for rho, point in _group_points(rows, model):
             for name, count in CHOICES.items():
                 if "samples_per_s" not in point.get(name, {}):
                     continue
                 row = point[name]
-                rivals = [
-                    variant
-                    for variant in VARIANTS
-                    if _is_rival(variant, count) and "samples_per_s" in point.get(variant.name, {})
-                ]
-                best = max(
-                    (point[rival.name] for rival in rivals), key=lambda rival: rival["samples_per_s"], default=row
-                )
+                rivals = (point.get(variant.name, {}) for variant in VARIANTS if _is_rival(variant, count))
+                ran = [rival for rival in rivals if "samples_per_s" in rival]
+                best = max(ran, key=lambda rival: rival["samples_per_s"], default=row)
                 chosen = "data parallelism" if row["config"] == "2" else f"{row['method']} on {row['config']}"
-                lines.append(
-                    f"| {MODELS[model].title} | {rho:g} | {count} | {chosen} | {row['samples_per_s']:.4g} | "
-                    f"{_format_floor(row['samples_per_s'] / max(row['samples_per_s'], best['samples_per_s']))} | "
-                    f"{best['variant']} |"
-                )
-    return "\n".join(lines)
+                rate = row["samples_per_s"]
+                share = _format_floor(rate / max(rate, best["samples_per_s"]))
+                cells = MODELS[model].title, f"{rho:g}", count, chosen, f"{rate:.4g}", share, best["variant"]
+                rows_shown.append(cells)
+    titles = "model | rho | minibatch | chosen | samples/s | of the best measured | best"
+    return "### The planner's choice\n\n" + format_table(titles, "lrrlrrl", rows_shown)
 
 
 def _is_rival(variant: _Variant, count: int) -> bool:
@@ -472,17 +461,17 @@ def _is_rival(variant: _Variant, count: int) -> bool:
 
 def _format_bytes(rows: list[dict[str, Any]]) -> str:
     """Bytes on the wire for a sample, at one rho."""
-    lines = ["### Bytes\n", "Bytes that both workers send for a sample, with the headers of packets (rho 1 or next):\n"]
     names = ("torch DDP", "torch DDP, accumulating", "PipeDream, full", "2BW, full", "1F1B")
-    lines.append("| model | " + " | ".join(names) + " | PipeDream, fewer than DDP |")
-    lines.append("| --- |" + " ---: |" * (len(names) + 1))
+    rows_shown = []
     for model in dict.fromkeys(row["model"] for row in rows):
         _, point = min(_group_points(rows, model), key=lambda pair: abs(math.log(pair[0])))
         sizes = [point.get(name, {}).get("bytes_per_sample") for name in names]
         cells = ["-" if size is None else format_bytes(size) for size in sizes]
         fewer = "-" if sizes[0] is None or sizes[2] is None else f"{math.floor(1000 * (1 - sizes[2] / sizes[0])) / 10}%"
-        lines.append(f"| {MODELS[model].title} | {' | '.join(cells)} | {fewer} |")
-    return "\n".join(lines)
+        rows_shown.append([MODELS[model].title, *cells, fewer])
+    table = format_table("|".join(["model", *names, "PipeDream, fewer than DDP"]), "lr", rows_shown)
+    head = "Bytes that both workers send for a sample, with the headers of packets (rho 1 or next):"
+    return f"### Bytes\n\n{head}\n\n{table}"
 
 
 PAPER = (("VGG-16", "vgg", 5.28), ("GNMT", "encoder_decoder", 2.92), ("AWD language model", "lstm", 4.25))
@@ -493,16 +482,13 @@ def _summarise(rows: list[dict[str, Any]]) -> str:
     ran = [row for row in rows if "samples_per_s" in row and row["variant"] != "solo"]
     lines = []
     kinds = {
-        "PipeDream, 2BW and 1F1B": [
-            variant.name for variant in VARIANTS if variant.name.startswith(("PipeDream", "2BW", "1F1B"))
-        ],
-        "torch DDP": [variant.name for variant in VARIANTS if variant.runs == "ddp"],
-        "this library's data parallelism": [
-            variant.name for variant in VARIANTS if variant.name.startswith("data parallel")
-        ],
+        "PipeDream, 2BW and 1F1B": ("PipeDream", "2BW", "1F1B"),
+        "torch DDP": "torch DDP",
+        "this library's data parallelism": "data parallel",
     }
-    for title, names in kinds.items():
-        shares = sorted(row["samples_per_s"] / row["predicted_per_s"] for row in ran if row["variant"] in names)
+    for title, beginnings in kinds.items():
+        mine = [row for row in ran if row["variant"].startswith(beginnings)]
+        shares = sorted(row["samples_per_s"] / row["predicted_per_s"] for row in mine)
         if shares:
             lines.append(
                 f"- measured / predicted of {title}: median {statistics.median(shares):.2f}, "

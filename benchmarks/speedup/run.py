@@ -1,11 +1,4 @@
-"""PipeDream's claim: speed, bytes and time to accuracy beside data parallelism, over slow links.
-
-    python benchmarks/speedup/run.py                  # two minutes
-    python benchmarks/speedup/run.py --size full      # what README.md shows, more than an hour
-    python benchmarks/speedup/run.py --again          # the tables and pictures of rows.json again
-
-Needs two cores and network namespaces; says so where it cannot run.
-"""
+"""PipeDream's claim: speed, bytes and time to accuracy beside data parallelism, over slow links. See README.md."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import time
@@ -37,7 +36,7 @@ import pipedream as pd
 from pipedream.slow_links import LINK
 
 sys.path.append(str(Path(__file__).parents[1]))
-from worker_processes import cores_busy_s
+from worker_processes import answer_lines, cores_busy_s
 
 _QUIET = 0.03
 """Share of the cores' time that other processes may take during a run."""
@@ -94,10 +93,8 @@ class _Worker:
         sent, received = (torch.zeros(message_bytes, dtype=torch.uint8) for _ in range(2))
 
         def step() -> None:
-            works = [
-                dist.irecv(received, 1 - self.rank, self.group),
-                dist.isend(sent, 1 - self.rank, self.group),
-            ]
+            other = 1 - self.rank
+            works = [dist.irecv(received, other, self.group), dist.isend(sent, other, self.group)]
             train()
             for work in works:
                 assert work is not None
@@ -164,12 +161,10 @@ class _Worker:
             job.make(), plan_here, loss=job.loss, targets=lambda batch: batch[1], optimizer=optimizer, check=False
         ) as pipeline:
             rules = pipeline.program
-            parts = rules.microbatches
-            warm = 1 if rules.flushes else plan_here.in_flight[0] + 2
-            if parts > 1 and not rules.flushes:
-                warm = 2
+            parts, ahead = rules.microbatches, plan_here.in_flight[0]
+            warm = 1 if rules.flushes else 2 if parts > 1 else ahead + 2
             # Minibatches after the timed ones, so that the drain is not among what is timed.
-            further = 0 if rules.flushes else -(-plan_here.in_flight[0] // parts) + 1
+            further = 0 if rules.flushes else -(-ahead // parts) + 1
             ends: list[tuple[float, int]] = []
             replicas = plan_here.replicas[0]
             count = (warm + steps + further) * replicas
@@ -207,7 +202,14 @@ class _Worker:
         dist.all_reduce(sent, group=self.group)
         return {"samples_per_s": samples / float(slowest), "bytes_per_sample": float(sent) / samples}
 
-    def least_disturbed(self, do: str, patience_s: float, request: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Runs what is asked; torch's schedules refuse some models, on both workers alike."""
+        try:
+            return self._run_least_disturbed(request.pop("do"), request.pop("patience_s"), request)
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            return {"why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+
+    def _run_least_disturbed(self, do: str, patience_s: float, request: dict[str, Any]) -> dict[str, Any]:
         """Runs what is asked until other processes have left the cores alone meanwhile, or the patience is over.
 
         The answer of the least disturbed run has the share of the cores' time that others took.
@@ -232,25 +234,6 @@ class _Worker:
                 return best
 
 
-def main(model: str, microbatches: int) -> None:
-    """Runs what is asked until the input ends."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    worker = _Worker(MODELS[model], microbatches)
-    for line in sys.stdin:
-        request = json.loads(line)
-        do, patience_s = request.pop("do"), request.pop("patience_s")
-        try:
-            answer = worker.least_disturbed(do, patience_s, request)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            # torch's schedules refuse some models, on both workers alike.
-            answer = {"why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-        if worker.rank == 0:
-            print(json.dumps(answer), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def _count_sent_bytes() -> int:
     """Returns what this host has sent, with the headers of packets."""
     rows = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()
@@ -258,4 +241,5 @@ def _count_sent_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    dist.init_process_group("gloo")
+    answer_lines(_Worker(MODELS[sys.argv[1]], int(sys.argv[2])).answer)

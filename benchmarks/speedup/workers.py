@@ -9,7 +9,6 @@ Needs the profiles that the original published: PIPEDREAM_PROFILES, or shared/pr
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
@@ -33,7 +32,8 @@ from pipedream.training.emulate import scale_plan
 from pipedream.workflows.methods import score
 
 sys.path.append(str(Path(__file__).parents[1]))
-from worker_processes import Workers, cores_busy_s, worker_processes
+from scaffold import find_published, format_table
+from worker_processes import Disturbance, Workers, worker_processes
 
 _SECONDS = {"test": 0.5, "short": 5.0, "full": 25.0}  # of a run
 _LEAST_DILATION = 4.0  # for what two cores do besides, such as passing on the messages of all-reduces
@@ -124,7 +124,9 @@ def _list_cases(size: str) -> Iterator[Case]:
 
 def measure(size: str, log: Callable[[str], None]) -> list[dict[str, Any]]:
     """Emulates the cases; returns a row for each, none where the profiles or slow links are missing."""
-    reason = why_not() or ("" if _find_folder() else "no published profiles: PIPEDREAM_PROFILES may name their folder")
+    reason = why_not() or (
+        "" if find_published() else "no published profiles: PIPEDREAM_PROFILES may name their folder"
+    )
     if reason:
         log(f"workers: {reason}")
         return []
@@ -175,18 +177,16 @@ def _emulate(plan: Plan, workers: Workers, network: Network, seconds: float) -> 
     assert workers.ask(request | how | {"segments": _SEGMENTS}) == "ready"
     for number, level in enumerate(scale_plan(plan, dilation, byte_scale).cluster.levels):
         network.limit(level.bandwidth_bytes_per_s, level=number)
-    busy_s, own_s, began = cores_busy_s(), workers.cpu_s(), time.monotonic()
+    disturbance = Disturbance(workers)
     workers.tell("go")
     segments = workers.hear()
-    cores_s = (time.monotonic() - began) * (os.cpu_count() or 1)
-    own_s = workers.cpu_s() - own_s
     return how | {
         "config": plan.config,
         "workers": plan.workers,
         "predicted_s": predicted_s,
         "segments_s": [seconds / dilation for seconds in segments],
-        "own": own_s / cores_s,
-        "others": max(0.0, cores_busy_s() - busy_s - own_s) / cores_s,
+        "own": disturbance.workers_share(),
+        "others": disturbance.share(),
     }
 
 
@@ -200,7 +200,9 @@ def tables(rows: list[dict[str, Any]]) -> str:
     parts = []
     for table, head in heads.items():
         if table_rows := [row for row in rows if row["table"] == table]:
-            parts.append("\n".join([head, "", *_format_rows(table_rows)]))
+            titles = "model | cluster | plan | method | paper | predicted | emulated (least to most) | off"
+            cells = format_table(f"{titles} | slower by | bytes", "llllr", _list_cells(table_rows))
+            parts.append(f"{head}\n\n{cells}")
     if not parts:
         return ""
     off = [abs(_compute_error(row)) for row in rows]
@@ -213,23 +215,23 @@ def tables(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| model | cluster | plan | method | paper | predicted | emulated (least to most) | off | slower by | bytes |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+def _list_cells(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     first: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         other = first.setdefault(_read_case(row).against, row)
         rates = sorted(_find_median(other) / seconds for seconds in row["segments_s"])
-        lines.append(
-            f"| {row['model']} | {_place(row)} | {row['config']}{' (planner)' if row['shape'] == _PLANNED else ''} | "
-            f"{_describe_method(row)} | {'' if row['paper'] is None else format(row['paper'], '.2f')} | "
-            f"{other['predicted_s'] / row['predicted_s']:.2f} | {_find_median(other) / _find_median(row):.2f} "
-            f"({rates[0]:.2f} to {rates[-1]:.2f}) | {_compute_error(row):+.1%} | {row['dilation']:g} | "
-            f"{row['byte_scale']:g} |"
-        )
-    return lines
+        yield [
+            row["model"],
+            _place(row),
+            row["config"] + (" (planner)" if row["shape"] == _PLANNED else ""),
+            _describe_method(row),
+            "" if row["paper"] is None else f"{row['paper']:.2f}",
+            f"{other['predicted_s'] / row['predicted_s']:.2f}",
+            f"{_find_median(other) / _find_median(row):.2f} ({rates[0]:.2f} to {rates[-1]:.2f})",
+            f"{_compute_error(row):+.1%}",
+            f"{row['dilation']:g}",
+            f"{row['byte_scale']:g}",
+        ]
 
 
 def _read_case(row: dict[str, Any]) -> Case:
@@ -267,16 +269,9 @@ def _plan(case: Case) -> Plan:
 
 @cache
 def _load_published(name: str) -> Profile:
-    folder = _find_folder()
+    folder = find_published()
     assert folder is not None
     return GraphText.load(folder / f"{name}.txt").profile(name)
-
-
-def _find_folder() -> Path | None:
-    root = Path(__file__).parents[2]
-    named = os.environ.get("PIPEDREAM_PROFILES")
-    folders = [Path(named)] if named else [place / "shared" / "profiles" for place in (root, *root.parents)]
-    return next((folder for folder in folders if (folder / "vgg16.txt").exists()), None)
 
 
 @cache

@@ -33,7 +33,6 @@ import arms
 import effects
 import report
 import run
-import seconds
 import serial
 import steppers
 import tasks
@@ -309,12 +308,12 @@ def test_simulated_time_is_that_of_closed_forms() -> None:
     """A flush takes 3 (2p - 1) / p a minibatch of p microbatches; without one a minibatch takes 3, done again 4."""
     of = arms.arms_of("digits")
     for p in (2, 4):
-        assert seconds.times_of(of["sync"], p, 10, [1, 10]) == pytest.approx([3 * (2 * p - 1) / p * n for n in (1, 10)])
+        assert report.times_of(of["sync"], p, 10, [1, 10]) == pytest.approx([3 * (2 * p - 1) / p * n for n in (1, 10)])
         for name in of:
             if not of[name].turns[0].method.flushes:
-                first, last = seconds.times_of(of[name], p, 600, [10, 300])
+                first, last = report.times_of(of[name], p, 600, [10, 300])
                 assert last - first == pytest.approx(290 * (4 if name == "naive_recompute" else 3)), name
-        begin, end = (seconds.times_of(of["hybrid"], p, 600, [at])[0] for at in (400, 600))
+        begin, end = (report.times_of(of["hybrid"], p, 600, [at])[0] for at in (400, 600))
         assert end - begin == pytest.approx(200 * 3 * (2 * p - 1) / p)
 
 
